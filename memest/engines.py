@@ -34,24 +34,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-ATTEMPTS = 2
-"""Number of times that a task begins if its worker is killed."""
+ATTEMPTS = 2  # number of times that a task begins if its worker is killed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
     """A task that begins, or that has ended with a result."""
 
-    label: str
-    """Name of the task, for people."""
-
+    label: str  # name of the task, for people
     is_done: bool
-    weight: int
-    """Number of plans in the task."""
-
-    total: int
-    """Number of plans in all tasks."""
-
+    weight: int  # number of plans in the task
+    total: int  # number of plans in all tasks
     task: Any
     result: Any = None
 
@@ -391,15 +384,9 @@ class Slurm(Engine):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-MINUTES = 240
-"""Time limit of a task under Slurm."""
-
-POLL_S = 0.2
-"""Seconds between two looks at the jobs."""
-
-ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "slurm": Slurm}
-"""Engines by name."""
-
+MINUTES = 240  # time limit of a task under Slurm
+POLL_S = 0.2  # seconds between two looks at the jobs
+ENGINES: dict[str, type[Engine]] = {"local": Local, "ray": Ray, "slurm": Slurm}  # engines by name
 _PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 

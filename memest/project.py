@@ -17,17 +17,12 @@ FILE = "pyproject.toml"
 class Project:
     """Settings of the nearest pyproject.toml; empty ones without a table `[tool.memest]`."""
 
-    gpu: str = ""
-    """GPU to simulate where a command or test names none."""
-
-    limit: str = ""
-    """Memory that a script or test may take on it, such as `38GiB`."""
-
+    gpu: str = ""  # GPU to simulate where a command or test names none
+    limit: str = ""  # memory that a script or test may take on it, such as `38GiB`
     command: tuple[str, ...] = ()
     """Arguments of `memest run` without a script: `--max-steps 3 train.py`."""
 
-    folder: Path | None = None
-    """Folder of the file, or None without one."""
+    folder: Path | None = None  # folder of the file, or None without one
 
 
 def find_project(folder: Path) -> Project:

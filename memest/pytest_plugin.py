@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from memest.report import RunReport, StoredPeak
     from memest.run.session import Session
 
-PEAKS = "memest-peaks.json"
-"""File of stored peaks in pytest's root folder."""
-
+PEAKS = "memest-peaks.json"  # file of stored peaks in pytest's root folder
 SCHEMA = "memest.peaks/1"
 _PEAK, _NOTE = "memest_peak", "memest_note"
 """User properties of a test's report, which xdist sends to the process that prints."""
@@ -196,8 +194,7 @@ class _Collector:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.peaks: dict[str, Any] = {}
-        self.notes: dict[str, int] = {}
-        """Note -> number of tests."""
+        self.notes: dict[str, int] = {}  # note -> number of tests
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Read what `_faults` recorded in a test."""

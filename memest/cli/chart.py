@@ -47,9 +47,7 @@ from memest.validate.compare import comparable, plan_of
 from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
-CHART_GPU = "a100-80gb"
-"""GPU of a chart where none is named: that of the lab."""
-
+CHART_GPU = "a100-80gb"  # GPU of a chart where none is named: that of the lab
 _CHART_OPTIONS = combined(
     click.option(
         "--out", type=PATH, default=Path("charts"), show_default=True,
@@ -72,8 +70,7 @@ class Pictures:
     formats: Sequence[str]
     dark: bool
     title: str
-    as_json: bool
-    """True to print the paths as JSON."""
+    as_json: bool  # True to print the paths as JSON
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
         """Write the pictures of `figure`, then `data` as JSON Lines; print the paths."""
@@ -424,8 +421,7 @@ def _points(line: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-DEFAULT_GPU = "h100-80gb"
-"""GPU of the chart where none is named."""
+DEFAULT_GPU = "h100-80gb"  # GPU of the chart where none is named
 
 
 @chart.command()
@@ -498,8 +494,7 @@ def _values(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-MAX_SETTINGS = 4
-"""Largest number of lines in one chart."""
+MAX_SETTINGS = 4  # largest number of lines in one chart
 
 
 @chart.command()

@@ -25,8 +25,7 @@ from memest.validate.compare import Comparison, comparable, parse_tolerances, pl
 from memest.validate.compare import compare as compare_reports
 from memest.writing import write_output
 
-GREW_EXIT_CODE = 4
-"""Exit code of a peak that grew."""
+GREW_EXIT_CODE = 4  # exit code of a peak that grew
 
 
 @main.command()

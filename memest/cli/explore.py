@@ -33,8 +33,7 @@ LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
 costs no further trace.
 """
 
-MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")
-"""Models of the lab."""
+MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")  # models of the lab
 
 
 @main.command()

@@ -129,8 +129,7 @@ class _Group(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Errors of a write."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of a write
 
 
 def _no_room(error: OSError) -> None:

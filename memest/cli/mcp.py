@@ -21,9 +21,7 @@ from memest.estimator.hardware.gpus import list_gpus
 from memest.packages import require
 from memest.report import RunReport
 
-MAX_OUTPUT = 4000
-"""Characters of a script's output in an answer: its end."""
-
+MAX_OUTPUT = 4000  # characters of a script's output in an answer: its end
 _POLL_S = 0.05
 
 

@@ -186,8 +186,7 @@ _samples = click.option("--samples", type=click.IntRange(1), help="Samples of an
 OPTION_SECTIONS |= dict.fromkeys(("train_steps", "price", "epochs", "samples"), "Time and price")
 
 
-STEPS_WITHOUT_NUMBER = 1000
-"""Steps whose price is given where no number of steps is."""
+STEPS_WITHOUT_NUMBER = 1000  # steps whose price is given where no number of steps is
 
 
 @dataclass(frozen=True, slots=True)

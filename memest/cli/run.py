@@ -50,9 +50,7 @@ if TYPE_CHECKING:
     from memest.run.launcher import RunResult
     from memest.run.session import Session
 
-NOT_USED_EXIT_CODE = 2
-"""Exit code of a script that ends without using the GPU."""
-
+NOT_USED_EXIT_CODE = 2  # exit code of a script that ends without using the GPU
 RULE = "-" * 80
 
 

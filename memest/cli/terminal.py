@@ -42,12 +42,8 @@ def folded(text: str, out: TextIO | None = None) -> str:
     return fold(text, shutil.get_terminal_size().columns) if out.isatty() else text
 
 
-_EVERY = 0.5
-"""Seconds between two updates."""
-
-_DELAY = 1.0
-"""Seconds before the first output."""
-
+_EVERY = 0.5  # seconds between two updates
+_DELAY = 1.0  # seconds before the first output
 _FORMAT = "{n_fmt}/{total_fmt} {bar:24} {elapsed}, about {remaining} left  {desc}"
 _UNCOUNTED = "{desc}  {elapsed}"
 
@@ -96,8 +92,7 @@ class _Lines:
             print(text, file=sys.stderr, flush=True)
 
 
-LOG_SECONDS = 30.0
-"""Seconds between two lines of a log."""
+LOG_SECONDS = 30.0  # seconds between two lines of a log
 
 
 class _Display:

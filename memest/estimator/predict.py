@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from memest.estimator.replay.scenarios import Scenario
     from memest.report import Prediction, StepTime, Verdict
 
-PRIMARY_GPU = "h200"
-"""GPU of a report's head when none is named: the largest of the default set."""
+PRIMARY_GPU = "h200"  # GPU of a report's head when none is named: the largest of the default set
 
 
 def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 1) -> Prediction:

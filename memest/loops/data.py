@@ -25,25 +25,19 @@ MAX_CAPTION_TOKENS = 50
 
 INIT_STD = 0.02
 
-_POOL_NUMEL = 1 << 20
-"""Random numbers of the weights on the host; longer weights repeat them."""
+_POOL_NUMEL = 1 << 20  # random numbers of the weights on the host; longer weights repeat them
 
 
-Inputs = dict[str, Any]
-"""Keyword arguments of a forward, on the host."""
+Inputs = dict[str, Any]  # keyword arguments of a forward, on the host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
     """Micro-batches of a run, on the host, and their sizes."""
 
-    batches: Sequence[Inputs]
-    """Batches used in turn, over and over."""
-
+    batches: Sequence[Inputs]  # batches used in turn, over and over
     val_batches: Sequence[Inputs]
-    loss_output: str
-    """Output to differentiate."""
-
+    loss_output: str  # output to differentiate
     seq_len: int
     padded: bool
     image_size: int | None

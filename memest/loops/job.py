@@ -32,9 +32,7 @@ class RunOptions:
     data: Path | None = None
     """`datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
 
-    snapshots: Path | None = None
-    """Folder for a recording of the allocator; None records nothing."""
-
+    snapshots: Path | None = None  # folder for a recording of the allocator; None records nothing
     trust_remote_code: bool = False
 
 
@@ -47,9 +45,7 @@ class Listener:
     on_ready: Callable[[], None] = lambda: None
     """Called when the strategy has set up everything, before the first step."""
 
-    on_step: Callable[[], None] = lambda: None
-    """Called at the end of a micro-batch."""
-
+    on_step: Callable[[], None] = lambda: None  # called at the end of a micro-batch
     on_model: Callable[[Any], None] = lambda model: None
     """Called when the model is built and described."""
 
@@ -62,30 +58,14 @@ class Job:
     recorder: PhaseRecorder
     listener: Listener
     options: RunOptions = field(default_factory=RunOptions)
-    where: str = "cuda"
-    """Device on which the model is built."""
-
-    accelerator: str = "gpu"
-    """Accelerator of Lightning's Trainer: `gpu`, or `cpu` in tests."""
-
-    is_alone: bool = False
-    """True if this process represents all ranks and contacts no others."""
-
-    num_ahead: int = 0
-    """Micro-batches of a step that are loaded and not run."""
-
-    rank: int = 0
-    """Rank of this process where it represents all."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    """Plan with the sizes that were used."""
-
-    model: dict[str, Any] = field(default_factory=dict)
-    """Class and numbers of parameters."""
-
-    notes: list[str] = field(default_factory=list)
-    """Decisions made during the run."""
-
+    where: str = "cuda"  # device on which the model is built
+    accelerator: str = "gpu"  # accelerator of Lightning's Trainer: `gpu`, or `cpu` in tests
+    is_alone: bool = False  # True if this process represents all ranks and contacts no others
+    num_ahead: int = 0  # micro-batches of a step that are loaded and not run
+    rank: int = 0  # rank of this process where it represents all
+    values: dict[str, Any] = field(default_factory=dict)  # plan with the sizes that were used
+    model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
+    notes: list[str] = field(default_factory=list)  # decisions made during the run
     data_notes: list[str] = field(default_factory=list)
     """Notes about the data, such as an ignored image size."""
 
@@ -95,12 +75,8 @@ class Task:
     """A job's fine-tune, ready for any loop."""
 
     job: Job
-    model: Any
-    """Module on the device, in training mode."""
-
-    make_optimizer: Callable[[], Any]
-    """Called after a strategy has divided the model."""
-
+    model: Any  # module on the device, in training mode
+    make_optimizer: Callable[[], Any]  # called after a strategy has divided the model
     feed: Feed
 
     def batch(self, number: int) -> Inputs:

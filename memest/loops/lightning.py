@@ -22,8 +22,7 @@ from memest.loops.strategies import make_strategy, shard_model
 from memest.models_meta.assemble import loss_of
 from memest.report import Phase
 
-NUM_SANITY_STEPS = 2
-"""Validation batches that Lightning runs before the first step, by default."""
+NUM_SANITY_STEPS = 2  # validation batches that Lightning runs before the first step, by default
 
 
 class FineTune(L.LightningModule):

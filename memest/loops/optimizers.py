@@ -12,8 +12,7 @@ from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 
-LEARNING_RATE = 1e-4
-"""Learning rate of every optimizer; it has no effect on memory."""
+LEARNING_RATE = 1e-4  # learning rate of every optimizer; it has no effect on memory
 
 
 def make_optimizer(

@@ -14,12 +14,9 @@ class Reading:
     """The allocator's figures at one moment."""
 
     allocated_bytes: int
-    peak_allocated_bytes: int
-    """Highest since the previous reading."""
-
+    peak_allocated_bytes: int  # highest since the previous reading
     reserved_bytes: int
-    peak_reserved_bytes: int
-    """Highest since the previous reading."""
+    peak_reserved_bytes: int  # highest since the previous reading
 
 
 class Memory(Protocol):

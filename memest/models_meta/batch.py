@@ -18,8 +18,7 @@ from memest.errors import PlanError, UnsupportedError
 from memest.models_meta.build import default_image_size, text_config, vision_config
 from memest.models_meta.registry import error_text
 
-IGNORE_INDEX = -100
-"""Label that torch's cross entropy ignores."""
+IGNORE_INDEX = -100  # label that torch's cross entropy ignores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +30,9 @@ class Batch:
     models also take flags, such as CLIP's `return_loss`.
     """
 
-    loss_output: str = "loss"
-    """Output to differentiate. An output other than `loss` is averaged."""
-
+    loss_output: str = "loss"  # Output to differentiate. An output other than `loss` is averaged.
     image_size: int | None = None
-    notes: tuple[str, ...] = ()
-    """Assumptions for the report."""
+    notes: tuple[str, ...] = ()  # assumptions for the report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +41,7 @@ class Request:
 
     config: Any
     class_name: str
-    forward: frozenset[str]
-    """Names of the parameters of the class's forward."""
-
+    forward: frozenset[str]  # names of the parameters of the class's forward
     batch_size: int
     seq_len: int
     image_size: int | None
@@ -334,8 +328,7 @@ RECIPE_BY_FAMILY: dict[str, Recipe] = {
 
 SEED = 20
 
-MAX_TOKENS = 2**27
-"""Limit of tokens: real ids of 1 GiB on the host, 3 GiB with mask and labels."""
+MAX_TOKENS = 2**27  # limit of tokens: real ids of 1 GiB on the host, 3 GiB with mask and labels
 
 
 def make_batch(

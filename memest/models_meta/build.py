@@ -65,19 +65,15 @@ _OFFSET_POSITIONS = frozenset(
      "data2vec-text", "longformer", "xmod", "luke", "ibert", "esm"}
 )  # fmt: skip
 
-DYNAMIC_IMAGE_SIZE = 448
-"""Assumed pixels a side for images of any size (Qwen2-VL): 256 tokens."""
+DYNAMIC_IMAGE_SIZE = 448  # assumed pixels a side for images of any size (Qwen2-VL): 256 tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
     """Module, with notes on the decisions made while it was built."""
 
-    module: Any
-    """Module of transformers, whose `config` is a copy of the given one."""
-
-    notes: tuple[str, ...] = ()
-    """Assumptions for the report."""
+    module: Any  # module of transformers, whose `config` is a copy of the given one
+    notes: tuple[str, ...] = ()  # assumptions for the report
 
 
 def build_model(

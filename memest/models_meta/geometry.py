@@ -26,17 +26,12 @@ class LayerGeometry:
     k: int
     head_dim: int
     f: int
-    is_gated: bool
-    """True if the MLP multiplies two products of its input."""
-
+    is_gated: bool  # True if the MLP multiplies two products of its input
     activation: str
     hidden_dropout: float
     attention_dropout: float
-    num_written_norms: int
-    """RMS norms of width h that Python code computes in fp32."""
-
-    num_weights: int
-    """Elements of the matrices of one layer."""
+    num_written_norms: int  # RMS norms of width h that Python code computes in fp32
+    num_weights: int  # elements of the matrices of one layer
 
 
 def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | None:

@@ -12,9 +12,7 @@ from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.values import IN_PLACE
 
-THRESHOLD = 6.0
-"""`llm_int8_threshold`, the default of transformers' `BitsAndBytesConfig`."""
-
+THRESHOLD = 6.0  # `llm_int8_threshold`, the default of transformers' `BitsAndBytesConfig`
 ASSUMPTION = (
     f"LLM.int8: no activation reaches {THRESHOLD}, so no column is kept in 16 bit; those of trained"
     " checkpoints do, and so can products of a gated MLP with random weights, which costs their"

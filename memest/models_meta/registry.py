@@ -47,17 +47,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class ModelEntry:
     """One bundled model: everything of its file but the config."""
 
-    name: str
-    """Last part of the Hub id, and name of the file."""
-
+    name: str  # last part of the Hub id, and name of the file
     hub_id: str
-    aliases: tuple[str, ...]
-    """Other names, matched like `name`."""
-
+    aliases: tuple[str, ...]  # other names, matched like `name`
     family: str
-    modality: str
-    """`text`, `image`, `image-text` or `audio`."""
-
+    modality: str  # `text`, `image`, `image-text` or `audio`
     num_params: int
     """Parameters of the class in `architectures`, built from the config; a tied tensor counts once.
     """
@@ -65,9 +59,7 @@ class ModelEntry:
     num_params_published: int
     """Parameters in the published checkpoint; `note` explains a difference from `num_params`."""
 
-    source: Mapping[str, str]
-    """Sources of the config and of the published count."""
-
+    source: Mapping[str, str]  # sources of the config and of the published count
     note: str = ""
 
     @property
@@ -80,21 +72,13 @@ class ModelEntry:
 class ModelConfig:
     """A checked config.json, before any module exists."""
 
-    name: str
-    """Name of the model in reports."""
-
-    source: str
-    """`bundled`, the path of the file, or `hub:org/name`."""
-
+    name: str  # name of the model in reports
+    source: str  # `bundled`, the path of the file, or `hub:org/name`
     pretrained: PretrainedConfig = field(repr=False)
     """transformers config; `build_model` works on a copy."""
 
-    architecture: str
-    """Model class in `architectures`; empty when the file names none."""
-
-    entry: ModelEntry | None = None
-    """Registry entry of a bundled config."""
-
+    architecture: str  # model class in `architectures`; empty when the file names none
+    entry: ModelEntry | None = None  # registry entry of a bundled config
     remote_code: str = ""
     """Folder or Hub id with the model's own Python code; empty for transformers' classes."""
 

@@ -46,12 +46,9 @@ class Need:
     """Condition without which a key may only have its default."""
 
     is_met: Callable[[TrainingPlan], bool]
-    error: str
-    """Message, with `{key}` and `{strategy}`."""
-
+    error: str  # message, with `{key}` and `{strategy}`
     hint: str
-    only_of: str = ""
-    """Beginning of the names of the only strategies that read the key."""
+    only_of: str = ""  # beginning of the names of the only strategies that read the key
 
 
 def of_strategy(is_met: Callable[[TrainingPlan], bool], where: str, only_of: str) -> Need:
@@ -65,41 +62,27 @@ class Key:
     """Row of a plan key."""
 
     name: str = ""
-    type: str = ""
-    """Annotation of the field."""
-
+    type: str = ""  # annotation of the field
     default: Any = None
     flag: str = ""
     """Option of the command line; empty where there is none. A switch names its opposite after a
     slash where that does not begin with `--no-`."""
 
-    help: str = ""
-    """Help of the flag; `{choices}` stands for the values."""
-
-    section: str = "Plan"
-    """Section of `--help` and of docs/plan.md."""
-
+    help: str = ""  # help of the flag; `{choices}` stands for the values
+    section: str = "Plan"  # section of `--help` and of docs/plan.md
     choices: Sequence[str] = ()
     bounds: Bounds | None = None
     need: Need | None = None
-    other_names: tuple[str, ...] = ()
-    """Names of `TrainingArguments` that mean the same."""
-
+    other_names: tuple[str, ...] = ()  # names of `TrainingArguments` that mean the same
     unset: str = ""
     """Value that applies where the key is not given, in words; empty where it is `default`."""
 
     in_loops: Mapping[str, Any] = field(default_factory=dict)
     """Default of the loops whose default is not `default`."""
 
-    sweep: str = ""
-    """Help of the flag of `memest sweep`; without it `--vary` takes the key."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Short forms of values."""
-
-    is_size: bool = False
-    """Bytes, which files and flags may give as `24GiB`."""
-
+    sweep: str = ""  # help of the flag of `memest sweep`; without it `--vary` takes the key
+    aliases: Mapping[str, str] = field(default_factory=dict)  # short forms of values
+    is_size: bool = False  # bytes, which files and flags may give as `24GiB`
     is_always_written: bool = False
     """Written in the inverse command also where the value is the default."""
 

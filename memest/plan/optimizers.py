@@ -24,9 +24,7 @@ class OptimizerRow:
 
     library: str
     class_name: str
-    options: tuple[tuple[str, Any], ...] = ()
-    """Options besides those of a plan."""
-
+    options: tuple[tuple[str, Any], ...] = ()  # options besides those of a plan
     transformers: str = ""
     """Name in `TrainingArguments.optim`, where the Trainer makes the same optimizer."""
 
@@ -52,9 +50,7 @@ _FOREACH = (
 )  # fmt: skip
 """Optimizers that take their multi-tensor path by default."""
 
-_FUSED = ("Adam", "AdamW", "SGD")
-"""Optimizers with fused kernels for CUDA."""
-
+_FUSED = ("Adam", "AdamW", "SGD")  # optimizers with fused kernels for CUDA
 _8_AND_32_BITS = (
     "Adagrad", "Adam", "AdamW", "AdEMAMix", "LARS", "Lion", "RMSprop", "SGD",
 )  # fmt: skip
@@ -105,9 +101,7 @@ def _rows() -> Iterator[tuple[str, OptimizerRow]]:
     yield row("deepspeed_cpu", DEEPSPEED, "DeepSpeedCPUAdam")
 
 
-OPTIMIZERS: Mapping[str, OptimizerRow] = dict(_rows())
-"""A plan's name of an optimizer -> its row."""
-
+OPTIMIZERS: Mapping[str, OptimizerRow] = dict(_rows())  # a plan's name of an optimizer -> its row
 _BY_CLASS = {
     (row.library, row.class_name): name
     for name, row in reversed(list(OPTIMIZERS.items()))

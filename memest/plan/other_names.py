@@ -12,9 +12,7 @@ from memest.errors import PlanError, UnsupportedError, shown
 from memest.plan.keys import Key
 from memest.plan.values import LOGGING
 
-VAL_BATCHES = 2
-"""Assumed batches of a validation whose number is not given."""
-
+VAL_BATCHES = 2  # assumed batches of a validation whose number is not given
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
 
 _NOT_MODELLED = {

@@ -18,9 +18,7 @@ MAX_FILE_BYTES = 512 << 10
 MAX_NODES = 100_000
 """Limit of YAML values, aliases expanded; a suite of a thousand experiments has fewer."""
 
-_MAX_WAIT_S = 60.0
-"""Seconds for which a pipe may send nothing."""
-
+_MAX_WAIT_S = 60.0  # seconds for which a pipe may send nothing
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Windows
 
 

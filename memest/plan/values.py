@@ -62,9 +62,7 @@ IGNORED_KEYS = frozenset(
 )
 """Keys of lab configs that do not affect the memory of a step, as a test checks."""
 
-MAX_LENGTHS = 10_000
-"""Largest number of micro-batches, each of which is run."""
-
+MAX_LENGTHS = 10_000  # largest number of micro-batches, each of which is run
 _MAX_FILE_BYTES = 1 << 20
 
 

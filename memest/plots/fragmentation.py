@@ -17,9 +17,7 @@ from memest.report import Prediction
 from memest.units import GIB
 
 _LEFT, _TOP, _BOTTOM = 1.0, 1.75, 0.95  # inches
-_COLUMN = 5.1
-"""Inches at the right: each setting, its reserved memory, and the unused part of it."""
-
+_COLUMN = 5.1  # inches at the right: each setting, its reserved memory, and the unused part of it
 _BLOCK = 0.9  # inches of one setting in the column
 
 _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))

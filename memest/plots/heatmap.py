@@ -17,9 +17,7 @@ from memest.plots.words import dotted, gpu_label, version_words
 from memest.report import Outcome, Verdict
 from memest.units import GIB
 
-MAX_ROWS = 14
-"""Number of rows above which the slide becomes taller instead of the type smaller."""
-
+MAX_ROWS = 14  # number of rows above which the slide becomes taller instead of the type smaller
 _TOP, _BOTTOM, _LEFT, _RIGHT = 2.55, 0.3, 0.4, 0.4  # inches
 _STEPS = (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256)
 """Intervals between written column heads, where not all have room."""
@@ -31,9 +29,7 @@ _SCALES = {False: ("#DCEBF7", "#08436E"), True: ("#16354A", "#A9DBF7")}
 @dataclass(frozen=True, slots=True)
 class _Cell:
     text: str
-    short: str
-    """Text used where `text` is too wide."""
-
+    short: str  # text used where `text` is too wide
     color: str
     is_oom: bool = False
 

@@ -34,11 +34,8 @@ from memest.plots.words import (
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction
 from memest.units import GIB
 
-CACHED = "cached"
-"""Reserved at the peak and not allocated."""
-
-UNKNOWN = "unknown"
-"""Kind of the need beyond a failure, whose contents were not predicted."""
+CACHED = "cached"  # reserved at the peak and not allocated
+UNKNOWN = "unknown"  # kind of the need beyond a failure, whose contents were not predicted
 
 
 def peak_parts(report: Prediction | Measurement) -> dict[str, int]:
@@ -122,12 +119,8 @@ _TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
 _TOTAL, _GPU = 1.02, 1.05
 """Inches of the columns at the right: the need, and the verdicts of each GPU."""
 
-_NAME = 4.5
-"""Inches of the words of a row before their middle is left out."""
-
-_FAR = 1.5
-"""A GPU that holds this many times the longest bar has only a column."""
-
+_NAME = 4.5  # inches of the words of a row before their middle is left out
+_FAR = 1.5  # a GPU that holds this many times the longest bar has only a column
 _LINES = 0.30  # inches of a line of words over the chart
 _BAR = 0.78  # of the height of a row
 _ROW = 0.62  # inches of a row at most
@@ -150,9 +143,7 @@ class _Layout:
     width: float
     per_gib: float
     gpus: tuple[tuple[str, int], ...]
-    drawn: tuple[tuple[str, int], ...]
-    """GPUs with a line."""
-
+    drawn: tuple[tuple[str, int], ...]  # GPUs with a line
     labels: tuple[tuple[str, float, int], ...]
 
     @property

@@ -13,11 +13,8 @@ from memest.units import GIB
 
 _FRAME = (1.15, 1.2, WIDTH - 1.15 - 0.3, HEIGHT - 1.2 - 1.85)  # left, bottom, width, height
 _PARTS = ("allocated", "cached", "context and NCCL")
-_KINDS = ("params", "optimizer", "rest")
-"""Kinds of other charts whose colours the parts have."""
-
-_MAX_NUMBERED = 24
-"""Bars that are wide enough for a number over each."""
+_KINDS = ("params", "optimizer", "rest")  # kinds of other charts whose colours the parts have
+_MAX_NUMBERED = 24  # bars that are wide enough for a number over each
 
 
 def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:

@@ -30,12 +30,8 @@ _COLUMN = 5.75
 _BLOCK = 0.86  # inches of one strategy in the column
 _STAYS = 15  # points of the terms that stay
 _BEFORE = 0.68  # inches of its leader and marker
-_TERMS = 3
-"""Number of terms that are named of each strategy."""
-
-_MIN_SHARE = 0.01
-"""Share of the peak below which a term is not named."""
-
+_TERMS = 3  # number of terms that are named of each strategy
+_MIN_SHARE = 0.01  # share of the peak below which a term is not named
 _FAMILIES = {
     "ddp": ("", "o"),
     "fsdp": ("#0072B2", "s"),
@@ -277,9 +273,7 @@ STACK = (*KINDS[:-1], "temporaries", "rest")
 _RIGHT, _TOP_OF_BARS = 0.3, 2.15  # inches
 _GAP = 1.1  # inches between the two panels
 _BAR = 0.72  # of the distance between bars
-_SMALL = 0.4
-"""Bars below this part of the highest are drawn once more, larger, at the right."""
-
+_SMALL = 0.4  # bars below this part of the highest are drawn once more, larger, at the right
 _MAX_ENLARGED = 4
 
 

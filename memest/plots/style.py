@@ -38,9 +38,7 @@ WIDTH, HEIGHT = 40 / 3, 7.5
 VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
 """Colours of verdicts by `Verdict.word`; no kind of memory has them."""
 
-PNG_DPI = 144
-"""Dots per inch for 1920 x 1080 pixels."""
-
+PNG_DPI = 144  # dots per inch for 1920 x 1080 pixels
 KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
 """Kinds in the order of the stack, from the axis."""
 
@@ -49,8 +47,7 @@ OF_STRATEGIES = ("buckets", "gathered")
 
 _HATCH_INCHES = 0.19  # between strokes, along the axis
 _DASHES = (0, (3, 2))
-Box = tuple[float, float, float, float]
-"""Left, lower edge, width and height, in data."""
+Box = tuple[float, float, float, float]  # left, lower edge, width and height, in data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,19 +56,12 @@ class Theme:
 
     background: str
     ink: str
-    muted: str
-    """Colour of secondary text: subtitles, grids, the limits' names."""
-
+    muted: str  # colour of secondary text: subtitles, grids, the limits' names
     grid: str
-    limit: str
-    """Colour of a GPU's line; the GPU's name is next to the line."""
-
-    band: tuple[str, str]
-    """Colours of the wide and the narrow error band."""
-
+    limit: str  # colour of a GPU's line; the GPU's name is next to the line
+    band: tuple[str, str]  # colours of the wide and the narrow error band
     kinds: Mapping[str, str]
-    markers: tuple[str, str]
-    """Markers of peak allocated and of peak reserved."""
+    markers: tuple[str, str]  # markers of peak allocated and of peak reserved
 
     @property
     def fills(self) -> dict[str, str]:

@@ -25,14 +25,11 @@ _PHASES = {
 }  # fmt: skip
 _STEP = re.compile(r"\bstep (\d+)")
 
-_NAMED_PERCENT = 4.5
-"""Smallest named share of the peak; smaller ones are part of the rest."""
-
+_NAMED_PERCENT = 4.5  # smallest named share of the peak; smaller ones are part of the rest
 GOOD, TIGHT, BAD, OPEN, DIM, BOLD = "32;1", "35;1", "31;1", "33;1", "2", "1"
 """Colours of a terminal (ECMA-48, select graphic rendition)."""
 
-COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}
-"""Colours by `Verdict.word`."""
+COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}  # colours by `Verdict.word`
 
 
 def paint(text: str, code: str) -> str:

@@ -22,17 +22,14 @@ from memest.report import (
 from memest.report.answer import summary_line
 from memest.units import format_bytes
 
-MAX_ROWS = 8
-"""Rows of a text; the rest is counted."""
+MAX_ROWS = 8  # rows of a text; the rest is counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """Bytes that one line or kind holds at the peak, before and after."""
 
-    name: str
-    """`train.py:12` with its number after the change, or `activations`."""
-
+    name: str  # `train.py:12` with its number after the change, or `activations`
     source: str
     before_bytes: int
     after_bytes: int

@@ -12,9 +12,7 @@ from memest import __version__
 from memest.estimator.search.explore import KINDS, Explored
 from memest.plan import TrainingPlan
 
-MAX_PAGE_BYTES = 3 << 20
-"""Largest size of a page, small enough for a course's web site."""
-
+MAX_PAGE_BYTES = 3 << 20  # largest size of a page, small enough for a course's web site
 _PAGE = Path(__file__).with_name("explorer.html")
 
 

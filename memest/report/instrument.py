@@ -19,12 +19,9 @@ from memest.units import counted
 MAX_BLOCKS = 500_000
 """Blocks of a step in a page: some 5 MB, which a browser reads in about a second."""
 
-UNIT_BYTES = 512
-"""Unit of blocks in a page: `kMinBlockSize` of CUDACachingAllocator.cpp."""
-
+UNIT_BYTES = 512  # unit of blocks in a page: `kMinBlockSize` of CUDACachingAllocator.cpp
 _FOLDER = Path(__file__).parent
-SCRIPT = (_FOLDER / "instrument.js").read_text(encoding="utf-8")
-"""Script of every page."""
+SCRIPT = (_FOLDER / "instrument.js").read_text(encoding="utf-8")  # script of every page
 
 
 def script_source() -> str:

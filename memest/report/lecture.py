@@ -14,9 +14,7 @@ from memest.report.explorer import technique_of
 from memest.report.lecture_rows import Row, Rows
 from memest.units import GIB, gib_that_add_up
 
-SAME_BYTES = GIB // 20
-"""Change of a need that a title calls nothing, 0.05 GiB."""
-
+SAME_BYTES = GIB // 20  # change of a need that a title calls nothing, 0.05 GiB
 _OPTIMIZERS = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adam_8bit": "8-bit Adam",
     "deepspeed_cpu": "Adam on the CPU",
@@ -28,11 +26,8 @@ class Series:
     """One colour of a chart."""
 
     name: str
-    color: str
-    """A kind of memory, `between`, `more`, `less`, or empty for what is not drawn."""
-
-    values: tuple[float, ...]
-    """GiB, one per category."""
+    color: str  # a kind of memory, `between`, `more`, `less`, or empty for what is not drawn
+    values: tuple[float, ...]  # GiB, one per category
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +37,7 @@ class Chart:
     is_upright: bool
     categories: tuple[str, ...]
     series: tuple[Series, ...]
-    limit: float
-    """GiB."""
-
+    limit: float  # GiB
     limit_name: str
     has_legend: bool = True
 
@@ -71,8 +64,7 @@ class Step:
 
     before: Row
     after: Row
-    changes: Mapping[str, tuple[str, str]]
-    """Key -> value before and after, in words."""
+    changes: Mapping[str, tuple[str, str]]  # key -> value before and after, in words
 
     @property
     def added_bytes(self) -> int:

@@ -30,13 +30,10 @@ class Row:
 
     arithmetic: Mapping[str, str]
     verdicts: Mapping[str, Verdict]
-    phases: tuple[PhaseRow, ...]
-    """Probes of the prediction on the first GPU, up to a failure."""
-
+    phases: tuple[PhaseRow, ...]  # probes of the prediction on the first GPU, up to a failure
     num_params: int
     num_trained: int
-    is_cut: bool
-    """True if the run ends out of memory and `kinds` are those of that moment."""
+    is_cut: bool  # True if the run ends out of memory and `kinds` are those of that moment
 
     @property
     def gpu(self) -> str:
@@ -72,14 +69,9 @@ class Rows:
     name: str
     rows: tuple[Row, ...]
     versions: Mapping[str, str]
-    limits: Mapping[str, int]
-    """Bytes that the allocator can reserve, by GPU."""
-
-    explorer: Mapping[str, Any]
-    """Data of the explorer's page."""
-
-    failed: Mapping[str, str]
-    """Plans that could not be predicted, and the reasons."""
+    limits: Mapping[str, int]  # bytes that the allocator can reserve, by GPU
+    explorer: Mapping[str, Any]  # data of the explorer's page
+    failed: Mapping[str, str]  # plans that could not be predicted, and the reasons
 
 
 def stored_rows(path: Path) -> Rows | None:

@@ -35,9 +35,7 @@ _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 _OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
 """Kinds with a color in the page's style."""
 
-RANKS = "<!-- by rank -->"
-"""Place of the table of ranks in a page."""
-
+RANKS = "<!-- by rank -->"  # place of the table of ranks in a page
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
 
 

@@ -21,12 +21,8 @@ from memest.plots.text import text_on
 from memest.report.lecture import Chart, Slide
 
 _TITLE_ONLY = 5  # of the default template
-_BOX = (0.4, 1.55, WIDTH - 0.8, HEIGHT - 1.75)
-"""Left, top, width and height of a chart, inches."""
-
-_MAX_TITLE = 44
-"""Characters of a title that fit a line in the full size."""
-
+_BOX = (0.4, 1.55, WIDTH - 0.8, HEIGHT - 1.75)  # left, top, width and height of a chart, inches
+_MAX_TITLE = 44  # characters of a title that fit a line in the full size
 _LAYOUT = (
     '<c:layout xmlns:c="http://schemas.openxmlformats.org/drawingml/2006/chart"><c:manualLayout>'
     '<c:layoutTarget val="inner"/><c:xMode val="edge"/><c:yMode val="edge"/><c:x val="{}"/>'

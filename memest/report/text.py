@@ -40,9 +40,7 @@ from memest.units import (
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
 
-MAX_ROWS = 12
-"""Modules and lines in the text; JSON has all."""
-
+MAX_ROWS = 12  # modules and lines in the text; JSON has all
 LEAST_BYTES = GIB // 2000
 """Lines that hold less are one row of the text: they would be printed as 0.000 GiB."""
 

@@ -106,8 +106,7 @@ def _of_catalogues(folder: Path) -> dict[str, float]:
     return found
 
 
-MAX_CATALOGUE_BYTES = 256 << 20
-"""Size above any provider's catalogue: 600,000 offers of 400 bytes."""
+MAX_CATALOGUE_BYTES = 256 << 20  # size above any provider's catalogue: 600,000 offers of 400 bytes
 
 
 @cache

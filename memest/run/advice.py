@@ -17,8 +17,7 @@ EIGHT_BIT_SHARE = 0.74
 256 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each).
 """
 
-PARTS = (2, 4, 8, 16, 32, 64)
-"""Numbers of parts into which a micro-batch is cut."""
+PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,17 +25,10 @@ class Suggestion:
     """One change, and its saving at the peak."""
 
     title: str
-    price: str
-    """Cost in plain words."""
-
-    saved_bytes: int
-    """Estimated saving."""
-
-    options: tuple[str, ...] = ()
-    """Options of `memest run` that simulate it."""
-
-    alloc_conf: str = ""
-    """Addition to `PYTORCH_ALLOC_CONF` that simulates it."""
+    price: str  # cost in plain words
+    saved_bytes: int  # estimated saving
+    options: tuple[str, ...] = ()  # options of `memest run` that simulate it
+    alloc_conf: str = ""  # addition to `PYTORCH_ALLOC_CONF` that simulates it
 
     @property
     def can_be_simulated(self) -> bool:

@@ -21,13 +21,10 @@ from memest.report import RunReport
 class BothReports:
     """Reports of one script: now, and on the base branch."""
 
-    exit_code: int
-    """Exit code of `memest run --check` now."""
-
+    exit_code: int  # exit code of `memest run --check` now
     now: RunReport | None
     base: RunReport | None
-    notes: tuple[str, ...] = ()
-    """Reasons for which there is no report of the base."""
+    notes: tuple[str, ...] = ()  # reasons for which there is no report of the base
 
 
 def run_both(arguments: Sequence[str], base: str) -> BothReports:

@@ -23,8 +23,7 @@ _QUESTION = (
     "print(json.dumps([p.name, p.total_memory, p.major, p.minor, torch.cuda.mem_get_info(0)[0]]))"
 )
 _QUESTION_TIMEOUT_S = 60.0
-_NO_DEVICE = ("", "-1", "NoDevFiles")
-"""Values of `CUDA_VISIBLE_DEVICES` that hide every GPU."""
+_NO_DEVICE = ("", "-1", "NoDevFiles")  # values of `CUDA_VISIBLE_DEVICES` that hide every GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +31,9 @@ class DeviceAtHand:
     """A GPU and its free memory."""
 
     name: str
-    total_bytes: int
-    """Total of `torch.cuda.get_device_properties`: without the driver's own memory."""
-
+    total_bytes: int  # total of `torch.cuda.get_device_properties`: without the driver's own memory
     capability: tuple[int, int]
-    free_bytes: int
-    """Free bytes; the cache of this process's allocator counts as free."""
-
+    free_bytes: int  # free bytes; the cache of this process's allocator counts as free
     has_context: bool = False
     """True if this process's CUDA context is subtracted from `free_bytes` already."""
 

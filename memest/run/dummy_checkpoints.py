@@ -25,12 +25,8 @@ from memest.models_meta.build import build_model
 from memest.models_meta.registry import find_entry, quiet_transformers, resolve_config
 from memest.run.target import INSTALLED_BY
 
-NEEDED = ("transformers",)
-"""Package that reads configs; the rest of `PLANS` trains."""
-
-MARKER = "STAND-IN.md"
-"""File that a dummy checkpoint has and a real one does not."""
-
+NEEDED = ("transformers",)  # package that reads configs; the rest of `PLANS` trains
+MARKER = "STAND-IN.md"  # file that a dummy checkpoint has and a real one does not
 _HEAD = "# Not a model: a dummy checkpoint written by memest"
 _FILE = "- "
 
@@ -102,9 +98,7 @@ LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
 """Letters that represent others: with three there are 1,092 patterns of up to six."""
 
 SIGNS = string.digits + string.punctuation
-MAX_BLANKS = 16
-"""Longest run of blanks with its own token, as indentations of code have."""
-
+MAX_BLANKS = 16  # longest run of blanks with its own token, as indentations of code have
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
@@ -130,15 +124,9 @@ AFTER = frozenset(("t5", "mt5", "umt5", "bert", "roberta", "clip", "clip_text_mo
 class Vocabulary:
     """Facts about a model for its tokenizer."""
 
-    size: int
-    """Rows of the embedding; every id is below."""
-
-    family: str
-    """transformers' `model_type` of the language model."""
-
-    max_length: int
-    """Tokens of the longest text."""
-
+    size: int  # rows of the embedding; every id is below
+    family: str  # transformers' `model_type` of the language model
+    max_length: int  # tokens of the longest text
     ids: Mapping[str, int] = field(default_factory=dict)
     """Ids of the config: `bos`, `eos`, `pad`, `image`, ..."""
 
@@ -257,14 +245,9 @@ class DummyModel:
     """A model for which a dummy checkpoint can be written."""
 
     name: str
-    vocabulary: Vocabulary | None
-    """None for a model without text."""
-
-    weights: Mapping[str, Tensor]
-    """Names, shapes and dtypes of its state dict, on meta."""
-
-    write: Callable[[Path], None]
-    """Function that writes the files of the layout into a folder."""
+    vocabulary: Vocabulary | None  # None for a model without text
+    weights: Mapping[str, Tensor]  # names, shapes and dtypes of its state dict, on meta
+    write: Callable[[Path], None]  # function that writes the files of the layout into a folder
 
 
 def litgpt_model(name: str) -> DummyModel:
@@ -419,11 +402,8 @@ class Written:
     folder: Path
     model: str
     num_tensors: int
-    num_bytes: int
-    """Bytes of all files on disk."""
-
-    stands_for_bytes: int
-    """Bytes of the weights that a real checkpoint would hold."""
+    num_bytes: int  # bytes of all files on disk
+    stands_for_bytes: int  # bytes of the weights that a real checkpoint would hold
 
 
 def write_checkpoint(

@@ -25,14 +25,10 @@ from memest.packages import require
 class Launch:
     """Script that a launcher starts, and its ranks."""
 
-    script: str
-    """Path of the script, or name of the module."""
-
+    script: str  # path of the script, or name of the module
     args: tuple[str, ...]
     is_module: bool = False
-    num_local: int | None = None
-    """Ranks of a node; None without a launcher of ranks."""
-
+    num_local: int | None = None  # ranks of a node; None without a launcher of ranks
     num_nodes: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher sets besides those of `torchrun`."""

@@ -28,9 +28,7 @@ from memest.report import Ending, RunReport
 from memest.run.session import Session, ending_of, refusal_within
 from memest.run.target import Target
 
-INTERRUPTED_EXIT_CODE = 130
-"""128 + SIGINT, as in shells."""
-
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as in shells
 _MEMEST = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -39,20 +37,15 @@ _TORCH = str(Path(torch.__file__).parent)
 class RunResult:
     """Result of a script's run."""
 
-    exit_code: int
-    """Exit code of the script."""
-
+    exit_code: int  # exit code of the script
     error_text: str
     """Text that Python would have written to stderr: a traceback, or the message of `sys.exit`."""
 
     refusal: MemestError | None
     """Error for a call that cannot be simulated, if that ended the script."""
 
-    report: RunReport | None
-    """Report, or None if the script never used the GPU."""
-
-    decides: str = ""
-    """Blocks that returned at the latest free timing, and may return earlier."""
+    report: RunReport | None  # report, or None if the script never used the GPU
+    decides: str = ""  # blocks that returned at the latest free timing, and may return earlier
 
 
 def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> RunResult:

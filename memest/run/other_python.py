@@ -20,9 +20,7 @@ import memest
 from memest.errors import PlanError
 from memest.writing import cache_folder
 
-OLDEST_PYTHON = (3, 11)
-"""`requires-python` of pyproject.toml."""
-
+OLDEST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
 PURE = ("click", "tqdm")
 """Dependencies of `memest run` that are only Python. NumPy and torch come from the script's
 environment."""

@@ -17,15 +17,9 @@ from memest.estimator.gpu.worlds import Mailbox, Rank
 from memest.report import Interval, Outcome, RankRow, RunReport
 from memest.run.launcher import RunResult
 
-MAX_RANKS = 1 << 14
-"""Limit on ranks, as in plans."""
-
-MAX_TOGETHER = 64
-"""Ranks that run at the same time, since each takes about 0.5 GB of this machine."""
-
-POLL_SECONDS = 0.05
-"""Interval between polls for ranks that other ranks have requested, seconds."""
-
+MAX_RANKS = 1 << 14  # limit on ranks, as in plans
+MAX_TOGETHER = 64  # ranks that run at the same time, since each takes about 0.5 GB of this machine
+POLL_SECONDS = 0.05  # interval between polls for ranks that other ranks have requested, seconds
 _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 

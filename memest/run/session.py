@@ -61,8 +61,7 @@ def _cutting(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
     return fetch
 
 
-_LONGEST_CHAIN = 20
-"""Longest chain of errors that were raised while another was handled."""
+_LONGEST_CHAIN = 20  # longest chain of errors that were raised while another was handled
 
 
 class Session:

@@ -38,9 +38,7 @@ from memest.report import (
 from memest.run.replays import intervals_of, verdicts_of
 from memest.units import counted, format_bytes
 
-MAX_SOURCE = 100
-"""Characters of a source line in the report."""
-
+MAX_SOURCE = 100  # characters of a source line in the report
 NO_LINE = "(no line of the script)"
 _SCALAR = re.compile(r"^scalar_dense of (\w+)$")
 

@@ -41,17 +41,13 @@ huggingface_hub that is too old for transformers 5.
 class Target:
     """A script or a module, with its arguments."""
 
-    name: str
-    """Name as typed."""
-
+    name: str  # name as typed
     args: tuple[str, ...]
     is_module: bool
     path: Path
     """Absolute path of a script; for a module the folder that is first in its import path."""
 
-    roots: tuple[Path, ...] = ()
-    """Folders of libraries whose code is the script's."""
-
+    roots: tuple[Path, ...] = ()  # folders of libraries whose code is the script's
     local_rank: str = ""
     """Argument before the others, to which each rank adds its number: `--local_rank=`."""
 

@@ -16,19 +16,15 @@ RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))
 """Programs that run code with arguments of their own, such as pytest."""
 
 _MEMEST = Path(__file__).resolve().parents[1]
-_LIBRARY = Path(os.__file__).resolve().parent
-"""Folder of Python's own library."""
+_LIBRARY = Path(os.__file__).resolve().parent  # folder of Python's own library
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """A script or a module with its arguments, as `memest run` takes them."""
 
-    words: tuple[str, ...]
-    """Words of the command: `train.py --bs 8`, or `-m package.train --bs 8`."""
-
-    folder: str
-    """Working folder of the command."""
+    words: tuple[str, ...]  # words of the command: `train.py --bs 8`, or `-m package.train --bs 8`
+    folder: str  # working folder of the command
 
     @property
     def label(self) -> str:

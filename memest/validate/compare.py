@@ -65,17 +65,10 @@ class Comparison:
     measured: Measurement
     predicted: Prediction
     totals: Mapping[str, Difference]
-    phases: tuple[Difference, ...]
-    """Allocated at each phase, in order; as many as both sides have."""
-
-    states: tuple[Difference, ...]
-    """Params, grads and optimizer bytes that differ."""
-
-    residual: str
-    """Phase and part in which the largest difference begins; empty if there is none."""
-
-    versions: tuple[str, ...]
-    """Libraries whose versions differ between the two sides."""
+    phases: tuple[Difference, ...]  # allocated at each phase, in order; as many as both sides have
+    states: tuple[Difference, ...]  # params, grads and optimizer bytes that differ
+    residual: str  # phase and part in which the largest difference begins; empty if there is none
+    versions: tuple[str, ...]  # libraries whose versions differ between the two sides
 
     @property
     def is_verdict_right(self) -> bool:
@@ -92,17 +85,10 @@ class Comparison:
 class Summary:
     """Many experiments."""
 
-    median_percent: Mapping[str, float]
-    """Median absolute error by total; `phase` covers all phases."""
-
-    worst_percent: Mapping[str, float]
-    """Largest error by total, signed."""
-
-    verdicts: Mapping[tuple[str, str], int]
-    """(measured, predicted) -> experiments."""
-
-    broken: tuple[str, ...]
-    """Figures outside their tolerance, one line each."""
+    median_percent: Mapping[str, float]  # median absolute error by total; `phase` covers all phases
+    worst_percent: Mapping[str, float]  # largest error by total, signed
+    verdicts: Mapping[tuple[str, str], int]  # (measured, predicted) -> experiments
+    broken: tuple[str, ...]  # figures outside their tolerance, one line each
 
 
 def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) -> list[Comparison]:

@@ -28,8 +28,7 @@ class Device:
     capability: tuple[int, int]
     num_sms: int
     driver: str
-    num_devices: int = 1
-    """Devices of the machine, as CUDA reports them."""
+    num_devices: int = 1  # devices of the machine, as CUDA reports them
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict of the reports."""

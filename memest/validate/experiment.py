@@ -125,8 +125,7 @@ ACTIONS = {
 }  # fmt: skip
 """Numbers of the actions; the last marks blocks of several streams until `free_completed`."""
 
-MAX_EVENTS = 4_000_000
-"""Number of events after which torch drops the oldest."""
+MAX_EVENTS = 4_000_000  # number of events after which torch drops the oldest
 
 
 def file_stem(label: str) -> str:

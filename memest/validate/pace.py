@@ -29,12 +29,8 @@ aten = torch.ops.aten
 Call = Callable[[], Any]
 
 MAX_FLOPS = 4e12
-MAX_BYTES = 6e9
-"""Largest measured call: its operations, and the bytes of its tensors."""
-
-MEASURED_US = 3000
-"""Time for which one case repeats, after two calls that are not timed."""
-
+MAX_BYTES = 6e9  # largest measured call: its operations, and the bytes of its tensors
+MEASURED_US = 3000  # time for which one case repeats, after two calls that are not timed
 HEATED_MS = 30
 """Time for which the GPU trains before each case, so that its clocks are those of a training."""
 

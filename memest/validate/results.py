@@ -14,9 +14,7 @@ from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, read_measurements
 from memest.writing import write_whole
 
-SKIPPED = "skipped: "
-"""Prefix of the note of an experiment that was skipped."""
-
+SKIPPED = "skipped: "  # prefix of the note of an experiment that was skipped
 _OF_THE_DATA = ("seq_len", "image_size", "padded")
 """Keys that a data set sets, whatever the plan has."""
 

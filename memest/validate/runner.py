@@ -209,8 +209,7 @@ if __name__ == "__main__":
 
 POLL_S = 0.05
 TICK_S = 1.0
-LOG_LINES = 4
-"""Last lines of a failed run's log that its note repeats."""
+LOG_LINES = 4  # last lines of a failed run's log that its note repeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,11 +220,8 @@ class Progress:
     total: int
     name: str
     elapsed_s: float
-    measurement: Measurement | None = None
-    """Report of the experiment, once it has ended."""
-
-    was_done: bool = False
-    """True if it was in the results already."""
+    measurement: Measurement | None = None  # report of the experiment, once it has ended
+    was_done: bool = False  # True if it was in the results already
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

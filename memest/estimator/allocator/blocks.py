@@ -5,26 +5,19 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-ROUND_BYTES = 512
-"""`kMinBlockSize`: every request is rounded up to a multiple of it."""
-
-SMALL_REQUEST_BYTES = 1 << 20
-"""`kSmallSize`: requests up to it come from the small pool."""
-
+ROUND_BYTES = 512  # `kMinBlockSize`: every request is rounded up to a multiple of it
+SMALL_REQUEST_BYTES = 1 << 20  # `kSmallSize`: requests up to it come from the small pool
 FIRST_PRIVATE_POOL = 1 << 20
 """First stream of the private pools of CUDA graphs, whose segments stay while a graph lives."""
 
-SMALL_SEGMENT_BYTES = 2 << 20
-"""`kSmallBuffer`: the segments of the small pool."""
-
+SMALL_SEGMENT_BYTES = 2 << 20  # `kSmallBuffer`: the segments of the small pool
 LARGE_SEGMENT_BYTES = 20 << 20
 """`kLargeBuffer`: the segment fetched for a large request below `MIN_OWN_SEGMENT_BYTES`."""
 
 MIN_OWN_SEGMENT_BYTES = 10 << 20
 """`kMinLargeAlloc`: from this size on a request gets a segment of its own size."""
 
-SEGMENT_ROUND_BYTES = 2 << 20
-"""`kRoundLarge`: own segments are rounded up to a multiple of it."""
+SEGMENT_ROUND_BYTES = 2 << 20  # `kRoundLarge`: own segments are rounded up to a multiple of it
 
 
 @dataclass(eq=False, slots=True)
@@ -72,8 +65,7 @@ def link(block: Block) -> None:
         block.next.previous = block
 
 
-ADDRESS_BITS = 48
-"""Bits for the address in a key of `FreeBlocks`; GPU addresses are below 2**47."""
+ADDRESS_BITS = 48  # bits for the address in a key of `FreeBlocks`; GPU addresses are below 2**47
 
 
 class FreeBlocks:

@@ -61,9 +61,7 @@ class CachingAllocator:
         self.num_retries = 0
         self._pools = (FreeBlocks(), FreeBlocks())
         self._pools_of_streams: dict[int, tuple[FreeBlocks, FreeBlocks]] = {0: self._pools}
-        self.released_pools: set[int] = set()
-        """Private pools whose CUDA graphs are all deleted."""
-
+        self.released_pools: set[int] = set()  # private pools whose CUDA graphs are all deleted
         self._deferred: dict[int, Block] = {}
         self._addresses = addresses or AddressSpace()
         self.settings = DEFAULT

@@ -17,12 +17,8 @@ from memest.units import round_up
 if TYPE_CHECKING:
     from memest.estimator.allocator.caching import CachingAllocator
 
-HIGHEST_ADDRESS = 1 << 46
-"""Highest address of expandable ranges."""
-
-MOST_RANGE_BYTES = 1 << 41
-"""Size of a range on an unlimited GPU."""
-
+HIGHEST_ADDRESS = 1 << 46  # highest address of expandable ranges
+MOST_RANGE_BYTES = 1 << 41  # size of a range on an unlimited GPU
 _ADDRESS = attrgetter("address")
 
 

@@ -10,14 +10,11 @@ from collections.abc import Callable, Sequence
 UNIT_BYTES = 2 << 20
 """Step of the search: segments are multiples of 2 MiB (`kSmallBuffer`, `kRoundLarge`)."""
 
-NUM_PROBES = 8
-"""Evenly spaced limits that are tried from the top before the bisection."""
-
+NUM_PROBES = 8  # evenly spaced limits that are tried from the top before the bisection
 MAX_EVENTS = 1_500_000
 """Events that a search replays at most, about 2 s of CPU. Most runs have 100,000 events."""
 
-MIN_REPLAYS = 3
-"""Replays of a search, however long the run is."""
+MIN_REPLAYS = 3  # replays of a search, however long the run is
 
 
 class LeastLimit:

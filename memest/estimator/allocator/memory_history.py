@@ -15,8 +15,7 @@ from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL, Block
 from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import AllocatorSettings
 
-POOL = (0, 0)
-"""Id of the default pool among those of `torch.cuda.MemPool`."""
+POOL = (0, 0)  # id of the default pool among those of `torch.cuda.MemPool`
 
 
 def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
@@ -75,8 +74,7 @@ def segment_entry(
     }
 
 
-Stack = Any
-"""Stack of a thread, as the caller gathers it."""
+Stack = Any  # stack of a thread, as the caller gathers it
 
 
 class Context(IntEnum):
@@ -117,13 +115,9 @@ class MemoryHistory:
         skipped: frozenset[str] = frozenset(),
     ) -> None:
         self.context = context
-        self.metadata = ""
-        """Value of `torch.cuda.memory._set_memory_metadata`."""
-
+        self.metadata = ""  # value of `torch.cuda.memory._set_memory_metadata`
         self.entries: deque[Entry] = deque(maxlen=min(max_entries, 1 << 62))
-        self.stacks: dict[int, Stack] = {}
-        """Stacks of live blocks, by address."""
-
+        self.stacks: dict[int, Stack] = {}  # stacks of live blocks, by address
         self.of_segments: dict[int, Stack] = {}
         self._gather = gather
         self._frames_of = frames_of

@@ -82,17 +82,12 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0
     """Share of the allowed memory, if below the GPU's, from which old segments are freed."""
 
-    memory_fraction: float = 1.0
-    """`per_process_memory_fraction`: allowed share of the GPU."""
-
+    memory_fraction: float = 1.0  # `per_process_memory_fraction`: allowed share of the GPU
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     """Segment for a request between 1 and 10 MiB, and growth of an expandable segment."""
 
-    without_effect: tuple[str, ...] = ()
-    """Given options that have no effect on GPU memory."""
-
-    text: str = ""
-    """Text as given."""
+    without_effect: tuple[str, ...] = ()  # given options that have no effect on GPU memory
+    text: str = ""  # text as given
 
     @property
     def is_default(self) -> bool:

@@ -23,9 +23,7 @@ from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.memory_history import MemoryHistory
 
-POOLS = ("all", "small_pool", "large_pool")
-"""`StatType`, in its order."""
-
+POOLS = ("all", "small_pool", "large_pool")  # `StatType`, in its order
 _REQUESTS = (
     "allocation", "allocated_bytes", "active", "active_bytes", "requested_bytes",
     "inactive_split", "inactive_split_bytes",
@@ -90,9 +88,7 @@ class CountingAllocator(CachingAllocator):
         """Called when no memory is left: with the bytes of the block, and those that are free."""
 
         self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
-        self.history: MemoryHistory | None = None
-        """Records every action while it is set."""
-
+        self.history: MemoryHistory | None = None  # records every action while it is set
         self._stats = {name: [Stat() for _ in POOLS] for name in (*_REQUESTS, *_SEGMENTS)}
         self._log: list[int] = []  # of each request: +-block, requested bytes, change of splits
         self._retries_forgotten = 0

@@ -41,12 +41,8 @@ class LiveModules:
         self._known_owners: dict[tuple[str, str], tuple[str, str]] = {}
         self._line = ""
         self._models: dict[int, weakref.ref[nn.Module]] = {}
-        self.is_generating = False
-        """Flag: a function named `generate` called the last model."""
-
-        self.is_evaluating = False
-        """True if the last model was in evaluation mode."""
-
+        self.is_generating = False  # flag: a function named `generate` called the last model
+        self.is_evaluating = False  # True if the last model was in evaluation mode
         self.on_call: Callable[[nn.Module, bool], None] | None = None
         """Callback for each call of an outermost module; its argument is True for the first."""
 
@@ -286,12 +282,8 @@ class Attribution:
         self.phase_given = ""
         """Phase that a hook has set, such as `optimizer`; "" lets autograd decide."""
 
-        self.has_closure = False
-        """True if the running optimizer step calls a closure of the script."""
-
-        self.has_started = False
-        """True if a module or a backward has run."""
-
+        self.has_closure = False  # True if the running optimizer step calls a closure of the script
+        self.has_started = False  # True if a module or a backward has run
         self._history: History = memory.history
         self._sites: dict[Any, Site] = {}
 

@@ -35,8 +35,7 @@ class DeviceThread:
         self._at_end = at_end
         self._is_running = False
         self._is_mixed = False
-        self._num_made = 0
-        """Sequence numbers that the device thread assigned during backward."""
+        self._num_made = 0  # sequence numbers that the device thread assigned during backward
         self._starts = [0]
         self._skipped = [_next_number()]
         """Sequence numbers at the start of each stretch between two backwards."""

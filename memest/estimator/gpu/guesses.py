@@ -26,12 +26,8 @@ from memest.estimator.tensors.placement import CPU, META, storage_key, tensors_i
 
 aten = torch.ops.aten
 
-NUMBER = 1.0
-"""Guess of a loss or a norm: finite and positive."""
-
-FALL = 0.01
-"""The n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls."""
-
+NUMBER = 1.0  # guess of a loss or a norm: finite and positive
+FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
 TOLERANCE = 1e-4
 """Largest threshold, if not 0, that tests convergence; an unknown value is beyond it."""
 
@@ -71,12 +67,8 @@ def is_check(depth: int = 12) -> bool:
 class Guesses:
     """Counts of guessed values by the line that read them."""
 
-    is_strict: bool = False
-    """Raise instead of guessing."""
-
-    line: Callable[[], str] = lambda: ""
-    """Returns the running line of the script, or ""."""
-
+    is_strict: bool = False  # raise instead of guessing
+    line: Callable[[], str] = lambda: ""  # returns the running line of the script, or ""
     notes: Notes = field(default_factory=Notes)
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -169,8 +161,7 @@ def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     return None
 
 
-MAX_MASK = 1 << 20
-"""Largest number of elements of a mask with guessed values."""
+MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
 
 def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
@@ -204,9 +195,7 @@ def bincount(
     return torch.empty(minlength, dtype=dtype, device="meta")
 
 
-MAX_CHOICES = 1024
-"""Largest number of guessed choices; tokens of a vocabulary stay unknown."""
-
+MAX_CHOICES = 1024  # largest number of guessed choices; tokens of a vocabulary stay unknown
 _IN_ORDER = frozenset((aten.sort.default, aten.sort.stable))
 _CHOICES = frozenset(map(id, (
     *_IN_ORDER, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,

@@ -25,11 +25,8 @@ from memest.report import RunStep
 MAX_EVENTS = 2_000_000
 """Number of stored events: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""
 
-WINDOW = 1 << 18
-"""Number of new events after which `fold` searches them for the peak."""
-
-MAX_MARKS = 100_000
-"""Largest number of stored marks."""
+WINDOW = 1 << 18  # number of new events after which `fold` searches them for the peak
+MAX_MARKS = 100_000  # largest number of stored marks
 
 
 @dataclass(slots=True)
@@ -48,9 +45,7 @@ class EventLog:
     """Array for the next event: `events`, or once that is full a window that is discarded.
     """
 
-    start: int = 0
-    """Start of the part of `open` that was not searched yet."""
-
+    start: int = 0  # start of the part of `open` that was not searched yet
     is_full: bool = False
     num_dropped: int = 0
 
@@ -92,9 +87,7 @@ class History:
         """Peak of allocated bytes since the start; `reset_peak_memory_stats` does not change it."""
 
         self.peak_reserved_bytes = 0
-        self.peak_site: Site | None = None
-        """Origin of the allocation that made the peak."""
-
+        self.peak_site: Site | None = None  # origin of the allocation that made the peak
         self.peak_step = 0
         self.phases: dict[str, tuple[int, int]] = {}
         """Peaks (allocated, reserved) of each phase, in the order of their first appearance."""
@@ -105,9 +98,7 @@ class History:
         self.num_steps = 0
         self._allocator = allocator
         self._storages = storages
-        self.phase = ""
-        """Phase of the last allocated storage."""
-
+        self.phase = ""  # phase of the last allocated storage
         self._top = self._top_at = self._top_id = 0
         self._top_reserved = 0
         self._step_top = self._step_top_reserved = 0

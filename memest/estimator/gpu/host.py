@@ -43,9 +43,7 @@ MANY_DRAWS = 1 << 26
 each).
 """
 
-BLOCK = 16
-"""Block size of normal numbers (`normal_fill`)."""
-
+BLOCK = 16  # block size of normal numbers (`normal_fill`)
 _UNIFORM = frozenset((
     aten.uniform_.default, aten.rand.default, aten.rand.generator, aten.rand_like.default,
 ))  # fmt: skip

@@ -24,8 +24,7 @@ class ImportHooks(MetaPathFinder):
         self._actions: dict[str, list[Action]] = {}
         self._contexts: dict[str, Callable[[], Any]] = {}
         self._looking: set[str] = set()
-        self.at_end = ExitStack()
-        """Objects to close when the hooks are removed."""
+        self.at_end = ExitStack()  # objects to close when the hooks are removed
 
     def after(self, name: str, action: Action) -> None:
         """Call `action` with the module `name` once it is imported."""

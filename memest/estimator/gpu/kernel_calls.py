@@ -37,9 +37,7 @@ class Recipe:
     None is the output's own size, below 0 a free.
     """
 
-    is_partial: bool
-    """True if something about the kernel is not modelled."""
-
+    is_partial: bool  # True if something about the kernel is not modelled
     has_empty: bool
     """True if an output takes no memory: it is empty, or only the meta kernel makes it."""
 

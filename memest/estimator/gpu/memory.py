@@ -50,25 +50,17 @@ class Memory:
         self.storages = StorageTable()
         self.history = History(allocator, self.storages)
         self.log = self.history.log
-        self.live: dict[int, int] = {}
-        """Storage id by the key of a storage that is alive."""
-
+        self.live: dict[int, int] = {}  # storage id by the key of a storage that is alive
         self.blocks: dict[int, Block] = {}
-        self.kind = MemKind.ACTIVATIONS
-        """Kind of the storages that operators allocate now."""
-
+        self.kind = MemKind.ACTIVATIONS  # kind of the storages that operators allocate now
         self.lock = threading.RLock()
         self.pace = GarbagePace()
         self.num_ooms = 0
         self.refused: tuple[int, Site, int] | None = None
         """Bytes and site of the last refused request, and the bytes reserved at that moment."""
 
-        self.refused_id: int | None = None
-        """Id of the storage of the last refused request."""
-
-        self.is_immediate = False
-        """Flag: free blocks at once, even if other streams use them."""
-
+        self.refused_id: int | None = None  # id of the storage of the last refused request
+        self.is_immediate = False  # flag: free blocks at once, even if other streams use them
         self.on_free: Callable[[int], None] = lambda key: None
         """Callback with the key of each freed storage."""
 

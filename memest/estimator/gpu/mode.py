@@ -79,8 +79,7 @@ aten = torch.ops.aten
 MAX_STATE_NUMEL = 1 << 12
 """Largest number of elements whose values are computed in an optimizer step."""
 
-_SUMS = (aten.add.Tensor, aten.add_.Tensor)
-"""Operators by which the autograd engine sums gradients."""
+_SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd engine sums gradients
 
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,9 +111,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rng = GpuDraws(gpu)
         self.works = PendingWorks(self.timeline, self.memory)
         self.rank = ALONE
-        self.is_off = False
-        """Flag: operators run as without the simulated GPU."""
-
+        self.is_off = False  # flag: operators run as without the simulated GPU
         self.memory.on_free = self.values.forget
         self.memory.on_fold = self._before_fold
         self._has_own_dispatch: dict[type, bool] = {}

@@ -77,15 +77,9 @@ class PendingWorks:
         self.messages: dict[Communicator, set[tuple[int, bool]]] = defaultdict(set)
         """Each rank to which a communicator sends (True), and from which it receives."""
 
-        self._streams: dict[Communicator, int] = {}
-        """Stream of the messages of each communicator."""
-
-        self.collectives: set[Communicator] = set()
-        """Communicators that have run a collective."""
-
-        self.is_batch = False
-        """True within `batch_isend_irecv`."""
-
+        self._streams: dict[Communicator, int] = {}  # stream of the messages of each communicator
+        self.collectives: set[Communicator] = set()  # communicators that have run a collective
+        self.is_batch = False  # True within `batch_isend_irecv`
         self.is_eager = False
         """True if `init_process_group` has a `device_id`, so that no pair has a communicator."""
 

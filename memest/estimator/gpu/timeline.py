@@ -33,15 +33,11 @@ from memest.estimator.hardware.speed import (
 from memest.estimator.hardware.work import Work
 from memest.estimator.hardware.work_log import LINK, WorkLog
 
-MAIN = 0
-"""The stream on which the model runs."""
-
+MAIN = 0  # the stream on which the model runs
 STREAMS_PER_POOL = 32
 """`kStreamsPerPool` (c10/cuda/CUDAStream.cpp), per priority; after the last the first again."""
 
-MAX_SWITCHES = 400_000
-"""Switches between streams, with their positions in the autograd graph."""
-
+MAX_SWITCHES = 400_000  # switches between streams, with their positions in the autograd graph
 SLOWEST = 2.2
 """Time of a rank's kernels relative to the peak rates, at most: `scripts/measure_pace.py` on an
 H100 measured 1.3 to 2.2 for GPT-2's steps.
@@ -92,9 +88,7 @@ class Timeline:
         """True if the slower of the two paces decides when a deferred block returns."""
 
         self.num_streams = 1
-        self.host_time = START
-        """Microseconds of the host since the start."""
-
+        self.host_time = START  # microseconds of the host since the start
         self._gpu = gpu
         self._speed = speed_of(gpu)
         self._loaded: set[Any] = set()

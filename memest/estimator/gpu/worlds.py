@@ -23,9 +23,7 @@ from memest.estimator.hardware.gpus import COMMUNICATOR_BYTES, COMMUNICATOR_OF_O
 MAX_NUMEL = 1 << 20
 """Elements of the largest tensor that is posted. Larger ones are weights, never read."""
 
-MASTER_PORT = 29500
-"""The default of `torchrun`."""
-
+MASTER_PORT = 29500  # the default of `torchrun`
 POLL_SECONDS = 0.002
 """Interval between polls for a message that a running rank has not posted yet, seconds."""
 
@@ -159,9 +157,7 @@ class Rank:
 
     rank: int = 0
     world_size: int = 1
-    num_local: int = 1
-    """GPUs of each host, one rank each."""
-
+    num_local: int = 1  # GPUs of each host, one rank each
     is_launched: bool = False
     """True if `torchrun` starts the script, so that even one rank can join a group."""
 
@@ -199,5 +195,4 @@ class Rank:
         return {name: str(value) for name, value in variables.items()}
 
 
-ALONE = Rank()
-"""A run on one GPU."""
+ALONE = Rank()  # a run on one GPU

@@ -63,21 +63,13 @@ _INCIDENTAL = re.compile(r"nvidia|tesla|geforce|generation|sxm\d?|pcie|hbm\d\w?|
 class Gpu:
     """One kind of GPU, as its driver presents it to a process."""
 
-    name: str
-    """Name on the command line, such as `a100-80gb`."""
-
-    label: str
-    """Vendor's name, such as `NVIDIA A100-SXM4-80GB`."""
-
+    name: str  # name on the command line, such as `a100-80gb`
+    label: str  # vendor's name, such as `NVIDIA A100-SXM4-80GB`
     memory_bytes: int
     """Total of `cudaMemGetInfo`: less than the nominal size, without ECC and firmware."""
 
-    capability: tuple[int, int]
-    """Compute capability, `(major, minor)`: decides which kernels run."""
-
-    num_sms: int
-    """Streaming multiprocessors: decide how reductions and attention are split."""
-
+    capability: tuple[int, int]  # compute capability, `(major, minor)`: decides which kernels run
+    num_sms: int  # streaming multiprocessors: decide how reductions and attention are split
     memory_gb_s: int
     """Memory bandwidth by NVIDIA's data sheet, in 1e9 bytes/s; used only for free timing
     (`speed.py`).
@@ -91,9 +83,7 @@ class Gpu:
     context_bytes: int
     """Memory of one CUDA process outside the caching allocator: context, kernels, libraries."""
 
-    source: str
-    """Sources of the figures."""
-
+    source: str  # sources of the figures
     chip: str = ""
     """GPU whose kernels and workspaces this one has: its own name, or that of the same chip with
     other memory. `device_properties.json` describes chips to cuDNN.
@@ -104,9 +94,7 @@ class Gpu:
     only one figure was found.
     """
 
-    whole: str = ""
-    """GPU of which this one is an instance under MIG."""
-
+    whole: str = ""  # GPU of which this one is an instance under MIG
     memory_share: float = 1.0
     """Share of the slices of memory and cache of the whole GPU: below 1 for an instance."""
 
@@ -311,9 +299,7 @@ def _kind(words: frozenset[str]) -> frozenset[str]:
 
 MIB = 1 << 20
 
-COMMUNICATOR_BYTES = 846 * MIB
-"""First communicator of a process, with NCCL's kernels."""
-
+COMMUNICATOR_BYTES = 846 * MIB  # first communicator of a process, with NCCL's kernels
 FURTHER_COMMUNICATOR_BYTES = 388 * MIB
 """Further communicator over the same GPUs: the device mesh of FSDP2."""
 
@@ -343,9 +329,7 @@ ALL_TO_ALL_BYTES = 405 * MIB
 Four H100s took 1208 to 1214 MiB, two took 438 MiB. A script with experts took 920 MiB on four.
 """
 
-DEEPSPEED_BYTES = 486 * MIB
-"""Memory of DeepSpeed 0.19.8 besides the first communicator."""
-
+DEEPSPEED_BYTES = 486 * MIB  # memory of DeepSpeed 0.19.8 besides the first communicator
 DEEPSPEED_ALONE_BYTES = 952 * MIB
 """Memory of DeepSpeed on a single GPU, the first communicator included."""
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from memest.estimator.hardware.gpus import Gpu
 
 _DATA = Path(__file__).with_name("mig.json")
-_SLICES = 8
-"""Slices of memory of every GPU with MIG: NVIDIA's MIG User Guide, Concepts."""
-
+_SLICES = 8  # slices of memory of every GPU with MIG: NVIDIA's MIG User Guide, Concepts
 _MEDIA = re.compile(r"\+me$")
 """Profile with media engines: the same memory and multiprocessors in `nvidia-smi mig -lgip`."""
 

@@ -30,9 +30,7 @@ from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind
 from memest.estimator.hardware.work_log import CUT, HOST, LINK, NUM_HOSTS, WAITS, WorkLog
 from memest.report import StepTime
 
-PACE = "MEMEST_PACE"
-"""Environment variable that names a file of `memest validate --pace`."""
-
+PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
 _MEASURED = Path(__file__).with_name("pace")
 _PHASES = ("forward", "backward")
 NUM_NEAREST = 4
@@ -57,17 +55,12 @@ class Step:
     first_seconds: float
     """Time of the host in which libraries choose or compile kernels for new sizes."""
 
-    idle_seconds: float
-    """Time in which the GPU waits for the host."""
-
+    idle_seconds: float  # time in which the GPU waits for the host
     seconds_by_kind: dict[str, float]
     """Time of the kernels of each kind; of collectives under `link`, in addition to `seconds`."""
 
-    compute_seconds: float
-    """Time of the kernels that the peak rate bounds."""
-
-    ideal_seconds: float
-    """Time of all operations at the peak rates."""
+    compute_seconds: float  # time of the kernels that the peak rate bounds
+    ideal_seconds: float  # time of all operations at the peak rates
 
 
 def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime | None:
@@ -111,8 +104,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
-MIN_STEPS = 3
-"""Steps after which one step follows another as in a long run."""
+MIN_STEPS = 3  # steps after which one step follows another as in a long run
 
 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
@@ -294,8 +286,7 @@ class Table:
         return kind, size
 
 
-NUM_HOST_TENSORS = 148
-"""Parameters of the measured optimizer step (`validate/pace.py`)."""
+NUM_HOST_TENSORS = 148  # parameters of the measured optimizer step (`validate/pace.py`)
 
 
 def ideal_s(rate: str, num_flops: int, num_bytes: int, gpu: Gpu) -> float:

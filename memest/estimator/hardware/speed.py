@@ -48,11 +48,8 @@ class Speed:
 
     tflops_16bit: float
     tflops_32bit: float
-    link_gb_s: float
-    """Bandwidth to the other GPUs of a node, one direction."""
-
-    host_gb_s: float
-    """Bandwidth to the host, one direction."""
+    link_gb_s: float  # bandwidth to the other GPUs of a node, one direction
+    host_gb_s: float  # bandwidth to the host, one direction
 
 
 _BY_CAPABILITY = {

@@ -21,9 +21,7 @@ from memest.estimator.versions import allows_tf32
 class Work(NamedTuple):
     """Work of one call."""
 
-    kind: str
-    """Kernels that take the same time at the same sizes, such as `matmul float16`."""
-
+    kind: str  # kernels that take the same time at the same sizes, such as `matmul float16`
     size: tuple[int, ...]
     """Sizes on which the efficiency depends; bytes where the kind has no operations to count."""
 
@@ -33,19 +31,12 @@ class Work(NamedTuple):
     """
 
     num_flops: int
-    num_bytes: int
-    """Bytes read and written, each tensor once."""
-
-    num_tensors: int = 1
-    """Tensors of a list that one call works on; each takes the host time."""
+    num_bytes: int  # bytes read and written, each tensor once
+    num_tensors: int = 1  # tensors of a list that one call works on; each takes the host time
 
 
-NOTHING = Work("", (), "", 0, 0)
-"""Work of a call without a kernel."""
-
-VIEW = Work("view", (), "", 0, 0)
-"""A view, which takes time of the host alone."""
-
+NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
+VIEW = Work("view", (), "", 0, 0)  # a view, which takes time of the host alone
 HOST_KINDS = ("launch", "cudnn", "view")
 """Calls that take the host different times: a launch, a call of cuDNN, a view."""
 

@@ -14,24 +14,12 @@ import torch
 
 from memest.estimator.hardware.work import NOTHING, VIEW, Work, dequantized, work_of
 
-MAX_STEPS = 12
-"""Most steps that are kept: the last ones."""
-
-WAITS = -1
-"""Event of a host that waits for the GPU."""
-
-CUT = -2
-"""Event between two micro-batches."""
-
-HOST = -10
-"""Event of an operator on the host that takes `HOST - event` microseconds."""
-
-MIN_HOST_US = 50
-"""Shortest operator on the host that counts; others are part of a launch's time."""
-
-LINK = "link"
-"""Kind of a collective."""
-
+MAX_STEPS = 12  # most steps that are kept: the last ones
+WAITS = -1  # event of a host that waits for the GPU
+CUT = -2  # event between two micro-batches
+HOST = -10  # event of an operator on the host that takes `HOST - event` microseconds
+MIN_HOST_US = 50  # shortest operator on the host that counts; others are part of a launch's time
+LINK = "link"  # kind of a collective
 NUM_HOSTS = 3
 FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)
 """Kinds of Python and C++ code around a launch, which take the host different times."""
@@ -52,9 +40,7 @@ class WorkLog:
         self._stepped: set[int] = set()
         self._starts: deque[int] = deque(maxlen=MAX_STEPS)
         self._start = self._end = 0
-        self.is_in_optimizer = False
-        """True within `Optimizer.step`."""
-
+        self.is_in_optimizer = False  # True within `Optimizer.step`
         self.has_host = True
         """False if operators on the host are not part of the training, as in a plan's run."""
 

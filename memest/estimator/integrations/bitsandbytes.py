@@ -27,8 +27,7 @@ from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import META
 
 _CPU_LIBRARY = "libbitsandbytes_cpu"
-_PARAM_NORM = 7
-"""Position of `param_norm` in `optimizer_update_32bit`."""
+_PARAM_NORM = 7  # position of `param_norm` in `optimizer_update_32bit`
 
 
 class _Kernel:

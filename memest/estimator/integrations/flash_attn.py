@@ -16,9 +16,7 @@ from memest.estimator.tensors.patches import Patches
 from memest.models_meta import flash_attention
 from memest.plan.values import FLASH_ATTENTION_2
 
-VERSION = "2.8.3"
-"""Mirrored release."""
-
+VERSION = "2.8.3"  # mirrored release
 _CONTENTS = {
     "flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
     "flash_attn.flash_attn_interface": (

@@ -21,12 +21,9 @@ from memest.estimator.ops.registry import copying, register
 from memest.estimator.tensors.patches import Patches
 from memest.units import ceil_div
 
-BOXES_PER_WORD = 64
-"""`threadsPerBlock` of nms_kernel.cu: bits of a word of the mask."""
-
+BOXES_PER_WORD = 64  # `threadsPerBlock` of nms_kernel.cu: bits of a word of the mask
 _library: list[Any] = []
-_notes: list[Callable[[str], None]] = []
-"""Function that notes a guess of the active virtual GPU."""
+_notes: list[Callable[[str], None]] = []  # function that notes a guess of the active virtual GPU
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:

@@ -18,8 +18,7 @@ from memest.estimator.integrations.triton_stub import Finder
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import GPU
 
-MILLISECONDS = 1.0
-"""Assumed time of every kernel that a script times."""
+MILLISECONDS = 1.0  # assumed time of every kernel that a script times
 
 
 class Driver:

@@ -19,9 +19,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import StubFinder
 from memest.estimator.tensors.patches import NOT_COMPILED, refusing
 
-VERSION = "3.6.0"
-"""Version of triton that the wheels of torch 2.11 require."""
-
+VERSION = "3.6.0"  # version of triton that the wheels of torch 2.11 require
 _LANGUAGE = frozenset(
     """PropagateNan TRITON_MAX_TENSOR_NUMEL abs add advance arange argmax argmin associative_scan
     assume atomic_add atomic_and atomic_cas atomic_max atomic_min atomic_or atomic_xchg atomic_xor

@@ -44,12 +44,8 @@ VERSION = "0.31.0"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Tags of vLLM's pools: gpu_worker.py, `load_model` and `initialize_from_config`."""
 
-UTILIZATION = 0.92
-"""Default of `gpu_memory_utilization`: vllm/config/cache.py."""
-
-MAX_TOKENS = 16
-"""Default of `SamplingParams.max_tokens`: vllm/sampling_params.py."""
-
+UTILIZATION = 0.92  # default of `gpu_memory_utilization`: vllm/config/cache.py
+MAX_TOKENS = 16  # default of `SamplingParams.max_tokens`: vllm/sampling_params.py
 _SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLLM'
 
 
@@ -151,8 +147,7 @@ class Options:
 class LLM:
     """`vllm.LLM`: an engine whose completions are as long as they may be."""
 
-    mode: CudaSimMode
-    """The virtual GPU, set by the finder."""
+    mode: CudaSimMode  # the virtual GPU, set by the finder
 
     def __init__(
         self,

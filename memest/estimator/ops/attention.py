@@ -57,8 +57,7 @@ aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _NEWEST = (12, 1)
 """The last compute capability that the fused kernels accept (`sm121` in the source)."""
-_DEFAULT_ORDER = 1, 2, 0, 3
-"""`sdp_priority_order` of ATen/Context.h, as numbers of `SdpaBackend`."""
+_DEFAULT_ORDER = 1, 2, 0, 3  # `sdp_priority_order` of ATen/Context.h, as numbers of `SdpaBackend`
 
 
 class SdpaBackend(enum.Enum):
@@ -803,8 +802,7 @@ def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 # --------------------------------------------------------------------- flash_attn
 
-AMPERE = (8, 0)
-"""`FlashAttention only supports Ampere GPUs or newer`."""
+AMPERE = (8, 0)  # `FlashAttention only supports Ampere GPUs or newer`
 
 
 def check_gpu(gpu: Gpu) -> None:

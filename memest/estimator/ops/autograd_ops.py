@@ -74,16 +74,13 @@ PROMOTE = """
 _library: list[torch.library.Library] = []
 _active_gpu: list[Gpu] = []
 _dispatch: Any = HigherOrderOperator.dispatch
-_CUDA = "cuda"
-"""The device whose autocast state counts."""
+_CUDA = "cuda"  # the device whose autocast state counts
 
 
 class _Inside(threading.local):
     """State of this thread."""
 
-    autocast = False
-    """True inside an operator whose inputs autocast has already cast."""
-
+    autocast = False  # True inside an operator whose inputs autocast has already cast
     autocast_block = False
     """True inside `torch.autocast`, even in a dispatch mode, where torch turns autocast off."""
 

@@ -19,9 +19,7 @@ from memest.estimator.ops.registry import Args, Kwargs
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.placement import is_meta, tensors_in
 
-_SUM = 0
-"""Number of the sum in `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)."""
-
+_SUM = 0  # number of the sum in `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)
 SUMS = "values of collectives are those of sums: this torch does not expose the reduction"
 
 

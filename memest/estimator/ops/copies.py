@@ -174,14 +174,11 @@ def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
 
 INTEGER_BYTES = 8
 
-BLOCK_THREADS = 128
-"""`BLOCK_SIZE`."""
-
+BLOCK_THREADS = 128  # `BLOCK_SIZE`
 BLOCK_BYTES = 16 * BLOCK_THREADS
 """Bytes that a block copies at once: `BYTES_PER_THREAD` for each thread."""
 
-WAVES = 2
-"""Waves of blocks per launch at most, when each thread copies several chunks."""
+WAVES = 2  # waves of blocks per launch at most, when each thread copies several chunks
 
 
 @registry.requests("split_with_sizes_copy.out")

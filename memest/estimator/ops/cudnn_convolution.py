@@ -147,9 +147,7 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
 
 
 # ------------------------------------------------------------------- stored answers
-MOST_ANSWERS = 20_000
-"""About 0.7 MB."""
-
+MOST_ANSWERS = 20_000  # about 0.7 MB
 WRITE_EVERY = 256
 """New answers after which the file is written; it is also written when the process ends."""
 

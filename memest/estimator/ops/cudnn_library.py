@@ -61,13 +61,9 @@ FOLDER = "MEMEST_CUDNN"
 DEVICE_PROPERTIES = Path(gpus.__file__).with_name("device_properties.json")
 
 CONVOLUTION, ENGINE, CONFIG, HEURISTICS, GRAPH, TENSOR, PROPERTIES = 1, 2, 3, 4, 15, 17, 38
-OPERATIONS = {"forward": 10, "input": 12, "weight": 11}
-"""`cudnnBackendDescriptorType_t`."""
-
+OPERATIONS = {"forward": 10, "input": 12, "weight": 11}  # `cudnnBackendDescriptorType_t`
 DATA_TYPE, INT64, FLOAT, DOUBLE, MODE, HEUR_MODE = 1, 3, 4, 5, 7, 8
-NOTE, DESCRIPTOR, CHAR = 11, 15, 24
-"""`cudnnBackendAttributeType_t`."""
-
+NOTE, DESCRIPTOR, CHAR = 11, 15, 24  # `cudnnBackendAttributeType_t`
 C_TYPES: dict[int, Any] = {
     INT64: ctypes.c_int64, FLOAT: ctypes.c_float, DOUBLE: ctypes.c_double,
     DESCRIPTOR: ctypes.c_void_p, CHAR: ctypes.c_char,
@@ -80,9 +76,7 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 FIRST_OF = {"forward": 700, "input": 706, "weight": 712}
 """Attributes of an operation: two factors, the convolution, then the tensors w, x and y."""
 
-DATA_TYPES = dict(zip(DTYPES, (0, 2, 9, 1), strict=True))
-"""`cudnnDataType_t`."""
-
+DATA_TYPES = dict(zip(DTYPES, (0, 2, 9, 1), strict=True))  # `cudnnDataType_t`
 CROSS_CORRELATION, INSTANT, FALLBACK = 1, 0, 2
 
 INFO_MASK, SUPPORT_CHECKS = 8, b"engine_config_support_checks"
@@ -100,9 +94,7 @@ WITHOUT_WINOGRAD = b"ConvolutionEngine::getStatus()"
 COMPILED_ENGINES = {"forward": (5,), "input": (6,), "weight": (16, 19)}
 """Global indices of engines for depthwise and small convolutions in cuDNN 9.19."""
 
-SUMS_IN_PARTS = 16
-"""The compiled engine that `compiled_bytes` is about; the others take nothing."""
-
+SUMS_IN_PARTS = 16  # the compiled engine that `compiled_bytes` is about; the others take nothing
 FOURIER_ENGINES = {"forward": 3, "input": 50, "weight": 18}
 """Global indices of engines by Fourier transforms in cuDNN 9.19, which need a GPU."""
 
@@ -125,8 +117,7 @@ LAYOUTS = (
 
 CLUSTER_INTS = 40
 
-DESCRIPTOR_BYTES = 544
-"""Size of a descriptor of device properties in cuDNN 9.19."""
+DESCRIPTOR_BYTES = 544  # size of a descriptor of device properties in cuDNN 9.19
 
 
 class CudnnError(Exception):
@@ -148,15 +139,9 @@ class Kernels:
 class Plan:
     """An engine configuration that cuDNN offers."""
 
-    engine: int
-    """Global index of the engine."""
-
-    workspace_bytes: int
-    """Bytes that the plan requests."""
-
-    notes: frozenset[int]
-    """Numerical notes of its engine."""
-
+    engine: int  # global index of the engine
+    workspace_bytes: int  # bytes that the plan requests
+    notes: frozenset[int]  # numerical notes of its engine
     is_estimated: bool = False
     """True if `product_bytes` has estimated the workspace and is seldom right to 512 B."""
 

@@ -24,9 +24,7 @@ import torch
 from memest.estimator.hardware.gpus import Gpu
 from memest.units import ceil_div, round_up
 
-RNN_RELU, RNN_TANH, LSTM, GRU = range(4)
-"""`cudnnRNNMode_t`."""
-
+RNN_RELU, RNN_TANH, LSTM, GRU = range(4)  # `cudnnRNNMode_t`
 _GATES = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 4, GRU: 3}
 _KEPT = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}
 """Rows of N * H in the reserve space of each layer: gates, cell states, inner products."""

@@ -17,9 +17,7 @@ from memest.units import ceil_div, round_up
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-TILE = 128
-"""Rows and columns of the product that one block of threads computes."""
-
+TILE = 128  # rows and columns of the product that one block of threads computes
 BLOCKS_PER_SM, LEAST_DEPTH = {4: 2, 2: 1, 8: 1}, {4: 64, 2: 2048, 8: 64}
 """Blocks that a cut product fills an SM with, and least elements of a cut, by bytes per element."""
 
@@ -28,11 +26,8 @@ H100_SMS = 132
 FEW_CHANNELS = 14
 """Most channels of a convolution in NCHW that is computed without rearranged operands."""
 
-HEADER_BYTES = 16
-"""Pointers in front of rearranged operands."""
-
-MOST_SIDE = 256
-"""Most pixels of a padded image's side that is transformed as a whole."""
+HEADER_BYTES = 16  # pointers in front of rearranged operands
+MOST_SIDE = 256  # most pixels of a padded image's side that is transformed as a whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,7 @@ register(
     layout=elementwise,
 )
 
-FOREACH_CHUNK = 65536
-"""`kChunkSize` of MultiTensorApply.cuh."""
+FOREACH_CHUNK = 65536  # `kChunkSize` of MultiTensorApply.cuh
 
 
 @registry.requests("_foreach_norm.Scalar")

@@ -28,15 +28,9 @@ aten = torch.ops.aten
 LARGEST_PRIME = 127
 """Largest prime factor without Bluestein's convolution, for transforms above `SHARED`."""
 
-SHARED = 32768
-"""Largest transform that one block computes in shared memory, bytes."""
-
-FEW_PRIMES = 13
-"""Largest prime factor of a length without a pass of its own."""
-
-LONGEST = 1024
-"""Largest measured length of each dimension of a 2-D transform."""
-
+SHARED = 32768  # largest transform that one block computes in shared memory, bytes
+FEW_PRIMES = 13  # largest prime factor of a length without a pass of its own
+LONGEST = 1024  # largest measured length of each dimension of a 2-D transform
 MOST, MOST_OF_TWO = 256, 512
 """Largest measured batches of transforms: over one dimension, and over two."""
 

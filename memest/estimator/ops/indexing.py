@@ -51,9 +51,7 @@ aten = torch.ops.aten
 FEW_INDICES = 3072
 """Most indices for which `embedding_dense_backward_cuda` adds rows without sorting."""
 
-ROWS_PER_THREAD = 10
-"""`NROWS_PER_THREAD`: rows of one partial sum."""
-
+ROWS_PER_THREAD = 10  # `NROWS_PER_THREAD`: rows of one partial sum
 ATOMIC_BLOCKS_PER_SM = 4
 """`MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`: below it the partial sums go straight into the gradient."""
 
@@ -172,8 +170,7 @@ def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     return bool(args[1].numel() <= SMALL_SORT)
 
 
-_MAXIMUM = 2
-"""`EmbeddingBagMode::MAX`."""
+_MAXIMUM = 2  # `EmbeddingBagMode::MAX`
 
 
 @registry.requests("embedding_dense_backward")

@@ -28,9 +28,7 @@ from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
-INFO = 4
-"""Bytes of a solver's status for each matrix."""
-
+INFO = 4  # bytes of a solver's status for each matrix
 POINTER = INDEX = 8
 
 

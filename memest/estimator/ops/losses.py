@@ -172,8 +172,7 @@ def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return around(lengths, results)
 
 
-LARGE_CTC = 450
-"""Bound of `_is_large_ctc`, above which the kernel sums over blanks separately."""
+LARGE_CTC = 450  # bound of `_is_large_ctc`, above which the kernel sums over blanks separately
 
 
 def _is_large_ctc(log_probs: Tensor, batch: int) -> bool:
@@ -214,9 +213,7 @@ outputs_only(
     "nll_loss2d_forward smooth_l1_loss_backward"
 )
 
-_CLASSES = (torch.int64, torch.uint8)
-"""Types of a target of classes."""
-
+_CLASSES = (torch.int64, torch.uint8)  # types of a target of classes
 _KERNEL = '"nll_loss_forward_reduce_cuda_kernel_2d_index"'
 
 # cuda/NLLLoss.cu, cuda/NLLLoss2d.cu, cuda/Loss.cu

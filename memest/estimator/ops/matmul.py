@@ -53,15 +53,9 @@ from memest.units import KIB, MIB, round_up
 aten = torch.ops.aten
 
 _POINTER_BYTES = 8
-_PROBLEM_BYTES = 3 * 4
-"""M, N and K of a group as int32."""
-
-_RECORDED = (9, 0)
-"""Capability of the GPU on which the workspace was recorded."""
-
-_DESCRIPTOR_BYTES = 128
-"""A `CUtensorMap`."""
-
+_PROBLEM_BYTES = 3 * 4  # M, N and K of a group as int32
+_RECORDED = (9, 0)  # capability of the GPU on which the workspace was recorded
+_DESCRIPTOR_BYTES = 128  # a `CUtensorMap`
 _DESCRIPTORS_PER_SM = 4
 """Descriptors of both operands, the result and the addend (CUTLASS's array mainloop and epilogue).
 
@@ -170,12 +164,8 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class Product:
     """Call of cuBLAS by a matrix product."""
 
-    kind: str
-    """`matrix`, `batch`, `vector` or `dot`."""
-
-    first: int = 0
-    """Position of the first factor; a summand comes before it."""
-
+    kind: str  # `matrix`, `batch`, `vector` or `dot`
+    first: int = 0  # position of the first factor; a summand comes before it
     fused: str = ""
     """Call of cuBLASLt: with a `bias`, an `activation`, or `scaled`; empty where it is not used."""
 
@@ -248,20 +238,11 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
 class CublasSettings:
     """Workspaces of cuBLAS in one process."""
 
-    handle_bytes: int
-    """Workspace of a handle."""
-
-    lt_bytes: int
-    """Workspace of cuBLASLt."""
-
-    is_shared: bool
-    """cuBLASLt uses the workspace of the handle."""
-
-    is_per_call: bool
-    """Each call allocates its workspace and frees it."""
-
-    calls_lt: bool
-    """`addmm` with a fusable bias calls cuBLASLt."""
+    handle_bytes: int  # workspace of a handle
+    lt_bytes: int  # workspace of cuBLASLt
+    is_shared: bool  # cuBLASLt uses the workspace of the handle
+    is_per_call: bool  # each call allocates its workspace and frees it
+    calls_lt: bool  # `addmm` with a fusable bias calls cuBLASLt
 
 
 def cublas_settings(

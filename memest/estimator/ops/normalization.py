@@ -47,9 +47,7 @@ BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
 """Rows per block of the channels-last gradient, and bytes that its workspace has besides the sums.
 """
 
-SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK
-"""Two float32 sums for each channel of a block."""
-
+SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK  # two float32 sums for each channel of a block
 ROWS_PER_THREAD, BLOCK_THREADS = 16, 512
 MAX_BLOCKS, MIN_BLOCKS = 128, 8
 """Bounds of the blocks in a column: `MAX_H_BLOCK`, and the least that share sums."""

@@ -135,25 +135,15 @@ Parts = NDArray[np.int64]
 Numbers = NDArray[Any]
 
 BLOCK_THREADS = 256
-DRAWS = 4
-"""32-bit numbers that Philox makes at once; offsets are multiples of it."""
-
+DRAWS = 4  # 32-bit numbers that Philox makes at once; offsets are multiples of it
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_WIDE = 1 << 32
-"""Integers from a range of this size on take 64 bits each."""
-
-MAX_NUMEL = 1 << 18
-"""Most random numbers that are computed; larger draws only advance the offset."""
-
-MAX_NORMALS = 1 << 14
-"""Like `MAX_NUMEL` for normal numbers, which are noise and weights."""
-
-MOST_ROWS = 65535
-"""Blocks in the second dimension of a grid."""
-
+_WIDE = 1 << 32  # integers from a range of this size on take 64 bits each
+MAX_NUMEL = 1 << 18  # most random numbers that are computed; larger draws only advance the offset
+MAX_NORMALS = 1 << 14  # like `MAX_NUMEL` for normal numbers, which are noise and weights
+MOST_ROWS = 65535  # blocks in the second dimension of a grid
 DEFAULT_SEED = 67280421310721
 """`default_rng_seed_val` (c10/core/GeneratorImpl.h); real GPUs begin from a random seed."""
 
@@ -202,8 +192,7 @@ class Launch:
 
     count: int
     num_threads: int
-    per_draw: int
-    """Numbers of one draw of four words: 4, or 2 of 64 bits."""
+    per_draw: int  # numbers of one draw of four words: 4, or 2 of 64 bits
 
     @property
     def offset(self) -> int:
@@ -272,8 +261,7 @@ class GpuDraws:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.default = GpuGenerator()
-        self.of_script: dict[int, GpuGenerator] = {}
-        """Generators of the script by identity."""
+        self.of_script: dict[int, GpuGenerator] = {}  # generators of the script by identity
 
     def draw(
         self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None

@@ -44,12 +44,8 @@ MAX_REDUCE_THREADS = 512
 
 MIN_VALUES_PER_THREAD, MAX_VALUES_PER_THREAD = 16, 256
 WARP_SIZE = 32
-VECTOR_SIZE = 4
-"""`vt0` of `gpu_reduce_kernel`, and the widest output vector."""
-
-VECTORIZE_FROM = 128
-"""Inputs per output from which on a contiguous reduction loads vectors."""
-
+VECTOR_SIZE = 4  # `vt0` of `gpu_reduce_kernel`, and the widest output vector
+VECTORIZE_FROM = 128  # inputs per output from which on a contiguous reduction loads vectors
 INT32_MAX = 2**31 - 1
 HALVES = (torch.float16, torch.bfloat16)
 

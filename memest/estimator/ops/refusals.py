@@ -17,9 +17,7 @@ from memest.estimator.ops.registry import Args, Kwargs
 
 aten = torch.ops.aten
 
-RefuseRule = Callable[[Args, Kwargs], str]
-"""Returns why a call is refused; empty where it is not."""
-
+RefuseRule = Callable[[Args, Kwargs], str]  # returns why a call is refused; empty where it is not
 _SCALAR_TYPES = {
     torch.float32: "Float", torch.float64: "Double", torch.float16: "Half",
     torch.bfloat16: "BFloat16", torch.int64: "Long", torch.int32: "Int", torch.int16: "Short",

@@ -36,15 +36,11 @@ Kwargs = dict[str, Any]
 RequestRule = Callable[..., Scratch | Events]
 """Arguments are `(args, kwargs, out, gpu)`, then the result of `from_values` if any."""
 
-ValueOf = Callable[[Tensor], Tensor | None]
-"""Returns the values of a tensor, where they are known."""
-
+ValueOf = Callable[[Tensor], Tensor | None]  # returns the values of a tensor, where they are known
 ModelledRule = Callable[[OpOverload, Args, Kwargs, Gpu], bool]
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-_COLLECTIVES = "c10d"
-"""Namespace of the operators through which a `ProcessGroup` sends."""
-
+_COLLECTIVES = "c10d"  # namespace of the operators through which a `ProcessGroup` sends
 _OWN_BUFFERS = ("profiler", "_c10d_functional")
 """Namespaces of marks, and of collectives with buffers outside the caching allocator."""
 
@@ -100,9 +96,7 @@ class Op:
     It is called if the first tensor is on the GPU.
     """
 
-    decides_on_host: bool = False
-    """True if `above_autograd` also runs for tensors of the host."""
-
+    decides_on_host: bool = False  # True if `above_autograd` also runs for tensors of the host
     vmap_key: str = ""
     """Dispatch key at which `torch.vmap` decomposes the operator before this rule, if it does."""
 
@@ -121,9 +115,7 @@ class Op:
     is_convolution: bool = False
     """True if cuDNN runs it; `cudnn.benchmark` tries algorithms at its first call."""
 
-    makes_alike: bool = False
-    """True for a factory whose argument only describes the result."""
-
+    makes_alike: bool = False  # True for a factory whose argument only describes the result
     may_mix_devices: bool = False
     """True if the operator accepts tensors of the host together with those of the GPU."""
 
@@ -131,9 +123,7 @@ class Op:
     """True if it can take a handle of cuBLAS, to which torch gives a workspace."""
 
     name: str = field(init=False)
-    is_random: bool = field(init=False)
-    """True if it can move the offset of the GPU's generator."""
-
+    is_random: bool = field(init=False)  # True if it can move the offset of the GPU's generator
     is_view: bool = field(init=False)
     is_mutable: bool = field(init=False)
     is_foreach_in_place: bool = field(init=False)
@@ -336,8 +326,7 @@ def empty_like(position: int) -> Callable[[Args, Kwargs], Tensor]:
     )
 
 
-UNDER_VMAP = "FuncTorchBatched"
-"""Dispatch key at which `torch.vmap` decomposes most operators."""
+UNDER_VMAP = "FuncTorchBatched"  # dispatch key at which `torch.vmap` decomposes most operators
 
 
 # ------------------------------------------------------------------- kernels of users
@@ -350,11 +339,8 @@ class KernelCall(Mapping[str, Any]):
     arguments: Mapping[str, Any]
     """Arguments by name, defaults included. Tensors have shapes, strides and dtypes, no values."""
 
-    out: Any
-    """Result of the call: a tensor, or a tuple of them."""
-
-    gpu: Gpu
-    """GPU that runs the call."""
+    out: Any  # result of the call: a tensor, or a tuple of them
+    gpu: Gpu  # GPU that runs the call
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -37,19 +37,14 @@ aten = torch.ops.aten
 
 MAX_BLOCK_SIZE = 1024
 
-SMALL_SORT = 4096
-"""Longest slice that one block sorts (`should_use_small_sort`)."""
-
-FEW_SEGMENTS = 128
-"""Number of slices below which `segmented_sort_pairs_by_full_sort` runs."""
-
+SMALL_SORT = 4096  # longest slice that one block sorts (`should_use_small_sort`)
+FEW_SEGMENTS = 128  # number of slices below which `segmented_sort_pairs_by_full_sort` runs
 TOPK_THREADS = 256
 
 TOPK_BLOCKS_PER_SM = 6
 """`get_items_per_thread`: 65,536 registers for blocks of 256 threads with 40 each."""
 
-TOPK_SCAN_BYTES = 1279
-"""Storage of the scan by key over the counts of all blocks."""
+TOPK_SCAN_BYTES = 1279  # storage of the scan by key over the counts of all blocks
 
 
 def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:

@@ -464,9 +464,7 @@ class SparseTensors:
     """Sparse tensors of a mode's GPU."""
 
     def __init__(self, mode: SimMode) -> None:
-        self.distinct: set[int | None] = set()
-        """Storages of indices that are known to be distinct."""
-
+        self.distinct: set[int | None] = set()  # storages of indices that are known to be distinct
         self._mode = mode
         self._is_any = False
 

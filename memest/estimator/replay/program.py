@@ -67,17 +67,13 @@ class Program:
     steps: list[list[MicroBatch]] = field(default_factory=list)
     """Micro-batches of each step: the first, a different one of the middle, the last."""
 
-    step_shift: Shift = field(default_factory=dict)
-    """Renames before the last step is played again."""
-
+    step_shift: Shift = field(default_factory=dict)  # renames before the last step is played again
     micro_shifts: list[Shift] = field(default_factory=list)
     """Renames of each step before its middle micro-batch is played again."""
 
     coverage: Coverage = field(default_factory=Coverage)
 
-    ranges_stay: bool = False
-    """Argument of `AddressSpace`; True for a rank among several GPUs."""
-
+    ranges_stay: bool = False  # argument of `AddressSpace`; True for a rank among several GPUs
     num_known_steps: int | None = None
     """Steps after which the rows of the last are assumed to repeat; None if they are replayed."""
 
@@ -219,9 +215,7 @@ class TracedPlan:
     notes: tuple[str, ...]
     seq_len: int
     image_size: int | None
-    host_terms: tuple[Term, ...] = ()
-    """Host memory of all ranks together."""
-
+    host_terms: tuple[Term, ...] = ()  # host memory of all ranks together
     geometry: LayerGeometry | None = None
     """Geometry of the model's layers, where the textbook applies."""
 

@@ -58,9 +58,7 @@ class Action:
 
     act: Act
     address: int
-    num_bytes: int
-    """Bytes of the block or segment; for an `oom` the requested bytes."""
-
+    num_bytes: int  # bytes of the block or segment; for an `oom` the requested bytes
     storage: int
 
 
@@ -79,9 +77,7 @@ class Recording:
     """One run of a program on one GPU."""
 
     storages: StorageTable
-    limit_bytes: int | None
-    """Bytes that the allocator could reserve."""
-
+    limit_bytes: int | None  # bytes that the allocator could reserve
     gpu: str = ""
 
     actions: list[Action] = field(default_factory=list)
@@ -89,8 +85,7 @@ class Recording:
     result: Replayed = field(default_factory=Replayed)
 
 
-MAX_EVENTS = 4_000_000
-"""Limit of events of a recording, as of real ones: some GB of memory."""
+MAX_EVENTS = 4_000_000  # limit of events of a recording, as of real ones: some GB of memory
 
 
 def record_run(
@@ -262,9 +257,7 @@ class _RecordedAddresses(AddressSpace):
 class Span:
     """Part of a step, from one probe to the next: points `start` to `stop` of a timeline."""
 
-    name: str
-    """Name: `forward`, `backward` or `step`."""
-
+    name: str  # name: `forward`, `backward` or `step`
     start: int
     stop: int
 
@@ -279,14 +272,9 @@ class Timeline:
 
     reserved: Sequence[int]
     spans: tuple[Span, ...]
-    peak: int
-    """Point with most allocated."""
-
-    where: str
-    """Module and operator of the peak; empty if the step began with it."""
-
-    refused_bytes: int
-    """Bytes of the failed request that ended the step; 0 if none failed."""
+    peak: int  # point with most allocated
+    where: str  # module and operator of the peak; empty if the step began with it
+    refused_bytes: int  # bytes of the failed request that ended the step; 0 if none failed
 
     def total(self, point: int) -> int:
         """Return bytes allocated at a point."""
@@ -300,8 +288,7 @@ class _Bounds(NamedTuple):
     begin: int
     end: int
     marks: list[Mark]
-    is_cut: bool
-    """True if the step ends with a failed request."""
+    is_cut: bool  # True if the step ends with a failed request
 
 
 def _bounds(recording: Recording, step: int | None) -> _Bounds:
@@ -319,14 +306,9 @@ class Lifetime:
     """One block in a step: it is allocated at the points from `start` until before `stop`."""
 
     storage: int
-    num_bytes: int
-    """Bytes of the block, with its rounding."""
-
-    start: int
-    """0 if it was allocated before the step."""
-
-    stop: int
-    """Number of points if it outlives the step."""
+    num_bytes: int  # bytes of the block, with its rounding
+    start: int  # 0 if it was allocated before the step
+    stop: int  # number of points if it outlives the step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,15 +317,10 @@ class StepBlocks:
 
     step: int
     num_points: int
-    blocks: list[Lifetime]
-    """Blocks, ordered by start."""
-
-    reserved: list[tuple[int, int]]
-    """(point, bytes reserved from then on)."""
-
+    blocks: list[Lifetime]  # blocks, ordered by start
+    reserved: list[tuple[int, int]]  # (point, bytes reserved from then on)
     spans: tuple[Span, ...]
-    refused_bytes: int
-    """Bytes of the failed request that ended the step; 0 if none failed."""
+    refused_bytes: int  # bytes of the failed request that ended the step; 0 if none failed
 
 
 def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:

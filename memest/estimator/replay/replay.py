@@ -32,9 +32,7 @@ class Replayed:
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     peak: Moment = Moment(0, 0, -1)
-    failed: Moment | None = None
-    """Request for which no memory was left."""
-
+    failed: Moment | None = None  # request for which no memory was left
     failed_bytes: int = 0
     lacking_bytes: int = 0
     """Limit in bytes to which requests raised a soft limit; 0 if they did not."""
@@ -42,9 +40,7 @@ class Replayed:
     setup_reserved_bytes: int = 0
     """Peak reserved while the model was built on the GPU, before the first step."""
 
-    num_retries: int = 0
-    """Times that the allocator freed its cache to serve a request."""
-
+    num_retries: int = 0  # times that the allocator freed its cache to serve a request
     num_events: int = field(default=0, compare=False)
     """Events that were replayed, and those of repeated micro-batches."""
 
@@ -99,23 +95,18 @@ def streams_of(
 class Player:
     """Applies events about `storages` to an allocator."""
 
-    plays_repetitions = False
-    """True if steps and micro-batches that repeat another are played, too."""
+    plays_repetitions = False  # True if steps and micro-batches that repeat another are played, too
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.allocator, self.storages = allocator, storages
-        self.is_immediate = False
-        """True if shared blocks return when they are freed."""
-
+        self.is_immediate = False  # True if shared blocks return when they are freed
         self.blocks: dict[int, Block] = {}
         self.deferred: dict[int, Block] = {}
         """Blocks of freed storages that another stream uses, by the event that returns them."""
 
         self.step = 0
         self.num_events = 0
-        self.storage = -1
-        """The last storage that was allocated."""
-
+        self.storage = -1  # the last storage that was allocated
         self.peak_allocated_bytes = 0
         self.peak = Moment(0, 0, -1)
 
@@ -210,8 +201,7 @@ class _Replay:
         self.allocator = player.allocator
         self.result = Replayed(timing=timing)
         self.step = 0
-        self._played: MicroBatch | None = None
-        """The last micro-batch that was played."""
+        self._played: MicroBatch | None = None  # the last micro-batch that was played
 
     def play_setup(self) -> None:
         """Build the model without a limit: loading is reported, the training is judged."""
@@ -338,8 +328,7 @@ class Run:
     num_steps: int
     num_micro_batches: int = 1
     settings: AllocatorSettings = DEFAULT
-    is_share: bool = False
-    """True if the run limits itself to a share of each GPU's memory."""
+    is_share: bool = False  # True if the run limits itself to a share of each GPU's memory
 
     def on(
         self,

@@ -49,9 +49,7 @@ from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Phase, Term
 from memest.units import counted
 
-UNLIMITED_BYTES = 1 << 50
-"""Memory of a GPU that no plan fills."""
-
+UNLIMITED_BYTES = 1 << 50  # memory of a GPU that no plan fills
 MAX_STEPS = 2
 """Steps that differ: the first makes the optimizer's state; its gradients stay in the second."""
 

@@ -51,22 +51,13 @@ SCHEMA = "memest.advice/1"
 class Option:
     """A predicted plan, and its changes to the given one."""
 
-    changes: tuple[Change, ...]
-    """Changes, cheapest first."""
-
+    changes: tuple[Change, ...]  # changes, cheapest first
     plan: TrainingPlan
     verdict: Verdict
-    time: StepTime | None
-    """Estimated time of a step; None where there is no estimate."""
-
-    host_bytes: int
-    """Host memory of the run, such as paged optimizer state."""
-
-    command: str
-    """Command that predicts it."""
-
-    training_lines: tuple[str, ...]
-    """Changes of the training script."""
+    time: StepTime | None  # estimated time of a step; None where there is no estimate
+    host_bytes: int  # host memory of the run, such as paged optimizer state
+    command: str  # command that predicts it
+    training_lines: tuple[str, ...]  # changes of the training script
 
     @property
     def fits(self) -> bool:
@@ -124,23 +115,18 @@ class Advice:
     limit_bytes: int
     """Bytes that the caching allocator can reserve on it, or the plan's `memory_limit`."""
 
-    current: Option
-    """The plan without changes."""
-
+    current: Option  # the plan without changes
     options: tuple[Option, ...]
     """All options that fit, cheapest in kind first; empty where `current` fits."""
 
     not_enough: tuple[Option, ...]
     """Single changes that do not fit alone, in the order of their cost."""
 
-    smallest: Option
-    """The option with the smallest need."""
-
+    smallest: Option  # the option with the smallest need
     refused: tuple[Refused, ...]
     not_tried: tuple[str, ...]
     num_predictions: int
-    is_complete: bool
-    """False if the number of predictions ended the search."""
+    is_complete: bool  # False if the number of predictions ended the search
 
     @property
     def fits(self) -> bool:
@@ -218,9 +204,7 @@ def advise(
     )
 
 
-MAX_CHANGES = 8
-"""Number of changed plans that `cheapest_change` predicts."""
-
+MAX_CHANGES = 8  # number of changed plans that `cheapest_change` predicts
 MAX_CALLS = 70_000
 """Operator calls of an answer's runs, about 4 s; changed runs are assumed equally long."""
 

@@ -62,11 +62,8 @@ class Change:
 
     title: str
     cost: Cost
-    price: str
-    """Cost in plain words."""
-
-    updates: Mapping[str, Any]
-    """Keys of the plan, with their new values."""
+    price: str  # cost in plain words
+    updates: Mapping[str, Any]  # keys of the plan, with their new values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,15 +29,11 @@ class ModelFacts:
     """Facts about a model for advice, besides its prediction."""
 
     class_name: str
-    vision_modules: tuple[str, ...]
-    """Names of the modules of the vision tower; empty without one."""
-
+    vision_modules: tuple[str, ...]  # names of the modules of the vision tower; empty without one
     lora_targets: tuple[str, ...]
     """Modules that get adapters where the plan names none; empty is peft's default."""
 
-    seq_len: int
-    """Tokens per sample in the prediction of the plan."""
-
+    seq_len: int  # tokens per sample in the prediction of the plan
     image_size: int | None
 
 

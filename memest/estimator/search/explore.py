@@ -59,17 +59,12 @@ class Explored:
     kinds: Mapping[str, int]
     """Bytes at the peak by `KINDS`, on a GPU without a limit; they add up to the peak allocated."""
 
-    arithmetic: Mapping[str, str]
-    """Explanation of each kind, in words."""
-
-    reserved_bytes: int
-    """Peak reserved on a GPU without a limit."""
-
+    arithmetic: Mapping[str, str]  # explanation of each kind, in words
+    reserved_bytes: int  # peak reserved on a GPU without a limit
     phases: tuple[tuple[int, int, int, int, int], ...]
     """Bytes by kind and their peak at each phase of the second step's last micro-batch."""
 
-    verdicts: Mapping[str, Verdict]
-    """Results on each GPU, as in `predict`."""
+    verdicts: Mapping[str, Verdict]  # results on each GPU, as in `predict`
 
 
 def explore(

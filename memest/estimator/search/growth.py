@@ -19,17 +19,12 @@ class Growth:
     """One run under one setting of the allocator, on an unlimited GPU and on the plan's own."""
 
     alloc_conf: str
-    allocated: tuple[int, ...]
-    """Bytes at the peak of each step."""
-
-    reserved: tuple[int, ...]
-    """Bytes at the end of each step."""
-
+    allocated: tuple[int, ...]  # bytes at the peak of each step
+    reserved: tuple[int, ...]  # bytes at the end of each step
     on_gpu: tuple[int, ...]
     """Bytes reserved at the end of each step on the GPU itself, up to the step that fails."""
 
-    failed_step: int | None
-    """Step that runs out of memory on the GPU, from 0."""
+    failed_step: int | None  # step that runs out of memory on the GPU, from 0
 
     @property
     def label(self) -> str:

@@ -39,14 +39,11 @@ from memest.report import Verdict
 
 SCHEMA = "memest.largest/1"
 
-NUM_NEIGHBOURS = {"batch_size": 16, "seq_len": 2}
-"""Sizes above the answer that are tried."""
-
+NUM_NEIGHBOURS = {"batch_size": 16, "seq_len": 2}  # sizes above the answer that are tried
 NUM_ANCHORS = 3
 """Number of repeated searches from traces near the answer, before every size is traced."""
 
-FIRST_SEQ_LEN = 64
-"""First sequence length of the search."""
+FIRST_SEQ_LEN = 64  # first sequence length of the search
 
 
 class Trial:
@@ -107,28 +104,18 @@ class Largest:
     """Plan with the largest value, or with the smallest that was tried where none fits."""
 
     gpu: str
-    key: str
-    """`batch_size` or `seq_len`."""
-
-    value: int | None
-    """Largest value; None where not even the smallest fits."""
-
+    key: str  # `batch_size` or `seq_len`
+    value: int | None  # largest value; None where not even the smallest fits
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     """Peak of `value` on this GPU; where none fits, of the smallest on an unlimited GPU."""
 
-    verdict: Verdict
-    """Verdict of `plan` on this GPU."""
-
+    verdict: Verdict  # verdict of `plan` on this GPU
     next_needs_bytes: int | None
     """Least limit that `value + 1` fits; None where it is beyond `ceiling`."""
 
-    at: str
-    """Place where the next larger value runs out of memory."""
-
-    ceiling: str
-    """Bound other than memory that ended the search; else empty."""
-
+    at: str  # place where the next larger value runs out of memory
+    ceiling: str  # bound other than memory that ended the search; else empty
     num_traces: int
     elapsed_s: float
 

@@ -28,8 +28,7 @@ from memest.plan import TrainingPlan
 SPACING = {"batch_size": 1, "seq_len": 64}
 """Spacing between the samples of a guess: attention pads to 8 and 32 tokens."""
 
-GROWTH = 4
-"""Factor to the next size that a search tries while everything fits."""
+GROWTH = 4  # factor to the next size that a search tries while everything fits
 
 
 class TraceSeries:

@@ -14,9 +14,7 @@ from memest.plan.training_plan import PLAN_KEYS
 from memest.plan.values import STRATEGIES
 from memest.report import Prediction
 
-DEVICES = (1, 2, 4, 8, 16, 32, 64)
-"""Default numbers of GPUs."""
-
+DEVICES = (1, 2, 4, 8, 16, 32, 64)  # default numbers of GPUs
 DEFAULT_STRATEGIES = ("ddp", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp", "fsdp2")
 
 
@@ -28,9 +26,7 @@ class ScalingLine:
     reports: Mapping[int, Prediction]
     """Reports by the number of GPUs, ascending, without those that could not be predicted."""
 
-    missing: tuple[int, ...] = ()
-    """Numbers of GPUs that could not be predicted."""
-
+    missing: tuple[int, ...] = ()  # numbers of GPUs that could not be predicted
     notes: tuple[str, ...] = ()
     """Settings of this strategy, or reasons why a number of GPUs is missing."""
 

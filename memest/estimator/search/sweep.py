@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]
 """Values of the varied keys, with the plan or its error."""
 
-MAX_POINTS = 1000
-"""Default limit of predictions in one sweep."""
-
+MAX_POINTS = 1000  # default limit of predictions in one sweep
 _VARIED = ("batch_size", "seq_len")
 """Keys whose values share traces, in the order in which they are tried."""
 
@@ -54,14 +52,10 @@ class SweepPoint:
 
     plan: TrainingPlan
     gpu: str
-    verdict: Verdict | None
-    """None where the plan does not exist or is not modelled."""
-
+    verdict: Verdict | None  # None where the plan does not exist or is not modelled
     peak_allocated_bytes: int = 0
     process_bytes: int = 0
-    unlimited_reserved_bytes: int = 0
-    """Bytes that it would reserve on an unlimited GPU."""
-
+    unlimited_reserved_bytes: int = 0  # bytes that it would reserve on an unlimited GPU
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,8 +91,7 @@ class SweepPoint:
         }
 
 
-Known = Mapping[TrainingPlan, list[SweepPoint]]
-"""Points that were found before."""
+Known = Mapping[TrainingPlan, list[SweepPoint]]  # points that were found before
 
 
 def parse_values(key: str, text: str) -> list[Any]:
@@ -324,9 +317,7 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-MIN_PARALLEL_POINTS = 16
-"""Number of points below which one process is as fast as several."""
-
+MIN_PARALLEL_POINTS = 16  # number of points below which one process is as fast as several
 _shared: tuple[Sequence[TrainingPlan], str, Mapping[Any, TraceSeries]]
 """Arguments of the parent, in a forked process."""
 
@@ -403,11 +394,8 @@ def _points(
     return points
 
 
-MAX_SWEEP_BYTES = 64 << 20
-"""Size above which a file is refused; a row is some hundred bytes."""
-
-_FIRST_RESULT = "verdict"
-"""First result column; the columns before it identify plan and GPU."""
+MAX_SWEEP_BYTES = 64 << 20  # size above which a file is refused; a row is some hundred bytes
+_FIRST_RESULT = "verdict"  # first result column; the columns before it identify plan and GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,9 +403,7 @@ class FitsTable:
     """Verdicts by (row, column) in the order of the sweep; a plan that does not exist has none."""
 
     verdicts: dict[tuple[str, str], Verdict]
-    across: str
-    """Name of the columns, such as `batch size`."""
-
+    across: str  # name of the columns, such as `batch size`
     gpus: tuple[str, ...]
 
 

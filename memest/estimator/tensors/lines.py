@@ -86,8 +86,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.warnings: list[str] = []
-        """Sentences that the report prints above all figures."""
+        self.warnings: list[str] = []  # sentences that the report prints above all figures
 
     def add(self, text: str) -> None:
         """Add `text`, unless it is there."""

@@ -19,8 +19,7 @@ def constant(value: Any) -> Callable[..., Any]:
 
 _WITHOUT = "run the script without it; see docs/run.md"
 
-NOT_COMPILED = "nothing is compiled on the virtual GPU"
-"""Hint for calls of compilers."""
+NOT_COMPILED = "nothing is compiled on the virtual GPU"  # hint for calls of compilers
 
 
 def unsupported(what: str, hint: str = _WITHOUT) -> UnsupportedError:

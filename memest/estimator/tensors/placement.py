@@ -21,9 +21,7 @@ from memest.estimator.tensors.patches import Patches
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
-_Device = torch.device
-"""torch's own class, also while another class replaces it."""
-
+_Device = torch.device  # torch's own class, also while another class replaces it
 _NO_DEVICE = (bool, torch.dtype)
 
 
@@ -140,26 +138,17 @@ def is_another(device: Any) -> bool:
 class Place(Enum):
     """Place of a tensor in the simulated run."""
 
-    REAL = "in memory"
-    """A tensor of the host that has its values."""
-
-    HOST = "host"
-    """A tensor of the host whose values are not needed: it takes no memory here."""
-
-    GPU = "gpu"
-    """A tensor of the virtual GPU."""
-
-    META = "meta"
-    """A tensor that the script itself put on torch's meta device."""
+    REAL = "in memory"  # a tensor of the host that has its values
+    HOST = "host"  # a tensor of the host whose values are not needed: it takes no memory here
+    GPU = "gpu"  # a tensor of the virtual GPU
+    META = "meta"  # a tensor that the script itself put on torch's meta device
 
 
 class _Inside(threading.local):
     """Flag of a thread: true while it runs the mode's own code."""
 
     depth = 0
-    composite = False
-    """True while C++ makes tensors that are on the GPU, like those given to it."""
-
+    composite = False  # True while C++ makes tensors that are on the GPU, like those given to it
     compiles = False
     """True while this thread runs torch's compiler, whose tensors without data are on the GPU."""
 

@@ -19,11 +19,8 @@ class MemKind(StrEnum):
     ACTIVATIONS = "activations"
     BATCH = "batch"
     WORKSPACE = "workspace"
-    BUCKETS = "buckets"
-    """Copies of gradients that are summed over the GPUs."""
-
-    GATHERED = "gathered"
-    """Parameters that were gathered from the GPUs that share them."""
+    BUCKETS = "buckets"  # copies of gradients that are summed over the GPUs
+    GATHERED = "gathered"  # parameters that were gathered from the GPUs that share them
 
 
 class FreeTiming(Enum):
@@ -42,11 +39,8 @@ class FreeTiming(Enum):
         )
 
 
-free_of = operator.invert
-"""Encode or decode the free of a storage: the bitwise inverse of its id."""
-
-RETURNED = -(1 << 40)
-"""Largest event that encodes the return of a deferred block."""
+free_of = operator.invert  # encode or decode the free of a storage: the bitwise inverse of its id
+RETURNED = -(1 << 40)  # largest event that encodes the return of a deferred block
 
 
 def return_of(index: int) -> int:
@@ -57,8 +51,7 @@ def return_of(index: int) -> int:
     return RETURNED - index
 
 
-EMPTIED = -(1 << 60)
-"""Event at which the script empties the cache."""
+EMPTIED = -(1 << 60)  # event at which the script empties the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +66,7 @@ class Site:
     line whose forward made the running node.
     """
 
-    caller: str = ""
-    """During a backward, the line that called it, if that is not `line`."""
+    caller: str = ""  # during a backward, the line that called it, if that is not `line`
 
     @property
     def where(self) -> str:
@@ -122,8 +114,7 @@ class StorageTable:
         """True if the speed of the GPU decides when a block returns."""
         return bool(self.deferred or self.stashed)
 
-    unused: list[int] = field(default_factory=list)
-    """Ids that were forgotten and are used again."""
+    unused: list[int] = field(default_factory=list)  # ids that were forgotten and are used again
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
         """Add a storage; returns its id."""

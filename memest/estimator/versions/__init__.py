@@ -19,21 +19,15 @@ from memest.errors import PlanError, shown
 from memest.estimator.versions.torch_releases import RELEASES, TorchRelease
 
 ENVIRONMENT = "MEMEST_TORCH"
-OLDEST = RELEASES[0].name
-"""Bound of torch in pyproject.toml."""
-
-MEASURED = "2.11"
-"""Release with which the runs of validation/ were measured."""
-
+OLDEST = RELEASES[0].name  # bound of torch in pyproject.toml
+MEASURED = "2.11"  # release with which the runs of validation/ were measured
 STACK = (
     "torchvision", "triton", "numpy", "transformers", "lightning", "accelerate", "peft",
     "bitsandbytes", "deepspeed", "trl", "flash-attn", "nvidia-ml-py",
 )  # fmt: skip
 """Distributions whose versions a bug report needs."""
 
-KERNELS = "kernels of torch"
-"""Key of the simulated release among the versions of a report."""
-
+KERNELS = "kernels of torch"  # key of the simulated release among the versions of a report
 BUILT_FOR = "torch built for"
 """Key of the platform of torch among the versions of a report, if that is not CUDA or a CPU."""
 

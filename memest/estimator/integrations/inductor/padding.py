@@ -24,9 +24,7 @@ from memest.estimator.versions import allows_tf32
 # Measured on an H100 80GB (torch 2.11): 368 products in tests/data/padded-products-h100.json.
 # They are shares of the peak rate for 16-bit types and of the memory bandwidth (data sheet).
 _ALIGNED = 0.7
-_EVEN = 0.25
-"""Share of the peak rate where a leading dimension is even, and no multiple of 8."""
-
+_EVEN = 0.25  # share of the peak rate where a leading dimension is even, and no multiple of 8
 _ODD_INPUT = 0.145
 _ODD_OUTPUT = 0.1
 _ROWS_APPENDED = 0.8
@@ -35,8 +33,7 @@ _TRANSPOSED = 0.15
 """Share of the bandwidth that `torch.cat` of a transposed matrix with zeros reaches."""
 
 _LAUNCH_S = 3e-6
-_MARGIN = 1.1
-"""Factor by which padding has to be faster (`is_padded_faster` in pad_mm.py)."""
+_MARGIN = 1.1  # factor by which padding has to be faster (`is_padded_faster` in pad_mm.py)
 
 
 def is_estimated() -> bool:

@@ -36,8 +36,7 @@ releases have none."""
 READERS = ("lightning", "bitsandbytes")
 """Libraries that read the compute capability, but choose kernels only by `GEMM_RULE`."""
 
-ALIGNMENT = 16
-"""Modulus of storage offsets in templates: kernels align to at most 16 elements."""
+ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at most 16 elements
 
 
 def is_plain(op: Op) -> bool:
@@ -61,9 +60,7 @@ class Template:
 class Call:
     """One call in a span of events."""
 
-    start: int
-    """Position of its first event; the call made events `start` to `end`."""
-
+    start: int  # position of its first event; the call made events `start` to `end`
     end: int
     template: int
     new_storages: tuple[tuple[int, int], ...]
@@ -85,15 +82,9 @@ class Span:
 class Choice:
     """A decision that was taken by shapes, and its outcome."""
 
-    rule: str
-    """`attention`: the backend; `gemm_4bit`: whether the fused kernel multiplies."""
-
-    template: Template
-    """Its arguments."""
-
-    grads: tuple[bool, ...]
-    """`requires_grad` of the tensors, then the grad mode."""
-
+    rule: str  # `attention`: the backend; `gemm_4bit`: whether the fused kernel multiplies
+    template: Template  # its arguments
+    grads: tuple[bool, ...]  # `requires_grad` of the tensors, then the grad mode
     outcome: Any
 
 
@@ -261,8 +252,7 @@ class _TensorShape:
     dtype: torch.dtype
     device: str
     offset: int
-    is_dense: bool
-    """True if the storage holds exactly the tensor's elements, from offset 0."""
+    is_dense: bool  # True if the storage holds exactly the tensor's elements, from offset 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,7 @@ def _inputs(template: Template, position: int) -> Template:
 Output = tuple[int, int]
 """Name of a storage of an attention that runs alone: number of its call, position among results."""
 
-_NO_CALL = -1
-"""In place of the number of a call, for storages that are made between logged calls."""
+_NO_CALL = -1  # in place of the number of a call, for storages that are made between logged calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,7 @@ class _CallAlone:
     """One call of an attention that runs alone."""
 
     template: Template
-    outputs: frozenset[Output]
-    """Outputs that take memory."""
-
+    outputs: frozenset[Output]  # outputs that take memory
     later: list[Output | int]
     """Storages made and freed until the next call, in order; inputs by their ids."""
 

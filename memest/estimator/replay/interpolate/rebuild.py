@@ -28,12 +28,8 @@ from memest.estimator.replay.program import Part, Program, Shift
 from memest.estimator.replay.virtual_run import within_model
 from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, free_of
 
-NO_CALL = -1
-"""Mark in place of a template: a storage that existed before the trace."""
-
-ZERO = -2
-"""Mark in place of a template: an output that meta makes and CUDA does not."""
-
+NO_CALL = -1  # mark in place of a template: a storage that existed before the trace
+ZERO = -2  # mark in place of a template: an output that meta makes and CUDA does not
 NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 
@@ -193,12 +189,8 @@ class RequestOrder(NamedTuple):
     requests: tuple[int | tuple[int] | None, ...]
     """Position of an output made here, (n,) for a free of temporary n, or None to make one."""
 
-    num_copies: int
-    """Contiguous operands of a matrix product: temporaries after the outputs."""
-
-    num_cublas: int
-    """Workspaces that it needs: that of the handle, then that of cuBLASLt."""
-
+    num_copies: int  # contiguous operands of a matrix product: temporaries after the outputs
+    num_cublas: int  # workspaces that it needs: that of the handle, then that of cuBLASLt
     is_partial: bool
 
 

@@ -50,8 +50,7 @@ class device(metaclass=_LikeTrueClass):
 device.__module__, device.__qualname__ = "torch", "device"
 
 
-UUID = "00000000-0000-0000-0000-000000000000"
-"""UUID of the virtual GPU."""
+UUID = "00000000-0000-0000-0000-000000000000"  # UUID of the virtual GPU
 
 
 class Multiprocessor(NamedTuple):
@@ -59,8 +58,7 @@ class Multiprocessor(NamedTuple):
 
     threads: int
     shared_kib: int
-    block_shared_kib: int
-    """Opt-in shared memory per block (`sharedMemPerBlockOptin`), KiB."""
+    block_shared_kib: int  # opt-in shared memory per block (`sharedMemPerBlockOptin`), KiB
 
 
 MULTIPROCESSORS = {
@@ -91,8 +89,7 @@ GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs. The H200's was
 """
 
 _LIKE = (9, 0)
-_LIKE_L2_KIB = 51200
-"""The H100's L2 cache, assumed for GPUs without a figure."""
+_LIKE_L2_KIB = 51200  # the H100's L2 cache, assumed for GPUs without a figure
 
 
 class DeviceProperties(SimpleNamespace):
@@ -258,9 +255,7 @@ def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -
 CUDA_VERSION = "13.0"
 """`torch.version.cuda` on a CPU build of torch: that of the measured build, torch 2.11.0+cu130."""
 
-DRIVER_VERSION = 13000
-"""CUDA version of the driver under which memest was measured."""
-
+DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was measured
 ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 """Architectures of the wheels for CUDA 13.0 (`.ci/manywheel/build_cuda.sh`, torch 2.11)."""
 

@@ -23,9 +23,7 @@ from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import GPU
 from memest.estimator.torch_api.cuda.driver import UUID, driver_version
 
-DRIVER_VERSION = "580.159.03"
-"""Driver of the H200 on which memest was measured."""
-
+DRIVER_VERSION = "580.159.03"  # driver of the H200 on which memest was measured
 _NVML_SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 0, 2, 3, 6
 _PCI_BUS_ID = "00000000:00:00.0"
 

@@ -218,9 +218,7 @@ class Captures:
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.mode = mode
-        self.graphs = Counter[int]()
-        """Number of graphs of each pool."""
-
+        self.graphs = Counter[int]()  # number of graphs of each pool
         self._numbers = itertools.count(1)
         self._generator_state: tuple[torch.Tensor, ...] = ()
 

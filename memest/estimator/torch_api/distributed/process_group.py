@@ -21,9 +21,7 @@ from memest.estimator.gpu.worlds import Rank
 from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import GPU
 
-FAKE = "fake"
-"""torch's own backend that sends nothing."""
-
+FAKE = "fake"  # torch's own backend that sends nothing
 NCCL_VERSION = (2, 28, 9)
 """NCCL version of torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)."""
 

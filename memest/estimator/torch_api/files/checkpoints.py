@@ -43,17 +43,14 @@ from memest.estimator.tensors.placement import (
 MAPPED_BYTES = 1 << 26
 """Size from which files are mapped instead of read: values of a large checkpoint are not needed."""
 
-MAX_KNOWN_BYTES = 1 << 20
-"""Size up to which integers have known values on the GPU."""
-
+MAX_KNOWN_BYTES = 1 << 20  # size up to which integers have known values on the GPU
 HOLDS_ZEROS = "files written by the script hold zeros for tensors whose values are not known"
 """Note of a run that writes such files."""
 
 _MARK = "memest"
 _LOCATION = "_memest_location"
 _BASE = "_memest_base"
-_PRIORITY = 1
-"""Priority before torch's own packages, whose first is the CPU with 10."""
+_PRIORITY = 1  # priority before torch's own packages, whose first is the CPU with 10
 
 
 class _State(threading.local):
@@ -62,11 +59,8 @@ class _State(threading.local):
     placeholders: dict[Any, torch.UntypedStorage] | None = None
     """Placeholders of the running `torch.save`, by storage and dtype."""
 
-    is_mapped = False
-    """True while `torch.load` maps its file."""
-
-    is_old = False
-    """True while a file of the old format is read."""
+    is_mapped = False  # True while `torch.load` maps its file
+    is_old = False  # True while a file of the old format is read
 
 
 class Checkpoints:
