@@ -21,9 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from memest.errors import MemestError
 
-CAN_FORK = sys.platform == "linux" and hasattr(os, "fork")
-"""True where work runs in a fork; on macOS libraries forbid it (`multiprocessing`)."""
-
+CAN_FORK = sys.platform == "linux" and hasattr(os, "fork")  # macOS libraries forbid it
 _POLL_S = 0.005
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _BOOT = """

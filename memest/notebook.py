@@ -60,8 +60,7 @@ class _Magic:
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self.left: dict[str, Any] = {}
-        """Objects by name that earlier cells left, whose virtual GPU is gone."""
+        self.left: dict[str, Any] = {}  # left by earlier cells, whose virtual GPU is gone
 
     def __call__(self, line: str, cell: str) -> CellReport | None:
         """Run a cell on a virtual GPU: `%%memest [GPU] [--memory-limit 20GiB] [--max-steps 3]`."""

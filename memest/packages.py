@@ -24,9 +24,7 @@ EXTRAS = {
 }
 """Extra of pyproject.toml that brings a package."""
 
-PLANS = ("transformers", "accelerate", "lightning", "peft")
-"""Packages that the run of a plan imports."""
-
+PLANS = ("transformers", "accelerate", "lightning", "peft")  # imported by the run of a plan
 _BY_NAME = {
     "bitsandbytes": "pip install bitsandbytes",
     "datasets": "pip install datasets",

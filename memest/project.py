@@ -19,9 +19,7 @@ class Project:
 
     gpu: str = ""  # GPU to simulate where a command or test names none
     limit: str = ""  # memory that a script or test may take on it, such as `38GiB`
-    command: tuple[str, ...] = ()
-    """Arguments of `memest run` without a script: `--max-steps 3 train.py`."""
-
+    command: tuple[str, ...] = ()  # of `memest run` without a script: `--max-steps 3 train.py`
     folder: Path | None = None  # folder of the file, or None without one
 
 

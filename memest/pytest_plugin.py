@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 PEAKS = "memest-peaks.json"  # file of stored peaks in pytest's root folder
 SCHEMA = "memest.peaks/1"
-_PEAK, _NOTE = "memest_peak", "memest_note"
-"""User properties of a test's report, which xdist sends to the process that prints."""
-
+_PEAK, _NOTE = "memest_peak", "memest_note"  # user properties of a test's report, for xdist
 _SESSION = pytest.StashKey["Session"]()
 _STORED = pytest.StashKey[dict[str, Any]]()
 

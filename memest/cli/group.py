@@ -14,8 +14,7 @@ import click
 from memest.errors import MemestError, closest
 from memest.packages import broken_package
 
-OOM_EXIT_CODE = 5
-"""Exit code of `--check` when a plan does not fit; without `--check` the code is 0."""
+OOM_EXIT_CODE = 5  # of `--check` when a plan does not fit; without `--check` the code is 0
 
 
 SECTIONS = {
@@ -52,8 +51,7 @@ class _Command(click.Command):
                     formatter.write_dl(records)
 
 
-OPTION_SECTIONS: dict[str, str] = {}
-"""Name of a parameter -> the section of its command's help; filled by `options.py`."""
+OPTION_SECTIONS: dict[str, str] = {}  # section of a command's help by parameter; see `options.py`
 
 
 class _Group(click.Group):

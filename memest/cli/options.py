@@ -24,8 +24,7 @@ from memest.report.times import Training, read_prices, steps_of_plan
 from memest.units import parse_bytes
 from memest.writing import why_not_writable
 
-Option = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Decorator that adds options to a command."""
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]  # adds options to a command
 
 
 def combined(*options: Option) -> Option:

@@ -106,14 +106,11 @@ def _without_matplotlib() -> Iterator[None]:
 class _Predicted:
     """Results on some GPUs."""
 
-    scenarios: list[Scenario] = field(default_factory=list)
-    """Runs of the first chip, to which the results belong."""
-
+    scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, as the results
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     times: dict[str, StepTime] = field(default_factory=dict)
-    failed: dict[str, list[str]] = field(default_factory=dict)
-    """Names of the GPUs on which the plan fails, by the error."""
+    failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
     def add(self, other: _Predicted) -> None:
         """Add what another chip decides; the scenarios stay those of this one."""

@@ -87,8 +87,7 @@ class VirtualGpu:
         self.limit_bytes = limit_bytes
         self.max_steps = max_steps
         self.num_steps = 0
-        self._has_stepped = False
-        """True if hooks of weights have taken steps in the running backward."""
+        self._has_stepped = False  # hooks of weights took steps in the running backward
         usable = gpu.limit_bytes - rank.communicator_bytes
         self.allocator = CountingAllocator(
             usable if limit_bytes is None else limit_bytes, gpu_bytes=gpu.limit_bytes

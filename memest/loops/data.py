@@ -20,9 +20,7 @@ from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.units import ceil_div
 
-MAX_CAPTION_TOKENS = 50
-"""Caption length of the lab's processor (`max_length=50`, padding to the longest)."""
-
+MAX_CAPTION_TOKENS = 50  # of the lab's processor (`max_length=50`, padded)
 INIT_STD = 0.02
 
 _POOL_NUMEL = 1 << 20  # random numbers of the weights on the host; longer weights repeat them

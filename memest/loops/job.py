@@ -26,12 +26,8 @@ SEED = 20
 class RunOptions:
     """Options of a run besides its plan."""
 
-    weights: str = "random"
-    """`random`, or `pretrained`: the checkpoint from the Hub or a local folder."""
-
-    data: Path | None = None
-    """`datasets` folder with the columns `image` and `text`; None makes a synthetic batch."""
-
+    weights: str = "random"  # `random`, or `pretrained`: from the Hub or a local folder
+    data: Path | None = None  # `datasets` folder of `image` and `text`; None: synthetic
     snapshots: Path | None = None  # folder for a recording of the allocator; None records nothing
     trust_remote_code: bool = False
 
@@ -42,12 +38,9 @@ class Listener:
 
     on_end: Callable[[], None]
     on_error: Callable[[BaseException], None] = lambda error: None
-    on_ready: Callable[[], None] = lambda: None
-    """Called when the strategy has set up everything, before the first step."""
-
+    on_ready: Callable[[], None] = lambda: None  # the strategy is set up, before the first step
     on_step: Callable[[], None] = lambda: None  # called at the end of a micro-batch
-    on_model: Callable[[Any], None] = lambda model: None
-    """Called when the model is built and described."""
+    on_model: Callable[[Any], None] = lambda model: None  # the model is built and described
 
 
 @dataclass(slots=True)
@@ -66,8 +59,7 @@ class Job:
     values: dict[str, Any] = field(default_factory=dict)  # plan with the sizes that were used
     model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
     notes: list[str] = field(default_factory=list)  # decisions made during the run
-    data_notes: list[str] = field(default_factory=list)
-    """Notes about the data, such as an ignored image size."""
+    data_notes: list[str] = field(default_factory=list)  # such as an ignored image size
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,7 @@ class PhaseRecorder:
     peak_reserved_bytes: int = 0
     micro_batches_begun: int = 0
     on_row: Callable[[], None] = lambda: None
-    states: Any = None
-    """Parameters, gradients and optimizer states to sum (`States`), set before the first row."""
+    states: Any = None  # parameters, gradients, optimizer states (`States`), set before a row
 
     def start(self) -> None:
         """Reset the peaks after the model is built."""

@@ -27,9 +27,7 @@ from memest.units import round_up
 MAX_HEAD_WIDTH = 256
 INSTEAD = "use `sdpa`, whose flash and cuDNN kernels keep no attention matrix either"
 _HALF = (torch.float16, torch.bfloat16)
-_BLOCK = 128
-"""`kBlockM` at its largest: rows to which the backward rounds up, or leaves between texts."""
-
+_BLOCK = 128  # `kBlockM` at its largest: rows to which the backward rounds, or between texts
 _library = torch.library.Library("memest", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens,"

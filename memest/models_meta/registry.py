@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 
-MAX_CONFIG_BYTES = 8 * 2**20
-"""Size above which a config.json is rejected; real ones have a few KiB, at most 1 MiB."""
-
+MAX_CONFIG_BYTES = 8 * 2**20  # larger ones are rejected; real ones have at most 1 MiB
 COUNT_LIMITS = {
     re.compile(r"layers?$|^n_layer$|blocks$|depths?$"): 4096,
     re.compile(r"experts$|stages$|levels$|groups$"): 16384,
@@ -52,13 +50,8 @@ class ModelEntry:
     aliases: tuple[str, ...]  # other names, matched like `name`
     family: str
     modality: str  # `text`, `image`, `image-text` or `audio`
-    num_params: int
-    """Parameters of the class in `architectures`, built from the config; a tied tensor counts once.
-    """
-
-    num_params_published: int
-    """Parameters in the published checkpoint; `note` explains a difference from `num_params`."""
-
+    num_params: int  # of the class in `architectures`; a tied tensor counts once
+    num_params_published: int  # in the published checkpoint; `note` explains a difference
     source: Mapping[str, str]  # sources of the config and of the published count
     note: str = ""
 
@@ -74,13 +67,10 @@ class ModelConfig:
 
     name: str  # name of the model in reports
     source: str  # `bundled`, the path of the file, or `hub:org/name`
-    pretrained: PretrainedConfig = field(repr=False)
-    """transformers config; `build_model` works on a copy."""
-
+    pretrained: PretrainedConfig = field(repr=False)  # `build_model` works on a copy
     architecture: str  # model class in `architectures`; empty when the file names none
     entry: ModelEntry | None = None  # registry entry of a bundled config
-    remote_code: str = ""
-    """Folder or Hub id with the model's own Python code; empty for transformers' classes."""
+    remote_code: str = ""  # folder or Hub id of the model's own code; else empty
 
     @property
     def model_type(self) -> str:

@@ -74,17 +74,12 @@ class Key:
     bounds: Bounds | None = None
     need: Need | None = None
     other_names: tuple[str, ...] = ()  # names of `TrainingArguments` that mean the same
-    unset: str = ""
-    """Value that applies where the key is not given, in words; empty where it is `default`."""
-
-    in_loops: Mapping[str, Any] = field(default_factory=dict)
-    """Default of the loops whose default is not `default`."""
-
+    unset: str = ""  # value where the key is not given, in words; empty if it is `default`
+    in_loops: Mapping[str, Any] = field(default_factory=dict)  # default by loop, if not `default`
     sweep: str = ""  # help of the flag of `memest sweep`; without it `--vary` takes the key
     aliases: Mapping[str, str] = field(default_factory=dict)  # short forms of values
     is_size: bool = False  # bytes, which files and flags may give as `24GiB`
-    is_always_written: bool = False
-    """Written in the inverse command also where the value is the default."""
+    is_always_written: bool = False  # in the inverse command also if it is the default
 
     @property
     def is_switch(self) -> bool:

@@ -25,8 +25,7 @@ class OptimizerRow:
     library: str
     class_name: str
     options: tuple[tuple[str, Any], ...] = ()  # options besides those of a plan
-    transformers: str = ""
-    """Name in `TrainingArguments.optim`, where the Trainer makes the same optimizer."""
+    transformers: str = ""  # in `TrainingArguments.optim`, for the same optimizer
 
     @property
     def has_momentum(self) -> bool:

@@ -15,9 +15,7 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
 PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 """Short forms of Lightning 2.6 (`fabric/connector.py`)."""
 
-LOOPS = ("lightning", "transformers", "plain")
-"""Lightning's Trainer, the Trainer of transformers, and a loop of a user's own."""
-
+LOOPS = ("lightning", "transformers", "plain")  # Trainers of two libraries, and a user's own
 LOGGING = (
     "logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter",
 )  # fmt: skip
@@ -48,9 +46,7 @@ is loaded. In place, linear layers of a model on the GPU in 16 bits are replaced
 
 LORA_BIASES = ("none", "all", "lora_only")
 
-ALL_LINEAR = "all-linear"
-"""Value of `lora_target_modules` for every linear layer except the output head."""
-
+ALL_LINEAR = "all-linear"  # in `lora_target_modules`: all except the output head
 IGNORED_KEYS = frozenset(
     """
     lr learning_rate betas eps num_workers max_epochs max_steps min_epochs num_epochs epochs

@@ -19,9 +19,7 @@ from memest.units import GIB
 
 MAX_ROWS = 14  # number of rows above which the slide becomes taller instead of the type smaller
 _TOP, _BOTTOM, _LEFT, _RIGHT = 2.55, 0.3, 0.4, 0.4  # inches
-_STEPS = (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256)
-"""Intervals between written column heads, where not all have room."""
-
+_STEPS = (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128, 256)  # between written column heads
 _SCALES = {False: ("#DCEBF7", "#08436E"), True: ("#16354A", "#A9DBF7")}
 """Colours of the least and the most, on light and dark slides; one hue, for grey prints."""
 

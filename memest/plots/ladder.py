@@ -112,13 +112,9 @@ def word_on(report: Prediction | Measurement, limit_bytes: int, gpu: str = "") -
     return Outcome.FITS.word if reserved <= limit_bytes else "?"
 
 
-MAX_ROWS = 18
-"""Number of experiments above which the slide becomes taller instead of the type smaller."""
-
+MAX_ROWS = 18  # above which the slide becomes taller instead of the type smaller
 _TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
-_TOTAL, _GPU = 1.02, 1.05
-"""Inches of the columns at the right: the need, and the verdicts of each GPU."""
-
+_TOTAL, _GPU = 1.02, 1.05  # inches of the columns at the right: needs, and each GPU's verdicts
 _NAME = 4.5  # inches of the words of a row before their middle is left out
 _FAR = 1.5  # a GPU that holds this many times the longest bar has only a column
 _LINES = 0.30  # inches of a line of words over the chart

@@ -24,8 +24,7 @@ _PHASES = (
     Phase.AFTER_OPTIMIZER_STEP,
 )
 _NUMBER_INCHES = 0.35  # of a number over a bar
-FAR_LIMIT = 2.2
-"""A limit this many times above the highest bar is named at the edge instead of drawn."""
+FAR_LIMIT = 2.2  # times the highest bar: such a limit is named at the edge, not drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,8 @@ class Column:
 
     report: Report
     row: PhaseRow | None
-    failed_at_bytes: int = 0
-    """Bytes reached by the first phase that an out-of-memory run did not finish."""
-
-    is_at_least: bool = False
-    """True if the peak of the run was earlier, so the bytes at its end are a lower bound."""
+    failed_at_bytes: int = 0  # reached by the first phase that ran out of memory
+    is_at_least: bool = False  # the peak was earlier, so the end is a lower bound
 
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:

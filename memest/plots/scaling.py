@@ -24,9 +24,7 @@ from memest.report import Outcome, Prediction
 from memest.units import GIB, format_size
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
-_COLUMN = 5.75
-"""Width at the right, inches: each strategy's name, its size, and the terms that do not shrink."""
-
+_COLUMN = 5.75  # inches at the right: each strategy's name, size, and terms that do not shrink
 _BLOCK = 0.86  # inches of one strategy in the column
 _STAYS = 15  # points of the terms that stay
 _BEFORE = 0.68  # inches of its leader and marker
@@ -267,9 +265,7 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
         canvas.write_legend(marks, top=1.38, left=_LEFT, **look)
 
 
-STACK = (*KINDS[:-1], "temporaries", "rest")
-"""Kinds from the axis; the rest is buffers, the batch, workspaces and rounding."""
-
+STACK = (*KINDS[:-1], "temporaries", "rest")  # the rest is buffers, the batch, workspaces, rounding
 _RIGHT, _TOP_OF_BARS = 0.3, 2.15  # inches
 _GAP = 1.1  # inches between the two panels
 _BAR = 0.72  # of the distance between bars

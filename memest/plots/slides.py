@@ -17,8 +17,7 @@ from memest.report.lecture import Chart, Series, Slide
 
 _CACHED = {True: "#6B7378", False: "#C4C4C4"}
 
-_AXIS, _NAMES, _AT_LEFT = 1.2, 1.2, 4.6
-"""Inches for the numbers of an upright axis, for names below bars, and for names at their left."""
+_AXIS, _NAMES, _AT_LEFT = 1.2, 1.2, 4.6  # inches: numbers of an axis, names below, at the left
 
 
 def colors_of(theme: Theme) -> Mapping[str, str]:

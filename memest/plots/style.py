@@ -32,9 +32,7 @@ from memest.plots.text import (
 )
 from memest.units import GIB
 
-WIDTH, HEIGHT = 40 / 3, 7.5
-"""Inches of a 16:9 slide; sizes of type are the points of a slide program."""
-
+WIDTH, HEIGHT = 40 / 3, 7.5  # inches of a 16:9 slide; type has a slide program's points
 VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
 """Colours of verdicts by `Verdict.word`; no kind of memory has them."""
 
@@ -42,9 +40,7 @@ PNG_DPI = 144  # dots per inch for 1920 x 1080 pixels
 KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
 """Kinds in the order of the stack, from the axis."""
 
-OF_STRATEGIES = ("buckets", "gathered")
-"""Kinds that only a run on several GPUs has; other legends omit them."""
-
+OF_STRATEGIES = ("buckets", "gathered")  # only runs on several GPUs have them
 _HATCH_INCHES = 0.19  # between strokes, along the axis
 _DASHES = (0, (3, 2))
 Box = tuple[float, float, float, float]  # left, lower edge, width and height, in data

@@ -17,8 +17,7 @@ FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
 _LINE = 1.2  # matplotlib's line spacing, in sizes of type
 _MAX_LETTERS = 250  # more never fit a line
 
-TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14
-"""Sizes of type in points; only rows of a long list go below `SMALL`."""
+TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14  # points; a long list goes below `SMALL`
 
 
 @lru_cache(maxsize=4096)

@@ -16,9 +16,7 @@ from memest.plots.text import LABEL, TICK, VALUE, limit_text, shortened, text_on
 from memest.plots.words import dotted, gpu_label, setting_words, version_words
 from memest.units import GIB
 
-MAX_COLUMNS = 600
-"""With more events each column shows the fullest of its moments, so that no peak is lost."""
-
+MAX_COLUMNS = 600  # with more events a column shows the fullest of its moments
 TEMPORARIES = "#CC79A7"
 """Okabe and Ito's reddish purple; its luminance, 0.62, is far from the yellow or green below it."""
 

@@ -14,9 +14,7 @@ from memest.plots.words import dotted, gpu_label, token_words, version_words
 from memest.report import Outcome, Prediction, StepTime
 from memest.units import GIB
 
-MAX_ROWS = 16
-"""Number of experiments above which the slide becomes taller instead of the type smaller."""
-
+MAX_ROWS = 16  # above which the slide becomes taller instead of the type smaller
 _TOP, _BOTTOM, _NAMES, _GAP, _RIGHT = 1.95, 0.45, 4.4, 0.55, 0.9  # inches
 _BAR = 0.62  # of the height of a row
 _BOUND = {"host": "#8C8C8C", "compute": "#0072B2", "memory": "#E69F00", "link": "#009E73"}

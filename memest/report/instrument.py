@@ -16,9 +16,7 @@ import numpy as np
 from memest.estimator.replay.recording import KINDS, Recording, StepBlocks, kind_of, step_blocks
 from memest.units import counted
 
-MAX_BLOCKS = 500_000
-"""Blocks of a step in a page: some 5 MB, which a browser reads in about a second."""
-
+MAX_BLOCKS = 500_000  # of a step in a page: 5 MB, which a browser reads in a second
 UNIT_BYTES = 512  # unit of blocks in a page: `kMinBlockSize` of CUDACachingAllocator.cpp
 _FOLDER = Path(__file__).parent
 SCRIPT = (_FOLDER / "instrument.js").read_text(encoding="utf-8")  # script of every page

@@ -25,9 +25,7 @@ class Row:
     """One experiment of a lecture."""
 
     plan: TrainingPlan
-    kinds: Mapping[str, int]
-    """Bytes at the peak by `explore.KINDS`; without a limit, unless `is_cut`."""
-
+    kinds: Mapping[str, int]  # at the peak by `explore.KINDS`; without a limit, unless `is_cut`
     arithmetic: Mapping[str, str]
     verdicts: Mapping[str, Verdict]
     phases: tuple[PhaseRow, ...]  # probes of the prediction on the first GPU, up to a failure

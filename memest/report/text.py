@@ -41,13 +41,10 @@ if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
 
 MAX_ROWS = 12  # modules and lines in the text; JSON has all
-LEAST_BYTES = GIB // 2000
-"""Lines that hold less are one row of the text: they would be printed as 0.000 GiB."""
-
+LEAST_BYTES = GIB // 2000  # smaller lines are one row: they would be printed as 0.000 GiB
 MAX_GUESSES = 12
 
-COLUMNS = ("params", "grads", "optimizer", "activations")
-"""Kinds that have a column of their own in the table of modules."""
+COLUMNS = ("params", "grads", "optimizer", "activations")  # kinds with a column of modules
 
 
 def render_text(

@@ -24,9 +24,7 @@ class Training:
     """A whole training, of which a run is a part."""
 
     num_steps: int
-    prices: Mapping[str, float]
-    """Price of one GPU for an hour by its name; `""` is that of any other GPU."""
-
+    prices: Mapping[str, float]  # of one GPU for an hour by name; `""` is any other GPU
     num_gpus: int = 1
 
     def hours(self, time: StepTime) -> tuple[float, float, float]:

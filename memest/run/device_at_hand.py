@@ -34,8 +34,7 @@ class DeviceAtHand:
     total_bytes: int  # total of `torch.cuda.get_device_properties`: without the driver's own memory
     capability: tuple[int, int]
     free_bytes: int  # free bytes; the cache of this process's allocator counts as free
-    has_context: bool = False
-    """True if this process's CUDA context is subtracted from `free_bytes` already."""
+    has_context: bool = False  # this process's CUDA context is not in `free_bytes`
 
     @property
     def gpu(self) -> Gpu:

@@ -91,9 +91,7 @@ def _written(marker: Path) -> set[str]:
     return {line.removeprefix(_FILE) for line in lines if line.startswith(_FILE)}
 
 
-PIECE_LETTERS = 6
-"""Letters of a piece: 5 gives 3.9 characters per token of English prose, 7 gives 4.5."""
-
+PIECE_LETTERS = 6  # 5 gives 3.9 characters per token of English prose, 7 gives 4.5
 LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
 """Letters that represent others: with three there are 1,092 patterns of up to six."""
 
@@ -127,8 +125,7 @@ class Vocabulary:
     size: int  # rows of the embedding; every id is below
     family: str  # transformers' `model_type` of the language model
     max_length: int  # tokens of the longest text
-    ids: Mapping[str, int] = field(default_factory=dict)
-    """Ids of the config: `bos`, `eos`, `pad`, `image`, ..."""
+    ids: Mapping[str, int] = field(default_factory=dict)  # of the config: `bos`, `image`, ...
 
 
 def vocabulary_of(config: Any) -> Vocabulary | None:
@@ -236,8 +233,7 @@ def _fast_tokenizer(
     return made
 
 
-LITGPT_DTYPE = torch.bfloat16
-"""Dtype of a model that memest does not bundle; a bundled config has its checkpoint's dtype."""
+LITGPT_DTYPE = torch.bfloat16  # of a model that memest does not bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,8 +387,7 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-FORMATS = {"litgpt": litgpt_model, "hf": hugging_face_model}
-"""Layouts: of `litgpt download`, and of transformers' `save_pretrained`."""
+FORMATS = {"litgpt": litgpt_model, "hf": hugging_face_model}  # `litgpt download`, `save_pretrained`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

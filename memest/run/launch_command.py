@@ -30,11 +30,8 @@ class Launch:
     is_module: bool = False
     num_local: int | None = None  # ranks of a node; None without a launcher of ranks
     num_nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the launcher sets besides those of `torchrun`."""
-
-    local_rank: str = ""
-    """Argument before the script's own, to which each rank adds its number: `--local_rank=`."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # set besides `torchrun`'s
+    local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
 
 
 def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:

@@ -38,12 +38,8 @@ class RunResult:
     """Result of a script's run."""
 
     exit_code: int  # exit code of the script
-    error_text: str
-    """Text that Python would have written to stderr: a traceback, or the message of `sys.exit`."""
-
-    refusal: MemestError | None
-    """Error for a call that cannot be simulated, if that ended the script."""
-
+    error_text: str  # that Python would write to stderr: a traceback, or that of `sys.exit`
+    refusal: MemestError | None  # call that cannot be simulated, if that ended the script
     report: RunReport | None  # report, or None if the script never used the GPU
     decides: str = ""  # blocks that returned at the latest free timing, and may return earlier
 

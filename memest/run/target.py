@@ -17,12 +17,8 @@ from memest.packages import is_in_packages
 
 SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
 
-COMMANDS = frozenset(("lightning", "fabric", "srun", "mpirun"))
-"""Commands before a script that `memest run` does not read; `launch_command.py` has others."""
-
-SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))
-"""Suffixes of shell scripts, which start a Python script in a process of its own."""
-
+COMMANDS = frozenset(("lightning", "fabric", "srun", "mpirun"))  # that `memest run` does not read
+SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))  # start Python in a process of its own
 _NAME_THE_SCRIPT = "name the Python script itself: `memest run train.py`"
 
 LAUNCHERS = frozenset(("torch.distributed.elastic", "deepspeed.launcher.launch"))
@@ -44,12 +40,9 @@ class Target:
     name: str  # name as typed
     args: tuple[str, ...]
     is_module: bool
-    path: Path
-    """Absolute path of a script; for a module the folder that is first in its import path."""
-
+    path: Path  # absolute path of a script; of a module, the first folder of its import path
     roots: tuple[Path, ...] = ()  # folders of libraries whose code is the script's
-    local_rank: str = ""
-    """Argument before the others, to which each rank adds its number: `--local_rank=`."""
+    local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
 
     def of_rank(self, local_rank: int) -> Target:
         """Return the target with the argument of one rank."""

@@ -26,8 +26,7 @@ context of another driver.
 SLACK = {"allocated": 0.5, "reserved": 0.5, "process": 0.5, "phase": 0.5}
 """Per cent by which one of several ranks may exceed the predicted interval."""
 
-STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")
-"""Fields of a phase that must be equal to the byte."""
+STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to the byte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -221,18 +221,11 @@ class _Run:
     device: Device
     used_before: int | None
     started: float
-    ends: list[float] = field(default_factory=list)
-    """Times at which the kernels of each step had ended."""
-
+    ends: list[float] = field(default_factory=list)  # ends of the steps' kernels
     rank: int = 0
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    """Samples of host memory, for plans on several GPUs."""
-
-    marks: list[int] = field(default_factory=list)
-    """Events of the allocator before each row, where they are recorded."""
-
-    setup: dict[str, int] = field(default_factory=dict)
-    """Peaks of building and dividing the model, which are not part of training."""
+    samples: list[dict[str, Any]] = field(default_factory=list)  # host memory, several GPUs
+    marks: list[int] = field(default_factory=list)  # allocator events before each row
+    setup: dict[str, int] = field(default_factory=dict)  # peaks of building the model
 
     @property
     def plan(self) -> TrainingPlan:

@@ -31,12 +31,8 @@ Call = Callable[[], Any]
 MAX_FLOPS = 4e12
 MAX_BYTES = 6e9  # largest measured call: its operations, and the bytes of its tensors
 MEASURED_US = 3000  # time for which one case repeats, after two calls that are not timed
-HEATED_MS = 30
-"""Time for which the GPU trains before each case, so that its clocks are those of a training."""
-
-SLEEP_CYCLES_PER_CALL = 60_000
-"""Cycles for which the GPU sleeps per timed call, so that the host is ahead of it: 30 us."""
-
+HEATED_MS = 30  # for which the GPU trains before each case, for the clocks of a training
+SLEEP_CYCLES_PER_CALL = 60_000  # for which the GPU sleeps per timed call: 30 us
 DIMS = (16, 128, 1024, 8192, 65536)
 INNER = (64, 256, 1024, 4096, 16384)
 MIB = 1 << 20

@@ -26,8 +26,7 @@ _OF_EACH_RANK = (
 )  # fmt: skip
 """Keys of a rank's `device` that the merged report has in `ranks`."""
 
-OOM_GRACE_S = 2.0
-"""Seconds that the others get to report once one rank is out of memory; they may hang instead."""
+OOM_GRACE_S = 2.0  # for others to report once one rank is out of memory; they may hang
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -7,16 +7,10 @@ from dataclasses import dataclass, field
 
 ROUND_BYTES = 512  # `kMinBlockSize`: every request is rounded up to a multiple of it
 SMALL_REQUEST_BYTES = 1 << 20  # `kSmallSize`: requests up to it come from the small pool
-FIRST_PRIVATE_POOL = 1 << 20
-"""First stream of the private pools of CUDA graphs, whose segments stay while a graph lives."""
-
+FIRST_PRIVATE_POOL = 1 << 20  # first of the private pools, whose segments stay with a CUDA graph
 SMALL_SEGMENT_BYTES = 2 << 20  # `kSmallBuffer`: the segments of the small pool
-LARGE_SEGMENT_BYTES = 20 << 20
-"""`kLargeBuffer`: the segment fetched for a large request below `MIN_OWN_SEGMENT_BYTES`."""
-
-MIN_OWN_SEGMENT_BYTES = 10 << 20
-"""`kMinLargeAlloc`: from this size on a request gets a segment of its own size."""
-
+LARGE_SEGMENT_BYTES = 20 << 20  # `kLargeBuffer`: for requests below `MIN_OWN_SEGMENT_BYTES`
+MIN_OWN_SEGMENT_BYTES = 10 << 20  # `kMinLargeAlloc`: from here a request has its own segment
 SEGMENT_ROUND_BYTES = 2 << 20  # `kRoundLarge`: own segments are rounded up to a multiple of it
 
 
@@ -125,9 +119,7 @@ class AddressSpace:
     """
 
     RANGE_BYTES = 32 << 20
-    CONTEXT_ROOM = (24 << 20, 2 << 20)
-    """Free bytes at the ends of the ranges that the CUDA context occupies, highest address first.
-    """
+    CONTEXT_ROOM = (24 << 20, 2 << 20)  # free at the ends of the CUDA context's ranges, high first
 
     def __init__(self, *, ranges_stay: bool = False) -> None:
         self._ranges_stay = ranges_stay

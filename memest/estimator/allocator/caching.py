@@ -41,19 +41,14 @@ class CachingAllocator:
         addresses: addresses of segments; their order breaks ties between equal blocks.
     """
 
-    has_soft_limit = False
-    """Flag: a request without memory raises the limit instead of `OutOfMemory`."""
+    has_soft_limit = False  # if set, requests raise the limit instead of `OutOfMemory`
 
     def __init__(
         self, limit_bytes: int | None = None, addresses: AddressSpace | None = None
     ) -> None:
         self.limit_bytes = limit_bytes
-        self.gpu_bytes = limit_bytes
-        """GPU memory of which `limit_bytes` can be a share; None is unlimited."""
-
-        self.allowed_bytes: int | None = None
-        """Allowed share of the GPU's whole memory, below 1, or None."""
-
+        self.gpu_bytes = limit_bytes  # memory of which `limit_bytes` can be a share, or None
+        self.allowed_bytes: int | None = None  # allowed share of the GPU's memory, or None
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-UNIT_BYTES = 2 << 20
-"""Step of the search: segments are multiples of 2 MiB (`kSmallBuffer`, `kRoundLarge`)."""
-
+UNIT_BYTES = 2 << 20  # step of the search: segments are multiples of it (`kSmallBuffer`)
 NUM_PROBES = 8  # evenly spaced limits that are tried from the top before the bisection
-MAX_EVENTS = 1_500_000
-"""Events that a search replays at most, about 2 s of CPU. Most runs have 100,000 events."""
-
+MAX_EVENTS = 1_500_000  # replayed by a search at most, 2 s of CPU; most runs have 100,000
 MIN_REPLAYS = 3  # replays of a search, however long the run is
 
 

@@ -15,9 +15,7 @@ from memest.errors import PlanError, UnsupportedError, shown
 from memest.estimator.allocator.blocks import LARGE_SEGMENT_BYTES
 from memest.estimator.versions import simulated
 
-EXPANDABLE = "expandable_segments:True"
-"""Setting that advice tries: segments that grow are split and merged as requests come."""
-
+EXPANDABLE = "expandable_segments:True"  # setting that advice tries: segments that grow
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables; the first is the newer name. If both are set, CUDA's own options are read
 from the second (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`).
@@ -26,9 +24,7 @@ from the second (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`).
 NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 MIB = 1 << 20
-NUM_INTERVALS = 16
-"""Intervals of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two."""
-
+NUM_INTERVALS = 16  # of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two
 WITHOUT_EFFECT = (
     "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_num_register_threads",
     "pinned_reserve_segment_size_mb", "pinned_free_catch_all", "pinned_max_round_threshold_mb",
@@ -67,25 +63,17 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 class AllocatorSettings:
     """Settings of the allocator, with torch's defaults."""
 
-    expandable_segments: bool = False
-    """One segment per pool and stream that grows, instead of a `cudaMalloc` per segment."""
-
-    max_split_bytes: int | None = None
-    """Size from which blocks are not split and serve no smaller requests."""
-
+    expandable_segments: bool = False  # one growing segment per pool and stream
+    max_split_bytes: int | None = None  # larger blocks are not split, nor serve smaller requests
     max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
     """Bytes by which an unsplit block may exceed its request."""
 
     roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
     """Parts of the way to the next power of two to which requests round up, by request size."""
 
-    garbage_collection_threshold: float = 0.0
-    """Share of the allowed memory, if below the GPU's, from which old segments are freed."""
-
+    garbage_collection_threshold: float = 0.0  # share of the limit from which segments go
     memory_fraction: float = 1.0  # `per_process_memory_fraction`: allowed share of the GPU
-    large_segment_bytes: int = LARGE_SEGMENT_BYTES
-    """Segment for a request between 1 and 10 MiB, and growth of an expandable segment."""
-
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES  # for requests between 1 and 10 MiB
     without_effect: tuple[str, ...] = ()  # given options that have no effect on GPU memory
     text: str = ""  # text as given
 

@@ -30,9 +30,7 @@ _REQUESTS = (
 )  # fmt: skip
 _SEGMENTS = ("segment", "reserved_bytes")
 _LONGEST_LOG = 3 * 4096
-_SPLIT_CYCLE = 512
-"""Divisor of all block sizes, so one integer can hold a change of bytes and of blocks."""
-
+_SPLIT_CYCLE = 512  # divides all block sizes, so one integer holds changes of bytes and blocks
 _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up once: they are hot
 
 

@@ -279,9 +279,7 @@ class Attribution:
         self.lines = lines
         self.modules = LiveModules()
         self.labels = Labels(memory, self.modules)
-        self.phase_given = ""
-        """Phase that a hook has set, such as `optimizer`; "" lets autograd decide."""
-
+        self.phase_given = ""  # set by a hook, such as `optimizer`; else autograd decides
         self.has_closure = False  # True if the running optimizer step calls a closure of the script
         self.has_started = False  # True if a module or a backward has run
         self._history: History = memory.history

@@ -19,8 +19,7 @@ from memest.estimator.tensors.patches import Patches
 
 _WRAPPED = torch._C._functorch
 
-RENUMBERED = 1 << 40
-"""Offset of the virtual GPU's sequence numbers, which distinguishes them from torch's."""
+RENUMBERED = 1 << 40  # offset of the virtual GPU's sequence numbers, which torch's do not reach
 
 
 def _next_number() -> int:
@@ -37,8 +36,7 @@ class DeviceThread:
         self._is_mixed = False
         self._num_made = 0  # sequence numbers that the device thread assigned during backward
         self._starts = [0]
-        self._skipped = [_next_number()]
-        """Sequence numbers at the start of each stretch between two backwards."""
+        self._skipped = [_next_number()]  # sequence numbers where stretches between backwards begin
 
     def install(self, patches: Patches) -> None:
         """Replace autograd's entry point, so that every backward gets these numbers."""

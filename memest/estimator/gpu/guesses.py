@@ -28,12 +28,8 @@ aten = torch.ops.aten
 
 NUMBER = 1.0  # guess of a loss or a norm: finite and positive
 FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
-TOLERANCE = 1e-4
-"""Largest threshold, if not 0, that tests convergence; an unknown value is beyond it."""
-
-MAX_IN_A_ROW = 100_000
-"""Reads by one line without an optimizer step that mark the line as a waiting loop."""
-
+TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
+MAX_IN_A_ROW = 100_000  # reads by one line without an optimizer step: a waiting loop
 _ALL_FALSE = frozenset((
     aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
     aten.lt.Tensor, aten.le.Tensor,
@@ -211,8 +207,7 @@ EVENLY = (
     "the size of some results depends on unknown values: choices, such as those of a router "
     "between experts, are spread evenly, and comparisons in size pass"
 )
-MAX_COMPARED = 1 << 20
-"""Elements of the largest comparison that is stored; larger selections are full."""
+MAX_COMPARED = 1 << 20  # elements of the largest stored comparison; larger selections are full
 
 
 class GuessedValues:

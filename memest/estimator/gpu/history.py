@@ -22,9 +22,7 @@ from memest.estimator.tensors.storages import (
 )
 from memest.report import RunStep
 
-MAX_EVENTS = 2_000_000
-"""Number of stored events: 16 MB, and about 120 MB of storages; two hundred steps of GPT-2."""
-
+MAX_EVENTS = 2_000_000  # 16 MB, and 120 MB of storages; two hundred steps of GPT-2
 WINDOW = 1 << 18  # number of new events after which `fold` searches them for the peak
 MAX_MARKS = 100_000  # largest number of stored marks
 
@@ -38,9 +36,7 @@ class EventLog:
     `return_of` the return of a deferred block. `EMPTIED` is an `empty_cache`.
     """
 
-    marks: list[tuple[int, str]] = field(default_factory=list)
-    """(number of events before it, name of the mark)."""
-
+    marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before, name)
     open: array[int] = field(default_factory=lambda: array("q"))
     """Array for the next event: `events`, or once that is full a window that is discarded.
     """
@@ -83,15 +79,11 @@ class History:
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.log = EventLog()
-        self.peak_allocated_bytes = 0
-        """Peak of allocated bytes since the start; `reset_peak_memory_stats` does not change it."""
-
+        self.peak_allocated_bytes = 0  # since the start, whatever `reset_peak_memory_stats` does
         self.peak_reserved_bytes = 0
         self.peak_site: Site | None = None  # origin of the allocation that made the peak
         self.peak_step = 0
-        self.phases: dict[str, tuple[int, int]] = {}
-        """Peaks (allocated, reserved) of each phase, in the order of their first appearance."""
-
+        self.phases: dict[str, tuple[int, int]] = {}  # (allocated, reserved) peaks, by first use
         self.first_steps: list[RunStep] = []
         self.highest_step: RunStep | None = None
         self.last_step: RunStep | None = None

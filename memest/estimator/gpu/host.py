@@ -38,11 +38,7 @@ from memest.estimator.tensors.placement import (
 
 aten = torch.ops.aten
 
-MANY_DRAWS = 1 << 26
-"""Number of draws above which the generator skips ahead (0.1 s) in place of drawing (2 to 3 ns
-each).
-"""
-
+MANY_DRAWS = 1 << 26  # from here on skip ahead (0.1 s) in place of drawing (2 to 3 ns each)
 BLOCK = 16  # block size of normal numbers (`normal_fill`)
 _UNIFORM = frozenset((
     aten.uniform_.default, aten.rand.default, aten.rand.generator, aten.rand_like.default,
@@ -130,22 +126,15 @@ class HostDraws:
             patches.set(torch.random, name, function)
 
 
-VIRTUAL_HOST_BYTES = 1 << 20
-"""Floating-point tensors below this size are always real, and are not counted."""
-
-MAX_REAL_BYTES = 1 << 28
-"""Largest single floating-point result that is real: MNIST's 60,000 images in float32 take 188 MB.
-"""
-
+VIRTUAL_HOST_BYTES = 1 << 20  # smaller floating-point tensors are real, and not counted
+MAX_REAL_BYTES = 1 << 28  # of one real result: MNIST's images in float32 take 188 MB
 MAX_NOISE_BYTES = 1 << 25
 """Largest tensor of the host with real random numbers, bytes: it takes 100 ms. Masks are made of
 smaller ones (a batch of 2048 sequences of 4096 tokens is at the bound), random images of larger
 ones.
 """
 
-REAL_BYTES = 1 << 30
-"""Bytes of all counted real tensors that are alive at a time; a run stays below 2.5 GiB."""
-
+REAL_BYTES = 1 << 30  # of all counted real tensors at a time; a run stays below 2.5 GiB
 _FACTORIES = frozenset((
     aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
     aten.full.default, aten.rand.default, aten.randn.default, aten.rand.generator,
@@ -174,9 +163,7 @@ class HostTensors:
         guessed: GuessedValues,
         attribution: Attribution,
     ) -> None:
-        self.num_bytes = self.peak_bytes = 0
-        """Bytes of host tensors without data: now, and at their peak."""
-
+        self.num_bytes = self.peak_bytes = 0  # host tensors without data: now, and at the peak
         self.draws = HostDraws()
         self._live = live
         self._values = values

@@ -56,17 +56,11 @@ class Memory:
         self.lock = threading.RLock()
         self.pace = GarbagePace()
         self.num_ooms = 0
-        self.refused: tuple[int, Site, int] | None = None
-        """Bytes and site of the last refused request, and the bytes reserved at that moment."""
-
+        self.refused: tuple[int, Site, int] | None = None  # bytes, site and bytes reserved then
         self.refused_id: int | None = None  # id of the storage of the last refused request
         self.is_immediate = False  # flag: free blocks at once, even if other streams use them
-        self.on_free: Callable[[int], None] = lambda key: None
-        """Callback with the key of each freed storage."""
-
-        self.on_fold: Callable[[], None] = lambda: None
-        """Callback before `History.fold` searches its events."""
-
+        self.on_free: Callable[[int], None] = lambda key: None  # called with a freed storage's key
+        self.on_fold: Callable[[], None] = lambda: None  # called before `History.fold` searches
         self._timeline = timeline
         self._references: dict[int, _Reference] = {}
         self._on_free = self._storage_freed

@@ -76,9 +76,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 
 aten = torch.ops.aten
 
-MAX_STATE_NUMEL = 1 << 12
-"""Largest number of elements whose values are computed in an optimizer step."""
-
+MAX_STATE_NUMEL = 1 << 12  # most elements whose values an optimizer step computes
 _SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd engine sums gradients
 
 
@@ -104,9 +102,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels = KernelCalls(
             gpu, self.memory, self.timeline, self.attribution.site, self.values.value_of, self.notes
         )
-        self.request: Callable[..., None] = self.kernels.request
-        """Function that serves the requests of one call; observers wrap it."""
-
+        self.request: Callable[..., None] = self.kernels.request  # serves a call; observers wrap it
         self.sparse = SparseTensors(self)
         self.rng = GpuDraws(gpu)
         self.works = PendingWorks(self.timeline, self.memory)

@@ -71,23 +71,16 @@ class PendingWorks:
         self._timeline = timeline
         self._memory = memory
         self._kept: Any = WeakKeyDictionary()
-        self._last: Any = None
-        """Last work, kept alive so that pybind returns the same object to the script."""
-
+        self._last: Any = None  # kept alive so that pybind returns the same object
         self.messages: dict[Communicator, set[tuple[int, bool]]] = defaultdict(set)
         """Each rank to which a communicator sends (True), and from which it receives."""
 
         self._streams: dict[Communicator, int] = {}  # stream of the messages of each communicator
         self.collectives: set[Communicator] = set()  # communicators that have run a collective
         self.is_batch = False  # True within `batch_isend_irecv`
-        self.is_eager = False
-        """True if `init_process_group` has a `device_id`, so that no pair has a communicator."""
-
-        self.all_to_all: dict[str, int] = {}
-        """Number of ranks of each group that has exchanged parts between all of them."""
-
-        self._registered: dict[int, Any] = {}
-        """Work of each result of a functional collective, like torch's `WorkRegistry`."""
+        self.is_eager = False  # `init_process_group` has a `device_id`: pairs have no communicator
+        self.all_to_all: dict[str, int] = {}  # ranks of each group that has exchanged parts
+        self._registered: dict[int, Any] = {}  # work by functional result (`WorkRegistry`)
 
     def install(self, patches: Patches) -> None:
         """Follow `wait` and `get_future` of works."""

@@ -73,8 +73,7 @@ def refuse_in_child(kwargs: dict[str, Any]) -> None:
         raise RuntimeError(IN_CHILD)
 
 
-_sent: deque[Any] = deque(maxlen=256)
-"""The placeholders sent last. A placeholder must exist until the receiving process has started."""
+_sent: deque[Any] = deque(maxlen=256)  # placeholders, kept until the receiver has started
 
 
 def _between_processes(reduce: Any) -> Any:

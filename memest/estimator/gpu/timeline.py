@@ -34,18 +34,14 @@ from memest.estimator.hardware.work import Work
 from memest.estimator.hardware.work_log import LINK, WorkLog
 
 MAIN = 0  # the stream on which the model runs
-STREAMS_PER_POOL = 32
-"""`kStreamsPerPool` (c10/cuda/CUDAStream.cpp), per priority; after the last the first again."""
-
+STREAMS_PER_POOL = 32  # `kStreamsPerPool` (CUDAStream.cpp), per priority; then the first again
 MAX_SWITCHES = 400_000  # switches between streams, with their positions in the autograd graph
 SLOWEST = 2.2
 """Time of a rank's kernels relative to the peak rates, at most: `scripts/measure_pace.py` on an
 H100 measured 1.3 to 2.2 for GPT-2's steps.
 """
 
-WATCHDOG_US = 100_000
-"""Period of NCCL's watchdog (`kWatchdogThreadSleepMillis`, `ProcessGroupNCCL.cpp`)."""
-
+WATCHDOG_US = 100_000  # period of `kWatchdogThreadSleepMillis` (ProcessGroupNCCL.cpp)
 BEST_SHARE = 0.85
 """Share of the peak rates that an optimizer's kernels reach at best: 0.84 for AdamW over 740
 million fp32 parameters on an H100, measured by `scripts/measure_pace.py`.
@@ -58,9 +54,7 @@ was chosen to fit FSDP1 scripts of the first 29 in validation/scripts/measured_r
 
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
-Time = tuple[float, float]
-"""Microseconds since the start, with kernels at the peak rates and at `SLOWEST`."""
-
+Time = tuple[float, float]  # microseconds since the start, at the peak rates and at `SLOWEST`
 START: Time = (0.0, 0.0)
 
 
@@ -78,24 +72,18 @@ class Timeline:
     def __init__(self, gpu: Gpu, log: WorkLog) -> None:
         self.log = log
         self.stream = MAIN
-        self.accumulates_on = MAIN
-        """Stream on which the `AccumulateGrad` nodes of parameters were made."""
-
+        self.accumulates_on = MAIN  # of the parameters' `AccumulateGrad` nodes
         self.leaf_streams: Any = WeakIdKeyDictionary()
         """Stream of a parameter's own `AccumulateGrad` node, where it is known."""
 
-        self.is_slow = False
-        """True if the slower of the two paces decides when a deferred block returns."""
-
+        self.is_slow = False  # the slower pace decides when a deferred block returns
         self.num_streams = 1
         self.host_time = START  # microseconds of the host since the start
         self._gpu = gpu
         self._speed = speed_of(gpu)
         self._loaded: set[Any] = set()
         self._capture_pool: int | None = None
-        self.mem_pool: int | None = None
-        """Number of the private pool of `torch.cuda.use_mem_pool`; None outside of it."""
-
+        self.mem_pool: int | None = None  # number of the pool of `torch.cuda.use_mem_pool`
         self._streams_of_pools: dict[int, int] = {}
         self._pools: dict[int, list[int]] = defaultdict(list)
         self._num_taken: dict[int, int] = defaultdict(int)

@@ -20,12 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import COMMUNICATOR_BYTES, COMMUNICATOR_OF_ONE_BYTES
 
-MAX_NUMEL = 1 << 20
-"""Elements of the largest tensor that is posted. Larger ones are weights, never read."""
-
+MAX_NUMEL = 1 << 20  # elements of the largest posted tensor; larger ones are weights, not read
 MASTER_PORT = 29500  # the default of `torchrun`
-POLL_SECONDS = 0.002
-"""Interval between polls for a message that a running rank has not posted yet, seconds."""
+POLL_SECONDS = 0.002  # between two looks for the message of a running rank
 
 
 class PeerEnded(UnsupportedError):
@@ -158,9 +155,7 @@ class Rank:
     rank: int = 0
     world_size: int = 1
     num_local: int = 1  # GPUs of each host, one rank each
-    is_launched: bool = False
-    """True if `torchrun` starts the script, so that even one rank can join a group."""
-
+    is_launched: bool = False  # `torchrun` starts the script: even one rank can join a group
     mailbox: Mailbox = field(default_factory=Mailbox, compare=False, repr=False)
     """Messages of ranks that were run before, and of this one."""
 

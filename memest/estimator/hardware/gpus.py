@@ -33,9 +33,7 @@ FIRST_OF_CUDA_13 = (7, 5)
 needs those for CUDA 12.6 (RELEASE.md, https://github.com/pytorch/pytorch/pull/175253).
 """
 
-DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")
-"""GPUs of a verdict when the user names none."""
-
+DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")  # where the user names none
 CONTEXT_RANGE_BYTES = 64 << 20
 """Largest context of the single-GPU runs in validation/runs (H100 and H200, driver 580), 824 MiB,
 less the catalogue's 760 MiB. CUDA loads a kernel when it first runs, so contexts differ by run.
@@ -65,24 +63,16 @@ class Gpu:
 
     name: str  # name on the command line, such as `a100-80gb`
     label: str  # vendor's name, such as `NVIDIA A100-SXM4-80GB`
-    memory_bytes: int
-    """Total of `cudaMemGetInfo`: less than the nominal size, without ECC and firmware."""
-
+    memory_bytes: int  # total of `cudaMemGetInfo`: below the nominal size, without ECC
     capability: tuple[int, int]  # compute capability, `(major, minor)`: decides which kernels run
     num_sms: int  # streaming multiprocessors: decide how reductions and attention are split
-    memory_gb_s: int
-    """Memory bandwidth by NVIDIA's data sheet, in 1e9 bytes/s; used only for free timing
-    (`speed.py`).
-    """
-
+    memory_gb_s: int  # by NVIDIA's data sheet, 1e9 bytes/s; only for free timing (speed.py)
     tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Dense peak rates of matrix products by precision: `float16` (with float32 sums), `tf32`,
     `float32`, `float64`, in 1e12 operations/s. Empty for a GPU without rates.
     """
 
-    context_bytes: int
-    """Memory of one CUDA process outside the caching allocator: context, kernels, libraries."""
-
+    context_bytes: int  # of one process outside the allocator: context, kernels, libraries
     source: str  # sources of the figures
     chip: str = ""
     """GPU whose kernels and workspaces this one has: its own name, or that of the same chip with
@@ -95,11 +85,8 @@ class Gpu:
     """
 
     whole: str = ""  # GPU of which this one is an instance under MIG
-    memory_share: float = 1.0
-    """Share of the slices of memory and cache of the whole GPU: below 1 for an instance."""
-
-    beside_bytes: int = 0
-    """Memory that other processes hold: an inference server, a display, another job."""
+    memory_share: float = 1.0  # share of the whole GPU's memory and cache, below 1 for MIG
+    beside_bytes: int = 0  # held by other processes: an inference server, a display
 
     def tflops_of(self, rate: str) -> float:
         """Return the peak rate of a precision; 8-bit products take at most half the time of 16.
@@ -300,22 +287,12 @@ def _kind(words: frozenset[str]) -> frozenset[str]:
 MIB = 1 << 20
 
 COMMUNICATOR_BYTES = 846 * MIB  # first communicator of a process, with NCCL's kernels
-FURTHER_COMMUNICATOR_BYTES = 388 * MIB
-"""Further communicator over the same GPUs: the device mesh of FSDP2."""
-
-COMMUNICATOR_OF_ONE_BYTES = 564 * MIB
-"""First communicator of a single rank: an H100, torch 2.11, after its first `all_reduce`."""
-
-SUBGROUP_BYTES = 485 * MIB
-"""Communicator of any further group: 484 to 486 MiB on four H100s, torch 2.11, NCCL 2.28."""
-
-WITHOUT_COLLECTIVES_BYTES = 198 * MIB
-"""Communicator that only sends and receives, of a group or of a pair; collectives take the rest."""
-
+FURTHER_COMMUNICATOR_BYTES = 388 * MIB  # over the same GPUs: the device mesh of FSDP2
+COMMUNICATOR_OF_ONE_BYTES = 564 * MIB  # of a single rank: H100, torch 2.11, `all_reduce`
+SUBGROUP_BYTES = 485 * MIB  # of any further group: 484 to 486 MiB on four H100s, torch 2.11
+WITHOUT_COLLECTIVES_BYTES = 198 * MIB  # of a communicator that only sends and receives
 SENDING_BYTES = 64 * MIB
-RECEIVING_BYTES = 320 * MIB
-"""Buffers of a communicator for each rank to which it sends, and from which it receives."""
-
+RECEIVING_BYTES = 320 * MIB  # buffers for each rank it sends to, and each it receives from
 MESSAGES_BYTES = 64 * MIB
 """Kernels of a process that sends or receives.
 
@@ -330,9 +307,7 @@ Four H100s took 1208 to 1214 MiB, two took 438 MiB. A script with experts took 9
 """
 
 DEEPSPEED_BYTES = 486 * MIB  # memory of DeepSpeed 0.19.8 besides the first communicator
-DEEPSPEED_ALONE_BYTES = 952 * MIB
-"""Memory of DeepSpeed on a single GPU, the first communicator included."""
-
+DEEPSPEED_ALONE_BYTES = 952 * MIB  # on a single GPU, with the first communicator
 DEEPSPEED_HOST_BYTES = 1160 * MIB
 """Host memory of one process under DeepSpeed without offloaded tensors: CUDA, NCCL, modules.
 

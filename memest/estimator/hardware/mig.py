@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 _DATA = Path(__file__).with_name("mig.json")
 _SLICES = 8  # slices of memory of every GPU with MIG: NVIDIA's MIG User Guide, Concepts
-_MEDIA = re.compile(r"\+me$")
-"""Profile with media engines: the same memory and multiprocessors in `nvidia-smi mig -lgip`."""
-
+_MEDIA = re.compile(r"\+me$")  # with media engines: the same memory in `nvidia-smi mig -lgip`
 _NAME = re.compile(
     r"(.*?)(?:^|[\s_-]+)(?:mig(?:[\s_-]+(.*))?|(\d+g[._-]\d+gb(?:\+me)?))", re.IGNORECASE
 )

@@ -33,18 +33,12 @@ from memest.report import StepTime
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
 _MEASURED = Path(__file__).with_name("pace")
 _PHASES = ("forward", "backward")
-NUM_NEAREST = 4
-"""Measured calls whose efficiencies are averaged, by the inverse square of their distance."""
-
-ELSEWHERE = "pointwise 4"
-"""Kind whose efficiency is used for kernels that were not measured: elementwise ones."""
+NUM_NEAREST = 4  # measured calls that are averaged, by the inverse square of their distance
+ELSEWHERE = "pointwise 4"  # kind whose efficiency kernels have that were not measured
 
 
-SPREAD = (0.8, 1.5)
-"""Bounds of a step's time relative to the estimate, on the measured GPU: docs/time.md."""
-
-SPREAD_ELSEWHERE = (0.65, 1.8)
-"""The same on a GPU that was not measured. Assumed: no other GPU was measured."""
+SPREAD = (0.8, 1.5)  # bounds of a step's time relative to the estimate, measured: docs/time.md
+SPREAD_ELSEWHERE = (0.65, 1.8)  # the same on a GPU that was not measured; assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +46,9 @@ class Step:
     """Estimated time of one optimizer step, and what takes it."""
 
     seconds: float
-    first_seconds: float
-    """Time of the host in which libraries choose or compile kernels for new sizes."""
-
+    first_seconds: float  # in which libraries choose or compile kernels for new sizes
     idle_seconds: float  # time in which the GPU waits for the host
-    seconds_by_kind: dict[str, float]
-    """Time of the kernels of each kind; of collectives under `link`, in addition to `seconds`."""
-
+    seconds_by_kind: dict[str, float]  # of kernels; of collectives, under `link`, besides `seconds`
     compute_seconds: float  # time of the kernels that the peak rate bounds
     ideal_seconds: float  # time of all operations at the peak rates
 

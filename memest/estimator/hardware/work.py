@@ -22,14 +22,8 @@ class Work(NamedTuple):
     """Work of one call."""
 
     kind: str  # kernels that take the same time at the same sizes, such as `matmul float16`
-    size: tuple[int, ...]
-    """Sizes on which the efficiency depends; bytes where the kind has no operations to count."""
-
-    rate: str
-    """Peak rate that bounds the operations: `float16`, `bfloat16`, `tf32`, `float32`, `float64`,
-    `int8`.
-    """
-
+    size: tuple[int, ...]  # on which the efficiency depends; bytes where operations are none
+    rate: str  # peak rate of its operations: `float16`, `bfloat16`, `tf32`, `float32` or `float64`
     num_flops: int
     num_bytes: int  # bytes read and written, each tensor once
     num_tensors: int = 1  # tensors of a list that one call works on; each takes the host time
@@ -37,9 +31,7 @@ class Work(NamedTuple):
 
 NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
 VIEW = Work("view", (), "", 0, 0)  # a view, which takes time of the host alone
-HOST_KINDS = ("launch", "cudnn", "view")
-"""Calls that take the host different times: a launch, a call of cuDNN, a view."""
-
+HOST_KINDS = ("launch", "cudnn", "view")  # a launch, a call of cuDNN, a view
 _WITHOUT_KERNEL = frozenset((
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view",
     "lift_fresh", "resize", "set", "record_stream", "_local_scalar_dense", "_reshape_alias",
@@ -323,9 +315,7 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return total
 
 
-_ONLY_WRITES = ("copy", "zero", "random")
-"""Operators that do not read a first argument that they write."""
-
+_ONLY_WRITES = ("copy", "zero", "random")  # first argument is written, not read
 _INDEXED = ("index_select", "index", "index_add", "_index_put_impl")
 """Operators whose kernels move elements of the last dimension together."""
 

@@ -21,8 +21,7 @@ HOST = -10  # event of an operator on the host that takes `HOST - event` microse
 MIN_HOST_US = 50  # shortest operator on the host that counts; others are part of a launch's time
 LINK = "link"  # kind of a collective
 NUM_HOSTS = 3
-FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)
-"""Kinds of Python and C++ code around a launch, which take the host different times."""
+FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # what Python and C++ run around a launch
 
 
 class WorkLog:
@@ -41,9 +40,7 @@ class WorkLog:
         self._starts: deque[int] = deque(maxlen=MAX_STEPS)
         self._start = self._end = 0
         self.is_in_optimizer = False  # True within `Optimizer.step`
-        self.has_host = True
-        """False if operators on the host are not part of the training, as in a plan's run."""
-
+        self.has_host = True  # False if operators on the host are not of the training
         self._events = array("q")
         self._index: dict[Work, int] = {}
         self._view = self._index_of(VIEW)

@@ -35,9 +35,7 @@ KERNELS = frozenset((
 ))  # fmt: skip
 """Extensions by the names of their builders in deepspeed/ops/op_builder."""
 
-_MAKERS = "tensor empty zeros ones full arange eye randn".split()
-"""Functions of torch that `deepspeed.zero.Init` wraps and restores."""
-
+_MAKERS = "tensor empty zeros ones full arange eye randn".split()  # wrapped by `zero.Init`
 _WITH_STATE = (
     "deepspeed.comm.comm",
     "deepspeed.utils.groups",

@@ -16,9 +16,7 @@ from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 
-MEASURED_RELEASE = "0.5.13"
-"""Release whose measured runs were compared with simulated ones: validation/scripts.md."""
-
+MEASURED_RELEASE = "0.5.13"  # whose runs were compared with simulated ones: validation/scripts.md
 OFFER = (
     "memest: without a download, `memest checkpoint NAME --format litgpt FOLDER` writes a dummy "
     "checkpoint that its scripts load here"

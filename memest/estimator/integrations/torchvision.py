@@ -82,8 +82,7 @@ def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
     return then(image.float(), *wide).to(image.dtype)
 
 
-MAX_IMAGES = 32
-"""`kMaxParallelImgs` of deform_conv2d_kernel.cu: largest number of images of a product."""
+MAX_IMAGES = 32  # `kMaxParallelImgs` of deform_conv2d_kernel.cu: most images of a product
 
 
 def _num_images(batch: int) -> int:

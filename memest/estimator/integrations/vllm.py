@@ -38,12 +38,8 @@ from memest.estimator.tensors.placement import CPU
 from memest.estimator.tensors.storages import MemKind
 from memest.units import format_gib
 
-VERSION = "0.31.0"
-"""Release that is offered where vLLM is not installed: the newest that TRL 1.16 accepts."""
-
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""Tags of vLLM's pools: gpu_worker.py, `load_model` and `initialize_from_config`."""
-
+VERSION = "0.31.0"  # offered where vLLM is not installed: the newest that TRL 1.16 accepts
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # tags of vLLM's pools (gpu_worker.py)
 UTILIZATION = 0.92  # default of `gpu_memory_utilization`: vllm/config/cache.py
 MAX_TOKENS = 16  # default of `SamplingParams.max_tokens`: vllm/sampling_params.py
 _SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLLM'

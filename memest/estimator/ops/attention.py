@@ -55,8 +55,7 @@ from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_NEWEST = (12, 1)
-"""The last compute capability that the fused kernels accept (`sm121` in the source)."""
+_NEWEST = (12, 1)  # last compute capability of the fused kernels (`sm121` in the source)
 _DEFAULT_ORDER = 1, 2, 0, 3  # `sdp_priority_order` of ATen/Context.h, as numbers of `SdpaBackend`
 
 

@@ -60,9 +60,7 @@ FLOAT32 = """
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
     _upsample_bicubic2d_aa
 """.split()
-FLOAT32_SINCE_2_12 = ("rms_norm",)
-"""Operators that autocast also casts to float32 in releases with `casts_rms_norm`."""
-
+FLOAT32_SINCE_2_12 = ("rms_norm",)  # cast to float32 by autocast too, with `casts_rms_norm`
 FLOAT32_RESULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
@@ -81,8 +79,7 @@ class _Inside(threading.local):
     """State of this thread."""
 
     autocast = False  # True inside an operator whose inputs autocast has already cast
-    autocast_block = False
-    """True inside `torch.autocast`, even in a dispatch mode, where torch turns autocast off."""
+    autocast_block = False  # within `torch.autocast`, which a dispatch mode turns off
 
 
 _INSIDE = _Inside()
@@ -388,12 +385,8 @@ _KEYS_OF_PYTHON = {
 }
 _OF_TORCH = ("aten", "prim", "memest", "quantized", "c10d")
 _OWN_KERNEL = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
-_FUNCTIONAL = "_c10d_functional"
-"""Collectives whose C++ kernels allocate the result and call operators of `c10d`."""
-
-_ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)
-"""Operators that a CPU build of torch decomposes, and CUDA runs as one kernel."""
-
+_FUNCTIONAL = "_c10d_functional"  # C++ kernels allocate the result and call operators of `c10d`
+_ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)  # decomposed by a CPU build of torch
 _EXPLICIT = frozenset(
     f"aten::{name}"
     for name in """_euclidean_dist affine_grid_generator _trilinear _unsafe_index.Tensor allclose

@@ -48,9 +48,7 @@ from memest.estimator.versions import allows_tf32
 
 aten = torch.ops.aten
 
-OLDEST_WITH_BFLOAT16 = (8, 0)
-"""First capability with bfloat16 in cuDNN's convolutions, and with tensor cores for float32."""
-
+OLDEST_WITH_BFLOAT16 = (8, 0)  # of cuDNN's convolutions, and with tensor cores for float32
 NO_ENGINE = "GET was unable to find an engine to execute this computation"
 """`get_plans_from_heuristics` and `run_single_conv` of Conv_v8.cpp: cuDNN has no plan."""
 
@@ -138,9 +136,7 @@ def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
     return workspace(c, direction, gpu, kernels)
 
 
-Calls = set[tuple[ConvolutionShapes, str, Kernels | None]]
-"""Convolutions by cuDNN, each with its direction and the allowed kernels, None for a search."""
-
+Calls = set[tuple[ConvolutionShapes, str, Kernels | None]]  # with direction and allowed kernels
 _RECORDED: list[Calls] = []
 
 

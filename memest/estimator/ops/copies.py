@@ -53,8 +53,7 @@ def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())
 
 
-COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")
-"""Autograd nodes of copies. Their gradient moves to the device of the copied tensor."""
+COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")  # move gradients to the copy's source
 
 
 def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
@@ -175,9 +174,7 @@ def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
 INTEGER_BYTES = 8
 
 BLOCK_THREADS = 128  # `BLOCK_SIZE`
-BLOCK_BYTES = 16 * BLOCK_THREADS
-"""Bytes that a block copies at once: `BYTES_PER_THREAD` for each thread."""
-
+BLOCK_BYTES = 16 * BLOCK_THREADS  # copied by a block at once: `BYTES_PER_THREAD` per thread
 WAVES = 2  # waves of blocks per launch at most, when each thread copies several chunks
 
 

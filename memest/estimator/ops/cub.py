@@ -15,12 +15,9 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.units import ceil_div, round_up
 
 _ALIGN = 256
-_TILE_PADDING = 32
-"""`TILE_STATUS_PADDING`: tile states in front of the first tile, one per lane of a warp."""
-
+_TILE_PADDING = 32  # `TILE_STATUS_PADDING`: states before the first tile, one per lane
 _RADIX_DIGITS = 256
-_SINGLE_TILE = 256 * 9
-"""Radix sorts of so few 8-byte keys run in one block: 256 threads of 19 * 4 / 8 keys."""
+_SINGLE_TILE = 256 * 9  # sorts of fewer 8-byte keys run in one block of 256 threads
 
 
 def _aliased(*sizes: int) -> int:

@@ -32,9 +32,7 @@ from memest.estimator.ops.cudnn_rules import (
 from memest.estimator.versions import simulated
 from memest.writing import cache_folder, write_whole
 
-MEASURED_CAPABILITY = (9, 0)
-"""Compute capability of the GPU on which the library's answers were compared with measured ones."""
-
+MEASURED_CAPABILITY = (9, 0)  # of the GPU with which the library's answers were compared
 ANY_KERNELS = Kernels()
 
 
@@ -43,8 +41,7 @@ class Workspace:
     """Bytes that cuDNN requests for one direction of a convolution."""
 
     num_bytes: int
-    is_by_library: bool
-    """True if the installed cuDNN returned the size as on the GPU; otherwise it is an estimate."""
+    is_by_library: bool  # the installed cuDNN returned the size; otherwise it is an estimate
 
 
 def describe_source(gpu: Gpu) -> str:
@@ -148,9 +145,7 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
 
 # ------------------------------------------------------------------- stored answers
 MOST_ANSWERS = 20_000  # about 0.7 MB
-WRITE_EVERY = 256
-"""New answers after which the file is written; it is also written when the process ends."""
-
+WRITE_EVERY = 256  # new answers after which the file is written; also when the process ends
 Answer = tuple[int, ...]
 
 

@@ -52,12 +52,8 @@ from memest.estimator.ops.cudnn_rules import (
     winograd_bytes,
 )
 
-OLDEST, MEASURED = 90800, range(91900, 92000)
-"""First version with device properties, and those whose answers about Hopper were measured."""
-
-FOLDER = "MEMEST_CUDNN"
-"""Environment variable: a folder with the packages of NVIDIA; `0` turns the library off."""
-
+OLDEST, MEASURED = 90800, range(91900, 92000)  # with device properties; measured on Hopper
+FOLDER = "MEMEST_CUDNN"  # environment variable: a folder of NVIDIA's packages; `0` for no library
 DEVICE_PROPERTIES = Path(gpus.__file__).with_name("device_properties.json")
 
 CONVOLUTION, ENGINE, CONFIG, HEURISTICS, GRAPH, TENSOR, PROPERTIES = 1, 2, 3, 4, 15, 17, 38
@@ -73,9 +69,7 @@ C_TYPES: dict[int, Any] = {
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 """`cudnnCallback_t`: severity, user data, debug information, message."""
 
-FIRST_OF = {"forward": 700, "input": 706, "weight": 712}
-"""Attributes of an operation: two factors, the convolution, then the tensors w, x and y."""
-
+FIRST_OF = {"forward": 700, "input": 706, "weight": 712}  # attributes: two factors, then x, w, y
 DATA_TYPES = dict(zip(DTYPES, (0, 2, 9, 1), strict=True))  # `cudnnDataType_t`
 CROSS_CORRELATION, INSTANT, FALLBACK = 1, 0, 2
 
@@ -88,22 +82,12 @@ REJECTED = re.compile(rb'"engineId":(\d+)((?:(?!engineConfig:).)*)', re.DOTALL)
 WITHOUT_DRIVER = b"CUDNN_STATUS_NOT_SUPPORTED_RUNTIME_PREREQUISITE_MISSING"
 """Status of an engine that is compiled when it runs, for which the CUDA driver is missing."""
 
-WITHOUT_WINOGRAD = b"ConvolutionEngine::getStatus()"
-"""Reason of Winograd's engines, also where a GPU rejects them."""
-
-COMPILED_ENGINES = {"forward": (5,), "input": (6,), "weight": (16, 19)}
-"""Global indices of engines for depthwise and small convolutions in cuDNN 9.19."""
-
+WITHOUT_WINOGRAD = b"ConvolutionEngine::getStatus()"  # of Winograd's engines on any GPU
+COMPILED_ENGINES = {"forward": (5,), "input": (6,), "weight": (16, 19)}  # depthwise, small images
 SUMS_IN_PARTS = 16  # the compiled engine that `compiled_bytes` is about; the others take nothing
-FOURIER_ENGINES = {"forward": 3, "input": 50, "weight": 18}
-"""Global indices of engines by Fourier transforms in cuDNN 9.19, which need a GPU."""
-
-WITHOUT_CUBLASLT = b"engine_iface->getStatus()"
-"""Reason of an engine whose cuBLASLt has no GPU to create its handle for."""
-
-ALIGNMENT = 16
-"""Bytes by which every tensor is aligned; results are the same with 32, which torch passes."""
-
+FOURIER_ENGINES = {"forward": 3, "input": 50, "weight": 18}  # by transforms, which need a GPU
+WITHOUT_CUBLASLT = b"engine_iface->getStatus()"  # cuBLASLt has no GPU to create its handle for
+ALIGNMENT = 16  # bytes of every tensor; with 32, which torch passes, results are the same
 TENSOR_CORES, DOWN_CONVERTS, FOURIER, NONDETERMINISTIC, MOST_NOTES = 0, 1, 3, 4, 16
 """`cudnnBackendNumericalNote_t`, and room for all of them."""
 
@@ -128,11 +112,8 @@ class CudnnError(Exception):
 class Kernels:
     """Kernels among which cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp (torch 2.11)."""
 
-    are_deterministic: bool = False
-    """`torch.backends.cudnn.deterministic`, or deterministic algorithms are requested."""
-
-    are_without_tf32: bool = False
-    """True for float32 if the script does not allow TF32 (`versions.allows_tf32`)."""
+    are_deterministic: bool = False  # deterministic algorithms are requested
+    are_without_tf32: bool = False  # float32, and the script does not allow TF32
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +123,7 @@ class Plan:
     engine: int  # global index of the engine
     workspace_bytes: int  # bytes that the plan requests
     notes: frozenset[int]  # numerical notes of its engine
-    is_estimated: bool = False
-    """True if `product_bytes` has estimated the workspace and is seldom right to 512 B."""
+    is_estimated: bool = False  # `product_bytes` estimated it, seldom right to 512 B
 
     def is_allowed(self, kernels: Kernels) -> bool:
         """Return what `filterEngineConfigs` keeps."""

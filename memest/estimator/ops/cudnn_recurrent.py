@@ -26,20 +26,14 @@ from memest.units import ceil_div, round_up
 
 RNN_RELU, RNN_TANH, LSTM, GRU = range(4)  # `cudnnRNNMode_t`
 _GATES = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 4, GRU: 3}
-_KEPT = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}
-"""Rows of N * H in the reserve space of each layer: gates, cell states, inner products."""
-
+_KEPT = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}  # rows of N * H in a layer's reserve space
 _STATES = {RNN_RELU: (1, 3, 4), RNN_TANH: (1, 3, 4), LSTM: (6, 10, 8), GRU: (3, 5, 4)}
 """Rows of B * H of each layer in a forward workspace: packed, padded, small-H algorithm."""
 
 _BACKWARD_STATES = {RNN_RELU: (1, 5, 6), RNN_TANH: (1, 5, 6), LSTM: (7, 11, 12), GRU: (3, 5, 6)}
 _SMALL_BACKWARD = {RNN_RELU: 12, RNN_TANH: 12, LSTM: 15, GRU: 17}
-_LAYER_WORKSPACE_BYTES = 8 << 20
-"""Workspace for the matrix products of each layer and direction, bytes."""
-
-MOST_STEPS = 256
-"""Largest number of steps in one matrix product of inputs, for kernels that are not persistent."""
-
+_LAYER_WORKSPACE_BYTES = 8 << 20  # for the matrix products of each layer and direction
+MOST_STEPS = 256  # in one matrix product of inputs, for kernels that are not persistent
 _ALIGN = 256
 _MASK_ALIGN = 32
 

@@ -23,9 +23,7 @@ BLOCKS_PER_SM, LEAST_DEPTH = {4: 2, 2: 1, 8: 1}, {4: 64, 2: 2048, 8: 64}
 
 H100_SMS = 132
 
-FEW_CHANNELS = 14
-"""Most channels of a convolution in NCHW that is computed without rearranged operands."""
-
+FEW_CHANNELS = 14  # most channels of a convolution in NCHW without rearranged operands
 HEADER_BYTES = 16  # pointers in front of rearranged operands
 MOST_SIDE = 256  # most pixels of a padded image's side that is transformed as a whole
 

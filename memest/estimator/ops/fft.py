@@ -25,14 +25,11 @@ from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
-LARGEST_PRIME = 127
-"""Largest prime factor without Bluestein's convolution, for transforms above `SHARED`."""
-
+LARGEST_PRIME = 127  # largest factor without Bluestein's convolution, above `SHARED`
 SHARED = 32768  # largest transform that one block computes in shared memory, bytes
 FEW_PRIMES = 13  # largest prime factor of a length without a pass of its own
 LONGEST = 1024  # largest measured length of each dimension of a 2-D transform
-MOST, MOST_OF_TWO = 256, 512
-"""Largest measured batches of transforms: over one dimension, and over two."""
+MOST, MOST_OF_TWO = 256, 512  # largest measured batches over one dimension, and two
 
 
 def _largest_prime(n: int) -> int:

@@ -48,13 +48,9 @@ from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
 
-FEW_INDICES = 3072
-"""Most indices for which `embedding_dense_backward_cuda` adds rows without sorting."""
-
+FEW_INDICES = 3072  # most for which `embedding_dense_backward_cuda` adds without sorting
 ROWS_PER_THREAD = 10  # `NROWS_PER_THREAD`: rows of one partial sum
-ATOMIC_BLOCKS_PER_SM = 4
-"""`MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`: below it the partial sums go straight into the gradient."""
-
+ATOMIC_BLOCKS_PER_SM = 4  # `MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`; below it sums are atomic
 MASK_DTYPES = (torch.bool, torch.uint8)
 
 INDEX_PUT = (

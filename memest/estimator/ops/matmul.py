@@ -154,9 +154,7 @@ def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 # ------------------------------------------------------------------------ cuBLAS
 
-LT_WORKSPACE_BYTES = MIB
-"""`parseCUDABlasLtWorkspaceSize`: 1024 KiB, https://github.com/pytorch/pytorch/issues/73328."""
-
+LT_WORKSPACE_BYTES = MIB  # `parseCUDABlasLtWorkspaceSize`: 1024 KiB, pytorch issue 73328
 _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -166,8 +164,7 @@ class Product:
 
     kind: str  # `matrix`, `batch`, `vector` or `dot`
     first: int = 0  # position of the first factor; a summand comes before it
-    fused: str = ""
-    """Call of cuBLASLt: with a `bias`, an `activation`, or `scaled`; empty where it is not used."""
+    fused: str = ""  # call of cuBLASLt: with a `bias`, an `activation`, or `scaled`; else empty
 
 
 for _names, _product in (

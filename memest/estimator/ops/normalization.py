@@ -49,9 +49,7 @@ BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
 
 SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK  # two float32 sums for each channel of a block
 ROWS_PER_THREAD, BLOCK_THREADS = 16, 512
-MAX_BLOCKS, MIN_BLOCKS = 128, 8
-"""Bounds of the blocks in a column: `MAX_H_BLOCK`, and the least that share sums."""
-
+MAX_BLOCKS, MIN_BLOCKS = 128, 8  # of a column: `MAX_H_BLOCK`, and the least that share sums
 MAX_TRAINED_SAMPLES, MAX_EVALUATED_SAMPLES = 880801, 65535
 
 
@@ -199,9 +197,7 @@ def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu:
     return around(sums, outputs(sizes) + passing(*staged) + of_input)
 
 
-MANY_ROWS = 64 * 1024
-"""More rows than this take partial sums, in `LaunchGammaBetaBackwardCUDAKernel`."""
-
+MANY_ROWS = 64 * 1024  # more take partial sums, in `LaunchGammaBetaBackwardCUDAKernel`
 ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 """`rows_per_block_y`, `max_grid_size` and `block_dim_x` of `LaunchGammaBetaBackwardCUDAKernel`."""
 

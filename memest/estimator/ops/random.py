@@ -39,9 +39,7 @@ from memest.units import ceil_div, round_up
 
 Array = np.ndarray[Any, Any]
 
-WORDS, SHIFT, DEGREE = 624, 397, 19937
-"""Words of a state, the recurrence's offset, and the state's bits that affect later numbers."""
-
+WORDS, SHIFT, DEGREE = 624, 397, 19937  # of a state, of the recurrence, bits that count
 _UPPER, _LOWER, _MATRIX = np.uint32(1 << 31), np.uint32((1 << 31) - 1), np.uint32(0x9908B0DF)
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 """Slices of the state's bytes: number of words left, the next word, and the words, 8 bytes each."""
@@ -144,8 +142,7 @@ _WIDE = 1 << 32  # integers from a range of this size on take 64 bits each
 MAX_NUMEL = 1 << 18  # most random numbers that are computed; larger draws only advance the offset
 MAX_NORMALS = 1 << 14  # like `MAX_NUMEL` for normal numbers, which are noise and weights
 MOST_ROWS = 65535  # blocks in the second dimension of a grid
-DEFAULT_SEED = 67280421310721
-"""`default_rng_seed_val` (c10/core/GeneratorImpl.h); real GPUs begin from a random seed."""
+DEFAULT_SEED = 67280421310721  # `default_rng_seed_val` (GeneratorImpl.h); GPUs start at random
 
 
 @dataclass(slots=True)
@@ -462,8 +459,7 @@ def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
 
 # ------------------------------------------------------------------ requests, results
 
-_KEPT = 0.9
-"""Odds at least of no two equal keys, which `randperm` draws as many bits for as that takes."""
+_KEPT = 0.9  # odds of no two equal keys, for which `randperm` draws enough bits
 
 
 def randperm_bits(num_items: int) -> int:
@@ -596,8 +592,7 @@ outputs_only(
 
 register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu
 
-IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"
-"""Dispatch key at which functorch has a `dropout` of its own (PyTorchOperatorHacks.cpp)."""
+IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOperatorHacks.cpp)
 
 
 @registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)

@@ -173,8 +173,7 @@ _FLATTENED = (torch.float16, torch.float32, torch.float64)
 together at each call.
 """
 
-_dropout_states: list[Tensor] = []
-"""The one state of cuDNN's generator, made when a layer first drops something."""
+_dropout_states: list[Tensor] = []  # cuDNN's one generator state, made at the first drop
 
 
 def install(patches: Patches) -> None:

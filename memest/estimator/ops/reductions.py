@@ -39,9 +39,7 @@ from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
 
-MAX_REDUCE_THREADS = 512
-"""`mnt_wrapper<T>::MAX_NUM_THREADS` of Reduce.cuh, for every dtype but complex double."""
-
+MAX_REDUCE_THREADS = 512  # `mnt_wrapper<T>::MAX_NUM_THREADS`, except for complex double
 MIN_VALUES_PER_THREAD, MAX_VALUES_PER_THREAD = 16, 256
 WARP_SIZE = 32
 VECTOR_SIZE = 4  # `vt0` of `gpu_reduce_kernel`, and the widest output vector

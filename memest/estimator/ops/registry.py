@@ -41,9 +41,7 @@ ModelledRule = Callable[[OpOverload, Args, Kwargs, Gpu], bool]
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 _COLLECTIVES = "c10d"  # namespace of the operators through which a `ProcessGroup` sends
-_OWN_BUFFERS = ("profiler", "_c10d_functional")
-"""Namespaces of marks, and of collectives with buffers outside the caching allocator."""
-
+_OWN_BUFFERS = ("profiler", "_c10d_functional")  # marks; collectives with own buffers
 _COMPOSED = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
 """Elementwise operators by torch's tag that run several kernels: not compared with a GPU."""
 
@@ -97,31 +95,19 @@ class Op:
     """
 
     decides_on_host: bool = False  # True if `above_autograd` also runs for tensors of the host
-    vmap_key: str = ""
-    """Dispatch key at which `torch.vmap` decomposes the operator before this rule, if it does."""
-
-    on_sparse: Callable[..., Any] | None = None
-    """Runs the operator where a tensor is sparse: `(mode, *args, **kwargs)`."""
-
+    vmap_key: str = ""  # key at which `torch.vmap` decomposes it before this rule, or ""
+    on_sparse: Callable[..., Any] | None = None  # runs it for sparse: `(mode, *args, **kwargs)`
     random_offset: Callable[[Args, Kwargs, Tensor, Gpu], int | None] | None = None
     """Returns the step of the generator's offset; None where the kernel draws on a grid."""
 
-    product: Any = None
-    """Call of cuBLAS by a matrix product (`matmul.Product`); None for other operators."""
-
+    product: Any = None  # call of cuBLAS by a matrix product (`matmul.Product`), or None
     calls_cublas: Callable[[Args], bool] | None = None
     """Returns whether a call of another operator than a product takes a handle of cuBLAS."""
 
-    is_convolution: bool = False
-    """True if cuDNN runs it; `cudnn.benchmark` tries algorithms at its first call."""
-
+    is_convolution: bool = False  # run by cuDNN; `benchmark` tries algorithms at the first call
     makes_alike: bool = False  # True for a factory whose argument only describes the result
-    may_mix_devices: bool = False
-    """True if the operator accepts tensors of the host together with those of the GPU."""
-
-    takes_handle: bool = field(init=False)
-    """True if it can take a handle of cuBLAS, to which torch gives a workspace."""
-
+    may_mix_devices: bool = False  # takes tensors of the host together with those of the GPU
+    takes_handle: bool = field(init=False)  # can take a handle of cuBLAS, which has a workspace
     name: str = field(init=False)
     is_random: bool = field(init=False)  # True if it can move the offset of the GPU's generator
     is_view: bool = field(init=False)
@@ -132,11 +118,8 @@ class Op:
     returns_nothing: bool = field(init=False)
     reads_value: bool = field(init=False)
     is_collective: bool = field(init=False)
-    is_wait: bool = field(init=False)
-    """True if it waits for a functional collective and returns its input."""
-
-    has_outputs_only: bool = field(init=False)
-    """True if CUDA is known to allocate the outputs and nothing else."""
+    is_wait: bool = field(init=False)  # waits for a functional collective and returns its input
+    has_outputs_only: bool = field(init=False)  # CUDA allocates the outputs and nothing else
 
     def __post_init__(self) -> None:
         func = self.func
@@ -197,8 +180,7 @@ class Op:
 _parts: dict[OpOverload, dict[str, Any]] = {}
 _ops: dict[int, Op] = {}
 
-OUTPUTS_ONLY: set[str] = set()
-"""aten operators whose CUDA kernels allocate outputs only: all overloads or a named one."""
+OUTPUTS_ONLY: set[str] = set()  # operators, or overloads, whose kernels allocate outputs only
 
 
 @cache
@@ -287,8 +269,7 @@ refuse = _decorator("refuse")
 on_sparse = _decorator("on_sparse")
 random_offset = _decorator("random_offset")
 composed = _decorator("composed")
-above_autograd = _decorator("above_autograd")
-"""Decorators by the parts of `Op`; further keywords, such as `vmap_key`, are parts too."""
+above_autograd = _decorator("above_autograd")  # by the parts of `Op`, such as `vmap_key`
 
 
 def overloads_of(*packets: Any) -> list[OpOverload]:
@@ -336,9 +317,7 @@ UNDER_VMAP = "FuncTorchBatched"  # dispatch key at which `torch.vmap` decomposes
 class KernelCall(Mapping[str, Any]):
     """One call of an operator: a mapping of the names of its schema to its arguments."""
 
-    arguments: Mapping[str, Any]
-    """Arguments by name, defaults included. Tensors have shapes, strides and dtypes, no values."""
-
+    arguments: Mapping[str, Any]  # by name, with defaults; tensors have no values
     out: Any  # result of the call: a tensor, or a tuple of them
     gpu: Gpu  # GPU that runs the call
 

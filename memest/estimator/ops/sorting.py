@@ -41,9 +41,7 @@ SMALL_SORT = 4096  # longest slice that one block sorts (`should_use_small_sort`
 FEW_SEGMENTS = 128  # number of slices below which `segmented_sort_pairs_by_full_sort` runs
 TOPK_THREADS = 256
 
-TOPK_BLOCKS_PER_SM = 6
-"""`get_items_per_thread`: 65,536 registers for blocks of 256 threads with 40 each."""
-
+TOPK_BLOCKS_PER_SM = 6  # `get_items_per_thread`: 65,536 registers, 256 threads with 40
 TOPK_SCAN_BYTES = 1279  # storage of the scan by key over the counts of all blocks
 
 
@@ -217,8 +215,7 @@ def search_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     return is_plain and kwargs.get("sorter") is None
 
 
-SHARED_BYTES_PER_BLOCK = 48 << 10
-"""Shared memory of a block on every GPU; CUDA Programming Guide 13, table 30."""
+SHARED_BYTES_PER_BLOCK = 48 << 10  # on every GPU; CUDA Programming Guide 13, table 30
 
 
 @registry.requests("bincount")

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from memest.estimator.hardware.work_log import WorkLog
     from memest.models_meta.geometry import LayerGeometry
 
-Shift = Mapping[int, int]
-"""Renames of storages before a span is replayed once more: those it made -> those it frees."""
+Shift = Mapping[int, int]  # renames before a span is replayed: those it made -> those it frees
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,7 @@ class Part:
         return self.probe is not None and self.probe.phase is Phase.AFTER_OPTIMIZER_STEP
 
 
-MicroBatch = Sequence[Part]
-"""Parts of one micro-batch, in order; frees left by the one before are in the first."""
+MicroBatch = Sequence[Part]  # in order; frees left by the one before are in the first
 
 
 @dataclass(slots=True)
@@ -61,9 +59,7 @@ class Program:
     """
 
     storages: StorageTable
-    setup: list[int] = field(default_factory=list)
-    """Events before the training: the model is built, and the cache emptied."""
-
+    setup: list[int] = field(default_factory=list)  # events before the training
     steps: list[list[MicroBatch]] = field(default_factory=list)
     """Micro-batches of each step: the first, a different one of the middle, the last."""
 
@@ -74,9 +70,7 @@ class Program:
     coverage: Coverage = field(default_factory=Coverage)
 
     ranges_stay: bool = False  # argument of `AddressSpace`; True for a rank among several GPUs
-    num_known_steps: int | None = None
-    """Steps after which the rows of the last are assumed to repeat; None if they are replayed."""
-
+    num_known_steps: int | None = None  # after which the last's rows repeat, or None
     _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
 
     def play(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
@@ -208,22 +202,15 @@ class TracedPlan:
 
     program: Program
     model: dict[str, Any]
-    param_groups: dict[str, dict[str, int]]
-    """Numbers of elements by dtype: of all parameters, the trained ones, and optimizer state."""
-
+    param_groups: dict[str, dict[str, int]]  # elements by dtype: all, trained, optimizer state
     host_bytes: int
     notes: tuple[str, ...]
     seq_len: int
     image_size: int | None
     host_terms: tuple[Term, ...] = ()  # host memory of all ranks together
-    geometry: LayerGeometry | None = None
-    """Geometry of the model's layers, where the textbook applies."""
-
-    libraries_bytes: int = 0
-    """Bytes of NCCL and other libraries on each GPU, outside the allocator and the context."""
-
+    geometry: LayerGeometry | None = None  # of the layers, where the textbook applies
+    libraries_bytes: int = 0  # NCCL and others on each GPU, outside the allocator
     work: WorkLog | None = field(default=None, compare=False)
     """Launches of the plan's steps; None if the program was interpolated."""
 
-    others: tuple[TracedPlan, ...] = ()
-    """Other traced ranks, where this is the worst of several that differ."""
+    others: tuple[TracedPlan, ...] = ()  # other traced ranks, of which this is the worst

@@ -43,9 +43,7 @@ class Act(StrEnum):
 
     ALLOC = "alloc"
     FREE = "free"
-    FREE_REQUESTED = "free_requested"
-    """Requested free of a block that another stream still uses; `FREE_COMPLETED` follows."""
-
+    FREE_REQUESTED = "free_requested"  # of a block in use on another stream; completed later
     FREE_COMPLETED = "free_completed"
     SEGMENT_ALLOC = "segment_alloc"
     SEGMENT_FREE = "segment_free"
@@ -267,9 +265,7 @@ class Timeline:
     """Allocated bytes by kind after every allocation and free of one step."""
 
     step: int
-    kinds: dict[str, Sequence[int]]
-    """One value per point for each of `KINDS`; the first point is the step's beginning."""
-
+    kinds: dict[str, Sequence[int]]  # a value per point for each of `KINDS`, from the step's start
     reserved: Sequence[int]
     spans: tuple[Span, ...]
     peak: int  # point with most allocated

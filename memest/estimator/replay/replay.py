@@ -34,18 +34,11 @@ class Replayed:
     peak: Moment = Moment(0, 0, -1)
     failed: Moment | None = None  # request for which no memory was left
     failed_bytes: int = 0
-    lacking_bytes: int = 0
-    """Limit in bytes to which requests raised a soft limit; 0 if they did not."""
-
-    setup_reserved_bytes: int = 0
-    """Peak reserved while the model was built on the GPU, before the first step."""
-
+    lacking_bytes: int = 0  # to which requests raised a soft limit; 0 if they did not
+    setup_reserved_bytes: int = 0  # peak while the model was built, before the first step
     num_retries: int = 0  # times that the allocator freed its cache to serve a request
-    num_events: int = field(default=0, compare=False)
-    """Events that were replayed, and those of repeated micro-batches."""
-
-    timing: FreeTiming = FreeTiming.LATEST
-    """Free timing: when blocks return whose return depends on the GPU's speed."""
+    num_events: int = field(default=0, compare=False)  # that were replayed or repeated
+    timing: FreeTiming = FreeTiming.LATEST  # when blocks return that the GPU's speed decides
 
 
 def live_at(
@@ -101,9 +94,7 @@ class Player:
         self.allocator, self.storages = allocator, storages
         self.is_immediate = False  # True if shared blocks return when they are freed
         self.blocks: dict[int, Block] = {}
-        self.deferred: dict[int, Block] = {}
-        """Blocks of freed storages that another stream uses, by the event that returns them."""
-
+        self.deferred: dict[int, Block] = {}  # by the event that returns them
         self.step = 0
         self.num_events = 0
         self.storage = -1  # the last storage that was allocated

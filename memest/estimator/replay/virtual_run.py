@@ -50,15 +50,9 @@ from memest.report import Phase, Term
 from memest.units import counted
 
 UNLIMITED_BYTES = 1 << 50  # memory of a GPU that no plan fills
-MAX_STEPS = 2
-"""Steps that differ: the first makes the optimizer's state; its gradients stay in the second."""
-
-MAX_STEPS_OF_STRATEGY = 3
-"""Steps that differ under a strategy: optimizer state first, then rebuilt buckets."""
-
-MAX_MICRO_BATCHES = 2
-"""Micro-batches that differ: one makes gradients, one adds to them before the step."""
-
+MAX_STEPS = 2  # that differ: the first makes the optimizer's state, whose gradients stay
+MAX_STEPS_OF_STRATEGY = 3  # that differ: optimizer state first, then rebuilt buckets
+MAX_MICRO_BATCHES = 2  # that differ: one makes gradients, one adds to them
 MAX_MICRO_BATCHES_APART = 3
 """Micro-batches of a step that differ where the last is special. A strategy sums gradients over the
 GPUs in it alone. The Trainer of transformers loads all of a step's at once and frees them one by

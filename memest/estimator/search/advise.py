@@ -112,16 +112,10 @@ class Advice:
     """Changes that make a plan fit one GPU."""
 
     gpu: str
-    limit_bytes: int
-    """Bytes that the caching allocator can reserve on it, or the plan's `memory_limit`."""
-
+    limit_bytes: int  # that the caching allocator can reserve, or the plan's `memory_limit`
     current: Option  # the plan without changes
-    options: tuple[Option, ...]
-    """All options that fit, cheapest in kind first; empty where `current` fits."""
-
-    not_enough: tuple[Option, ...]
-    """Single changes that do not fit alone, in the order of their cost."""
-
+    options: tuple[Option, ...]  # that fit, cheapest in kind first; empty if `current` fits
+    not_enough: tuple[Option, ...]  # single changes that do not fit alone, by their cost
     smallest: Option  # the option with the smallest need
     refused: tuple[Refused, ...]
     not_tried: tuple[str, ...]
@@ -205,8 +199,7 @@ def advise(
 
 
 MAX_CHANGES = 8  # number of changed plans that `cheapest_change` predicts
-MAX_CALLS = 70_000
-"""Operator calls of an answer's runs, about 4 s; changed runs are assumed equally long."""
+MAX_CALLS = 70_000  # operator calls of an answer's runs, 4 s; changed runs count as equally long
 
 
 def cheapest_change(

@@ -14,12 +14,8 @@ from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
 from memest.units import ceil_div
 
-BF16_CAPABILITY = (8, 0)
-"""Compute capability of tensor cores with bf16 (CUDA C++ Programming Guide, arithmetic)."""
-
-SHORTEST_SHARE = 8
-"""A text is not cut below this part of its length, nor below `SHORTEST_TEXT` tokens."""
-
+BF16_CAPABILITY = (8, 0)  # of tensor cores with bf16 (CUDA C++ Programming Guide)
+SHORTEST_SHARE = 8  # of its length to which a text is cut, and no less than `SHORTEST_TEXT`
 SHORTEST_TEXT = 16
 
 
@@ -52,8 +48,7 @@ _COST_WORDS = {
     Cost.HARDWARE: "more GPUs",
 }
 
-LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)
-"""Costs tried alone, if nothing cheaper fits: they need another trainer or hardware."""
+LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)  # tried alone, if nothing cheaper fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +66,7 @@ class Technique:
     """Alternative changes of one thing, mildest first."""
 
     changes: tuple[Change, ...]
-    is_graded: bool = False
-    """True if each change saves more than the one before, which allows bisection."""
+    is_graded: bool = False  # each change saves more than the one before: bisection works
 
 
 NOT_TRIED = (
@@ -330,5 +324,4 @@ _TECHNIQUES = (
     _attention, _allocator, _optimizer, _accumulation, _checkpointing, _precision, _vision,
     _adapters, _text, _image, _offload, _sharding,
 )  # fmt: skip
-_GRADED = (_accumulation, _text, _sharding)
-"""Techniques of which each change saves more than the one before."""
+_GRADED = (_accumulation, _text, _sharding)  # each change saves more than the one before

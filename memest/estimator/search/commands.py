@@ -20,8 +20,7 @@ _OPTIMIZER_CALLS = {
     "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit", ""),
     "deepspeed_cpu": ("deepspeed.ops.adam.DeepSpeedCPUAdam", ""),
 }
-_STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}
-"""Strategies without a name in Lightning; `configure_model` shards by `fully_shard`."""
+_STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}  # without a name in Lightning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +29,7 @@ class ModelFacts:
 
     class_name: str
     vision_modules: tuple[str, ...]  # names of the modules of the vision tower; empty without one
-    lora_targets: tuple[str, ...]
-    """Modules that get adapters where the plan names none; empty is peft's default."""
-
+    lora_targets: tuple[str, ...]  # that get adapters where the plan names none; or peft's
     seq_len: int  # tokens per sample in the prediction of the plan
     image_size: int | None
 

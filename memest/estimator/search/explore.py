@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from memest.estimator.search.related_plans import RelatedPlans
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MICRO_BATCHES = (1, 2, 4)
-"""Numbers of micro-batches in the grid. They need no traces, and batch sizes few."""
-
+MICRO_BATCHES = (1, 2, 4)  # of the grid; they need no traces, and batch sizes few
 KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
 
 _FULL = [
@@ -56,9 +54,7 @@ class Explored:
     """A plan of the grid, and its predicted memory."""
 
     plan: TrainingPlan
-    kinds: Mapping[str, int]
-    """Bytes at the peak by `KINDS`, on a GPU without a limit; they add up to the peak allocated."""
-
+    kinds: Mapping[str, int]  # at the peak by `KINDS`, without a limit; the sum is the peak
     arithmetic: Mapping[str, str]  # explanation of each kind, in words
     reserved_bytes: int  # peak reserved on a GPU without a limit
     phases: tuple[tuple[int, int, int, int, int], ...]

@@ -10,8 +10,7 @@ from memest.estimator.predict import predict, target_gpus, usable_bytes
 from memest.plan import TrainingPlan
 from memest.report import Prediction
 
-SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")
-"""Settings that a chart compares by default."""
+SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")  # compared by default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +20,7 @@ class Growth:
     alloc_conf: str
     allocated: tuple[int, ...]  # bytes at the peak of each step
     reserved: tuple[int, ...]  # bytes at the end of each step
-    on_gpu: tuple[int, ...]
-    """Bytes reserved at the end of each step on the GPU itself, up to the step that fails."""
-
+    on_gpu: tuple[int, ...]  # reserved at the end of each step, up to the step that fails
     failed_step: int | None  # step that runs out of memory on the GPU, from 0
 
     @property

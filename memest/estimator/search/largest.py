@@ -40,9 +40,7 @@ from memest.report import Verdict
 SCHEMA = "memest.largest/1"
 
 NUM_NEIGHBOURS = {"batch_size": 16, "seq_len": 2}  # sizes above the answer that are tried
-NUM_ANCHORS = 3
-"""Number of repeated searches from traces near the answer, before every size is traced."""
-
+NUM_ANCHORS = 3  # searches from traces near the answer, before every size is traced
 FIRST_SEQ_LEN = 64  # first sequence length of the search
 
 
@@ -100,20 +98,14 @@ class Trial:
 class Largest:
     """The largest value of one key with which a plan fits a GPU, and how it was found."""
 
-    plan: TrainingPlan
-    """Plan with the largest value, or with the smallest that was tried where none fits."""
-
+    plan: TrainingPlan  # with the largest value, or the smallest tried where none fits
     gpu: str
     key: str  # `batch_size` or `seq_len`
     value: int | None  # largest value; None where not even the smallest fits
     peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    """Peak of `value` on this GPU; where none fits, of the smallest on an unlimited GPU."""
-
+    peak_reserved_bytes: int  # of `value`; where none fits, of the smallest, unlimited
     verdict: Verdict  # verdict of `plan` on this GPU
-    next_needs_bytes: int | None
-    """Least limit that `value + 1` fits; None where it is beyond `ceiling`."""
-
+    next_needs_bytes: int | None  # least limit for `value + 1`; None beyond `ceiling`
     at: str  # place where the next larger value runs out of memory
     ceiling: str  # bound other than memory that ended the search; else empty
     num_traces: int

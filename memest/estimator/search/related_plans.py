@@ -25,9 +25,7 @@ from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.replay.virtual_run import repeats_micro_batches
 from memest.plan import TrainingPlan
 
-SPACING = {"batch_size": 1, "seq_len": 64}
-"""Spacing between the samples of a guess: attention pads to 8 and 32 tokens."""
-
+SPACING = {"batch_size": 1, "seq_len": 64}  # of a guess's samples: attention pads to 8 and 32
 GROWTH = 4  # factor to the next size that a search tries while everything fits
 
 

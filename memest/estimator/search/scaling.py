@@ -23,12 +23,9 @@ class ScalingLine:
     """Reports of one strategy for each number of GPUs."""
 
     strategy: str
-    reports: Mapping[int, Prediction]
-    """Reports by the number of GPUs, ascending, without those that could not be predicted."""
-
+    reports: Mapping[int, Prediction]  # by the number of GPUs, without those that failed
     missing: tuple[int, ...] = ()  # numbers of GPUs that could not be predicted
-    notes: tuple[str, ...] = ()
-    """Settings of this strategy, or reasons why a number of GPUs is missing."""
+    notes: tuple[str, ...] = ()  # settings of the strategy, or why a number of GPUs is missing
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the reports as JSON values, each with its strategy and number of GPUs in front."""

@@ -17,8 +17,7 @@ from memest.report import Prediction
 
 T = TypeVar("T")
 
-MIN_PLANS_FOR_PROCESSES = 4
-"""Number of plans below which starting processes costs more than it saves."""
+MIN_PLANS_FOR_PROCESSES = 4  # below which starting processes costs more than it saves
 
 
 def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> list[Prediction]:

@@ -35,13 +35,9 @@ from memest.units import ceil_div
 if TYPE_CHECKING:
     from memest.estimator.search.related_plans import TraceSeries
 
-Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]
-"""Values of the varied keys, with the plan or its error."""
-
+Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]  # varied values, plan or error
 MAX_POINTS = 1000  # default limit of predictions in one sweep
-_VARIED = ("batch_size", "seq_len")
-"""Keys whose values share traces, in the order in which they are tried."""
-
+_VARIED = ("batch_size", "seq_len")  # keys whose values share traces, in this order
 _KINDS = {name: row.type for name, row in PLAN_KEYS.items()}
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 

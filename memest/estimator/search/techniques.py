@@ -53,8 +53,7 @@ class TechniqueRow:
     technique: str
     gpu: str
     largest: Largest | None
-    error: str = ""
-    """Reason for a missing result: the technique does not go with the model, or is not modelled."""
+    error: str = ""  # why there is none: the technique does not go with the model
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-PER_STORAGE = 4
-"""Containers per live storage: two of torch, the reference, the block; a test counts them."""
+PER_STORAGE = 4  # containers per live storage: two of torch, the reference, the block
 
 
 class GarbagePace:

@@ -20,18 +20,10 @@ from memest.estimator.tensors.placement import CPU, is_meta, storage_key, tensor
 
 aten = torch.ops.aten
 
-MAX_BYTES = 1 << 26
-"""Largest known value, bytes: computing a larger mask costs seconds, and scripts do not read it."""
-
-MAX_FLOAT_NUMEL = 1 << 18
-"""Most elements of a known floating-point tensor: masks made of ones, scales, schedules."""
-
-MAX_SHOWN_NUMEL = 64
-"""Most elements of a tensor that a script is assumed to print or compare when it copies it."""
-
-MAX_TOTAL_BYTES = 1 << 28
-"""Bytes of all known values together; values up to a 256th of it are always stored."""
-
+MAX_BYTES = 1 << 26  # of a known value: a larger mask costs seconds, and scripts do not read it
+MAX_FLOAT_NUMEL = 1 << 18  # of known floating-point tensors: masks, scales, schedules
+MAX_SHOWN_NUMEL = 64  # of a copied tensor that a script is assumed to print or compare
+MAX_TOTAL_BYTES = 1 << 28  # of all known values; up to a 256th of it is always stored
 _CONSTANT_LIKE = frozenset(
     map(id, (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default))
 )
@@ -82,9 +74,7 @@ class KnownValues:
     """CPU copies of meta storages whose values are known; `below` has those of others."""
 
     def __init__(self, below: KnownValues | None = None) -> None:
-        self.guessed: set[int] = set()
-        """Keys of storages whose value is a guess, or was computed from one."""
-
+        self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
         self._copies = _Copies()
         self._below = below
         self._above: KnownValues | None = None

@@ -28,14 +28,9 @@ _NO_DEVICE = (bool, torch.dtype)
 class _Gpu:
     """Device of the virtual GPU in this process."""
 
-    device = torch.device("cuda", 0)
-    """Device of GPU tensors; another index where it is one of several GPUs of a host."""
-
-    num_visible = 1
-    """GPUs that `torch.cuda.device_count()` returns: this one, and those of other ranks."""
-
-    is_chosen = False
-    """True if the script has given a GPU by its index; otherwise all ranks are on GPU 0."""
+    device = torch.device("cuda", 0)  # of GPU tensors; another index among several GPUs of a host
+    num_visible = 1  # GPUs that `torch.cuda.device_count()` returns
+    is_chosen = False  # the script has named a GPU by index; else all ranks are on GPU 0
 
 
 GPU = _Gpu()
@@ -45,8 +40,7 @@ T = TypeVar("T")
 _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 _is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__get__
-PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""Tensor classes without a `__torch_function__` of their own, so the mode's runs first."""
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # without a `__torch_function__` of their own
 
 
 _has_mode = torch._C._is_torch_function_mode_enabled
@@ -149,14 +143,12 @@ class _Inside(threading.local):
 
     depth = 0
     composite = False  # True while C++ makes tensors that are on the GPU, like those given to it
-    compiles = False
-    """True while this thread runs torch's compiler, whose tensors without data are on the GPU."""
+    compiles = False  # this thread runs torch's compiler, whose tensors without data are on GPU
 
 
 INSIDE = _Inside()
 
-host_storages: dict[int, int] = {}
-"""Bytes of the storages on the simulated host, by the key of the storage."""
+host_storages: dict[int, int] = {}  # bytes on the simulated host, by storage key
 
 
 def storage_key(tensor: Tensor) -> int:

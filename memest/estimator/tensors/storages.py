@@ -85,18 +85,10 @@ class StorageTable:
     num_bytes: list[int] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     kinds: list[MemKind] = field(default_factory=list)
-    streams: dict[int, int] = field(default_factory=dict)
-    """Stream in whose pool a storage is, where it is not the main one."""
-
-    deferred: set[int] = field(default_factory=set)
-    """Storages whose blocks return to their pool later than they are freed."""
-
-    stashed: set[int] = field(default_factory=set)
-    """Storages that a collective may hold after they are freed, until the event `return_of`."""
-
-    tried: set[int] = field(default_factory=set)
-    """Storages that a library omits or shrinks if there is no memory for them."""
-
+    streams: dict[int, int] = field(default_factory=dict)  # of a pool, if not the main one
+    deferred: set[int] = field(default_factory=set)  # blocks return later than freed
+    stashed: set[int] = field(default_factory=set)  # held by a collective until `return_of`
+    tried: set[int] = field(default_factory=set)  # omitted or shrunk if memory lacks
     shares: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Storages whose size depends on the GPU: a share of its memory, and bytes to subtract."""
 

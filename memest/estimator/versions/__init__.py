@@ -28,8 +28,7 @@ STACK = (
 """Distributions whose versions a bug report needs."""
 
 KERNELS = "kernels of torch"  # key of the simulated release among the versions of a report
-BUILT_FOR = "torch built for"
-"""Key of the platform of torch among the versions of a report, if that is not CUDA or a CPU."""
+BUILT_FOR = "torch built for"  # platform of torch in a report, if neither CUDA nor a CPU
 
 
 def simulated() -> TorchRelease:

@@ -18,8 +18,7 @@ from memest.estimator.versions import simulated
 
 _DEVICE = torch.ops.prim.device.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-_LAID_OUT = (2, 8)
-"""First release whose meta kernel follows the query's strides (torch/_meta_registrations.py)."""
+_LAID_OUT = (2, 8)  # first whose meta kernel follows the query's strides (_meta_registrations.py)
 
 
 def install(patches: Patches) -> None:

@@ -29,9 +29,7 @@ _ODD_INPUT = 0.145
 _ODD_OUTPUT = 0.1
 _ROWS_APPENDED = 0.8
 _COLUMNS_APPENDED = 0.6
-_TRANSPOSED = 0.15
-"""Share of the bandwidth that `torch.cat` of a transposed matrix with zeros reaches."""
-
+_TRANSPOSED = 0.15  # share of the bandwidth of `torch.cat` of a transposed matrix with zeros
 _LAUNCH_S = 3e-6
 _MARGIN = 1.1  # factor by which padding has to be faster (`is_padded_faster` in pad_mm.py)
 

@@ -33,9 +33,7 @@ GEMM_RULE = "_gemm_4bit_use_custom_fn"
 """bitsandbytes' choice of a kernel by a product's shapes (0.50.2, backends/cuda/ops.py); older
 releases have none."""
 
-READERS = ("lightning", "bitsandbytes")
-"""Libraries that read the compute capability, but choose kernels only by `GEMM_RULE`."""
-
+READERS = ("lightning", "bitsandbytes")  # read the capability, but choose only by `GEMM_RULE`
 ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at most 16 elements
 
 
@@ -48,12 +46,9 @@ def is_plain(op: Op) -> bool:
 class Template:
     """A call split into its structure and its whole numbers."""
 
-    shape: Any
-    """Hashable: (operator, arguments, keyword arguments, results) with a mark for each number."""
-
+    shape: Any  # (operator, arguments, keyword arguments, results), a mark for each number
     numbers: tuple[int, ...]
-    floats: tuple[float, ...]
-    """Floats of the call, which no size depends on; they may differ between traces."""
+    floats: tuple[float, ...]  # of the call; no size depends on them, and they may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +58,7 @@ class Call:
     start: int  # position of its first event; the call made events `start` to `end`
     end: int
     template: int
-    new_storages: tuple[tuple[int, int], ...]
-    """(position among the results, id) of the storages that were new."""
-
+    new_storages: tuple[tuple[int, int], ...]  # (position among the results, id)
     site: Site
     in_backward: bool
 
@@ -95,8 +88,7 @@ class CallLog:
     templates: list[Template] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     choices: dict[Choice, None] = field(default_factory=dict)
-    is_for_one_chip: bool = False
-    """True if code of the model has read the compute capability, or no calls were recorded."""
+    is_for_one_chip: bool = False  # model code read the capability, or nothing was recorded
 
 
 class CallRecorder:

@@ -116,9 +116,7 @@ def _inputs(template: Template, position: int) -> Template:
     return take_numbers(tuple(args[position : position + 3]))
 
 
-Output = tuple[int, int]
-"""Name of a storage of an attention that runs alone: number of its call, position among results."""
-
+Output = tuple[int, int]  # storage of an attention run alone: its call, its place in the results
 _NO_CALL = -1  # in place of the number of a call, for storages that are made between logged calls
 
 
@@ -128,8 +126,7 @@ class _CallAlone:
 
     template: Template
     outputs: frozenset[Output]  # outputs that take memory
-    later: list[Output | int]
-    """Storages made and freed until the next call, in order; inputs by their ids."""
+    later: list[Output | int]  # made and freed until the next call; inputs by their ids
 
 
 def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:

@@ -176,11 +176,8 @@ def rebuild(
 class Requests:
     """Requests of one call to the allocator."""
 
-    order: RequestOrder
-    """Order of the requests, without bytes; equal orders make the same stream of events."""
-
-    num_bytes: tuple[int, ...]
-    """Bytes of each storage that the call allocates, in order of allocation."""
+    order: RequestOrder  # requests without bytes; equal orders make the same stream of events
+    num_bytes: tuple[int, ...]  # of each storage that the call allocates, in order
 
 
 class RequestOrder(NamedTuple):

@@ -48,8 +48,7 @@ from memest.estimator.replay.interpolate.rebuild import (
 from memest.estimator.replay.program import TracedPlan
 from memest.plan import TrainingPlan
 
-DEGREE = {"batch_size": 1, "seq_len": 2}
-"""Degree of the polynomials in the size, by the key of the plan that is varied."""
+DEGREE = {"batch_size": 1, "seq_len": 2}  # of the polynomials in the size, by the varied key
 
 
 def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
@@ -71,9 +70,7 @@ class _Numbers:
     """The numbers of one call as polynomials: their forward differences at the first sample."""
 
     template: Template
-    differences: tuple[tuple[int, ...], ...]
-    """Rows: the values at the first sample, their first differences, their second differences."""
-
+    differences: tuple[tuple[int, ...], ...]  # values at the first sample, then differences
     at_first: list[Requests] = field(default_factory=list, compare=False, repr=False)
     """Requests of the call at the first sample, once known."""
 

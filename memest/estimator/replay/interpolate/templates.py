@@ -111,8 +111,7 @@ class _Source:
 
     table: StorageTable
     made: StorageTable
-    ids: dict[int, int] = field(default_factory=dict)
-    """Ids of live storages in the other table, by their ids in this one."""
+    ids: dict[int, int] = field(default_factory=dict)  # in the other table, by those in this
 
     def __post_init__(self) -> None:
         if self.table.streams or self.table.depends_on_time:

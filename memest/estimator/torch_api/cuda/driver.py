@@ -252,12 +252,9 @@ def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -
     found[key][1].extend(indices)
 
 
-CUDA_VERSION = "13.0"
-"""`torch.version.cuda` on a CPU build of torch: that of the measured build, torch 2.11.0+cu130."""
-
+CUDA_VERSION = "13.0"  # `torch.version.cuda` on a CPU build: that of torch 2.11.0+cu130
 DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was measured
-ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
-"""Architectures of the wheels for CUDA 13.0 (`.ci/manywheel/build_cuda.sh`, torch 2.11)."""
+ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"  # of wheels for CUDA 13.0
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:

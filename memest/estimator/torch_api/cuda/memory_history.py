@@ -24,8 +24,7 @@ from memest.estimator.tensors.patches import Patches
 _OWN = str(Path(__file__).resolve().parents[2])
 _TORCH_OPS = torch._ops.__file__
 
-Stack = tuple[tuple[CodeType | str, int], ...]
-"""(code, instruction offset) of each frame, innermost first; a string is an operator's name."""
+Stack = tuple[tuple[CodeType | str, int], ...]  # (code or operator, offset), innermost first
 
 
 class Stacks:

@@ -15,9 +15,7 @@ from memest.estimator.gpu.timeline import MAIN, START, Time
 from memest.estimator.tensors.patches import Patches, refusing, setting, unsupported
 from memest.estimator.tensors.placement import GPU, resolve
 
-PRIORITIES = (0, -3)
-"""Least and greatest priority (`max_compile_time_stream_priorities`, c10/cuda/CUDAStream.h).
-"""
+PRIORITIES = (0, -3)  # least, greatest (`max_compile_time_stream_priorities`)
 
 
 class CudaStream:

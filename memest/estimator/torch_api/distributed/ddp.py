@@ -60,8 +60,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         self.group = group
         self.is_rebuilt = self.is_summed_again = False
         self._first_buckets: set[int] = set()
-        self.summed_at = -1.0
-        """Microseconds on the model's stream when the last of `_first_buckets` is summed."""
+        self.summed_at = -1.0  # microseconds when the last of `_first_buckets` is summed
 
     def getBackendName(self) -> str:
         """Return the name that the reducer's logger records."""

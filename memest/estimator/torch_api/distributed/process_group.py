@@ -22,8 +22,7 @@ from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import GPU
 
 FAKE = "fake"  # torch's own backend that sends nothing
-NCCL_VERSION = (2, 28, 9)
-"""NCCL version of torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)."""
+NCCL_VERSION = (2, 28, 9)  # of torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
 
 
 class _Names:
@@ -32,8 +31,7 @@ class _Names:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._default = "nccl"
-        self.store: Any = None
-        """Store of the default group, whose C++ object does not keep the one of Python."""
+        self.store: Any = None  # of the default group, whose C++ object does not keep it
 
     def give(self, group: Any, backend: Any, *, is_default: bool = False) -> None:
         """Record the requested backend of `group`; None is that of the default group."""

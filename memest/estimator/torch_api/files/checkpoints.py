@@ -40,9 +40,7 @@ from memest.estimator.tensors.placement import (
     storage_key,
 )
 
-MAPPED_BYTES = 1 << 26
-"""Size from which files are mapped instead of read: values of a large checkpoint are not needed."""
-
+MAPPED_BYTES = 1 << 26  # larger files are mapped, not read: their values are not needed
 MAX_KNOWN_BYTES = 1 << 20  # size up to which integers have known values on the GPU
 HOLDS_ZEROS = "files written by the script hold zeros for tensors whose values are not known"
 """Note of a run that writes such files."""
@@ -364,10 +362,7 @@ def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
     return None
 
 
-_LENGTH_BYTES = 8
-"""Bytes of the header's length at the beginning of a file, and alignment of the header
-(https://huggingface.co/docs/safetensors, "Format").
-"""
+_LENGTH_BYTES = 8  # of the header's length, and alignment (huggingface.co/docs/safetensors)
 
 
 def install_safetensors(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
