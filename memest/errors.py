@@ -64,11 +64,7 @@ def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
 
 
 def raise_if_all_failed(results: Collection[object]) -> None:
-    """Do nothing if one of `results` is no error, or if there are none.
-
-    Raises:
-        MemestError: all are errors; the error is the first one.
-    """
+    """Raise the first of `results` if there are some, and all are errors."""
     errors = [result for result in results if isinstance(result, MemestError)]
     if errors and len(errors) == len(results):
         raise errors[0]

@@ -94,11 +94,7 @@ class _Magic:
                 self.left[name] = value
 
     def _check(self, cell: str) -> None:
-        """Refuse objects that are on a GPU which the cell does not have.
-
-        Raises:
-            UnsupportedError: the cell uses one of the real GPU, or of an earlier cell.
-        """
+        """Refuse objects that are on the real GPU, or on that of an earlier cell."""
         namespace = self.shell.user_ns
         for name in sorted(_names(self.shell.transform_cell(cell), namespace)):
             value = namespace[name]

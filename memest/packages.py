@@ -38,11 +38,7 @@ _OURS = ("memest", "importlib", "runpy", "__main__")
 
 
 def require(*packages: str) -> None:
-    """Check that optional packages are installed, without importing them.
-
-    Raises:
-        UnsupportedError: one is not.
-    """
+    """Raise an `UnsupportedError` unless the packages are installed; imports nothing."""
     for package in packages:
         if not is_installed(package):
             hint = how_to_install(package)

@@ -24,11 +24,7 @@ class Project:
 
 
 def find_project(folder: Path) -> Project:
-    """Return the settings for `folder`: of its pyproject.toml or that of the nearest parent.
-
-    Raises:
-        PlanError: the file is not valid TOML, or has another key or type.
-    """
+    """Return the nearest `[tool.memest]` at or above `folder`; `PlanError` for invalid ones."""
     for parent in (folder, *folder.parents):
         if (parent / FILE).is_file():
             return _read(parent / FILE)

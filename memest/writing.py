@@ -68,11 +68,7 @@ def why_not_writable(path: Path) -> str:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file that the user named.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
+    """Write a file that the user named; `PlanError` if it cannot be written."""
     try:
         write_whole(path, content)
     except OSError as error:

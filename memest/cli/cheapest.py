@@ -56,11 +56,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
 
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
-    """Run the script on the largest GPU, and replay it on the others.
-
-    Raises:
-        PlanError: an option of plans is given, or the script does not use the GPU.
-    """
+    """Run the script on the largest GPU, and replay it on the others; refuse options of plans."""
     from memest.run.launcher import run_target
     from memest.run.session import Session
 

@@ -115,11 +115,7 @@ MAX_PACE_SECONDS = 300.0
 
 
 def _measure_pace(path: Path) -> int:
-    """Measure times of kernels on the installed GPU, and write them to `path`.
-
-    Raises:
-        MemestError: there is no GPU.
-    """
+    """Measure times of kernels on the installed GPU, and write them to `path`."""
     from memest.validate.pace import measure, write_to
     from memest.validate.runner import detect_device
 

@@ -259,11 +259,7 @@ class VirtualGpu:
         self._stack.callback(register_optimizer_step_post_hook(after).remove)
 
     def _count_step(self) -> None:
-        """Record an optimizer step.
-
-        Raises:
-            StepLimit: The script has taken `max_steps`.
-        """
+        """Record an optimizer step; `StepLimit` after `max_steps`."""
         mode = self.mode
         mode.memory.log.mark("after_optimizer_step")
         mode.guesses.stepped()

@@ -203,11 +203,7 @@ def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
 
 
 def checkpoint_source(config: ModelConfig) -> str:
-    """Return the source of the weights of `config`: a local folder, or a Hub id.
-
-    Raises:
-        PlanError: it is a config alone.
-    """
+    """Return a local folder or Hub id with the weights of `config`; `PlanError` without them."""
     if config.entry is not None:
         return config.entry.hub_id
     if config.source.startswith("hub:"):

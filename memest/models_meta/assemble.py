@@ -93,11 +93,7 @@ def assemble(
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that the optimizer gets.
-
-    Raises:
-        PlanError: there are none.
-    """
+    """Return the parameters that the optimizer gets; `PlanError` if there are none."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise PlanError("nothing is left to train", hint="narrow `freeze`")

@@ -196,11 +196,7 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
 def _check_call(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, softcap: float
 ) -> None:
-    """Check the conditions of `mha_fwd` in flash_api.cpp that a model may break.
-
-    Raises:
-        PlanError: the real run would fail here.
-    """
+    """Check the conditions of `mha_fwd` in flash_api.cpp; `PlanError` if a real run would fail."""
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (query, key, value)}
     if len(dtypes) > 1 or query.dtype not in _HALF:
         raise PlanError(

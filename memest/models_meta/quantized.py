@@ -105,11 +105,7 @@ def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
 
 
 def quantize_in_place(model: nn.Module, plan: TrainingPlan) -> None:
-    """Replace the linear layers of `model` as `plan` specifies.
-
-    Raises:
-        PlanError: no layer is left to quantise.
-    """
+    """Replace the linear layers of `model` as `plan` specifies; `PlanError` without any."""
     quantize(
         model,
         compute_dtype=compute_dtype(plan),

@@ -138,11 +138,7 @@ def resolve_config(
 
 
 def check_name(name: str) -> None:
-    """Raise for a name that `resolve_config` can never resolve, without heavy imports.
-
-    Raises:
-        UnknownModelError: neither bundled, nor a path, nor of the form of a Hub id.
-    """
+    """Raise an `UnknownModelError` if `resolve_config` would, without heavy imports."""
     if find_entry(name) is None and _config_path(name) is None and not _HUB_ID.fullmatch(name):
         raise _unknown(name)
 

@@ -127,11 +127,7 @@ def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
 
 
 def checkpointed_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
-    """Return `activation_checkpointing_policy`, each class of which must exist.
-
-    Raises:
-        PlanError: a class matches no module.
-    """
+    """Return `activation_checkpointing_policy`; `PlanError` if a class matches no module."""
     names = plan.activation_checkpointing_policy
     present = {type(module).__name__ for module in model.modules()}
     _check_present("activation_checkpointing_policy", names, present, model)
@@ -223,11 +219,7 @@ def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
 
 
 def checkpoint_layers(model: nn.Module, plan: TrainingPlan) -> None:
-    """Apply `activation_checkpointing_policy` without reentering, as Lightning does for FSDP1.
-
-    Raises:
-        PlanError: a class is not there.
-    """
+    """Apply `activation_checkpointing_policy` without reentering, as Lightning does for FSDP1."""
     names = checkpointed_class_names(model, plan)
     if names:
         stop_caching(model)

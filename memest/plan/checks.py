@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def check(plan: TrainingPlan, rows: Mapping[str, Key]) -> None:
-    """Refuse values that do not exist, are out of range, or contradict another key.
-
-    Raises:
-        PlanError: the hint names valid values.
-    """
+    """Raise a `PlanError` for values that do not exist, or contradict another key."""
     for row in rows.values():
         _check_type(row, getattr(plan, row.name))
     for row in rows.values():

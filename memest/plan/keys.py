@@ -108,11 +108,7 @@ class Key:
         return self.help.replace("{choices}", ", ".join(self.choices))
 
     def read(self, value: Any) -> Any:
-        """Return the value of a file or a flag as the plan holds it.
-
-        Raises:
-            PlanError: it is no size, or no list of names.
-        """
+        """Return the value of a file or a flag as the plan holds it; `PlanError` if it is none."""
         if self.is_size:
             return parse_bytes(value)
         if self.is_repeated:

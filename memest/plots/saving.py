@@ -62,11 +62,7 @@ def save(
 
 
 def parse_formats(text: str) -> list[str]:
-    """The formats in `png,svg`, each once.
-
-    Raises:
-        PlanError: one does not exist, or there is none.
-    """
+    """Return the formats in `png,svg`, each once; `PlanError` for unknown ones."""
     return _wanted(Path("chart"), [name.strip() for name in text.split(",") if name.strip()])[1]
 
 

@@ -346,10 +346,6 @@ def keys_width(handles: Sequence[Artist], size: float) -> float:
 
 
 def require(reports: Sequence[object]) -> None:
-    """Check that there is something to draw.
-
-    Raises:
-        PlanError: there is not.
-    """
+    """Raise a `PlanError` if there is nothing to draw."""
     if not reports:
         raise PlanError("there is no experiment to draw", hint="name a file with at least one")

@@ -169,11 +169,7 @@ def peak_changes(found: Difference) -> list[str]:
 
 
 def read_reports(path: Path) -> list[SimulatedReport]:
-    """Return the reports of scripts and plans in a JSON Lines file.
-
-    Raises:
-        PlanError: the file cannot be read, or holds something else.
-    """
+    """Return the reports in a JSON Lines file; `PlanError` if it holds something else."""
     found: list[SimulatedReport] = []
     kinds: dict[str, Any] = {kind.kind: kind for kind in (RunReport, Prediction)}
     for line in read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines():
@@ -202,11 +198,7 @@ _HINT = "name files of `memest run --json` or `memest predict --json`"
 def differences(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
-    """Return pairs of reports: of the same name, or the only ones of both files.
-
-    Raises:
-        PlanError: no names are the same.
-    """
+    """Return pairs of reports of one name, or the only ones; `PlanError` if no names match."""
     if len(before) == len(after) == 1:
         return [Difference(before=before[0], after=after[0])]
     by_name = {report.name: report for report in before}

@@ -112,11 +112,7 @@ def _read_row(values: Mapping[str, Any]) -> Row:
 
 
 def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
-    """Predict a suite; its explorer has the rows alone.
-
-    Raises:
-        MemestError: no plan can be predicted.
-    """
+    """Predict a suite; its explorer has the rows alone."""
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = partition(plans, found)

@@ -63,11 +63,7 @@ def _run(
 
 @contextmanager
 def _work_tree(base: str, folder: Path) -> Iterator[Path]:
-    """Check `base` out below `folder`; yield the place of the current folder in it.
-
-    Raises:
-        MemestError: git finds no repository, or it has no such branch.
-    """
+    """Check `base` out below `folder`; yield the place of the current folder in it."""
     top = _git("rev-parse", "--show-toplevel")
     if top is None:
         raise MemestError("git finds no repository here, so there is no base to compare with")

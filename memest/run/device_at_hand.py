@@ -152,11 +152,7 @@ _NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
 
 
 class _Nvml:
-    """The NVIDIA Management Library, initialised.
-
-    Raises:
-        OSError: there is no such library, or it finds no driver.
-    """
+    """The NVIDIA Management Library, initialised; `OSError` if it finds no driver."""
 
     def __init__(self) -> None:
         self._library: Any = ctypes.CDLL(_NVML)
@@ -167,11 +163,7 @@ class _Nvml:
         self._library.nvmlShutdown()
 
     def device(self, visible: str | None, order: str) -> DeviceAtHand | None:
-        """Return the GPU that `CUDA_VISIBLE_DEVICES` names first; None if there is none.
-
-        Raises:
-            _UnsureError: NVML cannot identify it.
-        """
+        """Return the GPU of `CUDA_VISIBLE_DEVICES`, or None; `_UnsureError` if it is unclear."""
         count = ctypes.c_uint()
         self._ask("nvmlDeviceGetCount_v2", ctypes.byref(count))
         handle = ctypes.c_void_p()

@@ -62,11 +62,7 @@ def dummy_folder(folder: Path, about: str) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds anything except a dummy checkpoint.
-
-    Raises:
-        PlanError: it does, or it is a file.
-    """
+    """Raise a `PlanError` for a folder that holds anything except a dummy checkpoint."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -304,11 +300,7 @@ def _litgpt_config(name: str, hub_id: str) -> Any:
 
 
 def hugging_face_model(name: str) -> DummyModel:
-    """Return a model of transformers: `config.json`, `pytorch_model.bin`, its processor.
-
-    Raises:
-        UnknownModelError: nothing has this name.
-    """
+    """Return a model of transformers: `config.json`, `pytorch_model.bin`, its processor."""
     config = resolve_config(name, packages=NEEDED)
     module = build_model(config, dtype=config.saved_dtype).module
     tied = getattr(module, "all_tied_weights_keys", {})

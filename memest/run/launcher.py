@@ -78,11 +78,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
 
 @contextmanager
 def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]:
-    """Limit the time of the block; None is no limit.
-
-    Raises:
-        UnsupportedError: the limit is reached; the message has the current line.
-    """
+    """Raise an `UnsupportedError` with the current line after some seconds; None is no limit."""
     if seconds is None:
         yield
         return

@@ -24,11 +24,7 @@ _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Rank]:
-    """Return the first and the last rank; without `num_local` a rank that is not launched.
-
-    Raises:
-        PlanError: there are more than make sense.
-    """
+    """Return the first and the last rank; without `num_local` a rank that is not launched."""
     is_launched = num_local is not None or num_nodes > 1
     num_local = num_local or 1
     size = num_local * num_nodes

@@ -236,11 +236,7 @@ def virtual_gpu(
 
 
 def _checked(memory_limit: int) -> int:
-    """Return a cap on the allocator that has room for one segment.
-
-    Raises:
-        PlanError: it has not, as if its unit were forgotten.
-    """
+    """Return a cap on the allocator; `PlanError` without room for one segment."""
     if memory_limit < SMALL_SEGMENT_BYTES:
         raise PlanError(
             f"a cap of {memory_limit} bytes is below the allocator's smallest segment, 2 MiB",

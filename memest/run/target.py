@@ -114,11 +114,7 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
 
 
 def check_single_process(environment: Mapping[str, str]) -> None:
-    """Refuse a run that a launcher has started as one of several.
-
-    Raises:
-        UnsupportedError: `WORLD_SIZE` is above 1.
-    """
+    """Raise an `UnsupportedError` if a launcher has set `WORLD_SIZE` above 1."""
     size = environment.get("WORLD_SIZE", "1")
     if size.strip() not in ("", "1"):
         raise UnsupportedError(

@@ -105,11 +105,7 @@ def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list
 
 
 def plan_of(measurement: Measurement) -> TrainingPlan:
-    """Return the plan of a measured run, with the GPU on which it ran.
-
-    Raises:
-        PlanError: the report holds no valid plan.
-    """
+    """Return the plan of a measured run, with the GPU on which it ran."""
     values = {k: v for k, v in measurement.plan.items() if k not in ("gpu", "gpu_memory", "name")}
     try:
         find_gpu(measurement.gpu)
@@ -137,11 +133,7 @@ def summarise(
 
 
 def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
-    """Return `TOLERANCES` overridden by `name=percent` items.
-
-    Raises:
-        PlanError: an item is malformed.
-    """
+    """Return `TOLERANCES` overridden by `name=percent` items."""
     found = dict(TOLERANCES)
     for item in given:
         name, _, percent = item.partition("=")

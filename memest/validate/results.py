@@ -19,11 +19,7 @@ _OF_THE_DATA = ("seq_len", "image_size", "padded")  # set by a data set, not the
 
 
 def append(path: Path, measurement: Measurement) -> None:
-    """Append one whole line and wait until it is on disk.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
+    """Append one whole line and wait until it is on disk."""
     with _writing(path), path.open("ab") as file:
         file.write((measurement.to_json() + "\n").encode())
         file.flush()
@@ -79,11 +75,7 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
 
 
 def sort(path: Path, labels: Sequence[str]) -> None:
-    """Bring the results of these labels into their order, after all others.
-
-    Raises:
-        PlanError: the file cannot be read or written.
-    """
+    """Bring the results of these labels into their order, after all others."""
     order = {label: number for number, label in enumerate(labels)}
     with _writing(path):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -93,11 +85,7 @@ def sort(path: Path, labels: Sequence[str]) -> None:
 
 
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
-    """Return whether a run of this name exists.
-
-    Raises:
-        PlanError: it exists, with another plan.
-    """
+    """Return whether a run of this name exists; `PlanError` if it had another plan."""
     defaults = {f.name: f.default for f in dataclasses.fields(TrainingPlan)}
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:
@@ -147,11 +135,7 @@ def list_suites() -> list[str]:
 
 
 def find_suite(name: str) -> Path:
-    """Return the file of a shipped suite, or the file `name`.
-
-    Raises:
-        PlanError: neither exists.
-    """
+    """Return the file of a shipped suite, or the file `name`; `PlanError` if neither exists."""
     if name in list_suites():
         return SUITE_DIR / f"{name}.yaml"
     if Path(name).is_file():

@@ -81,11 +81,7 @@ class CachingAllocator:
             self.use(read())
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Return a block for a request of `num_bytes` on `stream`.
-
-        Raises:
-            OutOfMemory: no block is free and the limit leaves no room for a segment.
-        """
+        """Return a block for `num_bytes` on `stream`, or raise `OutOfMemory`."""
         if self._tuning is not None:
             self.read_settings()
         if self._tuning is not None:
@@ -214,11 +210,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        """Get a segment from the driver for a request that no free block serves.
-
-        Raises:
-            OutOfMemory: the driver has none, even after all cached segments were freed.
-        """
+        """Get a segment from the driver, or raise `OutOfMemory` if all cached ones do not help."""
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
         if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):

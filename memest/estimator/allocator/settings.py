@@ -116,11 +116,7 @@ def parse_settings(text: str) -> AllocatorSettings:
 
 
 def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
-    """Return the settings of a process with `environment`.
-
-    Raises:
-        PlanError, UnsupportedError: as `parse_settings`.
-    """
+    """Return the settings of a process with `environment`; raises like `parse_settings`."""
     if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
         raise UnsupportedError(
             f"`{NO_CACHE}` selects an allocator without a cache, which cannot be simulated",
@@ -354,11 +350,7 @@ _KEPT = {
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
-    """Return `before` after `torch.cuda.memory._set_allocator_settings(text)`.
-
-    Raises:
-        PlanError, UnsupportedError: as `parse_settings`.
-    """
+    """Return `before` after `_set_allocator_settings(text)`; raises like `parse_settings`."""
     after = _parse(text, text, large_bytes=before.large_segment_bytes)
     named = set(_tokens(text).words)
     kept = {field: getattr(before, field) for key, field in _KEPT.items() if key not in named}

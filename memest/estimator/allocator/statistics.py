@@ -93,11 +93,7 @@ class CountingAllocator(CachingAllocator):
         self._oversize = {name: Stat() for name in ("allocations", "segments")}
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Count and serve a request; see `CachingAllocator.malloc`.
-
-        Raises:
-            OutOfMemory: as `CachingAllocator.malloc`.
-        """
+        """Count and serve a request; see `CachingAllocator.malloc`."""
         history = self.history
         if history is not None:
             history.gather()

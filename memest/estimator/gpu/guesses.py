@@ -107,11 +107,7 @@ class Guesses:
             )
 
     def warn(self, text: str) -> None:
-        """Report `text` above all figures, once.
-
-        Raises:
-            UnsupportedError: guesses are refused.
-        """
+        """Report `text` above all figures, once; `UnsupportedError` if guesses are refused."""
         if self.is_strict:
             raise UnsupportedError(text, hint="leave `--strict` out to have a warning instead")
         if text not in self.notes.warnings:

@@ -100,11 +100,7 @@ class Memory:
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
     def allocate_workspace(self, num_bytes: int, site: Site) -> int:
-        """Allocate memory that no tensor holds; returns its id, for `free`.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has no room for it.
-        """
+        """Allocate memory that no tensor holds, or run out of memory; return its id, for `free`."""
         self._return_blocks()
         index = self.storages.add(num_bytes, site, MemKind.WORKSPACE)
         self._request(index)

@@ -63,11 +63,7 @@ def install(patches: Patches, note: Callable[[str], object]) -> None:
 
 
 def refuse_in_child(kwargs: dict[str, Any]) -> None:
-    """Raise in a forked process, which has no GPU.
-
-    Raises:
-        RuntimeError: it requests one; the message is torch's.
-    """
+    """Raise torch's `RuntimeError` in a forked process, which has no GPU."""
     device = kwargs.get("device")
     if device is not None and device.type == "cuda":
         raise RuntimeError(IN_CHILD)

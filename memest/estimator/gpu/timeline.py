@@ -120,11 +120,7 @@ class Timeline:
         self._busy_until[stream] = later(self.event(stream), event)
 
     def host_waits(self, event: Time) -> None:
-        """Let the host continue only after `event`.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured; CUDA's own message.
-        """
+        """Let the host wait for `event`; CUDA's `RuntimeError` while a graph is captured."""
         if self._capture_pool is not None:
             raise RuntimeError(CAPTURING)
         self.log.wait()

@@ -95,11 +95,7 @@ class Mailbox:
         self._expected.append((self._next(key), source, line))
 
     def finish(self) -> None:
-        """Wait for all expected messages.
-
-        Raises:
-            PeerEnded: a rank has ended without one of them, so that this rank waits for ever.
-        """
+        """Wait for all expected messages; `PeerEnded` if a rank has ended without one of them."""
         for path, source, line in self._expected:
             self._wait(path, source, line)
 

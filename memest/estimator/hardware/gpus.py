@@ -108,11 +108,7 @@ class Gpu:
         return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)
 
     def beside(self, num_bytes: int | None) -> Gpu:
-        """Return this GPU with `num_bytes` of its memory held by other processes.
-
-        Raises:
-            PlanError: they leave no room for this process.
-        """
+        """Return this GPU with `num_bytes` held by others; `PlanError` if they leave no room."""
         if not num_bytes:
             return self
         if num_bytes >= self.memory_bytes - self.context_bytes:

@@ -53,11 +53,7 @@ def split(name: str) -> tuple[str, str] | None:
 
 
 def check_is_named(whole: str, profile: str) -> None:
-    """Raise an error if an instance is named without its GPU.
-
-    Raises:
-        PlanError: the name has only a profile.
-    """
+    """Raise a `PlanError` if an instance is named by its profile, without its GPU."""
     if whole:
         return
     names = [f"`{name}-mig-{profile}`" for name, known in profiles().items() if profile in known]

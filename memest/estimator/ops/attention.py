@@ -805,11 +805,7 @@ AMPERE = (8, 0)  # `FlashAttention only supports Ampere GPUs or newer`
 
 
 def check_gpu(gpu: Gpu) -> None:
-    """Check that the package runs on `gpu`.
-
-    Raises:
-    PlanError: the GPU is too old.
-    """
+    """Raise a `PlanError` if `gpu` is too old for the package."""
     if gpu.capability < AMPERE:
         major, minor = gpu.capability
         raise PlanError(

@@ -224,21 +224,13 @@ class Library:
     def first_plan(
         self, shapes: ConvolutionShapes, direction: str, gpu: str, kernels: Kernels
     ) -> Plan | None:
-        """Return the first allowed plan of a call; None if there is none.
-
-        Raises:
-            CudnnError: cuDNN refuses the call or the GPU.
-        """
+        """Return the first allowed plan of a call, or None; `CudnnError` if cuDNN refuses it."""
         with self._lock, self._descriptors():
             plans = self._plans(shapes, direction, gpu)
             return next((plan for plan in plans if plan.is_allowed(kernels)), None)
 
     def all_plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> list[Plan]:
-        """Return every plan of a call, as `cudnn.benchmark` tries them.
-
-        Raises:
-            CudnnError: cuDNN refuses the call or the GPU.
-        """
+        """Return all plans of a call, as `cudnn.benchmark` tries them; raises like `first_plan`."""
         with self._lock, self._descriptors():
             return list(self._plans(shapes, direction, gpu))
 

@@ -469,11 +469,7 @@ class SparseTensors:
         self._is_any = False
 
     def concerns(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether `func` takes or makes a sparse tensor of the GPU.
-
-        Raises:
-            UnsupportedError: it does, and has no rule.
-        """
+        """Return whether `func` has sparse tensors of the GPU; `UnsupportedError` if no rule."""
         if not self._is_any and id(func) not in _MAKERS:
             return False
         tensors, mode = few_tensors(args, kwargs), self._mode

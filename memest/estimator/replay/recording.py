@@ -93,11 +93,7 @@ def record_run(
     *,
     gpu: str = "",
 ) -> Recording:
-    """Replay a run as `Run.on` does, and record every action of the allocator.
-
-    Raises:
-        PlanError: the run is too long to record.
-    """
+    """Replay a run as `Run.on`, and record all actions; `PlanError` if it is too long."""
     num_events = _num_events(run)
     if num_events > MAX_EVENTS:
         raise PlanError(
@@ -426,20 +422,12 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
 
 
 def write_snapshot(recording: Recording, path: Path) -> None:
-    """Pickle the snapshot as `torch.cuda.memory._dump_snapshot` does.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
+    """Pickle the snapshot as `torch.cuda.memory._dump_snapshot` does."""
     write_output(path, pickle.dumps(torch_snapshot(recording), protocol=4))
 
 
 def write_chrome_trace(recording: Recording, path: Path) -> None:
-    """Write `chrome_trace` as JSON, which https://ui.perfetto.dev and chrome://tracing open.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
+    """Write `chrome_trace` as JSON, which https://ui.perfetto.dev and chrome://tracing open."""
     write_output(path, json.dumps(chrome_trace(recording)).encode())
 
 

@@ -167,9 +167,5 @@ def phase_intervals(results: Sequence[Replayed]) -> tuple[Interval, ...]:
 
 
 def settings_of(plan: TrainingPlan) -> AllocatorSettings:
-    """Return the allocator's settings in a run of `plan`.
-
-    Raises:
-        PlanError: torch refuses `alloc_conf`; the message is torch's.
-    """
+    """Return the allocator's settings in a run of `plan`; torch's message in a `PlanError`."""
     return parse_settings(plan.alloc_conf)

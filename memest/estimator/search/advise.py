@@ -279,11 +279,7 @@ class _Search:
         return self._facts
 
     def weigh(self, changes: Iterable[Change]) -> Option | None:
-        """Predict the plan with `changes`; None where they do not go with it.
-
-        Raises:
-            _Spent: it would be one prediction too many.
-        """
+        """Predict the plan with `changes`, None if they do not go with it; `_Spent` if too many."""
         ordered = tuple(sorted(changes, key=lambda change: change.cost))
         title = " + ".join(change.title for change in ordered)
         try:

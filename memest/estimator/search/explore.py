@@ -106,11 +106,7 @@ def explore(
 
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
-    """Return one plan as a point of a grid.
-
-    Raises:
-        MemestError: it cannot be predicted, or not without a limit.
-    """
+    """Return one plan as a point of a grid; `MemestError` if it cannot be predicted."""
     found = _group(
         [plan], targets=[find_gpu(name) for name in gpus], batches=(plan.batch_size,),
         micro_batches=(plan.accumulate_grad_batches,),

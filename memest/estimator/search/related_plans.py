@@ -232,11 +232,7 @@ class RelatedPlans:
         self._lead = ""
 
     def at(self, plan: TrainingPlan) -> TracedPlan:
-        """Return the traced plan of `plan`.
-
-        Raises:
-            MemestError: it cannot be predicted.
-        """
+        """Return the traced plan of `plan`; `MemestError` if it cannot be predicted."""
         if not repeats_micro_batches(plan):
             return self._traced(plan)
         self._lead = self._lead or plan.optim

@@ -21,11 +21,7 @@ MIN_PLANS_FOR_PROCESSES = 4  # below which starting processes costs more than it
 
 
 def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> list[Prediction]:
-    """Return the predictions of `plans`, in their order.
-
-    Raises:
-        MemestError: the error of the first plan that cannot be predicted, with its name.
-    """
+    """Return the predictions of `plans` in their order, or raise the first error with its name."""
     predicted, failed = partition(plans, predict_each(plans, jobs=jobs))
     if failed:
         raise failed[0][1] if len(plans) == 1 else with_label(*failed[0])

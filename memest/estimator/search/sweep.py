@@ -404,11 +404,7 @@ class FitsTable:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of `memest sweep -o`, from CSV or JSON Lines by the file's ending.
-
-    Raises:
-        PlanError: the file cannot be read or is no sweep.
-    """
+    """Return the rows of `memest sweep -o`, CSV or JSON Lines; `PlanError` for another file."""
     text = read_limited(path, MAX_SWEEP_BYTES, what="`memest sweep -o`")
     try:
         rows: list[Any]

@@ -169,11 +169,7 @@ class KnownValues:
     # --- compute
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` on known values; random operators do not draw from the host's generator.
-
-        Raises:
-            ValueUnknown: the value of a tensor argument is not known.
-        """
+        """Run `func` on known values, without the host's generator, or raise `ValueUnknown`."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return self._compute(func, args, kwargs)
         generator = torch.default_generator

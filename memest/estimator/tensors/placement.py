@@ -152,11 +152,7 @@ host_storages: dict[int, int] = {}  # bytes on the simulated host, by storage ke
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the key of a live storage; for a sparse tensor that of its values.
-
-    Raises:
-        NotImplementedError: it has none, as within `torch.vmap`.
-    """
+    """Return the key of a live storage, of a sparse tensor that of its values, or raise."""
     if tensor.layout is torch.sparse_coo:
         with torch._C._DisableTorchDispatch():
             tensor = tensor._values()

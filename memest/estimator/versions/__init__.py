@@ -32,11 +32,7 @@ BUILT_FOR = "torch built for"  # platform of torch in a report, if neither CUDA 
 
 
 def simulated() -> TorchRelease:
-    """Return the release whose kernels are simulated.
-
-    Raises:
-        PlanError: `MEMEST_TORCH` names a release without a row.
-    """
+    """Return the release whose kernels are simulated; `PlanError` if it has no row."""
     requested = os.environ.get(ENVIRONMENT)
     return known(requested) if requested else nearest(_installed())
 
@@ -63,11 +59,7 @@ def simulating(release: str | None) -> Iterator[None]:
 
 @cache
 def known(text: str) -> TorchRelease:
-    """Return the release that `text` names, as `2.11` or `2.11.0+cu130`.
-
-    Raises:
-        PlanError: the release has no row.
-    """
+    """Return the release that `text` names, as `2.11.0+cu130`; `PlanError` if it has no row."""
     for release in RELEASES:
         if release.version == _numbers(text):
             return release
@@ -107,11 +99,7 @@ def is_older(text: str) -> bool:
 
 
 def check_torch() -> None:
-    """Check that the installed torch is not older than the oldest supported release.
-
-    Raises:
-        PlanError: it is.
-    """
+    """Raise a `PlanError` if the installed torch is older than the oldest supported release."""
     if is_older(_installed()):
         raise PlanError(
             f"torch {_installed()} is installed; memest needs {OLDEST} or newer",

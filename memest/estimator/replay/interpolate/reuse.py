@@ -52,11 +52,7 @@ DEGREE = {"batch_size": 1, "seq_len": 2}  # of the polynomials in the size, by t
 
 
 def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
-    """`plan` with another value of one key.
-
-    Raises:
-        PlanError: there is no such plan.
-    """
+    """Return `plan` with another value of one key; `PlanError` if there is no such plan."""
     changes = {key: value}
     return replace(plan, **changes)
 
@@ -75,11 +71,7 @@ class _Numbers:
     """Requests of the call at the first sample, once known."""
 
     def at(self, index: Fraction) -> list[int]:
-        """The numbers `index` steps after the first sample.
-
-        Raises:
-            ValueError: one of them is not whole.
-        """
+        """Return the numbers `index` steps after the first sample; `ValueError` if not whole."""
         values = list(self.differences[0])
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):

@@ -111,11 +111,7 @@ class Recordings:
         global_record_annotations: bool = False,
         skip_actions: list[str] | None = None,
     ) -> None:
-        """Replace `torch._C._cuda_record_memory_history`.
-
-        Raises:
-            RuntimeError: an option that torch does not have, with torch's message.
-        """
+        """Replace `torch._C._cuda_record_memory_history`, with its `RuntimeError` for options."""
         _check(enabled, _ENABLED, "expected state to be 'state', 'all', or None")
         _check(context, _CONTEXTS, "expected context to be 'state', 'alloc', 'all', or None")
         _check(stacks, _STACKS, "expected stacks to be 'python', or 'all'")

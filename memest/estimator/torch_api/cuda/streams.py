@@ -259,11 +259,7 @@ class CudaGraph:
         self.captures.begin(self._pool)
 
     def capture_end(self) -> None:
-        """End the capture.
-
-        Raises:
-            RuntimeError: nothing is captured.
-        """
+        """End the capture; `RuntimeError` if nothing is captured."""
         if self._pool is None:
             raise RuntimeError(NOT_BEGUN)
         self.captures.mode.timeline.capture_into(None)

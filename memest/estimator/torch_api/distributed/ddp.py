@@ -159,11 +159,7 @@ class Reducer(_Reducer):  # type: ignore[misc]
             self.session.memory.unstash_until(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets in the order in which gradients arrived.
-
-        Raises:
-            NotFinished: a parameter got no gradient.
-        """
+        """Rebuild the buckets in the order of gradients; `NotFinished` if one is missing."""
         try:
             with self._buckets_on_gpu():
                 return super()._rebuild_buckets()

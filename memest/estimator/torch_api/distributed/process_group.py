@@ -46,11 +46,7 @@ class _Names:
 
 
 def check(rank: Rank) -> None:
-    """Check that this process can be `rank`.
-
-    Raises:
-        UnsupportedError: it belongs to a group already.
-    """
+    """Check that this process can be `rank`; `UnsupportedError` if it is in a group already."""
     if rank.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",
@@ -114,11 +110,7 @@ class Store(c10d.Store):
         self._mailbox.post(("store", key), self._values[key])
 
     def get(self, key: str) -> bytes:
-        """Return a stored value.
-
-        Raises:
-            UnsupportedError: no rank that was run has set it.
-        """
+        """Return a stored value; `UnsupportedError` if no rank that was run has set it."""
         if not self.check([key]):
             raise UnsupportedError(
                 f"{self._line()}: this rank waits for `{key.rpartition('/')[2]}` of the store,"
