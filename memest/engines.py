@@ -71,9 +71,7 @@ def notify(event: Event) -> None:
 
 
 class Engine(ABC):
-    """Workers that do `workers` tasks at a time (None: all that the engine has), with `gpus` GPUs
-    each.
-    """
+    """Workers, `workers` at a time (None: all that the engine has), with `gpus` GPUs each."""
 
     def __init__(self, workers: int | None = None, *, gpus: int = 0) -> None:
         self.workers = workers

@@ -127,9 +127,7 @@ def _itself(virtual: VirtualGpu) -> Replayed:
 
 
 def _earlier(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
-    """Return the free timings besides `LATEST`; none if no block depends on them or events are
-    missing.
-    """
+    """Return the free timings besides `LATEST` on which blocks depend, if all events are known."""
     memory = virtual.mode.memory
     depends_on_time = virtual.mode.timeline.is_slow and memory.storages.depends_on_time
     if not depends_on_time or memory.log.is_full:

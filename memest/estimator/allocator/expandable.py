@@ -32,9 +32,7 @@ Made = TypeVar("Made", bound=Block)
 
 
 class ExpandableSegments:
-    """Expandable segments of one allocator, which grow by pieces of `large_bytes` in the large
-    pool.
-    """
+    """Expandable segments of one allocator; those of the large pool grow by `large_bytes`."""
 
     def __init__(self, allocator: CachingAllocator, large_bytes: int) -> None:
         self._allocator = allocator

@@ -25,9 +25,7 @@ FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # what Python and C++ run aroun
 
 
 class WorkLog:
-    """Events of the last optimizer steps: `NUM_HOSTS * work + kind of host`, or one of those below
-    0.
-    """
+    """Events of the last steps: `NUM_HOSTS * work + kind of host`, or one of those below 0."""
 
     library_call: ClassVar[tuple[str, tuple[Any, ...]]] = ("", ())
     """The last function of bitsandbytes' library that was called, which outlives a log."""

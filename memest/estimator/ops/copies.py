@@ -102,9 +102,7 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
 
 @registry.requests("roll")
 def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `roll` (`roll_common` of TensorTransformations.h): a tensor for each rolled
-    dimension, all freed at the end.
-    """
+    """Requests of `roll_common` (TensorTransformations.h): a tensor per dim, freed at the end."""
     dims = argument(args, kwargs, 2, "dims", ())
     copies = contiguous_copy(args[0])
     if len(dims) < 2:

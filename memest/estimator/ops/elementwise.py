@@ -36,9 +36,7 @@ def as_complex_first(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @registry.requests("pow.Scalar")
 def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `pow_Scalar_out` (Pow.cpp): the base as a tensor of fp64 or int64, unless the
-    base is 1.
-    """
+    """Requests of `pow_Scalar_out` (Pow.cpp): the base as fp64 or int64, unless it is 1."""
     return Scratch() if args[0] == 1 else Scratch(after=(8,))
 
 
@@ -109,9 +107,7 @@ register(
 
 @registry.requests("_softmax_backward_data")
 def softmax_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `softmax_backward_cuda_out` (SoftMax.cu): the product `grad * output`, and
-    contiguous copies of the product and the output.
-    """
+    """Requests of `softmax_backward_cuda_out` (SoftMax.cu): `grad * output`, contiguous copies."""
     product = args[0] * args[1]
     return Scratch(after=(product.nbytes, *contiguous_copy(product, args[1])))
 

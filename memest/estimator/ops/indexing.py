@@ -63,9 +63,7 @@ INDEX_PUT = (
 
 @registry.requests("embedding")
 def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `embedding` (native/Embedding.cpp): a copy of the indices if `reshape(-1)` is not
-    a view.
-    """
+    """Requests of `embedding` (Embedding.cpp): a copy of the indices if they have gaps."""
     indices: Tensor = args[1]
     return Scratch(before=() if is_a_row(indices) else (indices.nbytes,))
 
@@ -149,9 +147,7 @@ def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
 
 @registry.requests("embedding_renorm_")
 def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted indices, their positions, the
-    unique indices, and their number.
-    """
+    """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices."""
     indices = args[1]
     row = indices.numel() * INDEX_BYTES
     copies = contiguous_copy(indices)

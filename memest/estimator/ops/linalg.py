@@ -255,9 +255,7 @@ def _lu(a: _Matrices) -> Events:
 
 
 def _lu_solve(a: _Matrices, num_right: int) -> Events:
-    """Requests of `lu_solve_kernel`: batched cuBLAS, a loop, or two triangular systems with the
-    pivots as a permutation.
-    """
+    """Requests of `lu_solve_kernel`: batched cuBLAS, a loop, or two triangular systems."""
     if a.is_solved_in_a_loop(num_right):
         return passing(INFO)
     if a.n <= (16 if a.n == num_right else 64):

@@ -63,9 +63,7 @@ def _reduced_loss(position: int, *, is_copied: bool) -> registry.RequestRule:
     """
 
     def reduced_loss(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-        """Requests of the elementwise loss, whose storage the scalar keeps, and the staging of its
-        sum.
-        """
+        """Requests of the loss, whose storage the scalar keeps, and the staging of its sum."""
         if not is_reduced(args, position):
             return Scratch()
         size, staged = _elements(loss_shape(args), out, gpu)

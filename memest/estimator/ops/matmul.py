@@ -108,9 +108,7 @@ def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
 
 @registry.modelled("_grouped_mm")
 def grouped_mm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the product is a loop over groups without memory of its own, or was
-    recorded.
-    """
+    """Return whether the product is a loop without memory of its own, or was recorded."""
     return not _is_fused(args, gpu) or gpu.capability == _RECORDED
 
 

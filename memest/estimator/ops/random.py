@@ -576,9 +576,7 @@ def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("native_dropout")
 def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `native_dropout` (Dropout.cu): mask, unless all or nothing is dropped, and
-    result.
-    """
+    """Requests of `native_dropout` (Dropout.cu): the mask first, if anything is drawn."""
     result, mask = out
     sizes = {0: result.nbytes, 1: mask.nbytes}
     is_drawn = args[2] is not False and 0 < args[1] < 1

@@ -140,9 +140,7 @@ def gru_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
 
 @registry.requests("_thnn_fused_lstm_cell_backward_impl")
 def lstm_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_thnn_fused_lstm_cell_backward_impl`: gradients of gates and state, sums of
-    gates.
-    """
+    """Requests of `_thnn_fused_lstm_cell_backward_impl`: gates, state, sums of gates."""
     gates, state, bias = out
     if gates is None:
         return []

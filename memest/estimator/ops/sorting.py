@@ -241,9 +241,7 @@ def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
 
 @registry.modelled("histc")
 def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the bounds differ, so that torch does not search extremes, and bins are
-    few.
-    """
+    """Return whether the bounds differ, so that none are searched, and bins are few."""
     bins, low, high = (
         argument(args, kwargs, i, name, default)
         for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))

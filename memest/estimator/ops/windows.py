@@ -78,9 +78,7 @@ def image_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 
 @registry.requests("max_pool3d_with_indices_backward")
 def volume_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Copies of the gradient and the positions in the input's memory format, after the output
-    (DilatedMaxPool3d.cu).
-    """
+    """Copies of gradient and positions in the input's format, after the output."""
     return Scratch(after=copies_in(suggest_memory_format(args[1]), args[0], args[7]))
 
 

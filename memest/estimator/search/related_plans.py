@@ -98,9 +98,7 @@ class TraceSeries:
         return self.trace(value).traced
 
     def _is_alone(self, value: int) -> bool:
-        """Return whether `value` needs a trace of its own, because sizes near it take other
-        decisions.
-        """
+        """Return whether `value` needs a trace, because sizes near it take other decisions."""
         interpolation = next(iter(self._interpolations.values()), None)
         own = None if interpolation is None else interpolation.outcomes(value)
         if interpolation is None or own is None:

@@ -209,9 +209,7 @@ def _constants_on_the_host(graph: Any) -> Iterator[None]:
 
 
 def _is_composite(operator: Any) -> bool:
-    """Return whether C++ takes the operator apart above autograd, even if Python has a rule for
-    meta.
-    """
+    """Return whether C++ decomposes the operator above autograd, whatever Python has for meta."""
     if not isinstance(operator, torch._ops.OpOverload):  # it calls operators
         return False
     name = str(operator._schema.name)

@@ -52,9 +52,7 @@ def kernels_for(log: WorkLog) -> Callable[..., Kernel]:
 
 
 def _ways_to_launch(source: str) -> tuple[int, list[int]]:
-    """Return the number of configurations that Inductor times, and the tensors that a kernel
-    changes.
-    """
+    """Return the number of timed configurations, and the tensors that a kernel changes."""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     found: list[tuple[int, list[int]]] = []
