@@ -1,7 +1,8 @@
 """The real GPU, identified without a CUDA context on it.
 
-NVML is used where possible. It cannot identify the GPU that CUDA would choose among slices or GPUs
-of several kinds; then a short process uses torch. A process with a context uses torch itself.
+NVML is used where nvidia-ml-py is installed. It cannot identify the GPU that CUDA would choose
+among slices or GPUs of several kinds; then a short process uses torch. A process with a context
+uses torch itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -75,16 +76,12 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
     torch = sys.modules.get("torch")
     if torch is not None and _has_context(torch):
         return _of_this_process(torch)
+    if not _has_driver():
+        return None
     try:
-        nvml = _Nvml()
-    except OSError:
-        return _of_another_process() if _has_driver() else None
-    try:
-        return nvml.device(first, environment.get("CUDA_DEVICE_ORDER", ""))
+        return _by_nvml(first, environment.get("CUDA_DEVICE_ORDER", ""))
     except _UnsureError:
         return _of_another_process()
-    finally:
-        nvml.close()
 
 
 def _has_driver() -> bool:
@@ -126,90 +123,49 @@ def _of_another_process() -> DeviceAtHand | None:
     return DeviceAtHand(name, total, (major, minor), free, has_context=True)
 
 
-_DRIVER, _NVML = (
-    ("nvcuda.dll", "nvml.dll") if sys.platform == "win32" else ("libcuda.so.1", "libnvidia-ml.so.1")
-)
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class _UnsureError(Exception):
-    """NVML cannot identify the GPU, or its memory."""
+    """NVML cannot identify the GPU, or nvidia-ml-py is not installed."""
 
 
-class _Memory(ctypes.Structure):
-    """`nvmlMemory_v2_t` of nvml.h."""
+def _by_nvml(visible: str | None, order: str) -> DeviceAtHand | None:
+    """Return the GPU that `CUDA_VISIBLE_DEVICES` names first; None if there is none.
 
-    _fields_ = (
-        ("version", ctypes.c_uint),
-        ("total", ctypes.c_ulonglong),
-        ("reserved", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
+    Raises:
+        _UnsureError: another process has to identify it.
+    """
+    try:
+        import pynvml
+    except ImportError as error:
+        raise _UnsureError from error
+    try:
+        pynvml.nvmlInit()
+        try:
+            return _read(pynvml, visible, order)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise _UnsureError from error
 
 
-_MEMORY_VERSION = ctypes.sizeof(_Memory) | 2 << 24  # as NVML_STRUCT_VERSION(Memory, 2)
-_NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
-
-
-class _Nvml:
-    """The NVIDIA Management Library, initialised; `OSError` if it finds no driver."""
-
-    def __init__(self) -> None:
-        self._library: Any = ctypes.CDLL(_NVML)
-        if self._library.nvmlInit_v2():
-            raise OSError("NVML finds no driver")
-
-    def close(self) -> None:
-        self._library.nvmlShutdown()
-
-    def device(self, visible: str | None, order: str) -> DeviceAtHand | None:
-        """Return the GPU of `CUDA_VISIBLE_DEVICES`, or None; `_UnsureError` if it is unclear."""
-        count = ctypes.c_uint()
-        self._ask("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        handle = ctypes.c_void_p()
-        if visible is not None and not visible.isdecimal():
-            self._ask("nvmlDeviceGetHandleByUUID", visible.encode(), ctypes.byref(handle))
-        else:
-            index = int(visible or 0)
-            if index >= count.value:
-                return None
-            if order != "PCI_BUS_ID" and len(self._names(count.value)) > 1:
-                raise _UnsureError  # CUDA puts the fastest first
-            handle = self._by_index(index)
-        if self._is_sliced(handle):
-            raise _UnsureError
-        memory = _Memory(version=_MEMORY_VERSION)
-        self._ask("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._ask(
-            "nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor)
-        )
-        total = memory.total - memory.reserved
-        return DeviceAtHand(
-            self._name(handle), total, (major.value, minor.value), total - memory.used
-        )
-
-    def _ask(self, function: str, *args: Any) -> None:
-        ask: Callable[..., int] | None = getattr(self._library, function, None)
-        if ask is None or ask(*args):
-            raise _UnsureError
-
-    def _by_index(self, index: int) -> ctypes.c_void_p:
-        handle = ctypes.c_void_p()
-        self._ask("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
-        return handle
-
-    def _name(self, handle: ctypes.c_void_p) -> str:
-        name = ctypes.create_string_buffer(_NAME_BYTES)
-        self._ask("nvmlDeviceGetName", handle, name, _NAME_BYTES)
-        return name.value.decode(errors="replace")
-
-    def _names(self, count: int) -> set[str]:
-        return {self._name(self._by_index(index)) for index in range(count)}
-
-    def _is_sliced(self, handle: ctypes.c_void_p) -> bool:
-        """Return whether the GPU is in MIG mode, in which CUDA sees a slice of it."""
-        current, pending = ctypes.c_uint(), ctypes.c_uint()
-        with suppress(_UnsureError):  # GPUs without MIG do not support the query
-            self._ask("nvmlDeviceGetMigMode", handle, ctypes.byref(current), ctypes.byref(pending))
-        return bool(current.value)
+def _read(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
+    if visible is not None and not visible.isdecimal():
+        handle = nvml.nvmlDeviceGetHandleByUUID(visible)
+    else:
+        index, count = int(visible or 0), nvml.nvmlDeviceGetCount()
+        if index >= count:
+            return None
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        if order != "PCI_BUS_ID" and len({nvml.nvmlDeviceGetName(h) for h in handles}) > 1:
+            raise _UnsureError  # CUDA puts the fastest first
+        handle = handles[index]
+    with suppress(nvml.NVMLError_NotSupported):  # GPUs without MIG do not support the query
+        if nvml.nvmlDeviceGetMigMode(handle)[0]:
+            raise _UnsureError  # CUDA sees a slice of it
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    total = memory.total - memory.reserved
+    name = nvml.nvmlDeviceGetName(handle)
+    return DeviceAtHand(name, total, (major, minor), total - memory.used)

@@ -1,4 +1,4 @@
-"""Which GPU a process would run on, by a stand-in for NVML."""
+"""Which GPU a process would run on, by a stub of nvidia-ml-py."""
 
 from __future__ import annotations
 
@@ -21,60 +21,56 @@ FIRMWARE = 550 << 20
 
 
 class Nvml:
-    """NVML of a machine: of each card its name, what others use of it, and whether it is sliced."""
+    """`pynvml`, and name, used memory and slicing of each GPU of a machine."""
 
-    def __init__(self, cards: Sequence[tuple[str, int, bool]]) -> None:
-        self.cards = cards
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
+    nvmlMemory_v2 = 2
+
+    def __init__(self, gpus: Sequence[tuple[str, int, bool]]) -> None:
+        self.gpus = gpus
         self.is_open = False
 
-    def nvmlInit_v2(self) -> int:
+    def nvmlInit(self) -> None:
         self.is_open = True
-        return 0
 
-    def nvmlShutdown(self) -> int:
+    def nvmlShutdown(self) -> None:
         self.is_open = False
-        return 0
 
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = len(self.cards)
-        return 0
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-        handle._obj.value = index + 1
-        return 0
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> tuple[str, int, bool]:
+        return self.gpus[index]
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
-        if not uuid.startswith(b"GPU-"):
-            return 6
-        return self.nvmlDeviceGetHandleByIndex_v2(int(uuid[4:]), handle)
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> tuple[str, int, bool]:
+        if not uuid.startswith("GPU-"):
+            raise self.NVMLError
+        return self.gpus[int(uuid[4:])]
 
-    def nvmlDeviceGetName(self, handle: Any, name: Any, size: int) -> int:
-        name.value = self.cards[handle.value - 1][0].encode()
-        return 0
+    def nvmlDeviceGetName(self, handle: tuple[str, int, bool]) -> str:
+        return handle[0]
 
-    def nvmlDeviceGetMemoryInfo_v2(self, handle: Any, memory: Any) -> int:
-        found = memory._obj
-        assert found.version == 40 | 2 << 24
-        found.total, found.reserved = H100.memory_bytes + FIRMWARE, FIRMWARE
-        found.used = self.cards[handle.value - 1][1]
-        found.free = found.total - found.reserved - found.used
-        return 0
+    def nvmlDeviceGetMemoryInfo(self, handle: tuple[str, int, bool], version: int) -> Any:
+        assert version == 2
+        total = H100.memory_bytes + FIRMWARE
+        return SimpleNamespace(total=total, reserved=FIRMWARE, used=handle[1])
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
-        major._obj.value, minor._obj.value = 9, 0
-        return 0
+    def nvmlDeviceGetCudaComputeCapability(self, handle: tuple[str, int, bool]) -> list[int]:
+        return [9, 0]
 
-    def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> int:
-        is_sliced = self.cards[handle.value - 1][2]
-        current._obj.value = int(is_sliced)
-        return 0
+    def nvmlDeviceGetMigMode(self, handle: tuple[str, int, bool]) -> list[int]:
+        if handle[0] == "Tesla T4":
+            raise self.NVMLError_NotSupported
+        return [int(handle[2]), 0]
 
 
 def machine(
-    monkeypatch: pytest.MonkeyPatch, *cards: tuple[str, int, bool], asked: Any = None
+    monkeypatch: pytest.MonkeyPatch, *gpus: tuple[str, int, bool], asked: Any = None
 ) -> Nvml:
-    made = Nvml(cards)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    made = Nvml(gpus)
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.setattr(module, "_has_driver", lambda: True)
     monkeypatch.setattr(module, "_of_another_process", lambda: asked)
     return made
 
@@ -159,7 +155,14 @@ def test_gpus_of_two_kinds_in_the_order_of_their_slots_need_no_process(
     assert found.name == H100.label
 
 
-def test_without_nvml_and_driver_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_ml_py_another_process_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, H100_FREE, asked=ASKED)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+    assert device_at_hand({}) is ASKED
+
+
+def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(name)
 
