@@ -87,12 +87,7 @@ async def run(
         raise _error_of(output)
     values = json.loads(text)
     summary = RunReport.from_dict(values).summary()
-    return {
-        "summary": summary,
-        "exit_code": code,
-        "report": values,
-        "output": output[-MAX_OUTPUT:],
-    }
+    return {"summary": summary, "exit_code": code, "report": values, "output": output[-MAX_OUTPUT:]}
 
 
 async def predict(plan: dict[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import (
-    given_only,
-    print_or_write,
-    read_plans,
-    with_gpus,
-    write_pages,
-)
+from memest.cli.files import given_only, print_or_write, read_plans, with_gpus, write_pages
 from memest.cli.group import OOM_EXIT_CODE, main, print_error
 from memest.cli.options import (
     OUT,

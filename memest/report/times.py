@@ -137,9 +137,7 @@ def _positive(value: Any) -> float:
 
 
 def time_cells(
-    report: SimulatedReport,
-    training: Training | None = None,
-    gpus: Sequence[str] | None = None,
+    report: SimulatedReport, training: Training | None = None, gpus: Sequence[str] | None = None
 ) -> list[list[str]]:
     """Return the header and one row per GPU; `training` adds its hours, `gpus` selects GPUs."""
     tokens = _tokens(report.plan)

@@ -13,12 +13,7 @@ from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
 from memest.estimator.hardware.pace import estimate
 from memest.estimator.ops.cudnn_convolution import describe_source
 from memest.estimator.replay.closed_form import LAYER
-from memest.estimator.summary import (
-    beside_assumed,
-    context_assumed,
-    coverage_of,
-    kernels_assumed,
-)
+from memest.estimator.summary import beside_assumed, context_assumed, coverage_of, kernels_assumed
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import MemKind, Site
 from memest.estimator.versions import library_versions

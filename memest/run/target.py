@@ -26,7 +26,7 @@ LAUNCHERS = frozenset(("torch.distributed.elastic", "deepspeed.launcher.launch")
 
 IS_INSTALLED = "is it installed here?"
 INSTALLED_BY = {
-    "litgpt": "`pip install 'memest-gpu[litgpt]'`, then `pip install --no-deps litgpt==0.5.13`",
+    "litgpt": "`pip install 'memest-gpu[litgpt]'`, then `pip install --no-deps litgpt==0.5.13`"
 }
 """Install commands of packages with their own extra. LitGPT has two, since it requires a
 huggingface_hub that is too old for transformers 5.

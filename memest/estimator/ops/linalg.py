@@ -344,10 +344,7 @@ for _names, _calls_cublas in (
     ("linalg_solve_triangular linalg_inv_ex", lambda args: True),
     ("linalg_qr linalg_qr.out", _qr_by_cublas),
     ("_linalg_solve_ex", _solves_by_cublas),
-    (
-        "linalg_lu_solve",
-        lambda args: not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1]),
-    ),
+    ("linalg_lu_solve", lambda args: not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1])),
     (
         "linalg_lu_factor_ex _linalg_slogdet _linalg_det",
         lambda args: _of(args[0]).is_factored_by_cublas,

@@ -42,10 +42,7 @@ class Replayed:
 
 
 def live_at(
-    program: Program,
-    num_micro_batches: int,
-    moment: Moment,
-    timing: FreeTiming = FreeTiming.LATEST,
+    program: Program, num_micro_batches: int, moment: Moment, timing: FreeTiming = FreeTiming.LATEST
 ) -> list[int]:
     """Return the ids of the storages alive just after the event of `moment`."""
     storages = program.storages

@@ -16,12 +16,7 @@ from memest.estimator.replay.interpolate.reuse import NotInterpolable
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.scenarios import describe_deferred_blocks
-from memest.estimator.replay.virtual_run import (
-    UNLIMITED_BYTES,
-    canonical,
-    rank_of,
-    run_plan,
-)
+from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, canonical, rank_of, run_plan
 from memest.estimator.tensors.storages import StorageTable
 from memest.estimator.versions import simulated
 from memest.estimator.versions.torch_releases import TorchRelease
