@@ -1,9 +1,9 @@
-"""`memest validate`: parse, one library call, and the live table."""
+"""`memest validate`: parse, one library call, and a table of its results."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from memest.cli.options import (
     plan_options,
     remote_code_option,
 )
+from memest.engines import Event, watched
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_suite
@@ -96,15 +97,18 @@ def validate(
         gpu = device.catalogue_name.replace(" ", "-")
         results = Path("results", f"{gpu}-{label}{capped}.jsonl")
     from memest.loops.job import RunOptions
+    from memest.validate.runner import header
     from memest.validate.runner import validate as run_all
 
     options = RunOptions(
         weights=weights, data=data, snapshots=snapshots, trust_remote_code=trust_remote_code
     )
-    measured = run_all(
-        rows, results=results, device=device, resume=resume, timeout_s=timeout, options=options,
-        on_progress=_show_progress(), engine=engine, workers=workers,
-    )  # fmt: skip
+    click.echo(header(), err=True)
+    with watched(_show):
+        measured = run_all(
+            rows, results=results, device=device, resume=resume, timeout_s=timeout,
+            options=options, engine=engine, workers=workers,
+        )  # fmt: skip
     click.echo(f"results: {results}", err=True)
     if as_json:
         click.echo("\n".join(m.to_json() for m in measured))
@@ -143,18 +147,12 @@ def _validation_rows(
     return [plan], file_stem(plan.label)
 
 
-def _show_progress() -> Callable[[Any], None]:
-    """Return a printer of the live table on stderr; the running line only on a terminal."""
-    from memest.validate.runner import finished_line, header, running_line
+def _show(event: Event) -> None:
+    """Print the row of an experiment that has ended; a terminal also shows the running one."""
+    from memest.validate.runner import table_row
 
-    click.echo(header(), err=True)
-    is_terminal = sys.stderr.isatty()
-
-    def show(progress: Any) -> None:
-        clear = "\r\x1b[K" if is_terminal else ""
-        if progress.measurement is not None:
-            click.echo(clear + finished_line(progress), err=True)
-        elif is_terminal:
-            click.echo(clear + running_line(progress), nl=False, err=True)
-
-    return show
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    if event.is_done:
+        click.echo(clear + table_row(event.result), err=True)
+    elif clear:
+        click.echo(f"{clear}{event.label}  is running", nl=False, err=True)

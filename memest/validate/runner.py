@@ -11,8 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -51,42 +50,20 @@ _NAME_WIDTH = 34
 def header() -> str:
     """Return the head of the table."""
     return (
-        f"{'':>7}  {'experiment':<{_NAME_WIDTH}}  {'verdict':<7}"
+        f"{'experiment':<{_NAME_WIDTH}}  {'verdict':<7}"
         f"  {'allocated':>10}  {'reserved':>10}  {'process':>10}  {'host':>10}  {'time':>7}"
     )
 
 
-def running_line(progress: Progress) -> str:
-    """Return the line of a running experiment: a bar over the suite, the name and the seconds."""
-    width = 20
-    filled = width * (progress.number - 1) // progress.total
-    bar = "#" * filled + "." * (width - filled)
-    return (
-        f"[{progress.number:>2}/{progress.total:>2}]  {progress.name:<{_NAME_WIDTH}}  "
-        f"{bar}  {progress.elapsed_s:.0f} s"
-    )
-
-
-def finished_line(progress: Progress) -> str:
-    """Return a row of the table."""
-    found = progress.measurement
-    assert found is not None
-    start = f"[{progress.number:>2}/{progress.total:>2}]  {progress.name:<{_NAME_WIDTH}}"
+def table_row(found: Measurement) -> str:
+    """Return the row of an experiment in the table."""
+    start = f"{found.name:<{_NAME_WIDTH}}"
     if found.verdict is Outcome.FAILED:
         word = "skipped" if found.note.startswith(SKIPPED) else "failed"
         return f"{start}  {word:<7}  {found.note.removeprefix(SKIPPED)[:200]}"
-    cells = "".join(f"  {format_gib(n):>10}" for n in _totals(found))
-    when = "before" if progress.was_done else f"{progress.elapsed_s:.1f} s"
-    return f"{start}  {found.verdict:<7}{cells}  {when:>7}"
-
-
-def _totals(found: Measurement) -> tuple[int, int, int, int]:
-    return (
-        found.peak_allocated_bytes,
-        found.peak_reserved_bytes,
-        found.process_bytes,
-        found.host_bytes,
-    )
+    sizes = (*found.levels.values(), found.host_bytes)
+    cells = "".join(f"  {format_gib(size):>10}" for size in sizes)
+    return f"{start}  {found.verdict:<7}{cells}  {f'{found.elapsed_s:.1f} s':>7}"
 
 
 T = TypeVar("T")
@@ -207,21 +184,7 @@ def _main() -> None:
 if __name__ == "__main__":
     _main()
 
-POLL_S = 0.05
-TICK_S = 1.0
 LOG_LINES = 4  # last lines of a failed run's log that its note repeats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """State of a suite, reported about once a second and at the end of each experiment."""
-
-    number: int
-    total: int
-    name: str
-    elapsed_s: float
-    measurement: Measurement | None = None  # report of the experiment, once it has ended
-    was_done: bool = False  # True if it was in the results already
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,7 +221,6 @@ def validate(
     resume: bool = False,
     timeout_s: float = 600.0,
     options: RunOptions | None = None,
-    on_progress: Callable[[Progress], Any] = lambda progress: None,
     start: Callable[..., Child] | None = None,
     engine: str = "local",
     workers: int | None = None,
@@ -276,7 +238,6 @@ def validate(
         resume: continue a file that holds results, skipping those.
         timeout_s: seconds after which an experiment is ended as failed.
         options: weights and data.
-        on_progress: called for each experiment while it runs and when it ends.
         start: starts an experiment; None forks, or spawns where a fork is not possible.
         engine: where the experiments run, as in `memest.engines`.
         workers: experiments at a time; None is one per GPU.
@@ -302,22 +263,26 @@ def validate(
         options=options,
         start=start or (None if engine == "local" else spawn_experiment),
     )
-    table = _Table(results, plans, done, on_progress)
-    ticking = _tick.set(table.tick)
-    try:
+    found = {m.name: m for m in done}
+
+    def store(event: Event) -> None:
+        if event.is_done:
+            found[event.label] = event.result
+            results_file.append(results, event.result)
+
+    with watched(store):
         for made, members in _parts(pending, engine, workers, device):
-            with watched(table.on_event):
-                made.map(
-                    partial(_measure, runner),
-                    members,
-                    died=lambda plan, error: _unfinished(device, plan, str(error)),
-                    label=lambda plan: plan.label,
-                )
-    finally:
-        _tick.reset(ticking)
+            made.map(
+                partial(_measure, runner),
+                members,
+                died=lambda plan, error: _unfinished(device, plan, str(error)),
+                label=lambda plan: plan.label,
+            )
     with suppress(OSError):  # it is not there, or has logs of failed runs
         _logs(results).rmdir()
-    return table.close()
+    labels = [plan.label for plan in plans]
+    results_file.sort(results, labels)
+    return [found[label] for label in labels]
 
 
 def detect_on(engine: str) -> Device:
@@ -430,63 +395,6 @@ def _without_bitsandbytes() -> Iterator[None]:
         del sys.modules[name]
 
 
-_tick: ContextVar[Callable[[str], None]] = ContextVar("_tick", default=lambda label: None)
-"""Function that is called about once a second while an experiment runs in this process's child."""
-
-
-class _Table:
-    """Progress and results of a suite, as its experiments begin and end."""
-
-    def __init__(
-        self,
-        path: Path,
-        plans: Sequence[TrainingPlan],
-        done: Sequence[Measurement],
-        on_progress: Callable[[Progress], Any],
-    ) -> None:
-        self._path = path
-        self._numbers = {plan.label: number for number, plan in enumerate(plans, 1)}
-        self._found = {m.name: m for m in done if m.name in self._numbers}
-        self._started: dict[str, float] = {}
-        self._on_progress = on_progress
-        for label in self._found:
-            self._report(label, was_done=True)
-
-    def on_event(self, event: Event) -> None:
-        """Record an experiment that begins, or store the report of one that has ended."""
-        label = event.label
-        if event.is_done:
-            self._found[label] = event.result
-            results_file.append(self._path, event.result)
-            self._report(label)
-        else:
-            self._started[label] = time.monotonic()
-            self.tick(label)
-
-    def tick(self, label: str) -> None:
-        """Report that an experiment is running."""
-        self._on_progress(self._progress(label))
-
-    def close(self) -> list[Measurement]:
-        """Bring the file into the order of the plans, and return their reports."""
-        results_file.sort(self._path, list(self._numbers))
-        return [self._found[label] for label in self._numbers]
-
-    def _report(self, label: str, *, was_done: bool = False) -> None:
-        progress = self._progress(label)
-        measured = self._found[label]
-        self._on_progress(replace(progress, measurement=measured, was_done=was_done))
-
-    def _progress(self, label: str) -> Progress:
-        now = time.monotonic()
-        return Progress(
-            number=self._numbers[label],
-            total=len(self._numbers),
-            name=label,
-            elapsed_s=now - self._started.get(label, now),
-        )
-
-
 def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
     refusal = _refusal(runner, plan)
     if refusal:
@@ -501,7 +409,7 @@ def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")
         child = start(plan, runner.options, report=report, log=log)
-        ending = _wait(child, runner.timeout_s, plan.label)
+        ending = _wait(child, runner.timeout_s)
         measured = read_report(report)
     if measured is not None:
         log.unlink(missing_ok=True)
@@ -510,21 +418,14 @@ def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
     return _unfinished(runner.device, plan, note, time.monotonic() - started)
 
 
-def _wait(child: Child, timeout_s: float, label: str) -> str:
+def _wait(child: Child, timeout_s: float) -> str:
     """Return a description of the child's end; it has ended when this returns or raises."""
-    deadline = time.monotonic() + timeout_s
-    next_tick = time.monotonic() + TICK_S
     try:
-        while (code := child.poll()) is None:
-            now = time.monotonic()
-            if now >= deadline:
-                return f"ended after {timeout_s:g} s, the time limit"
-            if now >= next_tick:
-                _tick.get()(label)
-                next_tick += TICK_S
-            time.sleep(POLL_S)
+        code = child.wait(timeout_s)
     finally:
         child.kill()
+    if code is None:
+        return f"ended after {timeout_s:g} s, the time limit"
     if code >= 0:
         return f"failed with exit code {code}"
     return f"killed by {signal.Signals(-code).name}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -20,6 +22,7 @@ pytest.importorskip("lightning")
 from memest import packages
 from memest.child import Child
 from memest.cli import main
+from memest.engines import Event, watched
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES
 from memest.loops.job import RunOptions
@@ -29,7 +32,7 @@ from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measuremen
 from memest.validate import device as device_module
 from memest.validate import results, runner
 from memest.validate.device import Device
-from memest.validate.runner import Progress, finished_line, running_line, validate
+from memest.validate.runner import table_row, validate
 from tests.engine_tasks import experiment
 
 H200 = Device(
@@ -299,17 +302,11 @@ def test_offload_is_asked_of_the_prediction_too() -> None:
     assert 18 * 124_439_808 <= held < 20 * 124_439_808
 
 
-def test_progress_is_told_before_and_after_each_experiment(run: Run) -> None:
-    seen: list[Progress] = []
+def test_a_row_of_the_table_has_the_totals_or_the_reason(run: Run) -> None:
+    fits, raises = run([plan("fits"), plan("raises")])
 
-    run([plan("fits"), plan("raises")], on_progress=seen.append)
-
-    ended = [p for p in seen if p.measurement is not None]
-    assert [(p.number, p.total, p.name) for p in ended] == [(1, 2, "fits"), (2, 2, "raises")]
-    assert seen[0].measurement is None
-    assert running_line(seen[0]).startswith("[ 1/ 2]  fits")
-    assert "  fits  " in finished_line(ended[0])
-    assert "  failed   failed with exit code 1" in finished_line(ended[1])
+    assert table_row(fits).split() == ["fits", "fits", *("0.00", "GiB") * 4, "0.5", "s"]
+    assert "  failed   failed with exit code 1" in table_row(raises)
 
 
 def test_every_gpu_of_the_machine_measures_and_the_file_has_the_order_of_the_suite(
@@ -317,25 +314,47 @@ def test_every_gpu_of_the_machine_measures_and_the_file_has_the_order_of_the_sui
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     rows = [plan("paged", optim="paged_adam_8bit"), *map(plan, ("fits", "raises", "is too large"))]
-    seen: list[Progress] = []
+    seen: list[Event] = []
 
-    found = run(
-        rows, device=replace(H200, num_devices=2), on_progress=seen.append,
-        start=partial(runner.fork_experiment, experiment=experiment),
-    )  # fmt: skip
+    with watched(seen.append):
+        found = run(
+            rows, device=replace(H200, num_devices=2),
+            start=partial(runner.fork_experiment, experiment=experiment),
+        )  # fmt: skip
 
     stored = read_measurements(tmp_path / "results.jsonl")
     assert [m.name for m in stored] == [row.label for row in rows] == [m.name for m in found]
     assert [m.verdict for m in found[1:]] == [Outcome.FITS, Outcome.FAILED, Outcome.OOM]
     assert "the seventh wrong thing" in found[2].note
     assert {found[1].device["visible"], found[3].device["visible"]} <= {"0,1", "1,0"}
-    assert [p.name for p in seen if p.measurement is not None][-1] == "paged"
+    assert [event.label for event in seen if event.is_done][-1] == "paged"
     assert (tmp_path / "results.logs" / "raises.log").exists()
 
 
 def test_more_workers_than_gpus_are_refused(run: Run) -> None:
     with pytest.raises(PlanError, match="`--workers 2` is more than the 1 GPUs"):
         run([plan("fits")], workers=2)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_command_prints_a_row_for_each_result(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(runner, "detect_device", lambda: H200)
+    run_all = partial(validate, start=fork)
+    monkeypatch.setattr(runner, "validate", run_all)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["validate", "--model", "gpt2", "--results", "results.jsonl"]
+
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+
+    assert ended.value.code == 0
+    assert "  fits  " in shown.getvalue()
+    assert ("gpt2  is running" in shown.getvalue()) == is_terminal
 
 
 def test_the_suite_of_the_gpu_is_taken_where_none_is_named(
