@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from memest.errors import MemestError
@@ -36,6 +38,39 @@ do_work(work, sys.argv[1], is_silent)
 
 class DiedError(MemestError):
     """A child process ended without an answer; the message describes its end."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception: a script ends with its report."""
+
+
+@contextmanager
+def signals_once(*numbers: int) -> Iterator[None]:
+    """Raise at the first signal of each number, and ignore further ones, in this process alone.
+
+    A terminal and `timeout` send a signal to each process of a group, and so does the parent.
+    """
+    owner = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that the script has forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        signal.signal(number, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Child:
@@ -68,6 +103,11 @@ class Child:
         while (status := self.poll()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return status
+
+    def send(self, number: int) -> None:
+        """Send a signal; consoles of Windows send theirs to each process."""
+        if self.poll() is None and sys.platform != "win32":
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process and all its children, and wait for the end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from memest.child import signals_once
 from memest.cli.files import write_pages
 from memest.cli.group import OOM_EXIT_CODE, main, print_error
 from memest.cli.options import (
@@ -35,7 +37,7 @@ from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_g
 from memest.estimator.predict import PRIMARY_GPU
 from memest.estimator.versions import check_torch
 from memest.project import FILE, find_project
-from memest.report import Outcome, RunReport
+from memest.report import Ending, Outcome, RunReport
 from memest.report.answer import summary_line
 from memest.report.schedulers import NAMES, resource_lines
 from memest.report.text import render_text
@@ -215,7 +217,8 @@ def run(
     limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
-    ran = _run_chosen(chosen, run_one, files)
+    with signals_once(signal.SIGTERM):
+        ran = _run_chosen(chosen, run_one, files)
     _print_errors(ran)
     if ran.report is None:
         return _not_used(ran)
@@ -351,7 +354,7 @@ def _run_ranks(
         if first.rank in done:
             continue
         run_with_files = partial(_run_with_files, run_one, files, folder)
-        every = run_with_peers(first, run_with_files, done=done)
+        every, interrupted = run_with_peers(first, run_with_files, done=done), []
         for rank, ran in every:
             done.add(rank.rank)
             report = ran.report
@@ -359,10 +362,12 @@ def _run_ranks(
                 continue
             if report.verdict is Outcome.OOM and ran.decides:
                 again = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
-                if again.report is not None and again.report.fits:
+                if again.report is not None and again.report.ending is Ending.INTERRUPTED:
+                    interrupted = [again]
+                elif again.report is not None and again.report.fits:
                     report = open_verdict(report, ran.decides)
             reports.append((rank, report))
-        ran = _first_failed([ran for _, ran in every])
+        ran = _first_failed([*interrupted, *(ran for _, ran in every)])
         if ran.exit_code:
             break
     if not reports:

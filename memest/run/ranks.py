@@ -7,11 +7,12 @@ collective gives each rank what it would get if the other ranks had the same val
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
-from memest.child import Child, DiedError, submit, wait_any
+from memest.child import Child, DiedError, Terminated, signals_once, submit, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.gpu.worlds import Mailbox, Rank
 from memest.report import Interval, Outcome, RankRow, RunReport
@@ -93,15 +94,34 @@ def run_with_peers(
                     f"more than {MAX_TOGETHER} ranks send to each other",
                     hint="simulate fewer: all of them run at the same time",
                 )
+    except (KeyboardInterrupt, Terminated) as error:
+        results += _interrupted(running, error)
     finally:
         for child in running:
             child.kill()
     return sorted(results, key=lambda pair: pair[0].rank)
 
 
+def _interrupted(
+    running: Mapping[Child, Rank], error: KeyboardInterrupt | Terminated
+) -> Iterator[tuple[Rank, RunResult]]:
+    """End the running ranks by the signal of this process; yield their results so far.
+
+    A second Ctrl-C ends them without a result.
+    """
+    for child in running:
+        child.send(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+    for child, rank in running.items():
+        try:
+            yield rank, _result(rank, child)
+        except MemestError:  # it had not begun
+            raise error from None
+
+
 def _run_as(rank: Rank, run: Callable[[Rank], RunResult]) -> RunResult:
     os.environ.update(environment(rank))
-    return run(rank)
+    with signals_once(signal.SIGINT, signal.SIGTERM):
+        return run(rank)
 
 
 def _result(rank: Rank, child: Child) -> RunResult:

@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.utils.data._utils import fetch
 
+from memest.child import Terminated
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES
 from memest.estimator.gpu.worlds import ALONE, Rank
@@ -251,6 +252,8 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
         return Ending.FINISHED, ""
     if _is_stopped(error):
         return Ending.STOPPED, ""
+    if isinstance(error, Terminated):
+        return Ending.INTERRUPTED, "SIGTERM"
     if isinstance(error, SystemExit):
         is_said = error.code not in (None, 0)
         return Ending.FINISHED, f"SystemExit: {error.code}" if is_said else ""

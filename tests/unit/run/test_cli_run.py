@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -358,6 +359,28 @@ def test_a_rank_that_crashes_ends_the_run(folder: Path) -> None:
     assert ran.returncode == 1
     assert ran.stderr.count("ValueError: ") == 1
     assert "ValueError: 0" in ran.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ranks", [("--nproc-per-node", "2"), ()])
+def test_an_interrupted_run_reports_so_far(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[str, ...], sent: signal.Signals
+) -> None:
+    """The signal goes to the first process alone; it leaves no file of its own."""
+    to = "os.getppid()" if ranks else "os.getpid()"
+    (folder / "long.py").write_text(
+        f"{TRAIN}\nimport os, time\nos.kill({to}, {int(sent)})\ntime.sleep(60)\nprint('slept')\n"
+    )
+    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    (folder / "tmp").mkdir()
+
+    ran = run_in_a_process(*ranks, "--json", "report.json", "long.py", "2")
+
+    assert ran.returncode == 128 + sent, ran.stderr
+    assert "slept" not in ran.stdout
+    assert "was interrupted; 2 optimizer steps on h200: fits so far" in ran.stdout
+    assert json.loads((folder / "report.json").read_text())["ending"] == "interrupted"
+    assert not [path for path in (folder / "tmp").iterdir() if path.name.startswith("memest-")]
 
 
 def test_more_ranks_than_make_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
