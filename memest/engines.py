@@ -44,7 +44,7 @@ class Event:
     label: str  # name of the task, for people
     is_done: bool
     weight: int  # number of plans in the task
-    total: int  # number of plans in all tasks
+    total: int  # number of plans in all tasks; 0 for a step of a search, which has no end
     task: Any
     result: Any = None
 

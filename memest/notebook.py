@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dis
+import inspect
 import shlex
 import sys
 import warnings
@@ -29,7 +31,9 @@ from memest.run.session import Session, virtual_gpu
 
 __all__ = ["CellReport", "load_ipython_extension"]
 
-_OPTIONS = {"--gpu-memory": str, "--memory-limit": str, "--beside": str, "--max-steps": int}
+_OPTIONS = {
+    "--gpu": str, "--gpu-memory": str, "--memory-limit": str, "--beside": str, "--max-steps": int,
+}  # fmt: skip
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -95,8 +99,13 @@ class _Magic:
 
     def _check(self, cell: str) -> None:
         """Refuse objects that are on the real GPU, or on that of an earlier cell."""
-        namespace = self.shell.user_ns
-        for name in sorted(_names(self.shell.transform_cell(cell), namespace)):
+        namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
+        if _awaits(source):
+            raise UnsupportedError(
+                "the cell has `await` outside of a function, whose event loop is the notebook's",
+                hint="leave `await` to another cell, which has no `%%memest`",
+            )
+        for name in sorted(_names(source, namespace)):
             value = namespace[name]
             if any(is_on_real_gpu(tensor) for tensor in _tensors_of(value)):
                 raise UnsupportedError(
@@ -112,7 +121,10 @@ class _Magic:
 
 def _session(line: str) -> Session:
     """Return the virtual GPU that the line of the magic names."""
-    words, options = shlex.split(line), {}
+    try:
+        words, options = shlex.split(line, comments=True), {}
+    except ValueError as error:
+        raise PlanError(f"{shown(line)}: {error}", hint="`%%memest a100-40gb`") from error
     gpu = words.pop(0) if words and not words[0].startswith("-") else ""
     while words:
         option, *rest = words
@@ -124,7 +136,17 @@ def _session(line: str) -> Session:
         except ValueError as error:
             raise PlanError(f"`{option}` is {shown(rest[0])}", hint="write a number") from error
         words = rest[1:]
+    gpu = options.pop("gpu", gpu)
     return virtual_gpu(gpu or find_project(Path.cwd()).gpu or PRIMARY_GPU, **options)
+
+
+def _awaits(source: str) -> bool:
+    """Return whether a cell awaits outside of a function, as IPython allows."""
+    try:
+        code = compile(source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError:  # which the shell prints
+        return False
+    return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
 def _names(source: str, namespace: dict[str, Any]) -> set[str]:

@@ -14,7 +14,7 @@ from memest.cli.files import make_folder, print_or_write
 from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH, jobs_option
 from memest.cli.run import with_project
-from memest.cli.terminal import progress_bar
+from memest.cli.terminal import folded, progress_bar
 from memest.errors import PlanError
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
@@ -68,7 +68,7 @@ def diff(
         if as_json:
             click.echo(json.dumps(each.to_dict()))
         else:
-            click.echo(markdown(each.after, each) if as_markdown else str(each))
+            click.echo(markdown(each.after, each) if as_markdown else folded(str(each)))
     return GREW_EXIT_CODE if check and any(each.has_grown for each in found) else 0
 
 

@@ -14,6 +14,7 @@ import click
 
 from memest import __version__
 from memest.cli.group import main
+from memest.cli.terminal import folded
 from memest.errors import PlanError, shown
 from memest.estimator.hardware.gpus import list_gpus
 from memest.estimator.versions import (
@@ -62,7 +63,7 @@ def doctor() -> int:
     }
     for name, text in rows.items():
         if text:
-            click.echo(f"{name:<10} {text}")
+            click.echo(folded(f"{name:<10} {text}"))
     return int(is_broken)
 
 
@@ -107,7 +108,7 @@ def models(as_json: bool) -> None:
         for entry in entries:
             click.echo(json.dumps({key: getattr(entry, key) for key in keys}))
         return
-    click.echo(render_models(entries))
+    click.echo(folded(render_models(entries)))
 
 
 @main.command()
@@ -121,7 +122,7 @@ def gpus(as_json: bool, verbose: bool) -> None:
             row = dataclasses.asdict(gpu) | {"limit_bytes": gpu.limit_bytes}
             click.echo(json.dumps(row | {"evidence": evidence(gpu)}))
         return
-    click.echo(render_gpus(gpus, verbose=verbose))
+    click.echo(folded(render_gpus(gpus, verbose=verbose)))
 
 
 @main.command()

@@ -12,6 +12,7 @@ import click
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
+from memest.plan.training_plan import WITH_ADAPTERS
 from memest.report import SimulatedReport
 from memest.writing import why_not_writable, write_output
 
@@ -25,9 +26,25 @@ def given_only(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_plans(
-    config: Path | None, suite: Path | None, given: dict[str, Any]
+    config: Path | None, suite: Path | None, given: dict[str, Any], *, tries_lora: bool = False
 ) -> list[TrainingPlan]:
-    """Return the plans of a command: of a file, of a suite, or of the flags alone."""
+    """Return the plans of a command: of a file, of a suite, or of the flags alone.
+
+    A command that `tries_lora` also reads options of adapters for a full fine-tune.
+    """
+    plans = _plans(config, suite, given)
+    needs = [] if tries_lora else [key for key in _OF_ADAPTERS if key in given]
+    if needs and not any(plan.uses_adapters for plan in plans):
+        message = WITH_ADAPTERS.error.format(key=needs[0])
+        raise PlanError(message, hint=WITH_ADAPTERS.hint)
+    return plans
+
+
+_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")
+"""Keys that a suite may give for all its plans, and a typed option only with adapters."""
+
+
+def _plans(config: Path | None, suite: Path | None, given: dict[str, Any]) -> list[TrainingPlan]:
     if config is not None and suite is not None:
         raise PlanError("`--config` and `--suite` are given together", hint="choose one")
     if suite is not None:

@@ -208,7 +208,7 @@ def advise(
     memest advise --config lab.yaml --gpu rtx-4090 --json
     """
     given = given_only(flags)
-    plan = read_plans(config, None, given)[0]
+    plan = read_plans(config, None, given, tries_lora=True)[0]
     if len(plan.gpu) + (plan.gpu_memory is not None) != 1:
         raise PlanError(
             "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),

@@ -217,8 +217,7 @@ def run(
     limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
-    with signals_once(signal.SIGTERM):
-        ran = _run_chosen(chosen, run_one, files)
+    ran = _run_chosen(chosen, run_one, files)
     _print_errors(ran)
     if ran.report is None:
         return _not_used(ran)
@@ -328,6 +327,7 @@ def _after(ran: RunResult, write: Callable[[], None]) -> RunResult:
     return ran
 
 
+@signals_once(signal.SIGTERM)
 def _run_chosen(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files
 ) -> RunResult:

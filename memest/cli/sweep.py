@@ -23,7 +23,7 @@ from memest.cli.options import (
     remote_code_option,
 )
 from memest.cli.resume import forget, sweep_resumably
-from memest.cli.terminal import progress_bar
+from memest.cli.terminal import folded, progress_bar
 from memest.errors import PlanError
 from memest.estimator.predict import target_gpus
 from memest.estimator.search.sweep import Grid, make_grid, parse_values
@@ -67,7 +67,7 @@ def max_batch(
             f"`{key}` is given, but the command searches for it",
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
-    plan = read_plans(config, None, given)[0]
+    plan = read_plans(config, None, given, tries_lora=all_techniques)[0]
     from memest.report.sweep import json_lines, render_largest, render_techniques
 
     gpus = target_gpus(plan)
@@ -88,7 +88,7 @@ def max_batch(
         nothing_fits = any(row.value is None for row in found)
         as_rows = [row.to_dict() for row in found]
         text = json_lines(as_rows) if as_json else render_largest(found)
-    print_or_write(text, output)
+    print_or_write(text if as_json or output is not None else folded(text), output)
     return OOM_EXIT_CODE if check and nothing_fits else 0
 
 

@@ -77,6 +77,11 @@ class _Lines:
 
     def show(self, event: Event) -> None:
         """Count a task that begins or has ended; write a line if the last one is old enough."""
+        if not event.total:
+            if monotonic() - self._last >= LOG_SECONDS:
+                self._last = monotonic()
+                print(event.label, file=sys.stderr, flush=True)
+            return
         if not event.is_done:
             if not self._num_running and self._num_done >= self._total:  # the first of its kind
                 self._total += event.total
@@ -128,6 +133,9 @@ class _Display:
     def show(self, event: Event) -> None:
         """Show a task that begins or has ended."""
         bar = self._bar
+        if not event.total:
+            bar.set_description_str(", ".join([*self._running, event.label]))
+            return
         if not event.is_done:
             if not self._running and bar.n >= (bar.total or 0):  # the first of its kind
                 bar.total = (bar.total or 0) + event.total

@@ -227,6 +227,8 @@ def virtual_gpu(
     if gpu_memory is not None:
         found = custom_gpu(parse_bytes(gpu_memory), found)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
+    if max_steps is not None and max_steps < 1:
+        raise PlanError(f"`max_steps` is {max_steps}", hint="give at least 1, or leave it out")
     return Session(
         found if beside is None else found.beside(parse_bytes(beside)),
         memory_limit=limit,
@@ -241,7 +243,7 @@ def _checked(memory_limit: int) -> int:
     if memory_limit < SMALL_SEGMENT_BYTES:
         raise PlanError(
             f"a cap of {memory_limit} bytes is below the allocator's smallest segment, 2 MiB",
-            hint=f"give its unit: `{memory_limit}GiB`",
+            hint=f"give its unit: `{memory_limit}GiB`" if memory_limit < 1000 else "give more",
         )
     return memory_limit
 

@@ -46,6 +46,8 @@ def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         (["predict", "--model", "gpt2", "--json", "--emit", "sky"], 2, "`--json` and `--emit`"),
         (["predict", "--model", "gpt2", "--json", "--price", "2"], 2, "hours and prices are not"),
         (["predict", "--suite", "a.yaml", "--train-steps", "9"], 2, "not part of `--suite`"),
+        (["predict", "--model", "gpt2", "--lora-r", "8"], 2, "`lora_r` is given for a full"),
+        (["max-batch", "--model", "gpt2", "--lora-alpha", "8"], 2, "`lora_alpha` is given for a"),
         (["sweep", "--model", "gpt2", "--resume"], 2, "Error: `--resume` needs `-o`"),
         (["frobnicate"], 2, "Error: No such command 'frobnicate'"),
         (["predit"], 2, "Error: No such command 'predit'. Did you mean 'predict'?"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from memest.cli import main
 from memest.cli.terminal import folded
 from memest.report.text import fold
 
@@ -28,6 +31,19 @@ def test_colours_take_no_columns() -> None:
     line = f"\x1b[2m{'word ' * 15}end\x1b[0m"
 
     assert fold(line, 80) == line
+
+
+def test_the_lists_fold_as_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        main(["gpus"])
+    rows = capsys.readouterr().out.splitlines()
+
+    assert max(map(len, rows)) <= 40
+    assert "t4               14.75 GiB  135.15 MiB" in rows
 
 
 def test_only_a_terminal_folds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,9 @@ def test_an_object_of_an_earlier_cell_is_refused_by_name(
         ("b9000", "`b9000` is not in the catalogue"),
         ("t4 --steps 3", "`--steps` is no option of `%%memest`"),
         ("--max-steps many", "`--max-steps` is `many`"),
+        ("t4 --max-steps 0", "`max_steps` is 0"),
+        ("t4 'x", "No closing quotation"),
+        ("t4 --memory-limit 1MiB", "2 MiB\nhint: give more"),
     ],
 )
 def test_a_wrong_line_is_an_error_of_usage(
@@ -166,6 +169,19 @@ def test_a_wrong_line_is_an_error_of_usage(
 
     assert shell.run_cell_magic("memest", line, "x = 1") is None
     assert says in output(capsys)
+
+
+def test_await_outside_of_a_function_is_refused(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shell.run_cell_magic("memest", "t4", "import asyncio\nawait asyncio.sleep(0)") is None
+    assert "the cell has `await` outside of a function" in output(capsys)
+
+
+def test_the_gpu_is_named_as_for_the_command_and_a_comment_is_allowed(shell: Any) -> None:
+    made = shell.run_cell_magic("memest", "--gpu t4  # my own", TRAIN)
+
+    assert made.report.gpu == "t4"
 
 
 def test_a_cell_without_the_gpu_has_no_report(

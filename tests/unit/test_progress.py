@@ -22,8 +22,10 @@ from memest.cli.resume import (
     predictions_of,
 )
 from memest.cli.terminal import progress_bar, result_lines
-from memest.engines import Event, Local, watched
+from memest.engines import Event, Local, notify, watched
+from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search import suite
+from memest.estimator.search.largest import largest
 
 PLANS = [
     TrainingPlan(model_name="gpt2", batch_size=b, seq_len=16, gpu=("t4",), name=f"b{b}")
@@ -81,6 +83,24 @@ def test_a_log_has_a_line_every_half_minute(
         Local(workers=1).map(abs, [-1, 2, 3, 4, 5], died=died)
 
     assert capsys.readouterr().err == ("2/5 done, about 1 min left\n4/5 done, about 1 min left\n")
+
+
+def test_a_search_reports_the_size_it_tries(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0, 20)
+    monkeypatch.setattr("memest.cli.terminal.monotonic", lambda: next(clock))
+    with progress_bar():
+        largest(PLANS[0], [find_gpu("t4")], "batch_size")
+    lines = capsys.readouterr().err.splitlines()
+    assert "b1: batch_size 8 on t4" in lines
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("memest.cli.terminal._DELAY", 0.0)
+    with progress_bar("looking"):
+        notify(Event(label="b1: batch_size 32", is_done=False, weight=0, total=0, task=32))
+    assert "b1: batch_size 32" in terminal.getvalue()
 
 
 def test_a_terminal_sees_what_is_under_way_and_each_result(

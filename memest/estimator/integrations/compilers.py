@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
@@ -81,18 +81,31 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
 def _refuse_what_differs(options: dict[str, Any]) -> None:
     """Raise for options under which an uncompiled run would differ."""
-    given, backend = options.get("mode"), options.get("backend")
-    captures = given == CAPTURES or (options.get("options") or {}).get("triton.cudagraphs")
-    if captures:
-        how = f"mode={given!r}" if given == CAPTURES else 'options={"triton.cudagraphs": True}'
+    backend = options.get("backend")
+    how = _captures(options.get("mode"), backend, options.get("options") or {})
+    if how:
         raise UnsupportedError(
-            f"`torch.compile({how})` records CUDA graphs, whose memory is not simulated",
+            f"`{how}` records CUDA graphs, whose memory is not simulated",
             hint="compile without them, or not at all (`--compile false` of LitGPT)",
         )
     if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
         raise UnsupportedError(
             "`torch.compile` by Thunder is not simulated", hint="run the script without Thunder"
         )
+
+
+def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
+    """Return what makes Inductor or the backend record CUDA graphs, or an empty string."""
+    if given == CAPTURES:
+        return f"torch.compile(mode={given!r})"
+    if str(backend).startswith("cudagraphs"):  # torch/_dynamo/backends/cudagraphs.py
+        return f"torch.compile(backend={backend!r})"
+    if options.get("triton.cudagraphs"):
+        return 'torch.compile(options={"triton.cudagraphs": True})'
+    from torch._inductor import config
+
+    is_set = config.triton.cudagraphs and backend in (None, "inductor")
+    return "torch._inductor.config.triton.cudagraphs = True" if is_set else ""
 
 
 def _say(say: Callable[[str], None], mode: CudaSimMode, text: str) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from memest.engines import Event, notify
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
@@ -210,6 +211,8 @@ class _Search:
     def trial(self, value: int) -> Trial | None:
         """Return the trial of `value`, made once; None if it makes no plan."""
         if value not in self._trials:
+            label = f"{self.plan.label}: {self.series.key} {value} on {self.gpu.name}"
+            notify(Event(label=label, is_done=False, weight=0, total=0, task=value))
             try:
                 self._trials[value] = Trial(self._traced(value), self.plan, self.gpu)
             except PlanError as error:

@@ -112,6 +112,33 @@ def test_flex_attention_is_compiled() -> None:
     ], done.stderr
 
 
+_EAGER_FLEX = """
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+import memest
+
+with memest.virtual_gpu("h100-80gb", strict=True):
+    bias = torch.randn(4, device="cuda", requires_grad=True)
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1024, 1024, device="cuda")
+    q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda", requires_grad=True) for _ in range(3))
+    for options in ({}, {"block_mask": blocks, "score_mod": lambda s, b, h, q, k: s + bias[h]}):
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        flex_attention(q, k, v, **options).sum().backward()
+        scores = 2 * 4 * 1024 * 1024 * 4
+        print((torch.cuda.max_memory_allocated() - held) // scores > 6, q.grad.shape == q.shape)
+    print(bias.grad.shape)
+"""
+
+
+def test_flex_attention_runs_uncompiled() -> None:
+    """torch then allocates the matrix of scores, several times."""
+    command = [sys.executable, "-W", "ignore", "-c", _EAGER_FLEX]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.stdout.splitlines() == ["True True", "True True", "torch.Size([4])"], done.stderr
+
+
 _BLOCK_MASK = """
 import torch
 from torch.nn.attention.flex_attention import create_block_mask

@@ -346,6 +346,13 @@ def test_an_option_that_turns_tuning_off_is_no_warning(gpu: VirtualGpu) -> None:
 def test_the_option_for_cuda_graphs_is_refused_by_its_name() -> None:
     with pytest.raises(UnsupportedError, match=r'options=\{"triton.cudagraphs": True\}'):
         torch.compile(nn.Linear(4, 4).cuda(), options={"triton.cudagraphs": True})
+    with pytest.raises(UnsupportedError, match="backend='cudagraphs'"):
+        torch.compile(nn.Linear(4, 4).cuda(), backend="cudagraphs")
+    with (
+        torch._inductor.config.patch("triton.cudagraphs", True),
+        pytest.raises(UnsupportedError, match="cudagraphs = True` records CUDA"),
+    ):
+        torch.compile(nn.Linear(4, 4).cuda())
     torch.compile(nn.Linear(4, 4).cuda(), options={"triton.cudagraphs": False})
 
 

@@ -7,6 +7,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.imports import ImportHooks
@@ -15,10 +16,12 @@ from memest.estimator.integrations.inductor.compiler import (
     EAGERLY,
     NotSimulated,
     as_the_compiler,
+    place_on_gpu,
     why,
 )
 from memest.estimator.integrations.inductor.padding import is_estimated
 from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.torch_api.cuda.driver import DeviceProperties
 
 COMPILED = "`torch.compile`: torch {version} compiled the script; padding of products is {how}"
@@ -49,6 +52,26 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     hooks.within("torch._dynamo", patches.suspended)  # its tables name functions of torch
     hooks.within("torch._inductor.cudagraph_trees", patches.suspended)  # requires a CUDA build
     hooks.after("torch._dynamo", after_import)
+    hooks.after("torch._higher_order_ops.flex_attention", partial(_install_flex, patches, mode))
+
+
+def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
+    """Trace the gradient of a score function with fake tensors, where nothing is compiled."""
+    create = flex.create_fw_bw_graph
+
+    @wraps(create)
+    def create_graphs(*args: Any) -> Any:
+        if INSIDE.compiles:
+            return create(*args)
+        hooks, fakes = mode.attribution.modules.without_hooks(), FakeTensorMode()
+        example_grad = torch.empty((), device="cuda")  # torch's own is not a fake tensor
+        with _disable_current_modes(), as_the_compiler(mode), hooks, fakes:
+            forward, joint = create(*args)
+        del example_grad
+        place_on_gpu(joint)
+        return forward, joint
+
+    patches.set(flex, "create_fw_bw_graph", create_graphs)
 
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
