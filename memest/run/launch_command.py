@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from memest.child import submit
 from memest.errors import MemestError, PlanError, UnsupportedError, shown
@@ -89,10 +89,6 @@ def _torchrun(words: list[str], module: str = "torch.distributed.run") -> Launch
     return _of_ranks(*_stopped("torchrun", lambda: launcher.main(words)))
 
 
-def _torch_launch(words: list[str]) -> Launch:
-    return _torchrun(words, "torch.distributed.launch")
-
-
 def _accelerate(words: list[str]) -> Launch:
     if words[:1] != ["launch"]:
         raise UnsupportedError(
@@ -125,8 +121,8 @@ def _accelerate_launch(words: list[str]) -> Launch:
         raise _Started(args, environment)
 
     with (
-        _replaced(launcher, "simple_launcher", one_process),
-        _replaced(launcher, "deepspeed_launcher", of_deepspeed),
+        mock.patch.object(launcher, "simple_launcher", one_process),
+        mock.patch.object(launcher, "deepspeed_launcher", of_deepspeed),
     ):
         args, environment = _stopped("accelerate launch", start)
     return _of_ranks(args, environment)
@@ -157,7 +153,8 @@ _COMMANDS: dict[str, Callable[[list[str]], Launch]] = {
 """Reader of each launcher's command."""
 
 _MODULES: dict[str, Callable[[list[str]], Launch]] = {
-    "torch.distributed.run": _torchrun, "torch.distributed.launch": _torch_launch,
+    "torch.distributed.run": _torchrun,
+    "torch.distributed.launch": partial(_torchrun, module="torch.distributed.launch"),
     "accelerate.commands.launch": _accelerate_launch,
     "accelerate.commands.accelerate_cli": _accelerate,
     "deepspeed.launcher.runner": _deepspeed,
@@ -208,7 +205,7 @@ def _stopped(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, 
     """Call `start` until it would start processes; return its arguments and environment."""
     run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
     try:
-        with _replaced(run, "run", _start), _replaced(launch, "run", _start):
+        with mock.patch.object(run, "run", _start), mock.patch.object(launch, "run", _start):
             start()
     except _Started as started:
         return started.args_of_launcher, started.environment
@@ -217,13 +214,3 @@ def _stopped(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, 
     except Exception as error:
         raise PlanError(f"{shown(name)}: {error}", hint="correct its options") from error
     raise UnsupportedError(f"{shown(name)} starts no process here", hint="name the script itself")
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

@@ -10,19 +10,15 @@ import csv
 import gc
 import itertools
 import json
-import multiprocessing
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memest.child import CAN_FORK
+from memest.child import forked
 from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error, shown
 from memest.estimator.predict import target_gpus
@@ -30,7 +26,6 @@ from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Outcome, Verdict, read_as
-from memest.units import ceil_div
 
 if TYPE_CHECKING:
     from memest.estimator.search.related_plans import TraceSeries
@@ -313,46 +308,35 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-MIN_PARALLEL_POINTS = 16  # number of points below which one process is as fast as several
-_shared: tuple[Sequence[TrainingPlan], str, Mapping[Any, TraceSeries]]
-"""Arguments of the parent, in a forked process."""
+MIN_PARALLEL_POINTS = 16  # below which one process is as fast as several
 
 
 def _replay_in_parallel(
     plans: Sequence[TrainingPlan], key: str, all_series: Mapping[Any, TraceSeries], jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
-    """Return the points that need no further trace, from processes that inherit the traces.
+    """Return the points that need no further trace, from copies of this process with the traces.
 
     None for a plan that needs one: autograd does not survive a fork.
     """
-    nothing = [None] * len(plans)
-    if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS or not CAN_FORK:
-        return nothing
-    context = multiprocessing.get_context("fork")
+    found: list[list[SweepPoint] | None] = [None] * len(plans)
+    if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS:
+        return found
+
+    def replay(part: int) -> list[list[SweepPoint] | None]:
+        return [_replayed(plan, key, all_series) for plan in plans[part::jobs]]
+
+    with ExitStack() as stack:
+        answers = [stack.enter_context(forked(partial(replay, part))) for part in range(jobs)]
+        for part, answer in enumerate(answers):
+            found[part::jobs] = answer() or found[part::jobs]
+    return found
+
+
+def _replayed(
+    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries]
+) -> list[SweepPoint] | None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: they hold no lock
-            with ProcessPoolExecutor(
-                jobs, context, initializer=_inherit, initargs=(plans, key, all_series)
-            ) as pool:
-                chunk = ceil_div(len(plans), 4 * jobs)
-                return list(pool.map(_replay_inherited, range(len(plans)), chunksize=chunk))
-    except BrokenProcessPool:
-        return nothing
-
-
-def _inherit(*shared: Any) -> None:
-    import torch
-
-    global _shared
-    _shared = shared
-    torch.set_num_threads(1)  # the threads of the parent are not here
-
-
-def _replay_inherited(index: int) -> list[SweepPoint] | None:
-    plans, key, all_series = _shared
-    try:
-        return _points(plans[index], key, all_series, may_trace=False)
+        return _points(plan, key, all_series, may_trace=False)
     except (MemestError, _NeedsTrace):
         return None
 
