@@ -86,17 +86,10 @@ class Engine(ABC):
         label: Callable[[T], str] = str,
         weight: Callable[[T], int] = lambda task: 1,
     ) -> list[R]:
-        """Return `one` of each task, in the order of the tasks.
+        """Return `one` of each task, in the order of the tasks; raise the first error of `one`.
 
-        Args:
-            one: function that a worker can import.
-            tasks: its arguments.
-            died: returns the result of a task whose workers died.
-            label: name of a task, for watchers and errors.
-            weight: number of plans in a task, for watchers.
-
-        Raises:
-            BaseException: the first error that `one` raises; the other workers are then ended.
+        `died` returns the result of a task whose workers died. Watchers get a task's `label`, and
+        its `weight`: the number of its plans.
         """
         total = sum(map(weight, tasks))
         found: dict[int, R] = {}

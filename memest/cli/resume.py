@@ -22,13 +22,10 @@ from memest.writing import is_stream
 
 
 class StoredResults:
-    """Results by plan, in a JSON Lines file that grows with each.
+    """Results by plan, in a JSON Lines file next to the command's output, `target`.
 
-    A command deletes it by `forget` after it has written its output.
-
-    Args:
-        target: output file of the command; the results are stored next to it.
-        is_resumed: use existing results. Otherwise they are replaced, with a message to the user.
+    A command deletes it by `forget` after it has written its output. Without `is_resumed` existing
+    results are replaced, with a message to the user.
     """
 
     def __init__(self, target: Path, *, is_resumed: bool) -> None:

@@ -54,11 +54,7 @@ def progress_bar(
 ) -> Iterator[None]:
     """Show the running task, the finished ones and the time left on a terminal.
 
-    Elsewhere a line is written every half minute.
-
-    Args:
-        what: text until a task begins.
-        with_results: print a line for each result.
+    Elsewhere a line is written every half minute. `what` is shown until a task begins.
     """
     if not sys.stderr.isatty():
         with watched(_Lines().show):

@@ -46,15 +46,10 @@ def assemble(
     load: Callable[[BuiltModel], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
 ) -> BuiltModel:
-    """Assemble the module as Lightning trains it, in training mode.
+    """Assemble the module as Lightning trains it, in training mode, on `device`.
 
-    Args:
-        plan: the plan to train.
-        config: config of its model.
-        device: device of the parameters.
-        load: loads the module that is built on meta, quantised if the plan quantises while
-            loading; None builds it on `device`.
-        initialise: sets the weights before anything is derived from them.
+    `load` loads the module that is built on meta, quantised if the plan quantises while loading;
+    None builds it on `device`. `initialise` sets the weights before anything is derived from them.
 
     Raises:
         MemestError: the model class, the adapters or the patterns do not go together.

@@ -57,11 +57,7 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str,
     """Return names and layers that `replace_with_bnb_linear` of transformers would convert.
 
     The list holds the originals until a loop over it ends, like a loop over
-    `list(model.named_modules())`.
-
-    Args:
-        model: in the dtype in which its weights are loaded.
-        skip: patterns of names of modules to leave alone.
+    `list(model.named_modules())`. `skip` has patterns of modules to leave alone.
 
     Raises:
         PlanError: there are none.

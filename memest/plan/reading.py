@@ -19,12 +19,7 @@ _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Wind
 
 
 def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:
-    """Return the text of a regular file or a pipe of at most `max_bytes`.
-
-    Args:
-        path: path of the file.
-        max_bytes: size from which it is refused before it is read.
-        what: kind of content, for the hint.
+    """Return the text of a regular file or a pipe of at most `max_bytes`; `what` is for the hint.
 
     Raises:
         PlanError: it cannot be read, is too large, is no text, or is a device or a folder.

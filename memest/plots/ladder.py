@@ -158,12 +158,8 @@ def plot_ladder(
 ) -> Figure:
     """Draw every experiment as a stacked bar of its need, against the lines of the GPUs.
 
-    Args:
-        reports: predictions (the least limit that fits) or measurements (the reserved memory).
-        limits: bytes that the allocator can reserve on each GPU.
-        dark: for dark slides.
-        unlimited: predictions of experiments that do not fit, by name, on a GPU that holds them.
-        suite: name for the subtitle.
+    `limits` are the bytes that the allocator can reserve on each GPU. `unlimited` has predictions
+    of experiments that do not fit, by name, on a GPU that holds them. `suite` is for the subtitle.
 
     Raises:
         PlanError: there is no report.

@@ -23,9 +23,7 @@ def sarif(
 ) -> dict[str, Any]:
     """Return a log with one result per line; paths are relative to `folder`, the repository.
 
-    Args:
-        pairs: reports, each with its difference from the one before.
-        folder: the repository.
+    `pairs` are reports, each with its difference from the one before.
     """
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",

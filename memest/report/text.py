@@ -57,12 +57,8 @@ def render_text(
 ) -> str:
     """Return the whole report: the answer, what filled the peak, levels, verdicts, assumptions.
 
-    Args:
-        report: of a plan or of a script.
-        change: the cheapest change with which a plan fits, if it was looked for.
-        training: the whole training, if its hours and price are asked for.
-        colour: whether the terminal has colours.
-        verbose: whether to add everything that is assumed, and the versions.
+    `change` is the cheapest change with which a plan fits, `training` the whole training with hours
+    and price. `verbose` adds everything that is assumed, and the versions.
     """
     levels = level_rows(report) if isinstance(report, RunReport) else phase_rows(report)
     sections = [

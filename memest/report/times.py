@@ -41,13 +41,7 @@ class Training:
 
 
 def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
-    """Return the optimizer steps of a plan.
-
-    Args:
-        plan: keys of the plan.
-        epochs: passes over the data.
-        samples: samples of the data.
-    """
+    """Return the optimizer steps of a plan, over `epochs` of so many `samples`."""
     per_step = _samples(plan)
     return max(1, ceil(epochs * samples / per_step))
 
@@ -55,8 +49,7 @@ def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
 def read_prices(given: str | None) -> dict[str, float]:
     """Return prices of an hour: a number for every GPU, or those of a file or of a catalogue.
 
-    Args:
-        given: a number, a YAML or JSON file, or a folder of catalogues by gpuhunt.
+    `given` is a number, a YAML or JSON file, or a folder of catalogues by gpuhunt.
 
     Raises:
         PlanError: a price is not a positive number, a GPU is not known, or there is no such file.
@@ -79,9 +72,8 @@ def read_prices(given: str | None) -> dict[str, float]:
 def _of_catalogues(folder: Path) -> dict[str, float]:
     """Return the lowest price of one GPU for an hour, without spot instances, by its name.
 
-    Args:
-        folder: has a file `PROVIDER.csv` for each provider, as `python -m gpuhunt` writes it
-            (`CATALOG_V2_FIELDS` of gpuhunt/_internal/storage.py).
+    `folder` has a file `PROVIDER.csv` for each provider, as `python -m gpuhunt` writes it
+    (`CATALOG_V2_FIELDS` of gpuhunt/_internal/storage.py).
     """
     found: dict[str, float] = {}
     for path in sorted(folder.glob("*.csv")):

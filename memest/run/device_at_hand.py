@@ -63,11 +63,7 @@ class DeviceAtHand:
 
 
 def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand | None:
-    """Return the GPU that `cuda:0` is for this process; None where CUDA has none for it.
-
-    Args:
-        environment: of the process, for `CUDA_VISIBLE_DEVICES`; by default its own.
-    """
+    """Return the GPU that `cuda:0` is for a process with `environment`; None if CUDA has none."""
     environment = os.environ if environment is None else environment
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     first = None if visible is None else visible.partition(",")[0].strip()

@@ -33,11 +33,7 @@ _FILE = "- "
 
 @contextmanager
 def dummy_folder(folder: Path, about: str) -> Iterator[None]:
-    """Yield for the files of a dummy checkpoint: delete an earlier one, and write the marker at the
-    end.
-
-    Args:
-        about: the marker's text about the model, in Markdown.
+    """Delete an earlier dummy checkpoint, yield, and write the marker, with `about` in Markdown.
 
     Raises:
         PlanError: `folder` has files that memest has not written, or it cannot be written to.

@@ -75,10 +75,8 @@ class Session:
         is_strict: refuse to guess values.
         name: name of the code, for the report.
         roots: folders of libraries whose code is the script's.
-        rank: rank of this GPU among several.
         batch_parts: DataLoaders take one of so many parts of each batch.
         is_immediate: blocks that several streams use return as they are freed.
-        torch_release: simulated release of torch; None is the installed one.
         others: names of other GPUs with a verdict in the report.
     """
 

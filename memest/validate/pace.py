@@ -96,9 +96,7 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
 def measured(make: Callable[[], Call], heat: Callable[[], None]) -> tuple[Work, float, float]:
     """Return the work of a call, microseconds of its kernels, and by how much its first is longer.
 
-    Args:
-        make: makes the tensors and returns the call.
-        heat: keeps the GPU busy for a moment.
+    `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
     """
     call = make()
     with torch.no_grad():

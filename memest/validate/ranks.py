@@ -52,13 +52,9 @@ def run_ranks(
 ) -> list[Measurement]:
     """Return the reports of all ranks, or those that exist when a rank was out of memory.
 
-    The list is empty if a rank ended without a report; its output is then on stderr.
-
-    Args:
-        num_ranks: processes.
-        run: runs one; writes its report to the path and does not return.
-        read: returns a report, or None where there is none yet.
-        folder: for reports and output.
+    The list is empty if a rank ended without a report; its output is then on stderr. `run` runs a
+    rank, writes its report to a path in `folder`, and does not return. `read` returns a report, or
+    None where there is none yet.
     """
     if not CAN_FORK:
         raise UnsupportedError(

@@ -243,9 +243,8 @@ def validate(
         workers: experiments at a time; None is one per GPU.
 
     Raises:
-        MemestError: two plans have one label, a plan has `beside`, a model does not exist, every
-            plan needs a package that is missing, or `results` cannot be written or holds something
-            else.
+        MemestError: two plans have one label, a plan has `beside`, a model or every package is
+            missing, or `results` cannot be written or holds something else.
     """
     _check(plans)
     missing = [_missing_package(plan) for plan in plans]

@@ -100,10 +100,7 @@ class _RefusedError(Exception):
 
 
 def parse_settings(text: str) -> AllocatorSettings:
-    """Return the settings of `PYTORCH_ALLOC_CONF=text`.
-
-    Args:
-        text: as in the environment; the simulated release of torch parses it.
+    """Return the settings of `PYTORCH_ALLOC_CONF=text`, as the simulated release of torch.
 
     >>> parse_settings("expandable_segments:True, max_split_size_mb:64").max_split_bytes >> 20
     64

@@ -54,13 +54,7 @@ class Recipe:
 class KernelCalls:
     """Sends the requests of each call to memory, and counts the calls that are not modelled.
 
-    Args:
-        gpu: the simulated GPU.
-        memory: serves the requests.
-        timeline: its current stream decides which cuBLAS workspace a call uses.
-        site_of: returns the origin of a request by an operator.
-        value_of: returns the values of a tensor, where they are known.
-        notes: sentences for the report.
+    `site_of` returns the origin of a request, `value_of` the values of a tensor, if known.
     """
 
     def __init__(

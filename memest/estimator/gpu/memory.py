@@ -74,16 +74,10 @@ class Memory:
     def allocate(
         self, tensor: Tensor, site: Site, kind: MemKind, num_bytes: int | None = None
     ) -> None:
-        """Allocate the storage of `tensor`, unless it has memory already.
+        """Allocate the storage of `tensor`, a meta tensor, or raise `torch.OutOfMemoryError`.
 
-        Args:
-            tensor: a meta tensor that stands for a CUDA tensor.
-            site: where it is made.
-            kind: what it is held for.
-            num_bytes: size of the request; None is the storage's own size, 0 allocates nothing.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has no room for it.
+        Nothing happens if it has memory already. `num_bytes` None is the storage's own size; 0
+        makes no request.
         """
         self._return_blocks()
         storage = tensor.untyped_storage()

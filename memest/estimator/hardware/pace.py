@@ -54,14 +54,10 @@ class Step:
 
 
 def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime | None:
-    """Return the median time of a run's steps; None if it has none.
+    """Return the median time of a run's steps, without its first of several; None if it has none.
 
     Collectives take no time at best, if they overlap with all else, and their whole time at worst.
-
-    Args:
-        log: launches and waits of the run. Its first of several steps is left out.
-        gpu: the GPU.
-        num_micro_batches: micro-batches of a step of the whole run; 0 are those of the log.
+    `num_micro_batches` is that of a step of the whole run; 0 is that of the log.
     """
     if not log.steps or not gpu.tflops:
         return None
@@ -124,11 +120,8 @@ def step_times(
 ) -> list[Step]:
     """Return the estimated time of each step of a log.
 
-    Args:
-        log: launches and waits of a run.
-        gpu: the GPU that executes them.
-        steps: events of the steps; those of the log by default.
-        num_known: for each step, how many of the log's works occurred before it.
+    `steps` are the events of the steps, by default those of the log. `num_known` has, for each
+    step, the number of the log's works before it.
     """
     table = table_of(gpu)
     kernels = [table.kernel_s(work) for work in log.works]
@@ -183,11 +176,8 @@ def _summed(
 class Table:
     """Times of kernels and of the host on one GPU.
 
-    Args:
-        gpu: the GPU.
-        measured: content of a file of `pace/`.
-        origin: the GPU on which it was measured.
-        file: name of the file with other times than the package's, and which they are.
+    `measured` is the content of a file of `pace/`, which was measured on `origin`. `file` names a
+    file with other times than the package's, and which they are.
     """
 
     def __init__(self, gpu: Gpu, measured: dict[str, Any], origin: Gpu, file: str = "") -> None:

@@ -69,14 +69,7 @@ two (`sdpa_backward_flop_count` of torch/utils/flop_counter.py)."""
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
-    """Return the work of one call of `func`.
-
-    Args:
-        func: an operator's overload.
-        args: its arguments, tensors of any device.
-        kwargs: its keyword arguments.
-        out: its result.
-    """
+    """Return the work of one call of the operator `func` with result `out`."""
     name = _name(func)
     if func.is_view or name in _WITHOUT_KERNEL:
         return NOTHING

@@ -44,15 +44,7 @@ class WorkLog:
         self._view = self._index_of(VIEW)
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
-        """Add the kernels of one call.
-
-        Args:
-            func: the operator.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            out: its result.
-            recipe: recipe of the call, which keeps the number of its work.
-        """
+        """Add the kernels of one call; its recipe keeps the number of its work."""
         if recipe.work is None:
             recipe.work = self._index_of(work_of(func, args, kwargs, out))
         if recipe.work >= 0:
@@ -73,14 +65,7 @@ class WorkLog:
         self._add(self._index_of(work))
 
     def copy(self, direction: str, num_bytes: int, *, is_pinned: bool, waits: bool) -> None:
-        """Add a copy, `to_gpu` or `to_host`.
-
-        Args:
-            direction: where to.
-            num_bytes: bytes that are copied.
-            is_pinned: whether the memory of the host is pinned.
-            waits: whether the host waits for the copy.
-        """
+        """Add a copy, `to_gpu` or `to_host`; the host `waits` for it or not."""
         kind = f"{direction}_{'pinned' if is_pinned else 'pageable'}"
         self.add(Work(kind, (num_bytes,), "", 0, num_bytes))
         if waits:
@@ -119,11 +104,7 @@ class WorkLog:
         self._events = array("q")
 
     def stepped(self, optimizer: int = 0) -> None:
-        """End the step of an optimizer. A training step has one of each optimizer.
-
-        Args:
-            optimizer: number of the optimizer.
-        """
+        """End a step of an optimizer, by its number. A training step has one of each optimizer."""
         if optimizer in self._stepped:
             self._steps.append(self._step)
             self._starts.append(self._start)

@@ -222,11 +222,7 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
 
 
 def register(*operators: OpOverload | str, **parts: Any) -> None:
-    """Set parts of operators, by the names of the fields of `Op`.
-
-    Args:
-        operators: as in `named`.
-        parts: the parts.
+    """Set parts of operators (as in `named`), by the names of the fields of `Op`.
 
     Raises:
         ValueError: An operator has one of the parts already.

@@ -326,14 +326,10 @@ class Run:
         player: Player | None = None,
         is_soft: bool = False,
     ) -> Replayed:
-        """Replay the run.
+        """Replay the run under a limit of the allocator, or None.
 
-        Args:
-            limit_bytes: limit of the allocator; None is no limit.
-            timing: free timing of blocks that two streams share.
-            player: applies the events, with an allocator of this limit.
-            is_soft: requests that find no memory raise the limit; not with `settings`, and not
-                where a request is `tried`.
+        `player` applies the events, with an allocator of this limit. With `is_soft`, requests that
+        find no memory raise the limit, but not with `settings`, nor where a request is `tried`.
         """
         program, storages = self.program, self.program.storages
         if player is None:

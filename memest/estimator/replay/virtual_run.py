@@ -273,9 +273,6 @@ def run_plan(
         observe: called with the dispatch mode before anything runs.
         at_cut: called at the beginning of the training and at each probe.
         rank: rank of the plan's devices; None is the first.
-
-    Raises:
-        MemestError: the plan cannot be run, or memest cannot model it.
     """
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
     seq_len = sequence_length(plan, config)

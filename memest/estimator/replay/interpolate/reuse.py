@@ -112,12 +112,8 @@ def _numbers(samples: Sequence[Template]) -> _Numbers:
 class Interpolation:
     """The programs of one plan at all sizes, from traces at some.
 
-    Args:
-        samples: traces at `start`, `start + spacing` and so on, one more than the degree.
-        gpu: GPU whose kernels run.
-        start: the first size.
-        spacing: between the samples.
-        step: between the sizes, a divisor of `spacing`, which it is by default.
+    `samples` are traces at `start`, `start + spacing` and so on, one more than the degree. `step`
+    is between the sizes: a divisor of `spacing`, which it is by default.
 
     Raises:
         NotInterpolable: the samples do not make the same calls.
