@@ -7,6 +7,7 @@ point where processes would start.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,28 @@ def _accelerate_launch(words: list[str]) -> Launch:
     def start() -> None:
         launcher.launch_command(launcher.launch_command_parser().parse_args(words))
 
+    return _with_accelerate("accelerate launch", start)
+
+
+def _trl(words: list[str]) -> Launch:
+    """Read `trl sft` and its like, which start a script of TRL by `accelerate launch`.
+
+    TRL checks the script's arguments before, and those of most trainers need a GPU.
+    """
+    require("trl")
+    session = import_module("memest.run.session")
+
+    def start() -> None:
+        with session.virtual_gpu(), _replaced(sys, "argv", ["trl", *words]):
+            import_module("trl.cli").main()
+
+    return _with_accelerate("trl", start)
+
+
+def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
+    """Call `start` until `accelerate launch` would start processes."""
+    launcher = import_module("accelerate.commands.launch")
+
     def one_process(args: Any) -> None:
         if not args.num_processes:  # those of this machine, which has none
             raise _without_number("--num_processes")
@@ -124,7 +147,7 @@ def _accelerate_launch(words: list[str]) -> Launch:
         mock.patch.object(launcher, "simple_launcher", one_process),
         mock.patch.object(launcher, "deepspeed_launcher", of_deepspeed),
     ):
-        args, environment = _stopped("accelerate launch", start)
+        args, environment = _stopped(name, start)
     return _of_ranks(args, environment)
 
 
@@ -149,6 +172,7 @@ def _deepspeed(words: list[str]) -> Launch:
 _COMMANDS: dict[str, Callable[[list[str]], Launch]] = {
     "python": _python, "python3": _python, "torchrun": _torchrun, "accelerate": _accelerate,
     "accelerate-launch": _accelerate_launch, "deepspeed": _deepspeed,
+    "trl": _trl,
 }  # fmt: skip
 """Reader of each launcher's command."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,6 +70,8 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         PlanError: there is none that can be read.
     """
     path = Path(os.path.abspath(name))
+    if not path.exists() and (command := _console_script(name)) is not None:
+        return replace(command, args=args)
     if not path.exists():
         folder = path.parent
         files = (f for f in os.listdir(folder) if f.endswith(".py")) if folder.is_dir() else ()
@@ -85,6 +89,18 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
     if not os.access(path, os.R_OK):
         raise PlanError(f"{shown(name)} cannot be read", hint="check its permissions")
     return Target(name, args, False, path, (path.parent,) if is_in_packages(path) else ())
+
+
+def _console_script(name: str) -> Target | None:
+    """Return the command that a package has installed under `name`, such as `litgpt`."""
+    found = next(iter(entry_points(group="console_scripts", name=name)), None)
+    if found is None:
+        return None
+    beside = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if beside is None:
+        return None
+    package = find_module(found.module.partition(".")[0], ())
+    return Target(beside, (), False, Path(beside), package.roots)
 
 
 def find_module(name: str, args: tuple[str, ...]) -> Target:

@@ -15,7 +15,12 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from memest.errors import UnsupportedError
@@ -260,6 +265,30 @@ def test_sharded_weights_are_saved_and_loaded_as_shards(tmp_path: Path) -> None:
     assert weight.to_local().shape == (1024 // WORLD_SIZE, 1024)
     assert torch.cuda.memory_allocated() == 2 * shard
     model.load_state_dict(loaded)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of names and of its class of tensors
+@pytest.mark.parametrize("of", [0, WORLD_SIZE - 1])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp_saves_states_of_which_a_rank_has_no_part(of: int, kind: str) -> None:
+    """As accelerate and transformers save a checkpoint of FSDP1, which has `use_orig_params`."""
+    with gpu_of_rank(of, WORLD_SIZE):
+        dist.init_process_group("nccl", rank=of, world_size=WORLD_SIZE)
+        torch.cuda.set_device(of)
+        parts = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)).cuda()
+        model = FullyShardedDataParallel(parts, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        assert any(not weight.numel() for weight in model.parameters())
+
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType[kind]):
+            saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            read = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+            optimizer.load_state_dict(read)
+        shapes = {name: tuple(state["exp_avg"].shape) for name, state in saved["state"].items()}
+        assert shapes["2.weight"] == (64, 64)
+        assert len(shapes) == 6
 
 
 def test_a_rank_that_is_alone_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from memest.errors import PlanError, UnsupportedError
 from memest.run.launch_command import Launch, read_launch
+from memest.run.target import find_script
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -111,3 +113,35 @@ def test_a_command_without_a_number_of_gpus_or_script_is_refused(
 def test_what_is_no_script_is_refused(command: str) -> None:
     with pytest.raises(UnsupportedError):
         read_launch(None, command.split())
+
+
+TRL = """
+import sys
+import torch
+from accelerate.commands.launch import launch_command, launch_command_parser
+
+def main():
+    assert torch.cuda.is_available()  # most of TRL's arguments need a GPU
+    _, script, *rest = sys.argv
+    launch_command(launch_command_parser().parse_args(["--num_processes", "2", script, *rest]))
+"""
+
+
+def test_a_command_of_trl_is_read_with_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "trl").mkdir()
+    (folder / "trl" / "__init__.py").write_text("")
+    (folder / "trl" / "cli.py").write_text(TRL)
+    monkeypatch.syspath_prepend(folder)
+    launch = read_launch(None, ["trl", "sft.py", "--use_peft"])
+
+    assert launch is not None
+    assert (launch.script, launch.args, launch.num_local) == ("sft.py", ("--use_peft",), 2)
+
+
+def test_an_installed_command_is_a_script() -> None:
+    target = find_script("pytest", ("-q",))
+
+    assert target.path.parent == Path(sys.executable).parent
+    assert target.args == ("-q",)
+    assert target.roots[0].name.endswith("pytest")
+    assert target.label == "pytest -q"

@@ -88,6 +88,38 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     _install_second(patches, mode)
 
 
+def _install_states(patches: Patches) -> None:
+    """Give FSDP1 the optimizer states of parameters that other ranks have, for checkpoints.
+
+    With `use_orig_params` a rank has no state for a parameter of which it has no part.
+    """
+    from torch.distributed.fsdp import _optim_utils as utils
+
+    keys_of, gather = utils._map_param_key_to_optim_keys, utils._allgather_state_info
+
+    def keys_of_all(
+        states: Any, group: Any, params: Any, names: Any, infos: Any, merge_keys: bool = False
+    ) -> Any:
+        keys, local = keys_of(states, group, params, names, infos, merge_keys)
+        if merge_keys and keys:
+            empty = [names[p] for p in params.values() if p.requires_grad and not p.numel()]
+            others = {utils._OptimStateKey(tuple(each), each[0] in infos) for each in empty}
+            keys = sorted({*keys, *others})
+        return keys, local
+
+    def gather_all(fsdp_state: Any, states: Any) -> Any:
+        gathered = gather(fsdp_state, states)
+        own = gathered[fsdp_state.rank]
+        like = next((own[name] for name, state in states.items() if state), None)
+        if like is not None:
+            others = {name: info if states[name] else like for name, info in own.items()}
+            gathered = [own if r == fsdp_state.rank else others for r in range(len(gathered))]
+        return gathered
+
+    patches.set(utils, "_map_param_key_to_optim_keys", keys_of_all)
+    patches.set(utils, "_allgather_state_info", gather_all)
+
+
 def _resizer(mode: CudaSimMode) -> Any:
     def resize(tensor: Tensor, num_bytes: int) -> None:
         """Resize the storage of `tensor`, which is on the GPU, to `num_bytes`."""
@@ -142,6 +174,7 @@ def _install_first(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(_runtime_utils, "_post_backward_hook", after_backward)
     for owner in (_flat_param, _runtime_utils):
         patches.set(owner, "_no_dispatch_record_stream", record_stream)
+    _install_states(patches)
     patches.set(_flat_param, "_alloc_storage", take)
     patches.set(_flat_param, "_free_storage", free)
     patches.set(_flat_param, "_data_ptr_allocated", lambda t: t.untyped_storage().nbytes() > 0)
