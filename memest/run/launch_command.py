@@ -118,7 +118,7 @@ def _trl(words: list[str]) -> Launch:
     session = import_module("memest.run.session")
 
     def start() -> None:
-        with session.virtual_gpu(), _replaced(sys, "argv", ["trl", *words]):
+        with session.virtual_gpu(), mock.patch.object(sys, "argv", ["trl", *words]):
             import_module("trl.cli").main()
 
     return _with_accelerate("trl", start)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -26,6 +28,26 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         pytest.skip("nvidia-ml-py is not installed")
     with VirtualGpu(find_gpu("a100-80gb")) as virtual:
         yield virtual
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a script of a shell")
+def test_nvidia_smi_is_a_program_of_the_script(
+    gpu: VirtualGpu, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
+    used = str(held.nbytes + gpu.gpu.context_bytes >> 20)
+    query = ["nvidia-smi", "--query-gpu=index,memory.used,fan.speed"]
+
+    def output(words: list[str] | str, **options: bool) -> str:
+        return subprocess.check_output(words, text=True, **options)
+
+    assert output([*query, "--format=csv,noheader,nounits"]) == f"0, {used}, [N/A]\n"
+    assert output(f"{shlex.join([*query, '--format=csv'])} | head -1", shell=True) == (
+        "index, memory.used [MiB], fan.speed\n"
+    )
+    assert f"{used}MiB / 81049MiB" in output(["nvidia-smi"])
+    assert os.system("nvidia-smi -L") == 0
+    assert capfd.readouterr().out.startswith("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-")
 
 
 def test_nvml_tells_of_one_gpu_and_its_memory(gpu: VirtualGpu) -> None:

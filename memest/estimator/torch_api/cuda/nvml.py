@@ -21,6 +21,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import GPU
+from memest.estimator.torch_api.cuda import nvidia_smi
 from memest.estimator.torch_api.cuda.driver import UUID, driver_version
 
 DRIVER_VERSION = "580.159.03"  # driver of the H200 on which memest was measured
@@ -78,6 +79,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     for name, function in functions.items():
         if name not in vars(module):
             patches.set(module, name, function)
+    nvidia_smi.install(patches, module)
     patches.set(torch.cuda, "pynvml", module)
     patches.set(torch.cuda, "_HAS_PYNVML", True)
     patches.set(torch.cuda, "_raw_device_uuid_nvml", lambda: [f"GPU-{UUID}"])

@@ -1,0 +1,117 @@
+"""`nvidia-smi`, for processes that the script starts: a program that prints what NVML returns.
+
+It runs without memest, so this module imports Python's library alone at its top.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+NAME = "nvidia-smi"
+UNITS = {"memory": "MiB", "utilization": "%", "power": "W", "clocks": "MHz", "temperature": ""}
+NOT_AVAILABLE = "[N/A]"  # printed for a field that a GPU lacks
+
+
+def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
+    """Return the output of `nvidia-smi WORDS`: of queries as CSV, of anything else as a table."""
+    options = dict(word.lstrip("-").partition("=")[::2] for word in words)
+    if "L" in options or "list-gpus" in options:
+        return "\n".join(f"GPU {g['index']}: {g['name']} (UUID: {g['uuid']})" for g in gpus)
+    if "i" in options or "id" in options:
+        given = options.get("id") or words[words.index("-i") + 1]
+        gpus = [g for g in gpus if str(g["index"]) in given.split(",") or g["uuid"] in given]
+    query = options.get("query-gpu") or options.get("query-compute-apps")
+    if not query:
+        rows = [f"| {g['index']}  {g['name']:<32} {_used(g):>24} |" for g in gpus]
+        head = f"| NVIDIA-SMI {gpus[0]['driver_version']}, of a simulated GPU"
+        rule = f"+{'-' * 62}+"
+        return "\n".join([rule, f"{head:<63}|", rule, *rows, rule])
+    formats = options.get("format", "csv").split(",")
+    fields = [field.strip() for field in query.split(",")]
+    lines = [] if "noheader" in formats else [", ".join(map(_titled, fields))]
+    lines += [", ".join(_value(g, field, "nounits" in formats) for field in fields) for g in gpus]
+    return "\n".join(lines)
+
+
+def _used(gpu: Mapping[str, Any]) -> str:
+    return f"{gpu['memory.used']}MiB / {gpu['memory.total']}MiB"
+
+
+def _titled(field: str) -> str:
+    unit = UNITS.get(field.partition(".")[0])
+    return f"{field} [{unit}]" if unit else field
+
+
+def _value(gpu: Mapping[str, Any], field: str, is_bare: bool) -> str:
+    value = gpu.get(field)
+    unit = UNITS.get(field.partition(".")[0])
+    if value is None:
+        return NOT_AVAILABLE
+    return f"{value} {unit}" if unit and not is_bare else str(value)
+
+
+def install(patches: Any, module: Any) -> None:
+    """Put the program before the others on the path of processes that name it.
+
+    `module` is `pynvml` of the virtual GPU.
+    """
+
+    @cache
+    def folder() -> str:
+        made = tempfile.TemporaryDirectory(prefix="memest-smi-", ignore_cleanup_errors=True)
+        patches.on_undo(made.cleanup)
+        return made.name
+
+    start, system = subprocess.Popen.__init__, os.system
+
+    def start_with_program(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        words = args if isinstance(args, list | tuple) else [args]
+        if any(NAME in os.fsdecode(word) for word in words) and len(rest) < 10:
+            options["env"] = _environment(folder(), options.get("env"), module)
+        start(self, args, *rest, **options)
+
+    def run(command: str) -> int:
+        if NAME not in command:
+            return system(command)
+        return subprocess.Popen(command, shell=True).wait() << 8  # a status, as of `os.wait`
+
+    patches.set(subprocess.Popen, "__init__", start_with_program)
+    patches.set(os, "system", run)
+
+
+def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
+    """Write the program and the values of this moment; return the environment with its folder."""
+    program, values = Path(folder, NAME), Path(folder, "values.json")
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    every = {
+        "name": nvml.nvmlDeviceGetName(handle), "gpu_name": nvml.nvmlDeviceGetName(handle),
+        "uuid": nvml.nvmlDeviceGetUUID(handle), "gpu_uuid": nvml.nvmlDeviceGetUUID(handle),
+        "driver_version": nvml.nvmlSystemGetDriverVersion(), "utilization.gpu": 0,
+        "utilization.memory": 0, "temperature.gpu": 0, "power.draw": 0, "pid": os.getpid(),
+        "compute_cap": "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        "memory.total": memory.total >> 20, "memory.used": memory.used >> 20,
+        "memory.free": memory.free >> 20, "used_memory": memory.used >> 20,
+        "used_gpu_memory": memory.used >> 20, "count": nvml.nvmlDeviceGetCount(),
+    }  # fmt: skip
+    gpus = [{**every, "index": index} for index in range(nvml.nvmlDeviceGetCount())]
+    values.write_text(json.dumps(gpus), encoding="utf-8")
+    words = [sys.executable, "-S", os.path.abspath(__file__), str(values)]
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    environment = dict(os.environ if given is None else given)
+    return environment | {"PATH": os.pathsep.join([folder, environment.get("PATH", os.defpath)])}
+
+
+if __name__ == "__main__":
+    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    sys.stdout.write(f"{answer(found, sys.argv[2:])}\n")
