@@ -227,9 +227,10 @@ class Labels:
                 if with_grads and parameter.grad is not None:
                     self._label(parameter.grad, MemKind.GRADS, owner)
         if not with_grads:
-            for parameter, tensor in _state_tensors(optimizer):
-                if is_meta(tensor):
-                    self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
+            for parameter, state in optimizer.state.items():
+                for tensor in state.values() if isinstance(state, dict) else ():
+                    if isinstance(tensor, Tensor) and is_meta(tensor):
+                        self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
 
     def of_models(self) -> None:
         """Label the tensors of all models that have run."""
@@ -264,12 +265,6 @@ class Labels:
         if owner and not site.module:
             owned = replace(site, module=owner)
             self._storages.sites[index] = self._sites.setdefault(owned, owned)
-
-
-def _state_tensors(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:
-    for parameter, state in optimizer.state.items():
-        if isinstance(state, dict):
-            yield from ((parameter, v) for v in state.values() if isinstance(v, Tensor))
 
 
 class Attribution:

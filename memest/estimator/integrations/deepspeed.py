@@ -44,11 +44,6 @@ _WITH_STATE = (
 """Modules that store groups and contexts of a run in global variables."""
 
 
-def _restore_afterwards(patches: Patches, module: ModuleType) -> None:
-    before = dict(vars(module))
-    patches.on_undo(lambda: vars(module).update(before))
-
-
 class _Extension:
     """Extension whose functions do nothing and return success."""
 
@@ -178,8 +173,12 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         wrap = module.zero_wrapper_for_fp_tensor_constructor
         patches.set(module, "zero_wrapper_for_fp_tensor_constructor", _for_scripts(wrap))
 
+    def restore_afterwards(module: ModuleType) -> None:
+        before = dict(vars(module))
+        patches.on_undo(lambda: vars(module).update(before))
+
     for name in _WITH_STATE:
-        hooks.after(name, lambda module: _restore_afterwards(patches, module))
+        hooks.after(name, restore_afterwards)
     patches.set(functional, "linear", functional.linear)  # `zero.Init` replaces it for good
     hooks.after("deepspeed.runtime.engine", after_engine)
     hooks.after(

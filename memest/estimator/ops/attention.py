@@ -108,16 +108,12 @@ def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
         SdpaBackend.CUDNN: _can_use_cudnn,
         SdpaBackend.FLASH: _can_use_flash,
         SdpaBackend.EFFICIENT: _can_use_efficient,
-        SdpaBackend.MATH: _can_use_math,
+        SdpaBackend.MATH: lambda call: bool(torch._C._get_math_sdp_enabled()),
     }
     for backend in _order(call):
         if takes[backend](call):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
-
-
-def _can_use_math(call: _Call) -> bool:
-    return bool(torch._C._get_math_sdp_enabled())
 
 
 def _order(call: _Call) -> tuple[SdpaBackend, ...]:

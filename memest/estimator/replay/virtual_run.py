@@ -429,8 +429,10 @@ def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
 def _program(watch: _Watch) -> Program:
     mode = watch.virtual.mode
     events = mode.memory.log.events
+    is_wrapped = watch.job.plan.is_distributed  # by a strategy
+    root = mode.attribution.modules.path_of(watch.model) if is_wrapped else ""
     program = Program(
-        storages=_storages(mode.memory.storages, watch.num_storages, _root(watch)),
+        storages=_storages(mode.memory.storages, watch.num_storages, root),
         setup=events[: watch.num_setup].tolist(),
         coverage=mode.kernels.coverage,
     )
@@ -449,13 +451,6 @@ def _program(watch: _Watch) -> Program:
         program.num_known_steps = len(program.steps)
     find_shifts(program)
     return program
-
-
-def _root(watch: _Watch) -> str:
-    """Return the name of the model where a strategy has wrapped it."""
-    if not watch.job.plan.is_distributed:
-        return ""
-    return watch.virtual.mode.attribution.modules.path_of(watch.model)
 
 
 def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:

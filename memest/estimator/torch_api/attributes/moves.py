@@ -63,18 +63,14 @@ def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
         try:
             key = storage_key(tensor)
         except (NotImplementedError, RuntimeError):  # a subclass without a storage
-            inner = torch._C._functorch.get_unwrapped(tensor) if _is_of_vmap(tensor) else None
-            return META if inner is None else device(inner)
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # as within `torch.vmap`
+                return device(torch._C._functorch.get_unwrapped(tensor))
+            return META
         if key in live:
             return GPU.device
         return CPU if key in host_storages else META
 
     return device
-
-
-def _is_of_vmap(tensor: Tensor) -> bool:
-    """Return whether `torch.vmap` has wrapped the tensor; its place is that of its content."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _install_wrappers(patches: Patches) -> None:
