@@ -478,6 +478,11 @@ class Measurement(Report):
     The report itself is that of the worst rank; its `host_bytes` is the sum.
     """
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the report that `to_dict` wrote, also before plans had `quant_load`."""
+        return super().from_dict({**values, "plan": _plan_as_run(values["plan"])})
+
     @property
     def needs_bytes(self) -> int:
         """Reserved bytes; for a run out of memory, a lower bound of the unknown need."""
@@ -713,16 +718,21 @@ MAX_RESULTS_BYTES = 512 << 20
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """The measured reports in a JSON Lines file, in its order.
+    """The measured reports in a JSON Lines file, in its order; `PlanError` as `read_lines`."""
+    return read_lines(path, Measurement, "name a results file of `memest validate`")
+
+
+def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
+    """The reports in a JSON Lines file, in its order; `kinds` is a class of reports, or a union.
 
     Raises:
-        PlanError: the file cannot be read, is cut short, or holds something else.
+        PlanError: the file cannot be read, is empty or cut short, or holds something else.
     """
+    classes = {kind.kind: kind for kind in get_args(kinds) or (kinds,)}
     found = []
-    lines = read_limited(path, MAX_RESULTS_BYTES, what="measured reports").splitlines()
-    if not any(line.strip() for line in lines):
-        raise PlanError(f"`{path}` is empty", hint="name a file of measured reports")
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(
+        read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines(), 1
+    ):
         if not line.strip():
             continue
         where = f"`{path}`, line {number},"
@@ -732,24 +742,21 @@ def read_measurements(path: Path) -> list[Measurement]:
             raise PlanError(
                 f"{where} is no JSON: cut short?", hint="remove the line, or run it again"
             ) from error
-        schema = values.get("schema") if isinstance(values, dict) else None
-        if schema != SCHEMA:
-            raise PlanError(
-                f"{where} has the schema `{schema}`, not `{SCHEMA}`",
-                hint="name a results file of memest",
-            )
-        if values.get("kind") != Measurement.kind:
-            raise PlanError(
-                f"{where} is `{values.get('kind')}`, not measured",
-                hint="name a results file of `memest validate`",
-            )
+        values = values if isinstance(values, dict) else {}
+        if values.get("schema") != SCHEMA:
+            problem = f"has the schema `{values.get('schema')}`, not `{SCHEMA}`"
+            raise PlanError(f"{where} {problem}", hint="write it again with this memest")
+        if values.get("kind") not in classes:
+            problem = f"is `{values.get('kind')}`, not {' or '.join(classes)}"
+            raise PlanError(f"{where} {problem}", hint=hint)
         try:
-            plan = _plan_as_run(values["plan"])
-            found.append(Measurement.from_dict(values | {"plan": plan}))
+            found.append(classes[values["kind"]].from_dict(values))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
-                f"{where} is not a whole report: {error}", hint="run the experiment again"
+                f"{where} is not a whole report: {error}", hint="run it again"
             ) from error
+    if not found:
+        raise PlanError(f"`{path}` is empty", hint=hint)
     return found
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memest.errors import PlanError, shown
-from memest.plan.reading import read_limited
+from memest.errors import PlanError
 from memest.report import (
-    MAX_RESULTS_BYTES,
-    SCHEMA,
     HeldRow,
-    Prediction,
-    RunReport,
     SimulatedReport,
     Term,
+    read_lines,
 )
 from memest.report.answer import summary_line
 from memest.units import format_bytes
@@ -169,30 +164,9 @@ def peak_changes(found: Difference) -> list[str]:
 
 
 def read_reports(path: Path) -> list[SimulatedReport]:
-    """Return the reports in a JSON Lines file; `PlanError` if it holds something else."""
-    found: list[SimulatedReport] = []
-    kinds: dict[str, Any] = {kind.kind: kind for kind in (RunReport, Prediction)}
-    for line in read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines():
-        try:
-            values = json.loads(line) if line.strip() else None
-            if values is None:
-                continue
-            if values["schema"] != SCHEMA:
-                raise PlanError(
-                    f"`{path}` is of schema {shown(values['schema'])}, and this memest reads"
-                    f" `{SCHEMA}`",
-                    hint="write it again with this memest",
-                )
-            found.append(kinds[values["kind"]].from_dict(values))
-        except (KeyError, TypeError, ValueError) as error:
-            why = f"{error} is missing or unknown" if isinstance(error, KeyError) else error
-            raise PlanError(f"`{path}` has a line that is no report: {why}", hint=_HINT) from error
-    if not found:
-        raise PlanError(f"`{path}` has no report", hint=_HINT)
-    return found
-
-
-_HINT = "name files of `memest run --json` or `memest predict --json`"
+    """Return the reports of scripts and plans in a JSON Lines file; `PlanError` as `read_lines`."""
+    hint = "name files of `memest run --json` or `memest predict --json`"
+    return read_lines(path, SimulatedReport, hint)
 
 
 def differences(
