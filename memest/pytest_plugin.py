@@ -6,6 +6,7 @@ Nothing heavy is imported before a test uses the plugin.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,8 @@ def virtual_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
         pytest.fail(f"{error}\nhint: {error.hint}", pytrace=False)
     with simulate(gpu or PRIMARY_GPU) as session:
         request.node.stash[_SESSION] = session
+        for name in [name for name in sys.modules if name.startswith("memest.estimator.")]:
+            vars(sys.modules[name])["__tracebackhide__"] = True  # pytest leaves out the frames
         yield session
 
 
@@ -85,7 +88,10 @@ def _wanted(item: pytest.Item) -> tuple[str | int, str]:
     if mark is None:
         return "", project.gpu
     if len(mark.args) > 1 or set(mark.kwargs) - {"gpu", "limit"}:
-        raise pytest.UsageError(f'{item.nodeid}: write gpu_memory("20GiB", gpu="a100-40gb")')
+        given = ", ".join([*map(repr, mark.args), *mark.kwargs])
+        pytest.fail(
+            f'gpu_memory({given}): write gpu_memory("20GiB", gpu="a100-40gb")', pytrace=False
+        )
     limit = mark.kwargs.get("limit", mark.args[0] if mark.args else project.limit)
     return limit, mark.kwargs.get("gpu", project.gpu)
 

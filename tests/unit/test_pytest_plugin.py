@@ -65,6 +65,9 @@ import pytest
 
 @pytest.mark.gpu_memory("1GiB")
 def test_nothing(): ...
+
+@pytest.mark.gpu_memory("1GiB", gpuu="t4")
+def test_misspelt(): ...
 """
 LARGE = """
 import torch
@@ -87,18 +90,20 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_test_fails_above_the_limit_of_its_mark(failures: str) -> None:
-    assert "3 failed, 2 passed" in failures
+    assert "3 failed, 2 passed, 1 error" in failures
     assert re.search(r"needs \d+\.\d\d MiB on a100-40gb, \d+\.\d\d MiB more than 8MiB", failures)
     assert "test_train.py:18  model(hidden).sum().backward()" in failures
 
 
 def test_a_marked_test_that_never_uses_the_gpu_fails(failures: str) -> None:
     assert "the test has not used the GPU" in failures
+    assert "gpu_memory('1GiB', gpuu): write gpu_memory(" in failures
 
 
 def test_a_test_out_of_memory_has_the_lines_of_the_peak(failures: str) -> None:
     assert "torch.OutOfMemoryError" in failures
     assert "14.00 GiB  test_large.py:5  kept = torch.empty" in failures
+    assert "memest/estimator" not in failures
 
 
 @pytest.fixture(scope="module")

@@ -272,6 +272,7 @@ def test_a_pool_of_the_script_has_segments_of_its_own(gpu: VirtualGpu) -> None:
         return torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
 
     pool, weight = torch.cuda.MemPool(), torch.ones(MIB, device="cuda", requires_grad=True)
+    assert hasattr(torch.cuda.use_mem_pool, "__wrapped__")  # Dynamo of torch 2.14 reads it
     with torch.cuda.use_mem_pool(pool):
         inside = block()
         (weight * 2).sum().backward()  # its thread does not use the pool

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -326,9 +327,11 @@ def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
     """Install graph capture and private pools on the virtual GPU."""
     captures = Captures(mode)
 
-    def use_mem_pool(pool: MemPool, device: Any = None) -> AbstractContextManager[None]:
+    @contextmanager  # as in torch: Dynamo of 2.14 reads `use_mem_pool.__wrapped__`
+    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
         """Serve requests of this thread from `pool`, until the block ends."""
-        return setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1])
+        with setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1]):
+            yield
 
     of_pools = {
         "MemPool": type("MemPool", (MemPool,), {"captures": captures, "__module__": "torch.cuda"}),
