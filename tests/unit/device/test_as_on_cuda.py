@@ -211,3 +211,15 @@ def test_a_weight_that_an_optimizer_changed_fails_an_older_graph(
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.mean().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_module_moves_to_the_device_of_a_tensor() -> None:
+    """BYOL's projector, `projector.to(hidden)`: integers keep their type."""
+    hidden = torch.randn(4, 8, device="cuda", dtype=torch.float16)
+
+    for norm in (torch.nn.BatchNorm1d(8).to(hidden), torch.nn.BatchNorm1d(8).to(tensor=hidden)):
+        assert {t.device.type for t in norm.state_dict().values()} == {"cuda"}
+        assert norm.weight.dtype is torch.float16
+        assert norm.num_batches_tracked is not None
+        assert norm.num_batches_tracked.dtype is torch.int64
+        norm.cuda()

@@ -189,10 +189,14 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_parse_to(patches: Patches) -> None:
-    """Let `Module.to` take the number of a device."""
+    """Let `Module.to` take the number of a device, or a tensor with its virtual device."""
     parse_to: Any = torch._C._nn._parse_to
 
     def parse(*args: Any, **kwargs: Any) -> Any:
+        if "tensor" in kwargs:
+            args = (kwargs.pop("tensor"), *args)
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
         if args and isinstance(args[0], int):
             args = (resolve(args[0]), *args[1:])
         if isinstance(kwargs.get("device"), int):
