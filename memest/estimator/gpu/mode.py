@@ -34,6 +34,7 @@ from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.messages import INDICES_ELSEWHERE, two_devices
 from memest.estimator.gpu.pending import PendingWorks
 from memest.estimator.gpu.processes import refuse_in_child
+from memest.estimator.gpu.script_checks import that_passes
 from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
@@ -440,8 +441,10 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.guesses.note(name)
                 return True
             dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
-            return self.guesses.scalar(dtype, name)
+            guess = self.guesses.scalar(dtype, name)
+            return that_passes(guess) if dtype is torch.bool else guess
         if self.values.guessed and self.values.is_guessed(args):
+            value = that_passes(value) if isinstance(value, bool) else value
             self.guesses.note(f"{value!r} from a comparison")
         return value
 
@@ -455,6 +458,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             in_step  # and no closure runs
             and isinstance(out, Tensor)
             and out.numel() > MAX_STATE_NUMEL
+            and out.dtype is not torch.bool  # checks of gradients and factors
             and not values.is_known(out)
         ):
             return

@@ -82,3 +82,44 @@ def test_what_is_taken_by_numbers_has_a_shape_whatever_its_values() -> None:
 
         assert rewards[torch.randperm(8, device="cuda")[:2], None].shape == (2, 1)
         assert rewards[rewards > 0].shape == (0,)
+
+
+CHECKS = """
+assert (values == padded).all() and (padded == values).all(), "padded wrongly"
+assert (values == padded).all().item()
+if not (values == padded).all():
+    raise ValueError(f"{values.sum()} differs")
+if (values == padded).any():
+    raise ValueError
+"""  # pytest rewrites the asserts of its own files
+
+
+def test_checks_of_a_script_pass() -> None:
+    with memest.virtual_gpu("h100-80gb"):
+        values = torch.randn(1000, 1000, device="cuda")
+        padded = torch.nn.functional.pad(values, (1, 1), mode="reflect")[:, 1:-1]
+        exec(CHECKS, {"values": values, "padded": padded})
+
+
+def test_a_condition_that_raises_nothing_is_guessed_as_before() -> None:
+    with memest.virtual_gpu("h100-80gb"):
+        values = torch.randn(1000, 1000, device="cuda")
+        same = "same" if (values == values + 1).all() else "other"
+
+    assert same == "other"
+
+
+def test_factors_of_an_optimizer_are_finite() -> None:
+    class Checked(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            weight = self.param_groups[0]["params"][0]
+            self.is_finite = bool(torch.isfinite(weight.grad @ weight.grad.T).all())
+
+    with memest.virtual_gpu("h100-80gb"):
+        layer = torch.nn.Linear(2000, 2000, device="cuda")
+        optimizer = Checked(layer.parameters())
+        layer(torch.randn(8, 2000, device="cuda")).sum().backward()
+        optimizer.step()
+
+    assert optimizer.is_finite
