@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memest.errors import PlanError, shown
 
@@ -46,13 +47,43 @@ def parse_bytes(text: str | int) -> int:
     return int(num_bytes)
 
 
-def format_gib(num_bytes: int, digits: int = 2) -> str:
-    """Return `num_bytes` in GiB.
+SMALL = GIB // 10  # sizes below it are shown in MiB
 
-    >>> format_gib(16 * 2**30)
-    '16.00 GiB'
+
+def format_gib(num_bytes: int) -> str:
+    """Return `num_bytes` in GiB, or in a smaller unit below 0.1 GiB.
+
+    >>> format_gib(16 * 2**30), format_gib(3 * 2**20), format_gib(0)
+    ('16.00 GiB', '3.00 MiB', '0.00 GiB')
     """
-    return f"{num_bytes / GIB:.{digits}f} GiB"
+    if 0 < abs(num_bytes) < SMALL:
+        return format_bytes(num_bytes)
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Unit of the figures of a table."""
+
+    name: str
+    num_bytes: int
+
+    def of(self, num_bytes: int) -> str:
+        """Return a size as text, without the unit."""
+        return f"{num_bytes / self.num_bytes:.3f}"
+
+    def adding_up(self, sizes: Sequence[int]) -> list[str]:
+        """Return each size as text, without the unit; the printed figures add up."""
+        return [f"{x:.3f}" for x in rounded_to_sum([n / self.num_bytes for n in sizes], 3)]
+
+
+def unit_of(largest: int) -> Unit:
+    """Return the unit of a table whose largest size is `largest` bytes: MiB below 0.1 GiB.
+
+    >>> unit_of(2**30).name, unit_of(2**20).name
+    ('GiB', 'MiB')
+    """
+    return Unit("GiB", GIB) if largest >= SMALL else Unit("MiB", MIB)
 
 
 def format_size(num_bytes: int) -> str:
@@ -81,9 +112,9 @@ def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
     return [floor / unit for floor in floors]
 
 
-def gib_that_add_up(sizes: Sequence[int], digits: int = 2) -> list[str]:
+def gib_that_add_up(sizes: Sequence[int]) -> list[str]:
     """Return GiB of each size as text, without the unit; the printed figures add up."""
-    return [f"{x:.{digits}f}" for x in rounded_to_sum([n / GIB for n in sizes], digits)]
+    return [f"{x:.2f}" for x in rounded_to_sum([n / GIB for n in sizes], 2)]
 
 
 def shares_that_add_up(sizes: Sequence[int], total: int) -> list[str]:

@@ -12,7 +12,7 @@ from memest.plots.style import HEIGHT, KINDS, WIDTH, Canvas, Panel, slide, wides
 from memest.plots.text import LABEL, TICK, VALUE, text_on, text_width
 from memest.plots.words import gpu_label, plan_line, signed_percent
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
-from memest.units import GIB, format_gib, format_size
+from memest.units import GIB, format_size
 
 STACK = KINDS[:4]
 
@@ -183,7 +183,7 @@ def _draw_limit(
 ) -> None:
     """Draw the GPU's line, with its name over it on the side with lower bars."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
-    text = f"usable on {gpu_label(report.gpu)}{capped}: {format_gib(limit_bytes, 1)}"
+    text = f"usable on {gpu_label(report.gpu)}{capped}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"
     left, right = max(tops[:2]), max(tops[2:])
     x, align, highest = (-0.48, "left", left) if left < right else (3.48, "right", right)

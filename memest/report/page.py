@@ -25,10 +25,11 @@ from memest.report.text import (
     rank_rows,
     render_suite,
     term_cells,
+    unit_in,
     where,
 )
 from memest.report.times import time_cells, time_notes
-from memest.units import GIB, format_gib, gib_that_add_up
+from memest.units import GIB, Unit, format_gib, gib_that_add_up
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
@@ -56,12 +57,12 @@ def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | No
 def fragment(report: SimulatedReport) -> str:
     """Return the peak and the verdicts as HTML tables for a notebook; of a script also lines."""
     note = "" if report.is_script else "arithmetic"
-    held = [["held at the peak", "GiB", note]]
-    sizes = gib_that_add_up([term.num_bytes for term in report.terms])
-    for term, (kind, _, _, why), size in zip(report.terms, term_cells(report), sizes, strict=True):
+    unit = unit_in(report)
+    held = [["held at the peak", unit.name, note]]
+    for term, (kind, size, _, why) in zip(report.terms, term_cells(report), strict=True):
         held.append([kind, size, term.arithmetic if isinstance(term, Term) else why])
     for name in ("allocated", "reserved"):
-        held.append([f"peak {name}", _gib(report.levels[name]), ""])
+        held.append([f"peak {name}", unit.of(report.levels[name]), ""])
     verdicts = [["GPU", "verdict", "needs, GiB", "margin, GiB"]]
     verdicts += [
         [name, v.word, _gib(v.needs_bytes), f"{v.margin_bytes / GIB:+.2f}"]
@@ -69,7 +70,7 @@ def fragment(report: SimulatedReport) -> str:
     ]
     tables, head = [held, verdicts], [" ".join(heading(report)[0].split())]
     if report.is_script:
-        tables.insert(1, _line_rows(report.lines[:8]))
+        tables.insert(1, _line_rows(report.lines[:8], unit))
         head = [
             *(f"warning: {line}" for line in report.warnings),
             *map(plain, answer(report)),
@@ -177,8 +178,9 @@ def _of_plan(report: Prediction) -> list[str]:
 def _of_script(report: RunReport) -> list[str]:
     return [
         RANKS + _ranks(report),
-        "<h2>By line of the script</h2>" + html_table(_line_rows(report.lines), text=1, notes=True),
-        "<h2>By module</h2>" + html_table(module_rows(report.modules), text=1),
+        "<h2>By line of the script</h2>"
+        + html_table(_line_rows(report.lines, unit_in(report)), text=1, notes=True),
+        "<h2>By module</h2>" + html_table(module_rows(report), text=1),
         "<h2>Phases and steps</h2>" + html_table(level_rows(report), text=1),
     ]
 
@@ -194,10 +196,10 @@ def with_all_ranks(rendered: str, report: RunReport) -> str:
     return rendered.replace(RANKS, _ranks(report), 1)
 
 
-def _line_rows(lines: Sequence[HeldRow]) -> list[list[str]]:
-    sizes = gib_that_add_up([row.num_bytes for row in lines], 3)
+def _line_rows(lines: Sequence[HeldRow], unit: Unit) -> list[list[str]]:
+    sizes = unit.adding_up([row.num_bytes for row in lines])
     cells = [[row.name, size, row.source] for row, size in zip(lines, sizes, strict=True)]
-    return [["line", "GiB", "source"], *cells]
+    return [["line", unit.name, "source"], *cells]
 
 
 def lead(lines: Sequence[str]) -> str:
@@ -347,8 +349,8 @@ def stack(parts: Mapping[str, int], share: float = 1.0) -> str:
 
 def _terms(report: SimulatedReport) -> str:
     note = "" if report.is_script else "arithmetic"
-    rows = [["held for", "GiB", "share", note], *term_cells(report)]
-    rows.append(["peak allocated", f"{report.peak_allocated_bytes / GIB:.3f}", "100.0 %", ""])
+    rows = [["held for", unit_in(report).name, "share", note], *term_cells(report)]
+    rows.append(["peak allocated", unit_in(report).of(report.peak_allocated_bytes), "100.0 %", ""])
     return html_table(rows, text=1, notes=True)
 
 

@@ -28,6 +28,7 @@ from memest.report.times import Training, time_cells, time_notes
 from memest.units import (
     GIB,
     MIB,
+    Unit,
     counted,
     format_bytes,
     format_count,
@@ -35,13 +36,13 @@ from memest.units import (
     gib_that_add_up,
     rounded_to_sum,
     shares_that_add_up,
+    unit_of,
 )
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
 
 MAX_ROWS = 12  # modules and lines in the text; JSON has all
-LEAST_BYTES = GIB // 2000  # smaller lines are one row: they would be printed as 0.000 GiB
 MAX_GUESSES = 12
 
 COLUMNS = ("params", "grads", "optimizer", "activations")  # kinds with a column of modules
@@ -68,8 +69,8 @@ def render_text(
         _terms(report),
         _totals(report),
         table(rank_rows(report), left=1, last_left=True) if report.ranks else [],
-        table(module_rows(report.modules, MAX_ROWS), left=1) if report.modules else [],
-        _lines(report.lines),
+        table(module_rows(report, MAX_ROWS), left=1) if report.modules else [],
+        _lines(report),
         table(levels, left=1) if len(levels) > 1 or not report.is_script else [],
         _closed_form(report.closed_form),
         verdict_table(report.verdicts),
@@ -178,19 +179,28 @@ def _strategy(plan: Mapping[str, Any]) -> str:
 
 
 def term_cells(report: SimulatedReport) -> list[list[str]]:
-    """Return kind, GiB, share and note of what is held at the peak; figures add up to the peak."""
+    """Return kind, size, share and note of what is held at the peak; figures add up to the peak.
+
+    The sizes have the unit of the report.
+    """
     terms: Sequence[Term | HeldRow] = report.terms
     sizes = [term.num_bytes for term in terms]
     shares = shares_that_add_up(sizes, report.peak_allocated_bytes)
-    figures = zip(terms, gib_that_add_up(sizes, 3), shares, strict=True)
+    figures = zip(terms, unit_in(report).adding_up(sizes), shares, strict=True)
     return [[term.kind, size, share, term.note] for term, size, share in figures]
 
 
+def unit_in(report: SimulatedReport) -> Unit:
+    """Return the unit of the report's tables."""
+    return unit_of(report.peak_reserved_bytes)
+
+
 def _terms(report: SimulatedReport) -> list[str]:
+    unit = unit_in(report)
     note = "" if report.is_script else "arithmetic"
     rows = [["held at the peak", "", "share", note]]
-    rows += [[name, f"{size} GiB", *rest] for name, size, *rest in term_cells(report)]
-    peak = format_gib(report.peak_allocated_bytes, 3)
+    rows += [[name, f"{size} {unit.name}", *rest] for name, size, *rest in term_cells(report)]
+    peak = f"{unit.of(report.peak_allocated_bytes)} {unit.name}"
     rows.append(["peak allocated", peak, "100.0 %", where(report)])
     return table(rows, left=1, last_left=True)
 
@@ -303,63 +313,68 @@ def _closed_form(found: ClosedForm | None) -> list[str]:
 
 
 def rank_rows(report: SimulatedReport) -> list[list[str]]:
-    """A table of the ranks that were run in GiB, with a head."""
-    rows = [["by rank, GiB", "allocated", "reserved", "process", "steps", ""]]
+    """A table of the ranks that were run, with a head."""
+    unit = unit_in(report)
+    rows = [[f"by rank, {unit.name}", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
-        cells = [_between(size, row.intervals.get(name)) for name, size in row.levels.items()]
+        cells = [_between(size, row.intervals.get(name), unit) for name, size in row.levels.items()]
         rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
     return rows
 
 
-def _between(num_bytes: int, interval: Interval | None) -> str:
+def _between(num_bytes: int, interval: Interval | None, unit: Unit) -> str:
     if interval is None or interval.low_bytes == interval.high_bytes:
-        return _gib(num_bytes)
-    return f"{_gib(interval.low_bytes)} to {_gib(interval.high_bytes)}"
+        return unit.of(num_bytes)
+    return f"{unit.of(interval.low_bytes)} to {unit.of(interval.high_bytes)}"
 
 
-def module_rows(rows: Sequence[HeldRow], limit: int | None = None) -> list[list[str]]:
-    """Return a table of modules in GiB, with a head; the smallest in one row where many are."""
-    shown = list(rows[:limit])
-    found = [["by module, GiB at the peak", *COLUMNS, "other", "all"]]
-    found += [_module_cells(row.name, [row]) for row in shown]
-    rest = rows[len(shown) :]
+def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[str]]:
+    """Return a table of modules with a head; the smallest in one row where many are."""
+    unit = unit_in(report)
+    shown = list(report.modules[:limit])
+    found = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]
+    found += [_module_cells(row.name, [row], unit) for row in shown]
+    rest = report.modules[len(shown) :]
     if rest:
-        found.append(_module_cells(counted(len(rest), "other"), rest))
+        found.append(_module_cells(counted(len(rest), "other"), rest, unit))
     return found
 
 
-def _module_cells(name: str, rows: Sequence[HeldRow]) -> list[str]:
+def _module_cells(name: str, rows: Sequence[HeldRow], unit: Unit) -> list[str]:
     sizes = [sum(row.kinds.get(kind, 0) for row in rows) for kind in COLUMNS]
     total = sum(row.num_bytes for row in rows)
-    return [name, *gib_that_add_up([*sizes, total - sum(sizes)], 3), _gib(total)]
+    return [name, *unit.adding_up([*sizes, total - sum(sizes)]), unit.of(total)]
 
 
-def _lines(rows: Sequence[HeldRow]) -> list[str]:
+def _lines(report: SimulatedReport) -> list[str]:
+    rows, unit = report.lines, unit_in(report)
     if not rows:
         return []
-    num_shown = min(MAX_ROWS, sum(row.num_bytes >= LEAST_BYTES for row in rows) or 1)
+    least = unit.num_bytes // 2000  # smaller ones would be printed as 0.000
+    num_shown = min(MAX_ROWS, sum(row.num_bytes >= least for row in rows) or 1)
     shown, rest = rows[:num_shown], rows[num_shown:]
     sizes = [row.num_bytes for row in shown]
     names = [(row.name, row.source) for row in shown]
     if rest:
         sizes.append(sum(row.num_bytes for row in rest))
         names.append((counted(len(rest), "other"), ""))
-    figures = zip(gib_that_add_up(sizes, 3), shares_that_add_up(sizes, sum(sizes)), strict=True)
+    figures = zip(unit.adding_up(sizes), shares_that_add_up(sizes, sum(sizes)), strict=True)
     cells = [["by line of the script", "", "share", ""]]
     for (name, source), (size, share) in zip(names, figures, strict=True):
-        cells.append([name, f"{size} GiB", share, source])
+        cells.append([name, f"{size} {unit.name}", share, source])
     return table(cells, left=1, last_left=True)
 
 
 def level_rows(report: RunReport) -> list[list[str]]:
-    """Return a table of the levels of phases and steps in GiB, with a head."""
-    rows = [["GiB", "allocated after", "peak allocated", "peak reserved"]]
+    """Return a table of the levels of phases and steps, with a head."""
+    unit = unit_in(report)
+    rows = [[unit.name, "allocated after", "peak allocated", "peak reserved"]]
     for phase in report.phases:
         sizes = (phase.peak_allocated_bytes, phase.peak_reserved_bytes)
-        rows.append([phase.name, "", *map(_gib, sizes)])
+        rows.append([phase.name, "", *map(unit.of, sizes)])
     for step in report.steps:
         levels = (step.allocated_bytes, step.peak_allocated_bytes, step.peak_reserved_bytes)
-        rows.append([f"step {step.step + 1}", *map(_gib, levels)])
+        rows.append([f"step {step.step + 1}", *map(unit.of, levels)])
     return rows
 
 
@@ -378,10 +393,6 @@ def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list
 def times(count: int) -> str:
     """Number of times in words."""
     return "once" if count == 1 else f"{count} times"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3f}"
 
 
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
@@ -403,7 +414,7 @@ def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
         format_gib(verdict.needs_bytes),
         format_gib(verdict.reserved_bytes),
         verdict.word,
-        f"{verdict.margin_bytes / 2**30:+.2f} GiB",
+        f"{verdict.margin_bytes / GIB:+.2f} GiB",
         f"at {place_in_words(verdict.at)}" if verdict.at else "",
     ]
 

@@ -89,7 +89,7 @@ def test_a_cell_has_its_report(shell: Any, capsys: pytest.CaptureFixture[str]) -
     assert isinstance(found, CellReport)
     assert found.report.num_steps == 4
     assert found.report.gpu == "a100-40gb"
-    assert repr(found).startswith("fits a100-40gb: needs 0.0")
+    assert repr(found).startswith("fits a100-40gb: needs 26.00 MiB")
     assert any("model(torch.ones(8, 512" in row.source for row in found.report.lines)
     html = found._repr_html_()
     assert html.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')

@@ -15,9 +15,9 @@ from memest.units import (
     format_bytes,
     format_count,
     format_gib,
-    gib_that_add_up,
     parse_bytes,
     shares_that_add_up,
+    unit_of,
 )
 
 
@@ -68,11 +68,11 @@ def test_a_number_too_long_to_print_is_refused() -> None:
         parse_bytes(16**5000)
 
 
-def test_gib_have_two_digits_unless_asked() -> None:
+def test_gib_have_two_digits_and_small_sizes_a_smaller_unit() -> None:
     assert format_gib(0) == "0.00 GiB"
     assert format_gib(3 * 2**29) == "1.50 GiB"
     assert format_gib(-(2**30)) == "-1.00 GiB"
-    assert format_gib(2**30, digits=3) == "1.000 GiB"
+    assert format_gib(-(20 * 2**20)) == "-20.00 MiB"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,17 @@ def test_counts_are_grouped_by_thousands(num: int, text: str) -> None:
 
 @given(st.lists(st.integers(0, 2**45), min_size=1, max_size=12))
 def test_printed_parts_add_up_to_the_printed_whole(sizes: list[int]) -> None:
-    texts = gib_that_add_up(sizes, 3)
+    texts = unit_of(2**30).adding_up(sizes)
 
     assert sum(map(Decimal, texts)) == Decimal(f"{sum(sizes) / 2**30:.3f}")
     assert all(abs(float(t) - n / 2**30) < 0.001001 for t, n in zip(texts, sizes, strict=True))
+
+
+def test_tables_of_a_small_run_are_in_mib() -> None:
+    unit = unit_of(20 * 2**20)
+
+    assert (unit.name, unit.of(2**20)) == ("MiB", "1.000")
+    assert unit_of(2**30 // 10).name == "GiB"
 
 
 def test_shares_add_up_to_a_hundred() -> None:

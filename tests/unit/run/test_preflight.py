@@ -215,7 +215,7 @@ def test_a_tight_script_is_warned_of(
     said = capsys.readouterr().err
     assert "fits h100-80gb (0.29 GiB for its allocator; other processes hold" in said
     assert (
-        "but it is tight: needs 0.25 GiB of 0.29 GiB usable, 0.04 GiB to spare after 1 steps"
+        "but it is tight: needs 0.25 GiB of 0.29 GiB usable, 42.00 MiB to spare after 1 steps"
         in said
     )
 
