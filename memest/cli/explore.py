@@ -78,6 +78,8 @@ def explore(
     """
     if suite is not None and models:
         raise PlanError("`--suite` and `--model` are given together", hint="choose one")
+    if output.suffix not in ("", ".html", ".htm"):
+        raise PlanError(f"`{output}` is no .html file", hint="the page is HTML: `explorer.html`")
     sizes = parse_values("batch_size", batches)
     micro = parse_values("accumulate_grad_batches", counts)
     names, length = list(models or MODELS), seq_len

@@ -74,9 +74,9 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         return replace(command, args=args)
     if not path.exists():
         folder = path.parent
-        files = (f for f in os.listdir(folder) if f.endswith(".py")) if folder.is_dir() else ()
-        near = closest(path.name, files)
-        hint = f"did you mean `{near[0]}`?" if near else "a module is run with `-m`"
+        files = (f[:-3] for f in os.listdir(folder) if f.endswith(".py")) if folder.is_dir() else ()
+        near = closest(path.name.removesuffix(".py"), files)
+        hint = f"did you mean `{near[0]}.py`?" if near else "a module is run with `-m`"
         if name in COMMANDS:
             hint = f"{_NAME_THE_SCRIPT}; `--nproc-per-node N` is for several GPUs"
         raise PlanError(f"no such script: {shown(name)}", hint=hint)

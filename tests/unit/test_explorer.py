@@ -126,6 +126,10 @@ def test_the_command_refuses_what_contradicts_itself(capsys: pytest.CaptureFixtu
 
     assert ended.value.code == 2
     assert "`--suite` and `--model`" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["explore", "--model", "gpt2", "-o", "page.pdf"])
+    assert ended.value.code == 2
+    assert "`page.pdf` is no .html file" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ in the browser

@@ -269,6 +269,17 @@ def _of_runtime() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return jit_names, tuner_names, compiler_names
 
 
+_DTYPES = {
+    "SINT_TYPES": ["int8", "int16", "int32", "int64"],
+    "UINT_TYPES": ["int1", "uint8", "uint16", "uint32", "uint64"],
+    "FP_TYPES": [
+        "fp8e4b15", "fp8e4nv", "fp8e4b8", "fp8e5", "fp8e5b16", "fp16", "bf16", "fp32", "fp64",
+    ],
+    "STANDARD_FP_TYPES": ["fp16", "bf16", "fp32", "fp64"], "OTHER_TYPES": ["void"],
+}  # fmt: skip
+"""Attributes of `triton.language.dtype` (triton/language/core.py of Triton 3.8)."""
+
+
 def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:
     """Return the modules of the package, and their contents."""
     jit_names, tuner_names, compiler_names = _of_runtime()
@@ -279,7 +290,7 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
         "must_use_result": _unchanged, **_ERRORS, "__version__": VERSION,
     }  # fmt: skip
     language: dict[str, Any] = {"constexpr": Constexpr, "__getattr__": _symbol_of_language}
-    language["dtype"] = _name_of_class("dtype", Symbol)
+    language["dtype"] = type("dtype", (Symbol,), {"__doc__": "`dtype` of triton.", **_DTYPES})
     symbols = {"__getattr__": _each_as(Symbol)}
     return {
         "triton": top,

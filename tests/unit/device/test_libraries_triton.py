@@ -81,6 +81,15 @@ def test_the_stand_in_has_the_names_of_the_language_and_no_others(gpu: VirtualGp
         tl.load(0)
 
 
+def test_the_stand_in_has_the_names_of_its_types(gpu: VirtualGpu) -> None:
+    """`torch-optimi` reads them at import, which `optim="stable_adamw"` does."""
+    import triton.language as tl
+
+    names = tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES + tl.dtype.FP_TYPES
+    assert {"int32", "uint8", "bf16"} < set(names)
+    assert tl.dtype("int32") is not None
+
+
 def test_an_operator_written_in_python_is_recorded_by_what_it_calls(gpu: VirtualGpu) -> None:
     @torch.library.custom_op("memest_tests::halves", mutates_args=())
     def halves(x: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ def run(*args: str) -> int:
     ("args", "says"),
     [
         (("tarin.py",), "no such script: `tarin.py`\nhint: did you mean `train.py`?"),
+        (("nosuch.py",), "no such script: `nosuch.py`\nhint: a module is run with `-m`"),
         (("-m", "no_such_package"), "no such module: `no_such_package`"),
         (("-m", "train.py"), "no such module: `train.py`\nhint: a script is run without `-m`"),
         ((), "no script is named"),
