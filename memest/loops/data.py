@@ -225,7 +225,11 @@ def load_base(
         MemestError: the weights cannot be had or do not load.
     """
     cls: Any = type(built.module)
-    options: dict[str, Any] = {dtype_keyword(): built.module.dtype, "device_map": {"": device}}
+    index = torch.device(device).index  # accelerate 1.2 refuses `cuda:0`, since its own is `cuda`
+    options: dict[str, Any] = {
+        dtype_keyword(): built.module.dtype,
+        "device_map": {"": device if index is None else index},
+    }
     if plan.loads_quantized:
         options["quantization_config"] = quantization_config(plan)
     if plan.attn_implementation not in (None, "sdpa"):  # as `build_model` requests it

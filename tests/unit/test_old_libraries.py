@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,10 +16,16 @@ from torch import nn
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.hardware.work_log import WorkLog
+from memest.estimator.integrations import bitsandbytes
 from memest.estimator.integrations.bitsandbytes import KernelLibrary
+from memest.estimator.tensors.patches import Patches
 from memest.estimator.torch_api.files.pretrained import NoWeights, _dtype_without_files
+from memest.loops import data
 from memest.models_meta import flash_attention, registry
+from memest.models_meta.build import BuiltModel
 from memest.models_meta.quantized import layers_to_quantize
+from memest.models_meta.registry import resolve_config
+from memest.plan import TrainingPlan
 
 
 class Engine:
@@ -130,3 +138,74 @@ def test_flash_attention_of_transformers_4_57_has_four_functions(
         "flash_attn_func", "flash_attn_varlen_func", "pad_input", "unpad_input",
     ]  # fmt: skip
     assert not utils.is_flash_attn_2_available()
+
+
+OLD_BITSANDBYTES = {
+    "__init__": "from . import functional",
+    "cextension": """
+class CudaBNBNativeLibrary:
+    compiled_with_cuda = True
+
+    def __init__(self, lib):
+        self._lib = lib
+
+    def __getattr__(self, name):
+        return getattr(self._lib, name)
+
+lib = None
+""",
+    "functional": """
+from .cextension import lib
+
+name2qmap = {}
+UPDATES = [lib.cadam32bit_grad_fp32]
+""",
+}
+"""Modules as in bitsandbytes 0.45, whose functions call the library."""
+
+
+def test_bitsandbytes_before_0_46_has_no_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, text in OLD_BITSANDBYTES.items():
+        (tmp_path / "bitsandbytes").mkdir(exist_ok=True)
+        (tmp_path / "bitsandbytes" / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    hooks, patches = ImportHooks(pytest.fail), Patches()
+    mode: Any = None  # paged states alone use it
+    bitsandbytes.install(patches, mode, hooks)
+    hooks.install()
+    try:
+        functional: Any = importlib.import_module("bitsandbytes.functional")
+    finally:
+        hooks.remove()
+        patches.undo()
+        for name in ("", ".cextension", ".functional"):
+            del sys.modules[f"bitsandbytes{name}"]
+
+    assert [update() for update in functional.UPDATES] == [0]
+
+
+class Loaded(nn.Module):
+    """Model that stores the arguments of `from_pretrained`."""
+
+    dtype, config = torch.float32, None
+    options: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> nn.Module:
+        cls.options.update(options)
+        return cls()
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:0", 0), ("cuda", "cuda")])
+def test_the_device_map_has_an_index_which_accelerate_1_2_accepts(
+    device: str, expected: object
+) -> None:
+    plan, built = TrainingPlan(model_name="gpt2"), BuiltModel(module=Loaded(), notes=())
+
+    data.load_base(plan, resolve_config("gpt2"), built, is_random=True, device=device)
+
+    assert Loaded.options["device_map"] == {"": expected}

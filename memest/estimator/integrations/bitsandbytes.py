@@ -14,6 +14,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -103,6 +104,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             for name in ("functional", "cextension", "backends.cuda.ops"):
                 if (importer := sys.modules.get(f"bitsandbytes.{name}")) is not None:
                     patches.set(importer, "lib", library)
+        if find_spec("bitsandbytes.backends") is None:
+            return  # before 0.46 all functions call the library
         __import__("bitsandbytes.backends.cuda.ops")
         props = getattr(sys.modules["bitsandbytes.backends.cuda.ops"], "_gpu_dispatch_props", None)
         if props is not None:
