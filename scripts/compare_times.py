@@ -23,6 +23,9 @@ import compare_scripts as scripts
 DATA = scripts.RESULTS / "step_times.json"
 PAGE = scripts.ROOT / "docs" / "time.md"
 START, END = "<!-- table: scripts/compare_times.py -->", "<!-- end of the table -->"
+STEADY = {"origin": "ours", "script": "field/steady.py"}
+"""Script of the cases whose memory was not measured."""
+
 LEAST_S = 0.03
 """Steps that are shorter are not counted in the summary: the host decides their time."""
 
@@ -57,7 +60,7 @@ def write_between(start: str, end: str, text: str) -> None:
 
 def estimated(name: str, given: Path | None) -> dict[str, Any] | None:
     """Return the estimate of a case; None if its script is not there."""
-    case = scripts.read("measured")["cases"][name]
+    case = scripts.read("measured")["cases"].get(name) or STEADY | {"args": [name, "12"]}
     if not scripts.is_here(case, given):
         return None
     folder = scripts.RESULTS if case["origin"] == "ours" else given
@@ -76,6 +79,8 @@ def estimated(name: str, given: Path | None) -> dict[str, Any] | None:
 
 def measured_s(case: dict[str, Any]) -> float:
     """Return the median of the measured steps after the first, each with all optimizers."""
+    if "median_s" in case:
+        return float(case["median_s"])
     count, each = case.get("optimizers", 1), case["measured_s"]
     steps = [sum(each[i : i + count]) for i in range(count - 1, len(each) - count + 1, count)]
     return statistics.median(steps[1:] if count == 1 else steps)
@@ -106,6 +111,7 @@ def summary(data: dict[str, Any]) -> str:
         ("third", "of other kinds, drawn at random and held out"),
         ("fourth", "drawn at random after that, two of which led to rules"),
         ("fifth", "drawn at random later, two of which led to rules, on a host 1.3 times as slow"),
+        ("sixth", "written for this, with 26 steps each, on a host 1.4 times as slow"),
     ):
         errors = sorted(
             abs(case["estimated_s"] / measured_s(case) - 1)
