@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import CachingAllocator
+from memest.estimator.gpu.declarations import comparing_methods
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.registry import op_of
+from memest.estimator.ops.registry import Args, op_of
 from memest.estimator.tensors.known_values import ValueUnknown
-from memest.estimator.tensors.placement import GPU
+from memest.estimator.tensors.placement import GPU, tensors_in
 
 BENCHMARK = (
     "`torch.backends.cudnn.benchmark` is on: at the first call with each shape cuDNN tries its "
@@ -56,12 +60,21 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1024**3:.2f} GiB"
 
 
-def two_devices(func: Any) -> str:
+def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor], bool]) -> str:
     """Return torch's message for tensors of the host and of the GPU in one call."""
+    text = "Expected all tensors to be on the same device, but"
+    method = comparing_methods().get(str(func).removesuffix(".default"))
+    names = [argument.name for argument in func._schema.arguments]
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    found = [(name, is_on_gpu(tensor)) for name, value in given for tensor in tensors_in((value,))]
+    if method is None:
+        return f"{text} found at least two devices, {GPU.device} and cpu!"
+    first = found[0][1]
+    other = next(name for name, is_there in found if is_there is not first)
+    here, there = (GPU.device, "cpu") if first else ("cpu", GPU.device)
     return (
-        "Expected all tensors to be on the same device, but found at least two "
-        f"devices, {GPU.device} and cpu! (when checking arguments in method "
-        f"wrapper_CUDA_{func._schema.name.removeprefix('aten::')})"
+        f"{text} got {other} is on {there}, different from other tensors on {here} (when checking "
+        f"argument in method {method})"
     )
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.gpu.attribution import Attribution
+from memest.estimator.gpu.declarations import comparing_methods
 from memest.estimator.gpu.guesses import (
     PASSING_CHECKS,
     GuessedValues,
@@ -261,11 +262,16 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is aten.index.Tensor and self.host.place(args[0]) in (Place.REAL, Place.HOST):
                 raise RuntimeError(INDICES_ELSEWHERE)
             return
-        for tensor in tensors_in((*args, *kwargs.values())):
-            if tensor.dim() and self.host.place(tensor) in (Place.REAL, Place.HOST):
-                if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
-                    return
-                raise RuntimeError(two_devices(func))
+        if func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
+            return
+
+        def is_on_gpu(tensor: Tensor) -> bool:
+            return self.host.place(tensor) not in (Place.REAL, Place.HOST)
+
+        compares = str(func).removesuffix(".default") in comparing_methods()
+        given = tensors_in((*args, *kwargs.values()))
+        if any((tensor.dim() or compares) and not is_on_gpu(tensor) for tensor in given):
+            raise RuntimeError(two_devices(func, args, kwargs, is_on_gpu))
 
     # --- copies
 
