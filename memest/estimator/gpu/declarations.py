@@ -1,4 +1,4 @@
-"""Declarations of operators by torch: the file from which the kernels of its wheel are generated."""
+"""Declarations of operators by torch: the file from which its wheel's kernels are generated."""
 
 from __future__ import annotations
 

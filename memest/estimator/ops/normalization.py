@@ -384,26 +384,65 @@ def batch_norm(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """`_fused_rms_norm` and its gradient, each one kernel."""
+    """`_fused_rms_norm` and its gradient: one kernel, or differentiable ones (derivatives.yaml)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: Any
+    ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, rstd = aten._fused_rms_norm.default(x, shape, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         ctx.shape = shape
-        result: Tensor = out
-        return result
+        ctx.set_materialize_grads(False)
+        return out, rstd
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, of_rstd: Tensor | None) -> Any:
         x, weight, rstd = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        with torch._C._AutoDispatchBelowAutograd():
-            of_x, of_weight = aten._fused_rms_norm_backward.default(
-                grad, x, ctx.shape, rstd, weight, wanted
+        of_x = of_weight = None
+        if torch.is_grad_enabled() or of_rstd is not None:
+            of_x, of_weight = differentiable_rms_norm(
+                grad, of_rstd, x, len(ctx.shape), rstd, weight
             )
-        return of_x, None, of_weight if weight is not None else None, None
+        elif grad is not None:
+            with torch._C._AutoDispatchBelowAutograd():
+                of_x, of_weight = aten._fused_rms_norm_backward.default(
+                    grad, x, ctx.shape, rstd, weight, wanted
+                )
+        return of_x if wanted[0] else None, None, of_weight if wanted[1] else None, None
+
+
+def differentiable_rms_norm(
+    grad: Tensor | None,
+    of_rstd: Tensor | None,
+    x: Tensor,
+    num_dims: int,
+    rstd: Tensor,
+    weight: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return gradients of the input and the weight, in operators that have gradients of their own.
+
+    They are those of `infinitely_differentiable_native_rms_norm_backward` (FunctionsManual.cpp).
+    """
+    inner, outer = [*range(-num_dims, 0)], [*range(x.dim() - num_dims)]
+    size = prod(x.shape[-num_dims:])
+    wide, cube = rstd.expand_as(x), rstd.pow(3)
+    of_x = of_weight = None
+    if grad is not None:
+        scaled = grad if weight is None else grad * weight
+        total = (x * scaled).sum(inner, keepdim=True)
+        first, product = wide * scaled, x * cube  # C++ frees them after the whole expression
+        of_x = first - (product / size) * total
+        del first, product
+        if weight is not None:
+            of_weight = grad * (x * wide)
+            of_weight = of_weight.sum(outer) if outer else of_weight
+    if of_rstd is not None:
+        by_rstd = -(x * cube / size) * of_rstd
+        of_x = by_rstd if of_x is None else of_x + by_rstd
+    return of_x, of_weight
 
 
 @registry.above_autograd("rms_norm")
@@ -415,7 +454,8 @@ def rms_norm(
     is_fused = is_fused and x.is_floating_point() and not x.is_complex()
     is_fused = is_fused and (weight is None or weight.dtype is x.dtype)
     if is_fused and suggest_memory_format(x) is torch.contiguous_format:
-        return _RmsNorm.apply(x, list(shape), weight, eps)  # type: ignore[no-untyped-call]
+        out: Tensor = _RmsNorm.apply(x, list(shape), weight, eps)[0]  # type: ignore[no-untyped-call]
+        return out
     return then(x, shape, weight, eps)
 
 
