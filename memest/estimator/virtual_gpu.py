@@ -119,6 +119,12 @@ class VirtualGpu:
         return [*self.mode.notes.warnings, *self.mode.notes.texts]
 
     @property
+    def depends_on_time(self) -> bool:
+        """True if the moment decides when a block returns: a watchdog's, or another rank's."""
+        storages = self.mode.memory.storages
+        return bool(storages.stashed) or (self.mode.timeline.is_slow and storages.depends_on_time)
+
+    @property
     def peak_allocated_bytes(self) -> int:
         """The highest number of bytes allocated since the start, whatever the script resets."""
         history = self.mode.memory.history

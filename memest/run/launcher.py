@@ -69,10 +69,11 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
         sys.argv, sys.path[:] = before
     if isinstance(error, PlanError) and error.__cause__ is _NOT_RUN:
         raise error
-    mode = session.virtual.mode
+    virtual = session.virtual
+    mode = virtual.mode
     is_used = session.peak_allocated_bytes or mode.memory.num_ooms
     report = session.report() if is_used else None
-    decides = describe_deferred_blocks(mode.memory.storages) if mode.timeline.is_slow else ""
+    decides = describe_deferred_blocks(mode.memory.storages) if virtual.depends_on_time else ""
     return replace(_result_of(error, report), decides=decides)
 
 

@@ -129,8 +129,7 @@ def _itself(virtual: VirtualGpu) -> Replayed:
 def _earlier(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
     """Return the free timings besides `LATEST` on which blocks depend, if all events are known."""
     memory = virtual.mode.memory
-    depends_on_time = virtual.mode.timeline.is_slow and memory.storages.depends_on_time
-    if not depends_on_time or memory.log.is_full:
+    if not virtual.depends_on_time or memory.log.is_full:
         return ()
     return FreeTiming.IMMEDIATE, FreeTiming.IMMEDIATE_IN_STEP_1
 

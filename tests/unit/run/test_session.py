@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -314,3 +315,29 @@ def test_a_gpu_that_cannot_be_installed_leaves_nothing_behind(
     with memest.virtual_gpu("t4") as gpu:
         torch.empty(1 << 20, device="cuda")
     assert gpu.peak_allocated_bytes == 4 << 20
+
+
+def test_one_rank_alone_may_keep_the_buckets_of_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's watchdog decides: of the first step's bucket nothing is left, or all of it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with memest.virtual_gpu("h100-80gb") as session:
+        torch.distributed.init_process_group("nccl")
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 2048).cuda(), device_ids=[0])
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 2048, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.distributed.destroy_process_group()
+
+    found = session.report().intervals["allocated"]
+
+    assert found.high_bytes == session.peak_allocated_bytes
+    assert found.high_bytes - found.low_bytes == 4 * (2048 * 2048 + 2048)
