@@ -34,5 +34,5 @@ def test_the_readme_counts_the_public_scripts_that_were_measured() -> None:
         for pairs in (list(zip(r["predicted"], r["measured"], strict=True)) for r in rows)
     )
 
-    line = f"| {len(rows)} public scripts, predicted first | {exact} exact; {near} within 1 % |"
+    line = f"| {len(rows)} public scripts, predicted blind | {exact} exact; {near} within 1 % |"
     assert line in README
