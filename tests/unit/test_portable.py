@@ -28,8 +28,15 @@ for module, names in {os: "fork forkpty", signal: "SIGALRM alarm setitimer pause
 class OfMemest:
     """A module without the names that libraries of Linux need."""
 
+    __slots__ = ("module", "names")
+
     def __init__(self, module, names):
-        self.__dict__.update(module=module, names=names.split())
+        object.__setattr__(self, "module", module)
+        object.__setattr__(self, "names", names.split())
+
+    @property
+    def __dict__(self):
+        return vars(self.module)
 
     def __getattr__(self, name):
         if name in self.names:

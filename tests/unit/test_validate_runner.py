@@ -305,7 +305,8 @@ def test_offload_is_asked_of_the_prediction_too() -> None:
 def test_a_row_of_the_table_has_the_totals_or_the_reason(run: Run) -> None:
     fits, raises = run([plan("fits"), plan("raises")])
 
-    assert table_row(fits).split() == ["fits", "fits", *("0.00", "GiB") * 4, "0.5", "s"]
+    sizes = ["19", "B", "23", "B", "29", "B", "31", "B"]
+    assert table_row(fits).split() == ["fits", "fits", *sizes, "0.5", "s"]
     assert "  failed   failed with exit code 1" in table_row(raises)
 
 

@@ -333,7 +333,7 @@ def test_the_first_and_the_last_rank_are_run_and_the_worst_is_reported(folder: P
     report = json.loads((folder / "report.json").read_text())
 
     assert out.startswith("rank 0 of 4 on cuda:0\nrank 3 of 4 on cuda:1\n")
-    assert "by rank, GiB" in out
+    assert "by rank, MiB" in out
     first, last = report["ranks"]
     assert [first["rank"], last["rank"], report["rank"]] == [0, 3, 3]
     assert last["peak_allocated_bytes"] - first["peak_allocated_bytes"] == 12 << 20
