@@ -50,10 +50,10 @@ def parse_bytes(text: str | int) -> int:
 SMALL = GIB // 10  # sizes below it are shown in MiB
 
 
-def format_gib(num_bytes: int) -> str:
+def gib_or_mib(num_bytes: int) -> str:
     """Return `num_bytes` in GiB, or in a smaller unit below 0.1 GiB.
 
-    >>> format_gib(16 * 2**30), format_gib(3 * 2**20), format_gib(0)
+    >>> gib_or_mib(16 * 2**30), gib_or_mib(3 * 2**20), gib_or_mib(0)
     ('16.00 GiB', '3.00 MiB', '0.00 GiB')
     """
     if 0 < abs(num_bytes) < SMALL:

@@ -21,7 +21,7 @@ from stored_predictions import RESULTS, Runs, predicted_now, store, stored
 
 from memest.report import Outcome
 from memest.report.compare import render_comparison_markdown
-from memest.units import GIB, format_gib
+from memest.units import GIB, gib_or_mib
 from memest.validate.compare import TOTALS, Comparison, compare, summarise
 
 os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
@@ -166,7 +166,7 @@ def ranks_section(comparisons: Sequence[Comparison]) -> str:
         "|---|---|---|---|",
     ]
     lines += [
-        f"| {c.name} | {format_gib(c.measured.host_bytes)} | {format_gib(c.predicted.host_bytes)} |"
+        f"| {c.name} | {gib_or_mib(c.measured.host_bytes)} | {gib_or_mib(c.predicted.host_bytes)} |"
         f" {100 * (c.predicted.host_bytes / c.measured.host_bytes - 1):+.1f} % |"
         for c in comparisons
         if c.predicted.host_terms

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from memest.engines import Event, watched
 from memest.errors import MemestError
 from memest.report import Prediction
-from memest.units import format_gib
+from memest.units import gib_or_mib
 
 
 def has_colour() -> bool:
@@ -152,7 +152,7 @@ def result_lines(result: Any) -> list[str]:
     lines = []
     for each in results:
         if isinstance(each, Prediction):
-            word, needs = each.verdicts[each.gpu].word, format_gib(each.needs_bytes)
+            word, needs = each.verdicts[each.gpu].word, gib_or_mib(each.needs_bytes)
             lines.append(f"{word:5}  {needs:>10}  {each.name} on {each.gpu}")
         elif isinstance(each, MemestError):
             lines.append(f"not predicted: {each}")

@@ -18,7 +18,7 @@ from memest.estimator.tensors.storages import Coverage
 from memest.estimator.versions import library_versions, simulated
 from memest.plan import TrainingPlan
 from memest.report import KINDS, WHY, Outcome, Peak, Prediction, StepTime, Term, Verdict
-from memest.units import MIB, counted, format_bytes, format_count, format_gib
+from memest.units import MIB, counted, format_bytes, format_count, gib_or_mib
 
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
@@ -119,7 +119,7 @@ def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phas
     if plan.loop != "lightning" or plan.is_distributed:
         return line
     if phase == "forward" and result.peak.step and grads:
-        return f"{line}: {format_gib(grads)} of them are part of the peak (`loop: plain` has none)"
+        return f"{line}: {gib_or_mib(grads)} of them are part of the peak (`loop: plain` has none)"
     return f"{line}: none of the peak is due to that"
 
 
@@ -236,7 +236,7 @@ def _assumptions(
     lines.append("the model is built on the GPU, and the cache is empty before the first step")
     if unlimited.setup_reserved_bytes > unlimited.peak_reserved_bytes:
         lines.append(
-            f"building it there takes {format_gib(unlimited.setup_reserved_bytes)}, more than the"
+            f"building it there takes {gib_or_mib(unlimited.setup_reserved_bytes)}, more than the"
             " training: load it quantised, or through the CPU"
         )
     lines.append(kernels_assumed("compute capability", primary.capability, settings_of(plan)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memest.report import Verdict
 from memest.report.text import table
 from memest.report.times import seconds, time_words
-from memest.units import format_gib
+from memest.units import gib_or_mib
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Advice, Option
@@ -35,10 +35,10 @@ def _heading(advice: Advice) -> list[str]:
         facts.append(f"{plan.strategy} on {plan.world_size} GPUs")
     facts.append(f"on {advice.gpu}")
     found = current.verdict
-    figures = f"needs {format_gib(found.needs_bytes)} of {format_gib(found.limit_bytes)} usable"
+    figures = f"needs {gib_or_mib(found.needs_bytes)} of {gib_or_mib(found.limit_bytes)} usable"
     if advice.fits:
         return ["  ".join(facts), f"fits as it is: {figures}, {_to_spare(found)}"]
-    lines = [f"does not fit: {figures}, {format_gib(-found.margin_bytes)} too much"]
+    lines = [f"does not fit: {figures}, {gib_or_mib(-found.margin_bytes)} too much"]
     if current.time:
         lines.append(f"with enough memory: about {time_words(current.time)}")
     return ["  ".join(facts), *lines]
@@ -46,7 +46,7 @@ def _heading(advice: Advice) -> list[str]:
 
 def _to_spare(verdict: Verdict) -> str:
     tight = "; tight: a driver may leave less" if verdict.is_tight else ""
-    return f"{format_gib(verdict.margin_bytes)} to spare{tight}"
+    return f"{gib_or_mib(verdict.margin_bytes)} to spare{tight}"
 
 
 def _nothing(advice: Advice) -> list[str]:
@@ -54,8 +54,8 @@ def _nothing(advice: Advice) -> list[str]:
     searched = "" if advice.is_complete else " among what was tried"
     return [
         f"nothing on this GPU{searched}: the smallest found needs"
-        f" {format_gib(smallest.verdict.needs_bytes)},"
-        f" {format_gib(-smallest.verdict.margin_bytes)} too much",
+        f" {gib_or_mib(smallest.verdict.needs_bytes)},"
+        f" {gib_or_mib(-smallest.verdict.margin_bytes)} too much",
         f"   {smallest.title}",
         f"   check  {smallest.command}",
     ]
@@ -64,13 +64,13 @@ def _nothing(advice: Advice) -> list[str]:
 def _option(number: int, option: Option) -> list[str]:
     head = f"{number}. "
     rows = [
-        ("needs", f"{format_gib(option.verdict.needs_bytes)}, {_to_spare(option.verdict)}"),
+        ("needs", f"{gib_or_mib(option.verdict.needs_bytes)}, {_to_spare(option.verdict)}"),
         *([("time", f"about {time_words(option.time)}")] if option.time else []),
         ("kind", option.cost.words),
         *(("cost", change.price) for change in option.changes),
     ]
     if option.host_bytes:
-        rows.append(("host", f"{format_gib(option.host_bytes)} of paged optimizer state"))
+        rows.append(("host", f"{gib_or_mib(option.host_bytes)} of paged optimizer state"))
     rows.append(("check", option.command))
     rows += [("train", line) for line in option.training_lines]
     return [f"{head}{option.title}", *(f"   {word:<5}  {text}" for word, text in rows)]
@@ -83,8 +83,8 @@ def _not_enough(advice: Advice) -> list[str]:
     rows += [
         [
             o.title,
-            format_gib(o.verdict.needs_bytes),
-            format_gib(o.verdict.margin_bytes),
+            gib_or_mib(o.verdict.needs_bytes),
+            gib_or_mib(o.verdict.margin_bytes),
             seconds(o.time.seconds) if o.time else "",
         ]
         for o in advice.not_enough

@@ -13,7 +13,7 @@ from memest.estimator.search.commands import predict_command
 from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
 from memest.plan import TrainingPlan
 from memest.report import OPERATOR, Outcome, SimulatedReport, Verdict
-from memest.units import GIB, format_gib, format_size
+from memest.units import GIB, format_size, gib_or_mib
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
@@ -48,11 +48,11 @@ def plain(text: str) -> str:
 
 def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
     """The verdict on one GPU, the needed memory and the margin, in colours."""
-    needs, usable = format_gib(verdict.needs_bytes), format_gib(verdict.limit_bytes)
+    needs, usable = gib_or_mib(verdict.needs_bytes), gib_or_mib(verdict.limit_bytes)
     paints = COLOURS[verdict.word]
     if verdict.verdict is Outcome.OOM:
         head = paint("does not fit", paints)
-        lacking = format_gib(-verdict.margin_bytes)
+        lacking = gib_or_mib(-verdict.margin_bytes)
         return f"{head} {gpu}: needs {needs}, {lacking} more than the {usable} usable"
     if verdict.verdict is Outcome.MAY:
         head = paint("may or may not fit", paints)
@@ -64,9 +64,9 @@ def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
     tight = ", but tight" if verdict.is_tight else ""
     line = (
         f"{paint(f'{word} {gpu}{tight}', paints)}: needs {needs} of {usable} usable,"
-        f" {format_gib(verdict.margin_bytes)} to spare"
+        f" {gib_or_mib(verdict.margin_bytes)} to spare"
     )
-    return line + (f"; drivers of it differ by {format_gib(verdict.spread_bytes)}" if tight else "")
+    return line + (f"; drivers of it differ by {gib_or_mib(verdict.spread_bytes)}" if tight else "")
 
 
 def summary_line(
@@ -182,8 +182,8 @@ def kernels_line(versions: Mapping[str, str]) -> list[str]:
 def _refusal_line(verdict: Verdict, gpu: str) -> str:
     head = paint("does not fit", BAD)
     return (
-        f"{head} {gpu}: {format_gib(verdict.reserved_bytes)} of {format_gib(verdict.limit_bytes)}"
-        f" usable are reserved, and the next request needs {format_gib(-verdict.margin_bytes)}"
+        f"{head} {gpu}: {gib_or_mib(verdict.reserved_bytes)} of {gib_or_mib(verdict.limit_bytes)}"
+        f" usable are reserved, and the next request needs {gib_or_mib(-verdict.margin_bytes)}"
         " more than is left"
     )
 
@@ -192,7 +192,7 @@ def _host_lines(host: Verdict | None) -> list[str]:
     if host is None or host.verdict is not Outcome.OOM:
         return []
     head = paint("the host does not hold it", BAD)
-    return [f"{head}: {format_gib(host.reserved_bytes)} of {format_gib(host.limit_bytes)} there"]
+    return [f"{head}: {gib_or_mib(host.reserved_bytes)} of {gib_or_mib(host.limit_bytes)} there"]
 
 
 def _others(report: SimulatedReport) -> list[str]:
@@ -211,8 +211,8 @@ def _change_lines(change: Option | None) -> list[str]:
     tight = ", tight" if change.verdict.is_tight else ""
     title = paint(change.title, BOLD)
     return [
-        f"would fit with {title}: needs {format_gib(change.verdict.needs_bytes)},"
-        f" {format_gib(change.verdict.margin_bytes)} to spare{tight} ({change.cost.words})"
+        f"would fit with {title}: needs {gib_or_mib(change.verdict.needs_bytes)},"
+        f" {gib_or_mib(change.verdict.margin_bytes)} to spare{tight} ({change.cost.words})"
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from memest.report import Interval
 from memest.report.text import table
-from memest.units import GIB, MIB, format_gib
+from memest.units import GIB, MIB, gib_or_mib
 from memest.validate.compare import Comparison, Summary
 
 _HEADER = [
@@ -67,7 +67,7 @@ def _cells(comparison: Comparison) -> list[str]:
     cells = [comparison.name]
     for difference in comparison.totals.values():
         cells += [
-            format_gib(difference.measured_bytes),
+            gib_or_mib(difference.measured_bytes),
             _predicted(difference.predicted),
             f"{difference.error_percent:+.3f} %",
         ]
@@ -79,7 +79,7 @@ def _cells(comparison: Comparison) -> list[str]:
 
 
 def _predicted(found: Interval) -> str:
-    high = format_gib(found.high_bytes)
+    high = gib_or_mib(found.high_bytes)
     low = f"{found.low_bytes / GIB:.2f}"
     return high if found.low_bytes == found.high_bytes else f"{low} to {high}"
 

@@ -29,7 +29,7 @@ from memest.report.text import (
     where,
 )
 from memest.report.times import time_cells, time_notes
-from memest.units import GIB, Unit, format_gib, gib_that_add_up
+from memest.units import GIB, Unit, gib_or_mib, gib_that_add_up
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
@@ -302,7 +302,7 @@ def verdict_boxes(verdicts: Mapping[str, Verdict]) -> str:
     boxes = []
     for name, verdict in verdicts.items():
         share = 100 * min(1.0, verdict.needs_bytes / max(1, verdict.limit_bytes))
-        margin = format_gib(abs(verdict.margin_bytes))
+        margin = gib_or_mib(abs(verdict.margin_bytes))
         words = f"{margin} {'to spare' if verdict.margin_bytes >= 0 else 'too much'}"
         where = (
             f'<div class="muted">{escape(place_in_words(verdict.at))}</div>' if verdict.at else ""
@@ -311,8 +311,8 @@ def verdict_boxes(verdicts: Mapping[str, Verdict]) -> str:
             f'<div class="box {verdict.word}"><b>{escape(name)}</b> '
             f'<b class="verdict">{verdict.word}</b>'
             f'<div class="meter"><i style="width:{share:.1f}%"></i></div>'
-            f"needs {format_gib(verdict.needs_bytes)} of {format_gib(verdict.limit_bytes)}: {words}"
-            f'<div class="muted">uses {format_gib(verdict.reserved_bytes)}</div>{where}</div>'
+            f"needs {gib_or_mib(verdict.needs_bytes)} of {gib_or_mib(verdict.limit_bytes)}: {words}"
+            f'<div class="muted">uses {gib_or_mib(verdict.reserved_bytes)}</div>{where}</div>'
         )
     return f'<div class="boxes">{"".join(boxes)}</div>'
 
@@ -326,9 +326,9 @@ def _stack(report: SimulatedReport, share: float = 1.0) -> str:
     parts = {name: size for name, size in parts.items() if size}
     parts["rest"] = max(1, report.peak_allocated_bytes) - sum(parts.values())
     return (
-        f"<p><b>{format_gib(report.peak_allocated_bytes)}</b> allocated, "
-        f"<b>{format_gib(report.peak_reserved_bytes)}</b> reserved, "
-        f"<b>{format_gib(report.process_bytes)}</b> in nvidia-smi on {escape(report.gpu)}; "
+        f"<p><b>{gib_or_mib(report.peak_allocated_bytes)}</b> allocated, "
+        f"<b>{gib_or_mib(report.peak_reserved_bytes)}</b> reserved, "
+        f"<b>{gib_or_mib(report.process_bytes)}</b> in nvidia-smi on {escape(report.gpu)}; "
         f"{escape(where(report))}</p>" + stack(parts, share)
     )
 

@@ -6,7 +6,7 @@ from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.report import Outcome, SimulatedReport
 from memest.report.answer import summary_line
-from memest.units import format_gib
+from memest.units import gib_or_mib
 
 SCHEDULERS = ("sky", "slurm", "dstack")
 
@@ -49,7 +49,7 @@ def resource_lines(
     if not fitting:
         needs = max(verdict.needs_bytes for verdict in report.verdicts.values())
         raise DoesNotFitError(
-            f"needs {format_gib(needs)}, which fits none of {', '.join(report.verdicts)}",
+            f"needs {gib_or_mib(needs)}, which fits none of {', '.join(report.verdicts)}",
             hint="`memest advise` finds changes with which a plan fits",
         )
     name = min(fitting)[1]

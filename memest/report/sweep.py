@@ -12,7 +12,7 @@ from memest.estimator.search.largest import Largest
 from memest.estimator.search.techniques import TechniqueRow
 from memest.report.answer import place_in_words
 from memest.report.text import table
-from memest.units import GIB, format_gib
+from memest.units import GIB, gib_or_mib
 
 _NOUNS = {"batch_size": "batch size", "seq_len": "sequence length"}
 
@@ -23,7 +23,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
     noun = _NOUNS[rows[0].key]
     lines = [f"{plan.label}: the largest {noun} that fits"]
     cells = [["gpu", "usable", noun, "needs", "uses", "margin", "the next needs"]]
-    cells += [[row.gpu, format_gib(row.verdict.limit_bytes), *_figures(row)] for row in rows]
+    cells += [[row.gpu, gib_or_mib(row.verdict.limit_bytes), *_figures(row)] for row in rows]
     lines += ["", *table(cells, left=1), ""]
     for row in rows:
         if row.value is None:
@@ -32,7 +32,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
         elif row.ceiling:
             lines.append(f"{row.gpu}: memory is left; {row.ceiling}")
         elif row.verdict.is_tight:
-            spread = format_gib(row.verdict.spread_bytes)
+            spread = gib_or_mib(row.verdict.spread_bytes)
             lines.append(
                 f"{row.gpu}: {noun} {row.value} is tight: a driver may leave {spread} less"
             )
@@ -65,11 +65,11 @@ def _cell(row: TechniqueRow) -> tuple[str, str]:
 
 def _figures(row: Largest) -> list[str]:
     found = row.verdict
-    above = "-" if row.next_needs_bytes is None else format_gib(row.next_needs_bytes)
+    above = "-" if row.next_needs_bytes is None else gib_or_mib(row.next_needs_bytes)
     figures = [f"{found.margin_bytes / GIB:+.2f} GiB", above]
     if row.value is None:
         return ["none", "-", "-", *figures]
-    needs, uses = format_gib(found.needs_bytes), format_gib(found.reserved_bytes)
+    needs, uses = gib_or_mib(found.needs_bytes), gib_or_mib(found.reserved_bytes)
     return [str(row.value), needs, uses, *figures]
 
 

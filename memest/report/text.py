@@ -32,7 +32,7 @@ from memest.units import (
     counted,
     format_bytes,
     format_count,
-    format_gib,
+    gib_or_mib,
     gib_that_add_up,
     rounded_to_sum,
     shares_that_add_up,
@@ -98,7 +98,7 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
     rows = [
         [
             p.name,
-            *map(format_gib, p.levels.values()),
+            *map(gib_or_mib, p.levels.values()),
             *(p.verdicts[g].word if g in p.verdicts else "" for g in gpus),
         ]
         for p in predictions
@@ -222,7 +222,7 @@ def _totals(report: SimulatedReport) -> list[str]:
     ]
     if report.host_bytes:
         rows.append(("host", report.host_bytes, _host_note(report)))
-    cells = [[name, format_gib(size), note] for name, size, note in rows]
+    cells = [[name, gib_or_mib(size), note] for name, size, note in rows]
     if report.host_bytes:
         held = gib_that_add_up([t.num_bytes for t in report.host_terms])
         cells += [
@@ -258,7 +258,7 @@ def _host_note(report: SimulatedReport) -> str:
         return note
     outcome = "OOM" if verdict.verdict is Outcome.OOM else "fits"
     margin = f"{verdict.margin_bytes / 2**30:+.2f} GiB"
-    return f"{note}; {format_gib(verdict.limit_bytes)} there: {outcome}, {margin}"
+    return f"{note}; {gib_or_mib(verdict.limit_bytes)} there: {outcome}, {margin}"
 
 
 def phase_rows(prediction: Prediction) -> list[list[str]]:
@@ -410,9 +410,9 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
 def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
     return [
         name,
-        format_gib(verdict.limit_bytes),
-        format_gib(verdict.needs_bytes),
-        format_gib(verdict.reserved_bytes),
+        gib_or_mib(verdict.limit_bytes),
+        gib_or_mib(verdict.needs_bytes),
+        gib_or_mib(verdict.reserved_bytes),
         verdict.word,
         f"{verdict.margin_bytes / GIB:+.2f} GiB",
         f"at {place_in_words(verdict.at)}" if verdict.at else "",
@@ -505,9 +505,9 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
     rows += [
         [
             g.name,
-            format_gib(g.memory_bytes),
+            gib_or_mib(g.memory_bytes),
             format_bytes(g.context_bytes),
-            format_gib(g.limit_bytes),
+            gib_or_mib(g.limit_bytes),
             f"{g.capability[0]}.{g.capability[1]}",
             str(g.num_sms),
             evidence(g),

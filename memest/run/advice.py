@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memest.estimator.allocator.settings import EXPANDABLE
 from memest.report import RunReport
-from memest.units import format_gib
+from memest.units import gib_or_mib
 
 EIGHT_BIT_SHARE = 0.74
 """Share of two float32 moments that bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per
@@ -97,7 +97,7 @@ def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
         ]
     lines = [
-        f"{name}: {each.title} (about {format_gib(each.saved_bytes)} less; {each.price})"
+        f"{name}: {each.title} (about {gib_or_mib(each.saved_bytes)} less; {each.price})"
         for name, each in zip(("best change", "or"), found, strict=False)
     ]
     return [

@@ -22,7 +22,7 @@ from memest.report import Ending, RunReport
 from memest.run.advice import render_suggestions, suggestions
 from memest.run.device_at_hand import DeviceAtHand, device_at_hand
 from memest.run.typed_command import Command, typed_command
-from memest.units import GIB, format_gib, parse_bytes
+from memest.units import GIB, gib_or_mib, parse_bytes
 
 VARIABLE = "MEMEST_PREFLIGHT"
 """Variable of the environment; `off`, `0`, `no`, `false` end the check, `inside` marks it."""
@@ -221,9 +221,9 @@ def _check(
     spare = report.verdicts[report.gpu].margin_bytes
     if spare >= (device.gpu.spread_bytes if margin_bytes is None else margin_bytes):
         return ended(Outcome.FITS, report)
-    needs, usable = format_gib(report.limit_bytes - spare), format_gib(report.limit_bytes)
+    needs, usable = gib_or_mib(report.limit_bytes - spare), gib_or_mib(report.limit_bytes)
     _print([f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
-            f" needs {needs} of {usable} usable, {format_gib(spare)} to spare"
+            f" needs {needs} of {usable} usable, {gib_or_mib(spare)} to spare"
             f" after {report.num_steps} steps"])  # fmt: skip
     return ended(Outcome.TIGHT, report)
 
@@ -243,7 +243,7 @@ def _oom_lines(script: _Script, report: RunReport) -> list[str]:
         return lines
     limit = report.limit_bytes
     needs = endless.verdicts[endless.gpu].needs_bytes
-    lines.append(f"needs {format_gib(needs)}: {format_gib(needs - limit)} more than there is")
+    lines.append(f"needs {gib_or_mib(needs)}: {gib_or_mib(needs - limit)} more than there is")
     if fitting := [n for n, v in endless.verdicts.items() if v.word == "fits" and n != endless.gpu]:
         lines.append(f"fits: {', '.join(fitting)}")
     found = suggestions(endless, limit)
@@ -253,8 +253,8 @@ def _oom_lines(script: _Script, report: RunReport) -> list[str]:
         changed, _ = script.run(change.options, alloc_conf=change.alloc_conf)
         if changed is not None and changed.fits and not changed.error:
             needs = changed.verdicts[changed.gpu].needs_bytes
-            return [*lines, f"best change, simulated: {change.title}: needs {format_gib(needs)} of"
-                    f" {format_gib(changed.limit_bytes)} usable ({change.price})"]  # fmt: skip
+            return [*lines, f"best change, simulated: {change.title}: needs {gib_or_mib(needs)} of"
+                    f" {gib_or_mib(changed.limit_bytes)} usable ({change.price})"]  # fmt: skip
     return lines + render_suggestions(found)
 
 
@@ -333,8 +333,8 @@ def _last_error(output: str) -> str:
 
 def _gpu(device: DeviceAtHand) -> str:
     name = device.gpu.name if device.is_known else device.name
-    room = f"{format_gib(device.room_bytes)} for its allocator"
+    room = f"{gib_or_mib(device.room_bytes)} for its allocator"
     others = device.others_bytes
     if others > OTHERS_SHARE * device.total_bytes:
-        return f"{name} ({room}; other processes hold {format_gib(others)})"
+        return f"{name} ({room}; other processes hold {gib_or_mib(others)})"
     return f"{name} ({room})"

@@ -96,11 +96,11 @@ def _console_script(name: str) -> Target | None:
     found = next(iter(entry_points(group="console_scripts", name=name)), None)
     if found is None:
         return None
-    beside = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if beside is None:
+    program = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if program is None:
         return None
     package = find_module(found.module.partition(".")[0], ())
-    return Target(beside, (), False, Path(beside), package.roots)
+    return Target(program, (), False, Path(program), package.roots)
 
 
 def find_module(name: str, args: tuple[str, ...]) -> Target:

@@ -36,7 +36,7 @@ from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Measurement, Outcome
-from memest.units import format_gib
+from memest.units import gib_or_mib
 from memest.validate import ranks
 from memest.validate import results as results_file
 from memest.validate.device import Device, measured_versions, query_device
@@ -62,7 +62,7 @@ def table_row(found: Measurement) -> str:
         word = "skipped" if found.note.startswith(SKIPPED) else "failed"
         return f"{start}  {word:<7}  {found.note.removeprefix(SKIPPED)[:200]}"
     sizes = (*found.levels.values(), found.host_bytes)
-    cells = "".join(f"  {format_gib(size):>10}" for size in sizes)
+    cells = "".join(f"  {gib_or_mib(size):>10}" for size in sizes)
     return f"{start}  {found.verdict:<7}{cells}  {f'{found.elapsed_s:.1f} s':>7}"
 
 
@@ -445,8 +445,8 @@ def _refusal(runner: Runner, plan: TrainingPlan) -> str:
     if needed <= machine_bytes:
         return ""
     return (
-        f"it holds {format_gib(needed)} in host memory, "
-        f"and the machine has {format_gib(machine_bytes)}"
+        f"it holds {gib_or_mib(needed)} in host memory, "
+        f"and the machine has {gib_or_mib(machine_bytes)}"
     )
 
 

@@ -14,7 +14,7 @@ from memest.errors import PlanError
 from memest.units import (
     format_bytes,
     format_count,
-    format_gib,
+    gib_or_mib,
     parse_bytes,
     shares_that_add_up,
     unit_of,
@@ -69,10 +69,10 @@ def test_a_number_too_long_to_print_is_refused() -> None:
 
 
 def test_gib_have_two_digits_and_small_sizes_a_smaller_unit() -> None:
-    assert format_gib(0) == "0.00 GiB"
-    assert format_gib(3 * 2**29) == "1.50 GiB"
-    assert format_gib(-(2**30)) == "-1.00 GiB"
-    assert format_gib(-(20 * 2**20)) == "-20.00 MiB"
+    assert gib_or_mib(0) == "0.00 GiB"
+    assert gib_or_mib(3 * 2**29) == "1.50 GiB"
+    assert gib_or_mib(-(2**30)) == "-1.00 GiB"
+    assert gib_or_mib(-(20 * 2**20)) == "-20.00 MiB"
 
 
 @pytest.mark.parametrize(

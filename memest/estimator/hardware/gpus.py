@@ -26,7 +26,7 @@ from pathlib import Path
 from memest.errors import PlanError, closest
 from memest.estimator.hardware import mig
 from memest.plan import TrainingPlan
-from memest.units import format_gib
+from memest.units import gib_or_mib
 
 FIRST_OF_CUDA_13 = (7, 5)
 """Oldest compute capability in torch 2.11's wheels for CUDA 13.0, on which memest was measured. 7.0
@@ -113,8 +113,8 @@ class Gpu:
             return self
         if num_bytes >= self.memory_bytes - self.context_bytes:
             raise PlanError(
-                f"other processes with {format_gib(num_bytes)} leave nothing of `{self.name}`, "
-                f"which has {format_gib(self.memory_bytes - self.context_bytes)} and a context",
+                f"other processes with {gib_or_mib(num_bytes)} leave nothing of `{self.name}`, "
+                f"which has {gib_or_mib(self.memory_bytes - self.context_bytes)} and a context",
                 hint="give what other processes hold, such as `--beside 24GiB`",
             )
         return replace(self, beside_bytes=num_bytes)
@@ -193,11 +193,11 @@ def custom_gpu(memory_bytes: int, like: Gpu | None = None) -> Gpu:
         PlanError: the CUDA context alone fills the memory.
     """
     base = like or find_gpu(_MEASURED)
-    size = format_gib(memory_bytes)
+    size = gib_or_mib(memory_bytes)
     if memory_bytes <= base.context_bytes:
         raise PlanError(
             f"a GPU with {size} has no room besides its CUDA context, "
-            f"which takes {format_gib(base.context_bytes)}",
+            f"which takes {gib_or_mib(base.context_bytes)}",
             hint="give the GPU's whole memory, such as `--gpu-memory 24GiB`",
         )
     return replace(

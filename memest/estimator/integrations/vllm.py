@@ -36,7 +36,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, refusing
 from memest.estimator.tensors.placement import CPU
 from memest.estimator.tensors.storages import MemKind
-from memest.units import format_gib
+from memest.units import gib_or_mib
 
 VERSION = "0.31.0"  # offered where vLLM is not installed: the newest that TRL 1.16 accepts
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # tags of vLLM's pools (gpu_worker.py)
@@ -178,8 +178,8 @@ class LLM:
             held, source = cache + (weights or 0), "`kv_cache_memory_bytes` and the weights"
         parts = "weights, KV cache, activations and CUDA graphs"
         if weights is not None:
-            parts = f"weights of {format_gib(weights)}, as their files, KV cache and all else"
-        text = f"assumed: `vllm.LLM` holds {format_gib(held)} ({source}): {parts}"
+            parts = f"weights of {gib_or_mib(weights)}, as their files, KV cache and all else"
+        text = f"assumed: `vllm.LLM` holds {gib_or_mib(held)} ({source}): {parts}"
         if self._can_sleep:
             text += "; asleep, it holds nothing"
         self.mode.notes.add(text)

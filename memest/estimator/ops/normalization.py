@@ -10,6 +10,7 @@ recorded under DDP on two H100s. Symbols: M samples times pixels, C channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -404,14 +405,14 @@ class _RmsNorm(torch.autograd.Function):
         of_x = of_weight = None
         if torch.is_grad_enabled() or of_rstd is not None:
             of_x, of_weight = differentiable_rms_norm(
-                grad, of_rstd, x, len(ctx.shape), rstd, weight
+                grad, of_rstd, x, len(ctx.shape), rstd, weight, wanted
             )
         elif grad is not None:
             with torch._C._AutoDispatchBelowAutograd():
                 of_x, of_weight = aten._fused_rms_norm_backward.default(
                     grad, x, ctx.shape, rstd, weight, wanted
                 )
-        return of_x if wanted[0] else None, None, of_weight if wanted[1] else None, None
+        return of_x, None, of_weight if weight is not None else None, None
 
 
 def differentiable_rms_norm(
@@ -421,10 +422,20 @@ def differentiable_rms_norm(
     num_dims: int,
     rstd: Tensor,
     weight: Tensor | None,
+    wanted: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gradients of the input and the weight, in operators that have gradients of their own.
 
     They are those of `infinitely_differentiable_native_rms_norm_backward` (FunctionsManual.cpp).
+
+    Args:
+        grad: gradient of the result, None if it is not used.
+        of_rstd: gradient of `rstd`, None if it is not used.
+        x: input.
+        num_dims: number of the last dimensions that are normalized.
+        rstd: reciprocal root of the mean square, with 1 in the last dimensions.
+        weight: of the shape of the last dimensions, or None.
+        wanted: whether the gradients of the input and of the weight are needed.
     """
     inner, outer = [*range(-num_dims, 0)], [*range(x.dim() - num_dims)]
     size = prod(x.shape[-num_dims:])
@@ -432,14 +443,15 @@ def differentiable_rms_norm(
     of_x = of_weight = None
     if grad is not None:
         scaled = grad if weight is None else grad * weight
-        total = (x * scaled).sum(inner, keepdim=True)
-        first, product = wide * scaled, x * cube  # C++ frees them after the whole expression
-        of_x = first - (product / size) * total
-        del first, product
-        if weight is not None:
+        if wanted[0]:
+            total = (x * scaled).sum(inner, keepdim=True)
+            first, product = wide * scaled, x * cube  # C++ frees them after the whole expression
+            of_x = first - (product / size) * total
+            del first, product
+        if wanted[1] and weight is not None:
             of_weight = grad * (x * wide)
             of_weight = of_weight.sum(outer) if outer else of_weight
-    if of_rstd is not None:
+    if wanted[0] and of_rstd is not None:
         by_rstd = -(x * cube / size) * of_rstd
         of_x = by_rstd if of_x is None else of_x + by_rstd
     return of_x, of_weight
