@@ -107,6 +107,14 @@ def check_torch() -> None:
         )
 
 
+def returns_large_numbers() -> bool:
+    """Return whether a dispatch mode may return numbers of 2**63 and more (pytorch/pytorch#160102).
+
+    Before torch 2.9 C++ converts the number that a mode returns to `int64_t`.
+    """
+    return (_numbers(_installed()) or RELEASES[-1].version) >= (2, 9)
+
+
 def allows_tf32(operation: str) -> bool:
     """Return whether float32 products of a `matmul`, `conv` or `rnn` may use TF32.
 

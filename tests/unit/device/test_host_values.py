@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import memest
 from memest.errors import UnsupportedError
+from memest.estimator import versions
 from memest.estimator.gpu import host
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.tensors.placement import Place
@@ -171,3 +172,20 @@ def test_the_gpu_does_not_index_a_tensor_of_the_host() -> None:
         with pytest.raises(RuntimeError, match=r"indices should be either on cpu or on the same"):
             torch.arange(10.0)[chosen]
         assert torch.zeros(10, device="cuda")[torch.arange(3)].shape == (3,)
+
+
+@pytest.mark.parametrize("installed", ["2.7.1+cu126", "2.13.0"])
+def test_a_large_uint64_is_read(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_installed", lambda: installed)
+    before = torch.Tensor.item, torch.Tensor.__float__
+    with VirtualGpu(find_gpu("h100-80gb")):
+        is_replaced = (torch.Tensor.item, torch.Tensor.__float__) != before
+        made = torch.tensor([-1, 5, -(2**63)], device="cuda").view(torch.uint64)
+        read = [one.item() for one in made]
+        assert f"{made[0]}" == str(2**64 - 1)
+        assert [float(made[2]), made[2].cpu().item()] == [2.0**63, 2**63]
+        assert [torch.ones((), device="cuda").item(), float(torch.ones(()))] == [1.0, 1.0]
+
+    assert read == [2**64 - 1, 5, 2**63]
+    assert is_replaced is installed.startswith("2.7")
+    assert (torch.Tensor.item, torch.Tensor.__float__) == before

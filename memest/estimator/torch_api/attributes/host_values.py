@@ -14,6 +14,7 @@ from memest.estimator.gpu.guesses import guessed_number
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
+from memest.estimator.versions import returns_large_numbers
 
 OnHost = Callable[[Tensor], Tensor]
 
@@ -37,6 +38,24 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     _install_arrays(patches, mode, on_host)
     _install_text(patches, mode, on_host)
     _install_items(patches, mode)
+    if not returns_large_numbers():
+        _install_numbers(patches)
+
+
+def _install_numbers(patches: Patches) -> None:
+    """Read a `uint64` as the `int64` with the same bits."""
+    item_, float_ = Tensor.item, Tensor.__float__
+
+    def item(tensor: Tensor) -> Any:
+        if tensor.dtype is not torch.uint64:
+            return item_(tensor)
+        return item_(tensor.view(torch.int64)) % 2**64
+
+    def to_float(tensor: Tensor) -> float:
+        return float(item(tensor) if tensor.dtype is torch.uint64 else float_(tensor))
+
+    patches.set(Tensor, "item", item)
+    patches.set(Tensor, "__float__", to_float)
 
 
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
