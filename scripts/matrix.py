@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--snapshots", type=Path, help="folder for snapshots, to find causes")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--check", action="store_true", help="compare only")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # cases may follow an option
     is_same = True
     if options.row:
         with tempfile.TemporaryDirectory() as folder:

@@ -203,6 +203,12 @@ def test_the_users_order_goes_before_that_of_the_gpu(on: Gpu, first: SdpaBackend
         assert choose_backend(*qkv(bf16, 64), gpu=on) is first
 
 
+def test_the_order_of_torch_2_6_ends_with_a_second_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: [1, 2, 0, 3, 0], raising=False)
+
+    assert choose_backend(*qkv(bf16, 64), gpu=H200) is SdpaBackend.CUDNN
+
+
 def test_flash_pads_odd_heads_and_slices_the_padding_off() -> None:
     operations = run(H200, *qkv(bf16, 100))
 

@@ -119,7 +119,8 @@ def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
 def _order(call: _Call) -> tuple[SdpaBackend, ...]:
     """Order of the backends: the user's (`sdpa_kernel(set_priority=True)`), or that of the GPU."""
     stored = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
-    order = tuple(SdpaBackend(number) for number in stored if number in _DEFAULT_ORDER)
+    once = dict.fromkeys(stored)  # torch 2.6 has five places for four backends: the last is 0
+    order = tuple(SdpaBackend(number) for number in once if number in _DEFAULT_ORDER)
     prefers_cudnn = call.release.cudnn_version > 91500 and call.gpu.capability[0] in (9, 10)
     if prefers_cudnn and tuple(b.value for b in order) == _DEFAULT_ORDER:
         return SdpaBackend.CUDNN, *order[:-1]
