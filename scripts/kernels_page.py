@@ -24,8 +24,7 @@ from memest.estimator.ops import attention, autograd_ops, convolution, matmul
 from memest.estimator.ops.attention import SdpaBackend, choose_backend
 from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, registered
-from memest.estimator.versions import MEASURED, simulating
-from memest.estimator.versions.torch_releases import TORCH_2_11
+from memest.estimator.versions import MEASURED, TORCH_2_11, simulating
 from memest.units import MIB
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"

@@ -18,7 +18,7 @@ from memest.cli.explore import LAB_GPUS
 from memest.estimator.search.explore import explore
 from memest.plan.files import read_suite
 from memest.report.explorer import explorer_data
-from memest.report.lecture_rows import predicted_rows, store_rows
+from memest.report.lecture import predicted_rows, store_rows
 
 SUITES = Path(__file__).resolve().parents[1] / "memest" / "validate" / "suites"
 

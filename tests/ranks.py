@@ -18,9 +18,8 @@ from memest.estimator.replay.program import Program
 from memest.estimator.tensors.storages import RETURNED, MemKind
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.data import Feed
-from memest.loops.job import Job, Listener, Task
+from memest.loops.job import Job, Listener, Task, make_optimizer
 from memest.loops.lightning import fit
-from memest.loops.optimizers import make_optimizer
 from memest.loops.probe import CudaMemory
 from memest.plan import TrainingPlan
 from memest.report import Phase

@@ -28,7 +28,8 @@ SECTIONS = {
 """Sections of `memest --help`, with every command."""
 
 _MODULES = {
-    "checkpoint": "run", "advise": "predict", "max-batch": "sweep", "compare": "diff", "ci": "diff",
+    "checkpoint": "run", "advise": "predict", "cheapest": "sweep", "max-batch": "sweep",
+    "lecture": "explore", "compare": "diff", "ci": "diff",
     "models": "doctor", "gpus": "doctor", "schema": "doctor", "completion": "doctor",
 }  # fmt: skip
 """Module of `cli` of each command that has not the module's name."""

@@ -14,8 +14,7 @@ from click.shell_completion import CompletionItem
 from memest.cli.group import OPTION_SECTIONS
 from memest.engines import ENGINES, find_engine
 from memest.errors import PlanError
-from memest.estimator.versions import simulating
-from memest.estimator.versions.torch_releases import RELEASES
+from memest.estimator.versions import RELEASES, simulating
 from memest.plan.keys import Key
 from memest.plan.optimizers import OPTIMIZERS
 from memest.plan.training_plan import PLAN_KEYS

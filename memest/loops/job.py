@@ -6,18 +6,69 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from memest.errors import PlanError
 from memest.loops.probe import PhaseRecorder
+from memest.packages import require
 from memest.plan import TrainingPlan
+from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 
 if TYPE_CHECKING:
     from memest.loops.data import Feed, Inputs
+
+LEARNING_RATE = 1e-4  # learning rate of every optimizer; it has no effect on memory
+
+
+def make_optimizer(
+    plan: TrainingPlan, params: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Make the plan's optimizer over `params`, with its library's defaults and the plan's options.
+
+    Raises:
+        PlanError: it does not take an option, or these parameters.
+        UnsupportedError: its library is not installed.
+    """
+    row = OPTIMIZERS[plan.optim]
+    kind = _class_of(row.library, row.class_name)
+    options: dict[str, Any] = {"lr": LEARNING_RATE, **dict(row.options)}
+    if plan.weight_decay is not None:
+        options["weight_decay"] = plan.weight_decay
+    if plan.momentum:
+        options["momentum"] = plan.momentum
+    if plan.nesterov:
+        options["nesterov"] = True
+    options |= dict(plan.optim_options)
+    try:
+        made: torch.optim.Optimizer = kind(params, **options)
+    except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
+        raise PlanError(
+            f"`{row.class_name}` cannot be made for this model: {' '.join(str(error).split())}",
+            hint="change `optim` or its options, or `freeze` the parameters that it does not take",
+        ) from error
+    return made
+
+
+def _class_of(library: str, name: str) -> Any:
+    if library == DEEPSPEED:  # on the host, compiled at first use
+        require("deepspeed")
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam
+    if library == BITSANDBYTES:
+        require("bitsandbytes")
+        import bitsandbytes  # here, because it opens the GPU
+
+        return getattr(bitsandbytes.optim, name)
+    return getattr(torch.optim, name)
+
 
 SEED = 20
 
@@ -143,7 +194,7 @@ def _build_model(job: Job, config: Any) -> Any:
 
 def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
     """Make the optimizer over the parameters trained now, which a strategy may have replaced."""
-    from memest.loops.optimizers import make_optimizer
+    from memest.loops.job import make_optimizer
     from memest.models_meta.assemble import trained_parameters
 
     return make_optimizer(plan, trained_parameters(model))

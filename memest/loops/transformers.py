@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from memest.loops.data import Inputs
-from memest.loops.job import Task
-from memest.loops.optimizers import LEARNING_RATE
+from memest.loops.job import LEARNING_RATE, Task
 from memest.models_meta.assemble import loss_of
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import OPTIMIZERS

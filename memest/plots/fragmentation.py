@@ -10,8 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from memest.estimator.search.growth import Growth
 from memest.plots.scaling import spread
-from memest.plots.style import HEIGHT, WIDTH, Panel, require, slide
-from memest.plots.text import LABEL, TICK, VALUE, shortened
+from memest.plots.style import HEIGHT, LABEL, TICK, VALUE, WIDTH, Panel, require, shortened, slide
 from memest.plots.words import plan_line
 from memest.report import Prediction
 from memest.units import GIB

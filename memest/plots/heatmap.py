@@ -11,8 +11,21 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from memest.plots.style import HEIGHT, VERDICTS, WIDTH, Panel, Theme, require, slide
-from memest.plots.text import SMALL, TICK, VALUE, shortened, text_on, text_width
+from memest.plots.style import (
+    HEIGHT,
+    SMALL,
+    TICK,
+    VALUE,
+    VERDICTS,
+    WIDTH,
+    Panel,
+    Theme,
+    require,
+    shortened,
+    slide,
+    text_on,
+    text_width,
+)
 from memest.plots.words import dotted, gpu_label, version_words
 from memest.report import Outcome, Verdict
 from memest.units import GIB

@@ -14,15 +14,19 @@ from memest.plots.style import (
     HEIGHT,
     KINDS,
     OF_STRATEGIES,
+    SMALL,
+    VALUE,
     WIDTH,
     Canvas,
     Panel,
     Theme,
     require,
+    shortened,
     slide,
+    text_on,
+    text_width,
     widest_gap,
 )
-from memest.plots.text import SMALL, VALUE, shortened, text_on, text_width
 from memest.plots.words import (
     dotted,
     gpu_label,

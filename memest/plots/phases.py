@@ -8,8 +8,20 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from memest.plots.style import HEIGHT, KINDS, WIDTH, Canvas, Panel, slide, widest_gap
-from memest.plots.text import LABEL, TICK, VALUE, text_on, text_width
+from memest.plots.style import (
+    HEIGHT,
+    KINDS,
+    LABEL,
+    TICK,
+    VALUE,
+    WIDTH,
+    Canvas,
+    Panel,
+    slide,
+    text_on,
+    text_width,
+    widest_gap,
+)
 from memest.plots.words import gpu_label, plan_line, signed_percent
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
 from memest.units import GIB, format_size

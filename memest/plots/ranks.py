@@ -5,8 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from memest.plots.phases import FAR_LIMIT
-from memest.plots.style import HEIGHT, WIDTH, Panel, slide
-from memest.plots.text import VALUE, limit_text, text_on
+from memest.plots.style import HEIGHT, VALUE, WIDTH, Panel, limit_text, slide, text_on
 from memest.plots.words import dotted, gpu_label
 from memest.report import RankRow, RunReport
 from memest.units import GIB

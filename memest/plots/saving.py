@@ -11,8 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from memest.errors import PlanError, shown
-from memest.plots.style import PNG_DPI, plain_matplotlib
-from memest.plots.text import FONT
+from memest.plots.style import FONT, PNG_DPI, plain_matplotlib
 
 FORMATS = ("png", "svg", "pdf")
 _OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # formats a path may name

@@ -16,8 +16,23 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, constant_terms, kind_bytes
-from memest.plots.style import HEIGHT, KINDS, VERDICTS, WIDTH, Canvas, Panel, Theme, slide
-from memest.plots.text import LABEL, TICK, VALUE, limit_text, shortened, text_on, text_width
+from memest.plots.style import (
+    HEIGHT,
+    KINDS,
+    LABEL,
+    TICK,
+    VALUE,
+    VERDICTS,
+    WIDTH,
+    Canvas,
+    Panel,
+    Theme,
+    limit_text,
+    shortened,
+    slide,
+    text_on,
+    text_width,
+)
 from memest.plots.timeline import color_of
 from memest.plots.words import label_of, plan_line
 from memest.report import Outcome, Prediction

@@ -9,8 +9,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-from memest.plots.style import HEIGHT, WIDTH, Canvas, require, slide
-from memest.plots.text import SMALL, TICK, VALUE, name_and_tag, row_size, text_width
+from memest.plots.style import (
+    HEIGHT,
+    SMALL,
+    TICK,
+    VALUE,
+    WIDTH,
+    Canvas,
+    name_and_tag,
+    require,
+    row_size,
+    slide,
+    text_width,
+)
 from memest.plots.words import (
     MINUS,
     dotted,

@@ -10,8 +10,18 @@ from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from memest.plots.style import HEIGHT, WIDTH, Panel, Theme, plain_matplotlib, slide
-from memest.plots.text import SMALL, VALUE, fitted, text_on
+from memest.plots.style import (
+    HEIGHT,
+    SMALL,
+    VALUE,
+    WIDTH,
+    Panel,
+    Theme,
+    fitted,
+    plain_matplotlib,
+    slide,
+    text_on,
+)
 from memest.plots.timeline import TEMPORARIES
 from memest.report.lecture import Chart, Series, Slide
 

@@ -11,8 +11,21 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from memest.estimator.replay.recording import Span, Timeline
-from memest.plots.style import HEIGHT, WIDTH, Canvas, Panel, Theme, slide
-from memest.plots.text import LABEL, TICK, VALUE, limit_text, shortened, text_on, text_width
+from memest.plots.style import (
+    HEIGHT,
+    LABEL,
+    TICK,
+    VALUE,
+    WIDTH,
+    Canvas,
+    Panel,
+    Theme,
+    limit_text,
+    shortened,
+    slide,
+    text_on,
+    text_width,
+)
 from memest.plots.words import dotted, gpu_label, setting_words, version_words
 from memest.units import GIB
 

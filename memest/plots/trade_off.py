@@ -8,8 +8,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from memest.plots.style import HEIGHT, VERDICTS, WIDTH, Panel, require, slide
-from memest.plots.text import SMALL, VALUE, row_size, shortened, text_width
+from memest.plots.style import (
+    HEIGHT,
+    SMALL,
+    VALUE,
+    VERDICTS,
+    WIDTH,
+    Panel,
+    require,
+    row_size,
+    shortened,
+    slide,
+    text_width,
+)
 from memest.plots.words import dotted, gpu_label, token_words, version_words
 from memest.report import Outcome, Prediction, StepTime
 from memest.units import GIB

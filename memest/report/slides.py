@@ -16,8 +16,7 @@ from pptx.oxml import parse_xml
 from pptx.util import Inches, Pt
 
 from memest.plots.slides import colors_of
-from memest.plots.style import DARK, HEIGHT, LIGHT, WIDTH, Theme
-from memest.plots.text import text_on
+from memest.plots.style import DARK, HEIGHT, LIGHT, WIDTH, Theme, text_on
 from memest.report.lecture import Chart, Slide
 
 _TITLE_ONLY = 5  # of the default template

@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.mig import profiles
+from memest.estimator.hardware.gpus import Gpu, mig_profiles
 from memest.models_meta.registry import ModelEntry
 from memest.report import (
     ClosedForm,
@@ -523,7 +522,7 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
         "",
         "MIG: the name of an instance is that of the GPU with its profile, such as"
         " a100-80gb-mig-3g.40gb",
-        *(f"  {name}: {', '.join(found)}" for name, found in profiles().items()),
+        *(f"  {name}: {', '.join(found)}" for name, found in mig_profiles().items()),
     ]
     if verbose:
         lines += ["", *(f"{g.name}: {g.source}" for g in gpus)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
@@ -13,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import memest
 from memest.child import spawn
 from memest.errors import PlanError, shown
-from memest.estimator.allocator.settings import VARIABLES
+from memest.estimator.allocator.settings import EXPANDABLE, VARIABLES
+from memest.packages import is_in_packages
 from memest.report import Ending, RunReport
-from memest.run.advice import render_suggestions, suggestions
 from memest.run.device_at_hand import DeviceAtHand, device_at_hand
-from memest.run.typed_command import Command, typed_command
 from memest.units import GIB, gib_or_mib, parse_bytes
 
 VARIABLE = "MEMEST_PREFLIGHT"
@@ -338,3 +340,198 @@ def _gpu(device: DeviceAtHand) -> str:
     if others > OTHERS_SHARE * device.total_bytes:
         return f"{name} ({room}; other processes hold {gib_or_mib(others)})"
     return f"{name} ({room})"
+
+
+# Changes for a script that does not fit: estimates from its peak on an unlimited GPU.
+#
+# `memest run` can apply some of them without touching the script; the preflight tries those.
+
+EIGHT_BIT_SHARE = 0.74
+"""Share of two float32 moments that bitsandbytes' blockwise 8-bit ones save: 8 B to 2 B and 8 B per
+256 elements (`bitsandbytes/optim/optimizer.py`: blocks of 256, one float32 `absmax` each).
+"""
+
+PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """One change, and its saving at the peak."""
+
+    title: str
+    price: str  # cost in plain words
+    saved_bytes: int  # estimated saving
+    options: tuple[str, ...] = ()  # options of `memest run` that simulate it
+    alloc_conf: str = ""  # addition to `PYTORCH_ALLOC_CONF` that simulates it
+
+    @property
+    def can_be_simulated(self) -> bool:
+        """True if `memest run` can apply it; otherwise the script has to be changed."""
+        return bool(self.options or self.alloc_conf)
+
+
+def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
+    """Return changes each of which is enough alone by this estimate, cheapest first.
+
+    `report` is of the script on a GPU with enough memory; `limit_bytes` is the real allocator's.
+    """
+    over = report.verdicts[report.gpu].needs_bytes - limit_bytes
+    return tuple(s for s in _all(report, over) if s.saved_bytes >= over) if over > 0 else ()
+
+
+def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
+    held = {term.name: term.num_bytes for term in report.terms}
+    in_step = report.peak.phase == "optimizer"
+    temporaries = held.get("temporaries", 0)
+    cached = report.verdicts[report.gpu].needs_bytes - report.peak_allocated_bytes
+    if in_step and temporaries:
+        yield Suggestion(
+            title="`fused=True` in the optimizer",
+            price="nothing: the same update in one kernel, without temporaries",
+            saved_bytes=temporaries,
+        )
+    if cached and EXPANDABLE not in report.allocator:
+        yield Suggestion(
+            title=f"`PYTORCH_ALLOC_CONF={EXPANDABLE}` in the environment",
+            price="nothing: the allocator keeps less in pieces that nothing fits into",
+            saved_bytes=cached,
+            alloc_conf=EXPANDABLE,
+        )
+    grows = held.get("activations", 0) + held.get("batch", 0) + (0 if in_step else temporaries)
+    parts = next((n for n in PARTS if grows - grows // n >= over), 0)
+    if parts:
+        yield Suggestion(
+            title=f"1/{parts} of the micro-batch, and {parts} times the accumulation",
+            price="same mathematics, at most a little more time",
+            saved_bytes=grows - grows // parts,
+            options=("--batch-parts", str(parts)),
+        )
+    yield Suggestion(
+        title="activation checkpointing, if it is not on",
+        price="same mathematics, about a third more time",
+        saved_bytes=held.get("activations", 0) // 2,
+    )
+    yield Suggestion(
+        title="an 8-bit optimizer, if its state is of 32 bits",
+        price="another optimizer",
+        saved_bytes=int(held.get("optimizer", 0) * EIGHT_BIT_SHARE),
+    )
+    trained = held.get("grads", 0) + held.get("optimizer", 0)
+    yield Suggestion(
+        title="LoRA adapters instead of all parameters",
+        price="fewer parameters trained",
+        saved_bytes=trained,
+    )
+
+
+def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
+    """Return lines for the best change and the next of another kind, if any is enough."""
+    if not found:
+        return [
+            "best change: none alone is enough; a smaller model, several GPUs or offload may be"
+        ]
+    lines = [
+        f"{name}: {each.title} (about {gib_or_mib(each.saved_bytes)} less; {each.price})"
+        for name, each in zip(("best change", "or"), found, strict=False)
+    ]
+    return [
+        *lines,
+        "estimated from the contents of the peak; check the changed script by `memest run`",
+    ]
+
+
+RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))
+"""Programs that run code with arguments of their own, such as pytest."""
+
+_MEMEST = Path(__file__).resolve().parents[1]
+_LIBRARY = Path(os.__file__).resolve().parent  # folder of Python's own library
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A script or a module with its arguments, as `memest run` takes them."""
+
+    words: tuple[str, ...]  # words of the command: `train.py --bs 8`, or `-m package.train --bs 8`
+    folder: str  # working folder of the command
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        name, *rest = self.words
+        return " ".join((os.path.basename(name) or name, *rest))
+
+
+def typed_command(frame: FrameType | None = None) -> Command | None:
+    """Return the command that this process was started to run; None in a notebook or a shell.
+
+    `frame` is the caller's. A script that a session runs (`%run train.py`) has a command.
+    """
+    main = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if getattr(sys, "frozen", False):
+        return None
+    if spec is not None and spec.name != "__main__":
+        return _of_module(spec.name.removesuffix(".__main__"))
+    if file is not None:
+        is_runner = Path(file).stem in RUNNERS
+        return _of_script(file) if os.path.isfile(file) and not is_runner else None
+    return _of_callers(frame)
+
+
+def _of_module(name: str) -> Command | None:
+    if name.partition(".")[0] in RUNNERS:
+        return None
+    typed = sys.orig_argv
+    for at in range(1, len(typed) - 1):
+        if typed[at] == "-m" and typed[at + 1] in (name, f"{name}.__main__"):
+            return Command(("-m", *typed[at + 1 :]), os.getcwd())
+    return Command(("-m", name, *sys.argv[1:]), os.getcwd())
+
+
+def _of_script(file: str) -> Command:
+    """Return the script with the arguments of its command line, even if it changed `sys.argv`."""
+    for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
+        for at, word in enumerate(sys.orig_argv[1:], 1):
+            if os.path.join(folder, word) == file or _is_same(os.path.join(folder, word), file):
+                return Command(tuple(sys.orig_argv[at:]), folder)
+    return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
+
+
+def _is_same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
+def _of_callers(frame: FrameType | None) -> Command | None:
+    """Return the script or module that called `preflight` from a notebook or a shell."""
+    while frame is not None:
+        names: dict[str, Any] = frame.f_globals
+        file, name = names.get("__file__"), names.get("__name__", "")
+        frame = frame.f_back
+        if not isinstance(file, str) or not os.path.isfile(file) or _is_library(file):
+            continue
+        if name == "__main__":
+            return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
+        if _runs_by_itself(file):
+            return Command(("-m", name), os.getcwd())
+    return None
+
+
+def _is_library(file: str) -> bool:
+    path = Path(file).resolve()
+    return is_in_packages(path) or path.is_relative_to(_MEMEST) or _LIBRARY in path.parents
+
+
+def _runs_by_itself(file: str) -> bool:
+    """Return whether a module has an `if __name__ == "__main__":`."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False
+    return any(
+        isinstance(node, ast.If)
+        and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
+        for node in tree.body
+    )

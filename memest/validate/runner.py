@@ -355,7 +355,6 @@ def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
     with _without_bitsandbytes():
         import memest.loops.data
         import memest.loops.lightning
-        import memest.loops.optimizers
         import memest.loops.strategies
         import memest.models_meta.assemble
         import memest.models_meta.sharding  # noqa: F401

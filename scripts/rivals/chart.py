@@ -8,8 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from memest.plots.style import HEIGHT, WIDTH, Canvas, slide
-from memest.plots.text import SMALL, VALUE
+from memest.plots.style import HEIGHT, SMALL, VALUE, WIDTH, Canvas, slide
 from rivals.page import LABELS
 from rivals.scores import OURS, scores_of
 

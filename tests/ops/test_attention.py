@@ -19,7 +19,7 @@ from memest.estimator.ops.attention import (
 )
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
-from memest.estimator.versions.torch_releases import TORCH_2_13
+from memest.estimator.versions import TORCH_2_13
 from tests.op_calls import meta, scratch
 from tests.requests_at_peak import scratch_of
 

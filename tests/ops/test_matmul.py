@@ -15,7 +15,7 @@ from memest.estimator.ops.matmul import (
 )
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
-from memest.estimator.versions.torch_releases import (
+from memest.estimator.versions import (
     TORCH_2_11,
     TORCH_2_12,
     TORCH_2_15,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.ops.cudnn_recurrent import (
+from memest.estimator.ops.recurrent import (
     GRU,
     LSTM,
     RNN_TANH,

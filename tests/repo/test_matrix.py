@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memest.estimator.versions.torch_releases import RELEASES
+from memest.estimator.versions import RELEASES
 from scripts import matrix
 
 CONTENT = matrix.load()

@@ -20,8 +20,7 @@ import torch
 
 from memest.errors import PlanError
 from memest.loops import data
-from memest.loops.job import Job, Listener, RunOptions
-from memest.loops.optimizers import make_optimizer
+from memest.loops.job import Job, Listener, RunOptions, make_optimizer
 from memest.loops.probe import PhaseRecorder, Reading
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from memest.errors import PlanError
-from memest.estimator.hardware import mig
+from memest.estimator.hardware import gpus
 from memest.estimator.hardware.gpus import (
     DEFAULT_GPUS,
     custom_gpu,
@@ -189,7 +189,7 @@ def test_an_instance_has_its_own_memory_and_multiprocessors() -> None:
     assert "assumed" in gpu.source
 
 
-@pytest.mark.parametrize(("name", "known"), mig.profiles().items())
+@pytest.mark.parametrize(("name", "known"), gpus.mig_profiles().items())
 def test_every_profile_is_a_part_of_its_gpu(name, known) -> None:
     whole = find_gpu(name)
     for profile in known:

@@ -16,8 +16,7 @@ from memest.estimator.versions import simulating
 from memest.plan.files import read_suite
 from memest.plots.slides import draw_slide, pdf_bytes
 from memest.plots.style import WIDTH
-from memest.report.lecture import Lecture
-from memest.report.lecture_rows import Rows, predicted_rows, store_rows, stored_rows
+from memest.report.lecture import Lecture, Rows, predicted_rows, store_rows, stored_rows
 from memest.units import GIB
 from memest.validate.results import find_suite
 

@@ -19,8 +19,8 @@ from memest.estimator.predict import predict
 from memest.estimator.replay.program import Program
 from memest.estimator.replay.replay import Replayed, Run
 from memest.estimator.replay.virtual_run import run_plan, shortened
+from memest.loops import job
 from memest.loops import lightning as lightning_loop
-from memest.loops import optimizers
 from memest.plan import TrainingPlan
 from memest.plan.other_names import _PASSED_OVER
 from memest.plan.values import IGNORED_KEYS, LOOPS
@@ -186,7 +186,7 @@ LABELS = {
 
 
 def _optimizer_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
-    monkeypatch.setattr(optimizers, "LEARNING_RATE", 3e-2)
+    monkeypatch.setattr(job, "LEARNING_RATE", 3e-2)
     same_with(monkeypatch, torch.optim, "AdamW", betas=(0.8, 0.95), eps=1e-6)
     return {"lr", "learning_rate", "betas", "eps"}
 

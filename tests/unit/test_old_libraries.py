@@ -15,7 +15,7 @@ from torch import nn
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
-from memest.estimator.hardware.work_log import WorkLog
+from memest.estimator.hardware.work import WorkLog
 from memest.estimator.integrations import bitsandbytes
 from memest.estimator.integrations.bitsandbytes import KernelLibrary
 from memest.estimator.tensors.patches import Patches

@@ -11,7 +11,7 @@ from torch import nn
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.virtual_gpu import VirtualGpu
-from memest.loops.optimizers import make_optimizer
+from memest.loops.job import make_optimizer
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 from tests.requested import Requests, peak, without_workspaces

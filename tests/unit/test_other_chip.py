@@ -11,8 +11,7 @@ import pytest
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.replay import simulated_plan
 from memest.estimator.replay.interpolate.call_log import LoggedTrace, logged_trace
-from memest.estimator.replay.interpolate.other_chip import on_other_chip
-from memest.estimator.replay.interpolate.reuse import NotInterpolable
+from memest.estimator.replay.interpolate.reuse import NotInterpolable, on_other_chip
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.simulated_plan import trace_plan

@@ -19,14 +19,17 @@ from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import ELSEWHERE, PACE, estimate, step_times, table_of
 from memest.estimator.hardware.speed import kernel_us, speed_of
-from memest.estimator.hardware.work import NOTHING, VIEW, Work, work_of
-from memest.estimator.hardware.work_log import (
+from memest.estimator.hardware.work import (
     BACKWARD,
     FORWARD,
     MAX_STEPS,
+    NOTHING,
     NUM_HOSTS,
+    VIEW,
     WAITS,
+    Work,
     WorkLog,
+    work_of,
 )
 from memest.report import StepTime
 from memest.report.times import Training, read_prices, seconds, steps_of_plan

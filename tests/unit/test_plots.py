@@ -24,8 +24,7 @@ from memest.plots import plot_ladder, plot_phases, plot_scatter, save
 from memest.plots.ladder import peak_parts, word_on
 from memest.plots.phases import shown_step
 from memest.plots.saving import FORMATS
-from memest.plots.style import DARK, KINDS, LIGHT
-from memest.plots.text import shortened, text_on, text_width
+from memest.plots.style import DARK, KINDS, LIGHT, shortened, text_on, text_width
 from memest.plots.words import MINUS
 from memest.report import (
     Measurement,

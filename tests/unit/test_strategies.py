@@ -15,7 +15,7 @@ from torch import nn
 from memest import packages
 from memest.errors import UnsupportedError
 from memest.loops import strategies
-from memest.loops.optimizers import make_optimizer
+from memest.loops.job import make_optimizer
 from memest.plan import TrainingPlan
 
 

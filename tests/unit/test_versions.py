@@ -18,8 +18,15 @@ from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator import versions
 from memest.estimator.ops.registry import named
-from memest.estimator.versions import ENVIRONMENT, KERNELS, nearest, simulated, simulating
-from memest.estimator.versions.torch_releases import OPERATORS_SINCE, RELEASES
+from memest.estimator.versions import (
+    ENVIRONMENT,
+    KERNELS,
+    OPERATORS_SINCE,
+    RELEASES,
+    nearest,
+    simulated,
+    simulating,
+)
 from memest.report.answer import kernels_line
 from memest.report.text import render_text
 

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.gpu.attribution import Attribution
-from memest.estimator.gpu.declarations import comparing_methods
 from memest.estimator.gpu.guesses import (
     PASSING_CHECKS,
     GuessedValues,
@@ -28,18 +27,18 @@ from memest.estimator.gpu.guesses import (
     bincount,
     guess_booleans,
     is_check,
+    that_passes,
 )
 from memest.estimator.gpu.host import HostTensors, without_tensors
 from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
 from memest.estimator.gpu.memory import Memory
-from memest.estimator.gpu.messages import INDICES_ELSEWHERE, two_devices
+from memest.estimator.gpu.messages import INDICES_ELSEWHERE, comparing_methods, two_devices
 from memest.estimator.gpu.pending import PendingWorks
 from memest.estimator.gpu.processes import refuse_in_child
-from memest.estimator.gpu.script_checks import that_passes
 from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.work_log import WorkLog
+from memest.estimator.hardware.work import WorkLog
 from memest.estimator.ops import collectives
 from memest.estimator.ops.autograd_ops import decomposition_key, run_decomposed
 from memest.estimator.ops.copies import (

@@ -30,8 +30,7 @@ from memest.estimator.hardware.speed import (
     speed_of,
     transfer_us,
 )
-from memest.estimator.hardware.work import Work
-from memest.estimator.hardware.work_log import LINK, WorkLog
+from memest.estimator.hardware.work import LINK, Work, WorkLog
 
 MAIN = 0  # the stream on which the model runs
 STREAMS_PER_POOL = 32  # `kStreamsPerPool` (CUDAStream.cpp), per priority; then the first again

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from memest.errors import PlanError, closest
-from memest.estimator.hardware import mig
 from memest.plan import TrainingPlan
 from memest.units import gib_or_mib
 
@@ -164,9 +164,9 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         PlanError: no GPU of the catalogue has this name, or it has no such profile.
     """
-    if (instance := mig.split(name)) is not None:
-        mig.check_is_named(*instance)
-        return mig.instance(find_gpu(instance[0]), instance[1])
+    if (instance := split_mig(name)) is not None:
+        _check_whole_is_named(*instance)
+        return mig_instance(find_gpu(instance[0]), instance[1])
     folded = _folded(name)
     known = {_folded(text): gpu for gpu in list_gpus() for text in (gpu.label, gpu.name)}
     known |= {alias: _catalogue()[target] for alias, target in _ALIASES.items()}
@@ -220,7 +220,7 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
     >>> match_device("NVIDIA A100-PCIE-40GB", 42_298_834_944).name
     'a100-40gb'
     """
-    if mig.split(name) is not None:
+    if split_mig(name) is not None:
         return _match_instance(name, total_bytes)
     words = _words(name)
     same_kind = [
@@ -240,12 +240,12 @@ def _has_memory(gpu: Gpu, num_bytes: int) -> bool:
 
 
 def _match_instance(name: str, total_bytes: int) -> Gpu | None:
-    whole, profile = mig.split(name) or (name, "")
+    whole, profile = split_mig(name) or (name, "")
     kind = _kind(_words(whole))
     found = [
-        mig.instance(gpu, profile)
+        mig_instance(gpu, profile)
         for gpu in list_gpus()
-        if _kind(_words(gpu.label)) == kind and profile in mig.profiles().get(gpu.name, ())
+        if _kind(_words(gpu.label)) == kind and profile in mig_profiles().get(gpu.name, ())
     ]
     fitting = [gpu for gpu in found if _has_memory(gpu, total_bytes)]
     return min(fitting, key=lambda gpu: abs(gpu.memory_bytes - total_bytes), default=None)
@@ -331,3 +331,106 @@ def _communicators_bytes(plan: TrainingPlan) -> int:
     if plan.strategy == "fsdp2":
         return COMMUNICATOR_BYTES + FURTHER_COMMUNICATOR_BYTES
     return COMMUNICATOR_BYTES
+
+
+# Instances of a GPU under NVIDIA's MIG: memory and multiprocessors by profile.
+#
+# `mig.json` has the MiB and the multiprocessors that `nvidia-smi mig -lgip` lists for each
+# profile. A process on an instance sees that memory as the GPU's total. CUDA reports 4.750 GiB on
+# the 1g.5gb of an A100, and torch 39.25 GiB on the 3g.40gb of an A100 80GB. The rest follows from
+# the whole GPU.
+
+_MIG_DATA = Path(__file__).with_name("mig.json")
+_SLICES = 8  # slices of memory of every GPU with MIG: NVIDIA's MIG User Guide, Concepts
+_MEDIA = re.compile(r"\+me$")  # with media engines: the same memory in `nvidia-smi mig -lgip`
+_NAME = re.compile(
+    r"(.*?)(?:^|[\s_-]+)(?:mig(?:[\s_-]+(.*))?|(\d+g[._-]\d+gb(?:\+me)?))", re.IGNORECASE
+)
+
+
+@cache
+def _divisible() -> dict[str, Any]:
+    """Return name of a GPU -> its profiles and their source; read at the first call."""
+    known: dict[str, Any] = json.loads(_MIG_DATA.read_text(encoding="utf-8"))
+    return known
+
+
+def mig_profiles() -> dict[str, Sequence[str]]:
+    """Return name of a GPU -> names of its profiles, of all GPUs that can be divided."""
+    return {name: tuple(entry["profiles"]) for name, entry in _divisible().items()}
+
+
+def split_mig(name: str) -> tuple[str, str] | None:
+    """Return the GPU and the profile in the name of an instance; None for a whole GPU.
+
+    >>> split_mig("a100-80gb-mig-3g.40gb"), split_mig("NVIDIA H200 MIG 1g.18gb"), split_mig("h200")
+    (('a100-80gb', '3g.40gb'), ('NVIDIA H200', '1g.18gb'), None)
+    """
+    if (found := _NAME.fullmatch(name.strip())) is None:
+        return None
+    profile = (found[2] or found[3] or "").casefold()
+    return found[1], re.sub(r"[\s_-]", ".", _MEDIA.sub("", profile.strip()))
+
+
+def _check_whole_is_named(whole: str, profile: str) -> None:
+    """Raise a `PlanError` if an instance is named by its profile, without its GPU."""
+    if whole:
+        return
+    names = [
+        f"`{name}-mig-{profile}`" for name, known in mig_profiles().items() if profile in known
+    ]
+    raise PlanError(
+        f"the MIG profile `{profile}` is named without its GPU",
+        hint=f"give {' or '.join(names)}" if names else "give a name such as `h200-mig-1g.18gb`",
+    )
+
+
+def mig_instance(whole: Gpu, profile: str) -> Gpu:
+    """Return an instance of `whole`.
+
+    Bandwidth and cache follow its slices of memory, rates its multiprocessors. Its CUDA context is
+    assumed to be as large as on the whole GPU.
+
+    Raises:
+        PlanError: this GPU has no such profile.
+    """
+    entry = _divisible().get(whole.name, {"profiles": {}, "source": ""})
+    if profile not in entry["profiles"]:
+        raise _unknown_profile(whole.name, profile)
+    mib, num_sms = entry["profiles"][profile]
+    name = f"{whole.name}-mig-{profile}"
+    slices = max(1, round(_SLICES * (mib << 20) / whole.memory_bytes))
+    return replace(
+        whole,
+        name=name,
+        chip=name,
+        whole=whole.name,
+        label=f"{whole.label} MIG {profile}",
+        memory_bytes=mib << 20,
+        memory_range_bytes=None,
+        memory_share=slices / _SLICES,
+        num_sms=num_sms,
+        memory_gb_s=whole.memory_gb_s * slices // _SLICES,
+        tflops={rate: value * num_sms / whole.num_sms for rate, value in whole.tflops.items()},
+        source=f"Memory and SMs: {entry['source']} Context: assumed to be that of `{whole.name}`. "
+        f"Rates: those of `{whole.name}` by SMs, bandwidth by slices of memory.",
+    )
+
+
+def _unknown_profile(whole: str, profile: str) -> PlanError:
+    known = mig_profiles()
+    if whole not in known:
+        return PlanError(
+            f"`{whole}` has no MIG profiles in the catalogue",
+            hint=f"those that have: {', '.join(f'`{name}`' for name in known)}",
+        )
+    others = [f"`{n}-mig-{profile}`" for n, names in known.items() if profile in names]
+    listed = ", ".join(f"`{name}`" for name in known[whole])
+    return PlanError(
+        f"`{whole}` has no MIG profile `{profile}` in the catalogue; it has {listed}"
+        if profile
+        else f"no MIG profile of `{whole}` is named; it has {listed}",
+        hint=f"other GPUs have it: {', '.join(others)}"
+        if others
+        else "`memest gpus` lists them all",
+    )

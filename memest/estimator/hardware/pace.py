@@ -26,8 +26,18 @@ import numpy as np
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu, match_device
 from memest.estimator.hardware.speed import LAUNCH_QUEUE, speed_of
-from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind
-from memest.estimator.hardware.work_log import CUT, HOST, LINK, NUM_HOSTS, WAITS, WorkLog
+from memest.estimator.hardware.work import (
+    CUT,
+    HOST,
+    HOST_KINDS,
+    LINK,
+    NUM_HOSTS,
+    VIEW,
+    WAITS,
+    Work,
+    WorkLog,
+    host_kind,
+)
 from memest.report import StepTime
 
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.hardware.work_log import WorkLog
+from memest.estimator.hardware.work import WorkLog
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import META
 

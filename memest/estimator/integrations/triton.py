@@ -1,22 +1,388 @@
 """Triton, with kernel launches that do nothing, which request the same memory.
 
-Where Triton cannot be installed, `triton_stub` replaces it, so that libraries take the same paths.
+Where Triton cannot be installed, a stub replaces it, so that libraries take the same paths.
 Source: triton 3.6.0, runtime/jit.py, runtime/autotuner.py, runtime/driver.py, testing.py.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from memest.estimator.gpu.imports import ImportHooks
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.integrations.triton_stub import Finder
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import NOT_COMPILED, Patches, refusing
 from memest.estimator.tensors.placement import GPU
+
+# Names of the package `triton`, for machines on which it cannot be installed.
+#
+# With them libraries can be imported; their kernel launches do nothing. `Finder` serves `import
+# triton`, and the version that comes with the wheels of torch 2.11.
+
+VERSION = "3.6.0"  # version of triton that the wheels of torch 2.11 require
+_LANGUAGE = frozenset(
+    """PropagateNan TRITON_MAX_TENSOR_NUMEL abs add advance arange argmax argmin associative_scan
+    assume atomic_add atomic_and atomic_cas atomic_max atomic_min atomic_or atomic_xchg atomic_xor
+    bfloat16 bitonic_merge block_type broadcast broadcast_to cast cat cdiv ceil clamp condition
+    const constexpr_type cos cumprod cumsum debug_barrier device_assert device_print div_rn dot
+    dot_scaled dtype erf exp exp2 expand_dims fdiv flip float16 float32 float64 float8e4b15
+    float8e4b8 float8e4nv float8e5 float8e5b16 floor fma full gather histogram
+    inline_asm_elementwise int1 int16 int32 int64 int8 interleave join load load_tensor_descriptor
+    log log2 make_block_ptr make_tensor_descriptor map_elementwise max max_constancy max_contiguous
+    maximum min minimum mul multiple_of num_programs pair_uniform_to_normal permute philox
+    philox_impl pi32_t pointer_type program_id rand rand4x randint randint4x randn randn4x random
+    range ravel reduce reduce_or reshape rsqrt sigmoid sin slice softmax sort split sqrt sqrt_rn
+    static_assert static_print static_range store store_tensor_descriptor str_to_ty sub sum
+    swizzle2d target_info tensor tensor_descriptor tensor_descriptor_type topk trans tuple
+    tuple_type uint16 uint32 uint64 uint8 uint_to_uniform_float umulhi view void where xor_sum zeros
+    zeros_like""".split()
+)
+"""Names of `triton.language` 3.6.0; other names are missing here too."""
+
+_SPEEDS = "get_dram_gbps get_max_simd_tflops get_max_tensorcore_tflops nvsmi".split()
+"""Functions of `triton.testing` that bitsandbytes before 0.49 imports."""
+
+
+class Symbol:
+    """Name of Triton's language, which has a meaning only within a kernel."""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: calls outside of a kernel are refused."""
+        raise UnsupportedError(
+            f"`triton.language.{self.name}` is called outside of a kernel",
+            hint="kernels do not run on the virtual GPU",
+        )
+
+    def __repr__(self) -> str:
+        return f"triton.language.{self.name}"
+
+
+class Constexpr:
+    """`tl.constexpr`: an annotation, or a value known when a kernel is compiled."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = getattr(value, "value", value)
+
+    def __class_getitem__(cls, item: Any) -> type[Constexpr]:
+        return cls
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == getattr(other, "value", other))
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+class KernelInterface:
+    """Kernel that takes a grid in brackets."""
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Launch nothing."""
+
+    warmup = run
+
+    def __class_getitem__(cls, item: Any) -> type[KernelInterface]:
+        return cls
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.run
+
+
+class JITFunction(KernelInterface):
+    """`triton.JITFunction`: a kernel that is never compiled."""
+
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        self.fn = fn
+        self.__name__ = getattr(fn, "__name__", "kernel")
+        self.__doc__ = fn.__doc__
+        self.__module__ = fn.__module__
+        self.arg_names = list(inspect.signature(fn).parameters)
+        self.signature = inspect.signature(fn)
+        self.device_caches: dict[int, Any] = {}
+        self.cache: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise without a grid, as triton does."""
+        raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
+
+
+@dataclass(eq=False)
+class Config:
+    """`triton.Config`: the meta-parameters of one variant of a kernel."""
+
+    kwargs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    num_ctas: int = 1
+    maxnreg: int | None = None
+    pre_hook: Any = None
+    ir_override: Any = None
+
+    def all_kwargs(self) -> dict[str, Any]:
+        """Return the values that are not defaults."""
+        numbers = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+        others = {name: getattr(self, name) for name in numbers}
+        return {**self.kwargs, **{n: v for n, v in others.items() if v is not None}}
+
+
+class Autotuner(KernelInterface):
+    """Result of `triton.autotune`."""
+
+    def __init__(self, fn: Any, configs: Sequence[Config], key: Sequence[str] = ()) -> None:
+        self.fn = fn
+        self.base_fn = getattr(fn, "base_fn", None) or getattr(fn, "fn", fn)
+        self.arg_names = getattr(fn, "arg_names", [])
+        self.configs = list(configs) or [Config({})]
+        self.keys = list(key)
+        self.cache: dict[Any, Config] = {}
+        self.best_config = self.configs[0]
+        self.__name__ = getattr(fn, "__name__", "kernel")
+
+
+class Heuristics(KernelInterface):
+    """Result of `triton.heuristics`."""
+
+    def __init__(self, fn: Any, values: dict[str, Any]) -> None:
+        self.fn = fn
+        self.arg_names = getattr(fn, "arg_names", [])
+        self.values = values
+        self.__name__ = getattr(fn, "__name__", "kernel")
+
+
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`triton.jit`, with options or without."""
+    if fn is None:
+        return lambda function: JITFunction(function, **options)
+    return JITFunction(fn)
+
+
+def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any) -> Any:
+    """`triton.autotune`."""
+    return lambda fn: Autotuner(fn, configs, key)
+
+
+def heuristics(values: dict[str, Any]) -> Any:
+    """`triton.heuristics`."""
+    return lambda fn: Heuristics(fn, values)
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up."""
+    return (x + (y - 1)) // y
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is not below `n`."""
+    return 1 if n < 2 else 1 << (n - 1).bit_length()
+
+
+def _name_of_class(name: str, base: type = object) -> type:
+    return type(name, (base,), {"__doc__": f"`{name}` of triton."})
+
+
+def _unchanged(function: Any = None, **options: Any) -> Any:
+    return function if function is not None else (lambda inner: inner)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    return refusing(f"`{name}`", NOT_COMPILED)
+
+
+@dataclass(eq=False)
+class GPUTarget:
+    """`triton.backends.compiler.GPUTarget`."""
+
+    backend: str
+    arch: Any
+    warp_size: int
+
+
+@dataclass(eq=False)
+class _TensorDescriptor:
+    """`triton.tools.tensor_descriptor.TensorDescriptor`."""
+
+    base: Any
+    shape: Any
+    strides: Any
+    block_shape: Any
+    padding: str = "zero"
+
+    @staticmethod
+    def from_tensor(tensor: Any, block_shape: Any, padding: str = "zero") -> _TensorDescriptor:
+        """Return a descriptor of a whole tensor."""
+        return _TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, padding)
+
+
+def _each_as(made: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module in which every name exists."""
+
+    def look_up(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return made(name)
+
+    return look_up
+
+
+def _symbol_of_language(name: str) -> Any:
+    if name not in _LANGUAGE:
+        raise AttributeError(f"module 'triton.language' has no attribute '{name}'")
+    return Symbol(name)
+
+
+_ERRORS: dict[str, type] = {"TritonError": _name_of_class("TritonError", Exception)}
+_ERRORS |= {
+    name: _name_of_class(name, _ERRORS["TritonError"])
+    for name in ("CompilationError", "OutOfResources", "InterpreterError", "PTXASError")
+}
+
+
+def _of_runtime() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return names that decorate kernels, names that tune them, and names of the compiler."""
+    jit_names: dict[str, Any] = {
+        "jit": jit, "JITFunction": JITFunction, "KernelInterface": KernelInterface,
+        "constexpr_function": _unchanged, "ConstexprFunction": _name_of_class("ConstexprFunction"),
+        "JITCallable": JITFunction,
+        "MockTensor": _name_of_class("MockTensor"),
+        "TensorWrapper": _name_of_class("TensorWrapper"),
+        "reinterpret": _unchanged, "T": Any,
+    }  # fmt: skip
+    tuner_names: dict[str, Any] = {
+        "autotune": autotune, "Autotuner": Autotuner, "Config": Config, "heuristics": heuristics,
+        "Heuristics": Heuristics, "OutOfResources": _ERRORS["OutOfResources"],
+    }  # fmt: skip
+    compiler_names: dict[str, Any] = {
+        "compile": _refuse("triton.compile"), "CompiledKernel": _name_of_class("CompiledKernel"),
+        "ASTSource": _name_of_class("ASTSource"), "triton_key": lambda: VERSION,
+        "make_backend": _refuse("triton.compiler.make_backend"),
+        "LazyDict": dict, "CompilationError": _ERRORS["CompilationError"],
+    }  # fmt: skip
+    return jit_names, tuner_names, compiler_names
+
+
+_DTYPES = {
+    "SINT_TYPES": ["int8", "int16", "int32", "int64"],
+    "UINT_TYPES": ["int1", "uint8", "uint16", "uint32", "uint64"],
+    "FP_TYPES": [
+        "fp8e4b15", "fp8e4nv", "fp8e4b8", "fp8e5", "fp8e5b16", "fp16", "bf16", "fp32", "fp64",
+    ],
+    "STANDARD_FP_TYPES": ["fp16", "bf16", "fp32", "fp64"], "OTHER_TYPES": ["void"],
+}  # fmt: skip
+"""Attributes of `triton.language.dtype` (triton/language/core.py of Triton 3.8)."""
+
+
+def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:
+    """Return the modules of the package, and their contents."""
+    jit_names, tuner_names, compiler_names = _of_runtime()
+    active = SimpleNamespace(active=driver(GPUTarget), set_active=lambda driver: None)
+    top = {
+        **jit_names, **tuner_names, "cdiv": cdiv, "next_power_of_2": next_power_of_2,
+        "compile": compiler_names["compile"], "set_allocator": lambda allocator: None,
+        "must_use_result": _unchanged, **_ERRORS, "__version__": VERSION,
+    }  # fmt: skip
+    language: dict[str, Any] = {"constexpr": Constexpr, "__getattr__": _symbol_of_language}
+    language["dtype"] = type("dtype", (Symbol,), {"__doc__": "`dtype` of triton.", **_DTYPES})
+    symbols = {"__getattr__": _each_as(Symbol)}
+    return {
+        "triton": top,
+        "triton.backends": {"backends": {"nvidia": SimpleNamespace(driver=None, compiler=None)}},
+        "triton.backends.compiler": {
+            "GPUTarget": GPUTarget, "BaseBackend": _name_of_class("BaseBackend"),
+        },
+        "triton.backends.driver": {"DriverBase": _name_of_class("DriverBase")},
+        "triton.compiler": compiler_names,
+        "triton.compiler.compiler": compiler_names,
+        "triton.compiler.errors": _ERRORS,
+        "triton.errors": _ERRORS,
+        "triton.knobs": {"__getattr__": _each_as(lambda name: SimpleNamespace())},
+        "triton.language": language,
+        "triton.language.core": language,
+        "triton.language.extra": {},
+        "triton.language.extra.cuda": symbols,
+        "triton.language.extra.cuda.libdevice": symbols,
+        "triton.language.extra.libdevice": symbols,
+        "triton.language.math": symbols,
+        "triton.language.random": symbols,
+        "triton.language.standard": symbols,
+        "triton.runtime": {**jit_names, **tuner_names},
+        "triton.runtime.autotuner": tuner_names,
+        "triton.runtime.cache": {"FileCacheManager": _name_of_class("FileCacheManager")},
+        "triton.runtime.driver": {"driver": active},
+        "triton.runtime.errors": _ERRORS,
+        "triton.runtime.jit": jit_names,
+        "triton.testing": {
+            "do_bench": do_bench,
+            "do_bench_cudagraph": do_bench,
+            **{name: _refuse(name) for name in _SPEEDS},
+        },
+        "triton.tools": {},
+        "triton.tools.tensor_descriptor": {"TensorDescriptor": _TensorDescriptor},
+    }  # fmt: skip
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """Distribution for `importlib.metadata.version("triton")`."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the metadata; there are no other files."""
+        if filename != "METADATA":
+            return None
+        return f"Metadata-Version: 2.1\nName: triton\nVersion: {VERSION}\n"
+
+    def locate_file(self, path: Any) -> Any:
+        """Return the path unchanged; there are no files."""
+        return path
+
+
+class Finder(StubFinder, importlib.metadata.DistributionFinder):
+    """Finder that serves the stub for `import triton`.
+
+    `driver` makes `triton.runtime.driver.active` from the class of its target; `do_bench` is
+    `triton.testing.do_bench`.
+    """
+
+    def __init__(self, driver: Callable[[Any], Any], do_bench: Any) -> None:
+        self._contents = _contents(driver, do_bench)
+
+    def serves(self, fullname: str) -> bool:
+        """Return whether a module is in the table."""
+        return fullname in self._contents
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module from the table."""
+        name = module.__name__
+        vars(module).update(self._contents[name])
+        for submodule in self._contents:
+            if submodule.rpartition(".")[0] == name:
+                __import__(submodule)
+        if name == "triton.runtime":  # an object, in place of the module
+            vars(module)["driver"] = self._contents["triton.runtime.driver"]["driver"]
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        """Yield the distribution of `triton` alone."""
+        if context is None or context.name in (None, "triton"):
+            yield _Distribution()
+
 
 MILLISECONDS = 1.0  # assumed time of every kernel that a script times
 

@@ -47,8 +47,7 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
-from memest.estimator.versions import simulated
-from memest.estimator.versions.torch_releases import TorchRelease
+from memest.estimator.versions import TorchRelease, simulated
 from memest.models_meta.flash_attention import BACKWARD, FORWARD
 from memest.plan.values import FLASH_ATTENTION_2
 from memest.units import ceil_div, round_up

@@ -38,7 +38,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memest.estimator.hardware import gpus, mig
+from memest.estimator.hardware import gpus
 from memest.estimator.ops.cudnn_rules import (
     DTYPES,
     ConvolutionShapes,
@@ -137,7 +137,7 @@ class Plan:
 def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
     """Return the JSON text that describes a GPU to cuDNN, and its clusters; None if unknown."""
     known = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
-    if mig.split(gpu) is not None:
+    if gpus.split_mig(gpu) is not None:
         return _instance_properties(gpus.find_gpu(gpu))
     if gpu not in known:
         return None

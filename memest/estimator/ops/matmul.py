@@ -46,8 +46,7 @@ from memest.estimator.ops.refusals import cpp_type, expects, same_type, type_nam
 from memest.estimator.ops.registry import Args, Kwargs, argument, op_of, register
 from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import Scratch
-from memest.estimator.versions import simulated
-from memest.estimator.versions.torch_releases import TorchRelease
+from memest.estimator.versions import TorchRelease, simulated
 from memest.units import KIB, MIB, round_up
 
 aten = torch.ops.aten
@@ -219,7 +218,7 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
     `:4096:2:16:8` = 2 * 4096 KiB + 8 * 16 KiB = 8.125 MiB. Later releases give Blackwell (compute
     capability 10.x and 12.x) 32 MiB too.
 
-    >>> from memest.estimator.versions.torch_releases import TORCH_2_11 as release
+    >>> from memest.estimator.versions import TORCH_2_11 as release
     >>> cublas_workspace_bytes((9, 0), release), cublas_workspace_bytes((8, 0), release)
     (33554432, 8519680)
     """
@@ -249,7 +248,7 @@ def cublas_settings(
     `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since 2.15,
     `TORCH_CUBLAS_WORKSPACE_CACHE`. Blas.cpp reads `DISABLE_ADDMM_CUDA_LT`.
 
-    >>> from memest.estimator.versions.torch_releases import TORCH_2_11 as release
+    >>> from memest.estimator.versions import TORCH_2_11 as release
     >>> cublas_settings((9, 0), release, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}).handle_bytes >> 10
     128
     """

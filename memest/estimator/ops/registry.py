@@ -29,7 +29,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy
 from memest.estimator.tensors.known_values import READS_VALUE
 from memest.estimator.tensors.placement import FOREACH_REDUCTIONS
-from memest.estimator.versions.torch_releases import OPERATORS_SINCE
+from memest.estimator.versions import OPERATORS_SINCE
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

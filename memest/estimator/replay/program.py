@@ -11,7 +11,7 @@ from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, 
 from memest.report import Phase, Term
 
 if TYPE_CHECKING:
-    from memest.estimator.hardware.work_log import WorkLog
+    from memest.estimator.hardware.work import WorkLog
     from memest.models_meta.geometry import LayerGeometry
 
 Shift = Mapping[int, int]  # renames before a span is replayed: those it made -> those it frees

@@ -11,15 +11,13 @@ from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES, Gpu, libraries_bytes
 from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorded_calls
 from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
-from memest.estimator.replay.interpolate.other_chip import on_other_chip
-from memest.estimator.replay.interpolate.reuse import NotInterpolable
+from memest.estimator.replay.interpolate.reuse import NotInterpolable, on_other_chip
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.scenarios import describe_deferred_blocks
 from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, canonical, rank_of, run_plan
 from memest.estimator.tensors.storages import StorageTable
-from memest.estimator.versions import simulated
-from memest.estimator.versions.torch_releases import TorchRelease
+from memest.estimator.versions import TorchRelease, simulated
 from memest.plan import TrainingPlan
 from memest.report import Term
 from memest.units import format_bytes

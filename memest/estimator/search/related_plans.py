@@ -17,9 +17,10 @@ from memest.estimator.replay.interpolate.reuse import (
     DEGREE,
     Interpolation,
     NotInterpolable,
+    OptimizerStep,
+    of_one_micro_batch,
     with_value,
 )
-from memest.estimator.replay.interpolate.templates import OptimizerStep, of_one_micro_batch
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.replay.virtual_run import repeats_micro_batches

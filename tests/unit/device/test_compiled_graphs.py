@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.integrations.inductor import fakes
+from memest.estimator.integrations.inductor import compiler
 from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.virtual_gpu import VirtualGpu
 
@@ -183,7 +183,7 @@ def test_attention_has_the_strides_of_cuda_where_the_meta_kernel_has_others(
 
     name = "meta__scaled_dot_product_cudnn_attention"
     monkeypatch.setattr(torch._meta_registrations, name, lambda: None)  # type: ignore[attr-defined]
-    monkeypatch.setattr(fakes, "cudnn_output", counted)
+    monkeypatch.setattr(compiler, "cudnn_output", counted)
     query = torch.randn(2, 16, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     out = _compiled(nn.functional.scaled_dot_product_attention, query, query, query)
 

@@ -14,7 +14,7 @@ from torch import nn
 import memest
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.integrations.inductor.kernels import _load
+from memest.estimator.integrations.inductor.compiler import _load
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import RunReport
 from memest.report.page import render_page

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memest
-from memest.estimator.tensors.garbage import PER_STORAGE, GarbagePace
+from memest.estimator.gpu.memory import PER_STORAGE, GarbagePace
 
 pytestmark = pytest.mark.usefixtures("usual_thresholds")
 

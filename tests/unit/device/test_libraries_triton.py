@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.integrations import triton_stub
+from memest.estimator.integrations import triton
 from memest.estimator.virtual_gpu import VirtualGpu
 
 IS_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -64,7 +64,7 @@ def test_libraries_find_triton_on_the_virtual_gpu_alone() -> None:
     with VirtualGpu(find_gpu("a100-80gb")):
         assert is_triton_available()
         if not IS_INSTALLED:
-            assert importlib.metadata.version("triton") == triton_stub.VERSION
+            assert importlib.metadata.version("triton") == triton.VERSION
     assert is_triton_available() == IS_INSTALLED
     assert ("triton" in sys.modules) <= IS_INSTALLED
 

@@ -22,10 +22,9 @@ from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.report import Ending, RunReport
 from memest.run import preflight as module
 from memest.run.device_at_hand import DeviceAtHand
-from memest.run.preflight import Outcome
+from memest.run.preflight import Command, Outcome
 from memest.run.session import Session
 from memest.run.target import NoInput
-from memest.run.typed_command import Command
 from memest.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from memest.run.typed_command import Command, typed_command
+from memest.run.preflight import Command, typed_command
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_pytest_is_no_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert typed_command() is None
 
 
-ASKS = "import sys\nfrom memest.run.typed_command import typed_command\n"
+ASKS = "import sys\nfrom memest.run.preflight import typed_command\n"
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,115 @@
 from __future__ import annotations
 
 import importlib
+import linecache
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.abc import InspectLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.integrations.inductor import fakes, padding
-from memest.estimator.integrations.inductor.kernels import kernels_for
+from memest.estimator.hardware.work import WorkLog, fused_work
+from memest.estimator.integrations.inductor import padding
+from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.ops.autograd_ops import CASTS
 from memest.estimator.ops.convolution import convolution_format
 from memest.estimator.tensors.patches import Patches, setting
-from memest.estimator.tensors.placement import CPU, GPU, INSIDE
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, META
+from memest.estimator.versions import simulated
+
+# Fake tensors that are on `cuda` in Python and on `meta` in C++.
+#
+# Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
+# stream. Operators above autograd take CUDA's decisions (`ops/autograd_ops.py`).
+
+_DEVICE = torch.ops.prim.device.default
+_ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_LAID_OUT = (2, 8)  # first whose meta kernel follows the query's strides (_meta_registrations.py)
+
+
+def install_fakes(patches: Patches) -> None:
+    """Let fake tensors be on `meta` for C++."""
+    from torch._subclasses import fake_tensor
+
+    kind: Any = fake_tensor.FakeTensor
+    make, dispatch = kind.__new__, kind.__torch_dispatch__.__func__
+    handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
+
+    def new(cls: Any, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(cls, mode, elem, _in_c(torch.device(device)), *args, **kwargs)
+
+    def device(tensor: Any) -> torch.device:
+        in_kernel = tensor.fake_mode.in_kernel_invocation
+        return META if in_kernel else fake_device(tensor)
+
+    def fake_device(tensor: Any) -> torch.device:
+        found: torch.device = vars(tensor)["fake_device"]
+        return GPU.device if found.type == "meta" else found
+
+    def set_fake_device(tensor: Any, value: torch.device) -> None:
+        vars(tensor)["fake_device"] = _in_c(value)
+
+    def device_in_c(args: Any) -> torch.device:
+        in_kernel = args[0].fake_mode.in_kernel_invocation
+        return META if in_kernel else vars(args[0])["fake_device"]
+
+    def torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return device_in_c(args)
+        return dispatch(cls, func, types, args, kwargs or {})
+
+    def is_on(name: str) -> property:
+        return property(lambda tensor: device(tensor).type == name)
+
+    patches.set(kind, "__new__", staticmethod(new))
+    patches.set(kind, "__torch_dispatch__", classmethod(torch_dispatch))
+    patches.set(kind, "device", property(device, kind.device.fset))
+    patches.set(kind, "fake_device", property(fake_device, set_fake_device))
+    for name in ("cuda", "cpu", "meta"):
+        patches.set(kind, f"is_{name}", is_on(name))
+    no_gpu = property(lambda mode: True)  # `torch.tensor` makes its data on the host first
+    patches.set(fake_tensor.FakeTensorMode, "avoid_device_init", no_gpu)
+    before = handlers[_DEVICE]
+    handlers[_DEVICE] = device_in_c
+    patches.on_undo(lambda: handlers.update({_DEVICE: before}))
+    _lay_out_attention(patches)
+
+
+def _lay_out_attention(patches: Patches) -> None:
+    """Give cuDNN's attention the strides that later meta kernels have.
+
+    A real run with torch 2.6 and 2.7 raises if cuDNN is chosen, so this is for newer kernels only.
+    """
+    from torch import _meta_registrations
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    meta_kernel = _meta_registrations.meta__scaled_dot_product_cudnn_attention
+    is_older = "alloc_with_matching_layout" not in meta_kernel.__code__.co_names
+    if is_older and simulated().version >= _LAID_OUT:
+        op_implementations_dict[_ATTENTION] = attention_as_on_cuda
+        patches.on_undo(lambda: op_implementations_dict.pop(_ATTENTION))
+
+
+def attention_as_on_cuda(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return fake results of `func`, the output in the layout of the query."""
+    with in_kernel_invocation_manager(fake_mode):
+        made = cudnn_output(args, func(*args, **kwargs))
+    return fake_mode.wrap_meta_outputs_with_default_device_logic(made, func, args, None)
+
+
+def _in_c(device: torch.device) -> torch.device:
+    return META if device.type == "cuda" else device
+
 
 aten = torch.ops.aten
 
@@ -46,7 +137,7 @@ def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
             _install(patches, mode)
             _install_waits(patches, mode)
             padding.install(patches, mode)
-            fakes.install(patches)
+            install_fakes(patches)
         except (AttributeError, ImportError, KeyError) as error:
             patches.undo()
             raise NotSimulated(f"torch {torch.__version__} lacks {error}", hint="") from None
@@ -227,3 +318,115 @@ def why(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     found = next((line for line in lines if ": got " in line), lines[0])
     return f"{type(error).__name__}: {found.rpartition(': got ')[2][:200]}"
+
+
+class Kernel:
+    """A kernel that Inductor has written, which leaves no values.
+
+    Its first run times several ways to launch it (`benchmark_gpu`, `bench` of `CachingAutotuner`).
+    That needs copies of the tensors that it changes, and an array as large as the L2 cache.
+    """
+
+    def __init__(self, name: str, source: str, log: WorkLog) -> None:
+        self.name = name
+        self._log = log
+        self._num_ways, self._changes = _ways_to_launch(source)
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Launch the kernel, which does nothing."""
+        self._log.add(fused_work(value for value in args if isinstance(value, Tensor)))
+        ways, self._num_ways = self._num_ways, 1
+        if ways < 2:
+            return
+        cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        changed = [tensors[i] for i in self._changes if i < len(tensors)]
+        for _ in range(ways):
+            copies = [tensor.clone() for tensor in changed]
+            del copies
+            cleared = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
+            copies = [tensor.clone() for tensor in changed]
+            del copies, cleared
+
+
+def kernels_for(log: WorkLog) -> Callable[..., Kernel]:
+    """Return the replacement of `AsyncCompile.triton`, whose kernels add their work to `log`."""
+    return lambda self, name, source, *args, **options: Kernel(name, source, log)
+
+
+def _ways_to_launch(source: str) -> tuple[int, list[int]]:
+    """Return the number of timed configurations, and the tensors that a kernel changes."""
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+    found: list[tuple[int, list[int]]] = []
+
+    def cached_autotune(
+        size_hints: Any, configs: Sequence[Any], triton_meta: Any, *args: Any, **options: Any
+    ) -> Any:
+        names = [name for name, kind in triton_meta["signature"].items() if str(kind)[:1] == "*"]
+        changed = options["inductor_meta"].get("mutated_arg_names", ())
+        found.append((len(configs), [names.index(name) for name in changed if name in names]))
+        return lambda function: function
+
+    triton: Any = vars(triton_heuristics)["triton"]
+    patches = Patches()
+    patches.set(triton_heuristics, "cached_autotune", cached_autotune)
+    patches.set(triton_heuristics, "Config", _Config)
+    patches.set(triton_heuristics, "InductorConfig", _Config)
+    patches.set(triton, "Config", _Config)
+    patches.set(triton_helpers, "set_driver_to_gpu", lambda: None)
+    try:
+        _load(source)
+    finally:
+        patches.undo()
+    return found[0] if found else (1, [])
+
+
+class _Config:
+    """Replacement of `triton.Config`; Inductor removes equal ones."""
+
+    def __init__(self, kwargs: Any, **options: Any) -> None:
+        self.kwargs = kwargs
+        self.__dict__.update({"num_warps": 4, "num_stages": 2, "dynamic_scale_rblock": True})
+        self.__dict__.update(options)
+
+
+class _Source(InspectLoader):
+    """Loads a module from its text, under a file name of its own."""
+
+    file = "<memest kernel>"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def is_package(self, fullname: str) -> bool:
+        """Return False: it is a module."""
+        return False
+
+    def get_source(self, fullname: str) -> str:
+        """Return the text."""
+        return self._text
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code, whose functions name `file`."""
+        return compile(self._text, self.file, "exec")
+
+
+def _load(source: str) -> None:
+    """Run the module of a kernel, which calls what decorates the kernel.
+
+    `linecache` holds its lines meanwhile, since `triton.jit` reads them by `inspect`.
+    """
+    loader = _Source(source)
+    spec = spec_from_loader("kernel", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    vars(module).update(
+        {"__file__": loader.file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict}
+    )
+    lines = source.splitlines(keepends=True)
+    linecache.cache[loader.file] = (len(source), None, lines, loader.file)
+    try:
+        loader.exec_module(module)
+    finally:
+        del linecache.cache[loader.file]

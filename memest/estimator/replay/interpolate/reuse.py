@@ -17,7 +17,7 @@ its own. Left out: a branch that depends on the size other than by a threshold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from importlib import import_module
@@ -26,17 +26,22 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.attention import choose_backend
+from memest.estimator.ops.attention import SdpaBackend, choose_backend
 from memest.estimator.replay.interpolate.call_log import (
     GEMM_RULE,
     CallLog,
+    CallRecorder,
     Choice,
     LoggedTrace,
     Span,
     Template,
     put_numbers,
+    take_numbers,
 )
 from memest.estimator.replay.interpolate.rebuild import (
     Rebuilt,
@@ -45,8 +50,19 @@ from memest.estimator.replay.interpolate.rebuild import (
     rebuild,
     requests_of,
 )
-from memest.estimator.replay.program import TracedPlan
+from memest.estimator.replay.program import (
+    MicroBatch,
+    Part,
+    Probe,
+    Program,
+    TracedPlan,
+    find_shifts,
+)
+from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, NoLines
+from memest.estimator.tensors.storages import EMPTIED, StorageTable, free_of
+from memest.estimator.virtual_gpu import VirtualGpu
 from memest.plan import TrainingPlan
+from memest.report import Phase
 
 DEGREE = {"batch_size": 1, "seq_len": 2}  # of the polynomials in the size, by the varied key
 
@@ -233,3 +249,314 @@ def _match(samples: Sequence[LoggedTrace]) -> tuple[list[_Numbers], CallLog]:
         _numbers([log.templates[i] for log, i in zip(logs, key, strict=True)]) for key in known
     ]
     return numbers, CallLog([n.template for n in numbers], spans, logs[0].choices)
+
+
+# Programs made from parts of others: fewer micro-batches, another optimizer.
+#
+# Forward and backward do not depend on the optimizer, nor its step on the batch. So a trace of
+# two micro-batches includes that of one, and a short trace with another optimizer gives its step.
+
+
+def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
+    """Return the plan without accumulation, from its trace with two micro-batches in a step.
+
+    Raises:
+        NotInterpolable: an omitted micro-batch frees or keeps storages that no other does.
+    """
+    program = traced.program
+    made = StorageTable()
+    source = _Source(program.storages, made)
+    setup = source.again(program.setup)
+    steps: list[list[MicroBatch]] = []
+    for number, (first, last) in enumerate(program.steps):
+        parts = [Part(source.again(part.events), part.probe) for part in first]
+        source.skip([p.events for p in last if not p.is_optimizers], program.micro_shifts[number])
+        parts += [Part(source.again(p.events), p.probe) for p in last if p.is_optimizers]
+        steps.append([parts])
+    return replace(traced, program=_finished(made, setup, steps, program), work=None)
+
+
+class OptimizerStep:
+    """The events of one optimizer's step, from plans of one micro-batch with it and with another.
+
+    Raises:
+        NotInterpolable: they differ in more than the step.
+    """
+
+    def __init__(self, own: TracedPlan, other: TracedPlan) -> None:
+        self._own = own
+        self._parts = [{_phase(part): part for part in step[0]} for step in own.program.steps]
+        made = self.put_into(other)
+        if replace(made, program=replace(made.program, coverage=own.program.coverage)) != own:
+            raise NotInterpolable("more than the optimizer's step is another")
+
+    def put_into(self, traced: TracedPlan) -> TracedPlan:
+        """Return `traced` with this optimizer; its coverage is that of the run.
+
+        Raises:
+            NotInterpolable: a step frees storages made outside of steps, or has other phases.
+        """
+        program = traced.program
+        made = StorageTable()
+        theirs = _Source(program.storages, made)
+        ours = _Source(self._own.program.storages, made)
+        setup = theirs.again(program.setup)
+        steps: list[list[MicroBatch]] = [
+            [list(self._micro_batch(batch, number, theirs, ours)) for batch in step]
+            for number, step in enumerate(program.steps)
+        ]
+        groups = traced.param_groups | {"optimizer": self._own.param_groups["optimizer"]}
+        return replace(
+            traced,
+            program=_finished(made, setup, steps, program),
+            param_groups=groups,
+            host_bytes=self._own.host_bytes,
+            libraries_bytes=self._own.libraries_bytes,
+            work=None,
+        )
+
+    def _micro_batch(
+        self, parts: Sequence[Part], step: int, theirs: _Source, ours: _Source
+    ) -> Iterator[Part]:
+        for part in parts:
+            own = self._parts[step].get(_phase(part))
+            if part.probe is None or own is None or own.probe is None:
+                raise NotInterpolable("the loop has other phases")
+            is_step = part.is_optimizers
+            events = ours.again(own.events) if is_step else theirs.again(part.events)
+            state = replace(part.probe.state, optimizer=own.probe.state.optimizer)
+            yield Part(events, Probe(part.probe.phase, state))
+
+
+def _phase(part: Part) -> Phase | None:
+    return None if part.probe is None else part.probe.phase
+
+
+def _finished(
+    storages: StorageTable, setup: list[int], steps: list[list[MicroBatch]], like: Program
+) -> Program:
+    program = Program(storages=storages, setup=setup, steps=steps, coverage=like.coverage)
+    find_shifts(program)
+    return program
+
+
+@dataclass(slots=True)
+class _Source:
+    """A program whose storages are copied into another table."""
+
+    table: StorageTable
+    made: StorageTable
+    ids: dict[int, int] = field(default_factory=dict)  # in the other table, by those in this
+
+    def __post_init__(self) -> None:
+        if self.table.streams or self.table.depends_on_time:
+            raise NotInterpolable("more than one stream runs")
+
+    def again(self, events: Sequence[int]) -> list[int]:
+        """Return `events` with the ids of the other table."""
+        old, made, ids = self.table, self.made, self.ids
+        found = []
+        for event in events:
+            if event >= 0:
+                ids[event] = made.add(old.num_bytes[event], old.sites[event], old.kinds[event])
+                found.append(ids[event])
+            elif event == EMPTIED:
+                found.append(event)
+            elif free_of(event) in ids:
+                found.append(free_of(ids.pop(free_of(event))))
+            else:
+                raise NotInterpolable("a part frees what another made")
+        return found
+
+    def skip(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
+        """Skip `streams`; `shift` maps storages that they leave to equal ones that they free."""
+        made: set[int] = set()
+        freed: set[int] = set()
+        for event in (event for events in streams for event in events):
+            if event >= 0:
+                made.add(event)
+            elif free_of(event) in made:
+                made.remove(free_of(event))
+            else:
+                freed.add(free_of(event))
+        if made != shift.keys() or freed != set(shift.values()) or not freed <= self.ids.keys():
+            raise NotInterpolable("what is left out keeps other things than it frees")
+        for kept, before in shift.items():
+            self.ids[kept] = self.ids.pop(before)
+
+
+# A plan's program on another chip, from the calls of its run on the first.
+#
+# The requests of each call are computed again with the other GPU. If the other GPU takes another
+# attention kernel for some shapes, attention runs alone with these shapes on both GPUs. The calls
+# of the one run are then replaced by those of the other.
+
+FUSED = {
+    SdpaBackend.FLASH: "aten._scaled_dot_product_flash_attention",
+    SdpaBackend.EFFICIENT: "aten._scaled_dot_product_efficient_attention",
+    SdpaBackend.CUDNN: "aten._scaled_dot_product_cudnn_attention",
+}
+"""Attention kernels with one call forward and one backward."""
+
+
+def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
+    """Return the program on `gpu` of `sample`, which ran on `first`.
+
+    Raises:
+        NotInterpolable: the plan makes other calls on `gpu`, and has to be run there.
+    """
+    if sample.log.is_for_one_chip:
+        raise NotInterpolable("calls can differ by the compute capability")
+    templates = sample.log.templates
+    replaced, extra = _replaced_attention(sample.log, first, gpu)
+    try:
+        calls = [replaced.get(template, template) for template in templates]
+        requests = [requests_of(gpu, call, call.numbers) for call in calls]
+    except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
+        raise NotInterpolable(f"there is no such call: {error}") from error
+    renamed = {_name(a): _name(b) for a, b in replaced.items() if _name(a) != _name(b)}
+    if any(_name(t) in renamed and t not in replaced for t in templates):
+        raise NotInterpolable("an operator is replaced in some calls only")
+    dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
+    rebuilt = rebuild(sample, tuple(r.order for r in requests), dropped)
+    program = rebuilt.with_bytes(requests, sample)
+    sites = [replace(s, op=renamed.get(s.op, s.op)) for s in program.storages.sites]
+    program = replace(program, storages=replace(program.storages, sites=sites))
+    return replace(sample.traced, program=program)
+
+
+def _name(template: Template) -> str:
+    return str(template.shape.items[0]).removesuffix(".default")
+
+
+def _replaced_attention(
+    log: CallLog, first: Gpu, gpu: Gpu
+) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
+    """Return calls on `gpu`, and positions of the outputs that only they make, by old calls."""
+    replaced: dict[Template, Template] = {}
+    extra: dict[Template, frozenset[int]] = {}
+    for choice in log.choices:
+        outcome = choose_again(choice, choice.template.numbers, gpu)
+        if outcome == choice.outcome:
+            continue
+        if choice.outcome not in FUSED or outcome not in FUSED:
+            raise NotInterpolable("a decision by shapes is another")
+        for scale, backward in _uses(choice, log):
+            old_calls, old_strides = _run_alone(choice, scale, backward, first)
+            new_calls, new_strides = _run_alone(choice, scale, backward, gpu)
+            if len(old_calls) != len(new_calls) or old_strides != new_strides:
+                raise NotInterpolable("attention makes other calls, or results with other strides")
+            for old, new in zip(old_calls, new_calls, strict=True):
+                if old.template not in log.templates:
+                    raise NotInterpolable("attention alone makes other calls than in the model")
+                replaced[old.template] = new.template
+                extra[old.template] = _extra_outputs(old, new)
+    return replaced, extra
+
+
+def _uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
+    """Yield the scale of each use of a decision, and its backward."""
+    (query, key, value, *_), _ = put_numbers(choice.template, choice.template.numbers)
+    inputs = take_numbers((query, key, value))
+    name = FUSED[choice.outcome]
+    backward_name = f"{name}_backward" if choice.grads[-1] and any(choice.grads[:-1]) else ""
+    backwards = [t for t in log.templates if _name(t) == backward_name and _inputs(t, 1) == inputs]
+    for template in log.templates:
+        if _name(template) == name and _inputs(template, 0) == inputs:
+            scale = put_numbers(template, template.numbers)[2].get("scale")
+            yield from ((scale, backward) for backward in backwards or (None,))
+
+
+def _inputs(template: Template, position: int) -> Template:
+    """Return query, key and value of a call of attention, whose query is at `position`."""
+    args = put_numbers(template, template.numbers)[1]
+    return take_numbers(tuple(args[position : position + 3]))
+
+
+Output = tuple[int, int]  # storage of an attention run alone: its call, its place in the results
+_NO_CALL = -1  # in place of the number of a call, for storages that are made between logged calls
+
+
+@dataclass(frozen=True, slots=True)
+class _CallAlone:
+    """One call of an attention that runs alone."""
+
+    template: Template
+    outputs: frozenset[Output]  # outputs that take memory
+    later: list[Output | int]  # made and freed until the next call; inputs by their ids
+
+
+def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
+    """Return positions of the outputs that only `new` makes, and that are freed at once.
+
+    Raises:
+        NotInterpolable: the calls differ in more than such outputs.
+    """
+    extra, missing = new.outputs - old.outputs, old.outputs - new.outputs
+    is_freed_first = set(new.later[: len(extra)]) == extra
+    rest = [name for name in new.later if name not in extra]
+    if not is_freed_first or rest != [name for name in old.later if name not in missing]:
+        raise NotInterpolable("attention keeps other results")
+    return frozenset(position for _, position in extra)
+
+
+def _run_alone(
+    choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
+) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
+    """Run one attention on `gpu`, with its backward if there is one.
+
+    Return its calls, and the strides of the output and of the gradients.
+    """
+    made: list[CallRecorder] = []
+    virtual = VirtualGpu(
+        gpu,
+        limit_bytes=UNLIMITED_BYTES,
+        lines=NoLines(),
+        watch=lambda mode: made.append(CallRecorder(mode)),
+        settings=DEFAULT,
+    )
+    args, kwargs = put_numbers(choice.template, choice.template.numbers)
+    grad = None if backward is None else put_numbers(backward, backward.numbers)[1][0]
+    with virtual, made[0].watching():
+        recorder = made[0]
+        args, grad = [_on_gpu(arg) for arg in args], _on_gpu(grad)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        for tensor, needs_grad in zip(tensors, choice.grads, strict=False):
+            tensor.requires_grad_(needs_grad)
+        recorder.cut()
+        with torch.set_grad_enabled(choice.grads[-1]):
+            out = scaled_dot_product_attention(*args, **{**kwargs, "scale": scale})
+        results = [out]
+        if backward is not None:
+            inputs = [tensor for tensor in tensors if tensor.requires_grad]
+            results += torch.autograd.grad(out, inputs, grad)
+        recorder.cut()
+        num_bytes = virtual.mode.memory.storages.num_bytes
+        strides = [result.stride() for result in results]
+    return list(_calls_alone(recorder.calls, num_bytes)), strides
+
+
+def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]:
+    span = log.spans[1]
+    names: dict[int, Output] = {}
+    starts = [*(call.start for call in span.calls[1:]), len(span.events)]
+    for number, (call, next_start) in enumerate(zip(span.calls, starts, strict=True)):
+        own = {id: (number, position) for position, id in call.new_storages if num_bytes[id]}
+        names |= own
+        later: list[Output | int] = []
+        for event in span.events[call.end : next_start]:
+            id = event if event >= 0 else free_of(event)
+            if event >= 0:
+                names[id] = _NO_CALL, len(names)
+            if num_bytes[id]:
+                later.append(names.get(id, id))
+        yield _CallAlone(log.templates[call.template], frozenset(own.values()), later)
+
+
+def _on_gpu(value: Any) -> Any:
+    """Return `value`, a meta tensor as a tensor of the virtual GPU in a storage of its size."""
+    if not isinstance(value, Tensor):
+        return value
+    num_items = value.untyped_storage().nbytes() // value.itemsize
+    flat = torch.empty(num_items, dtype=value.dtype, device="cuda")
+    return flat.as_strided(value.size(), value.stride(), value.storage_offset())

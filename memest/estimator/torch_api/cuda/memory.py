@@ -1,19 +1,28 @@
-"""Memory functions of `torch.cuda`, read from the simulated allocator."""
+"""Memory functions of `torch.cuda`, read from the simulated allocator, and its history."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 
+from memest.estimator.allocator.memory_history import (
+    POOL,
+    Context,
+    MemoryHistory,
+    segment_of,
+    settings_entry,
+)
 from memest.estimator.allocator.settings import changed_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, refusing, unsupported
 from memest.estimator.tensors.placement import is_another, resolve
-from memest.estimator.torch_api.cuda import memory_history
 
 _HOST_STATS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
 _HOST_TIMES = ("host_alloc_time", "host_free_time")
@@ -28,7 +37,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     _install_raw_allocations(patches, mode)
     _install_host(patches)
     _install_refusals(patches)
-    memory_history.install(patches, mode, allocator)
+    _install_recordings(patches, mode, allocator)
 
 
 def _install_statistics(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
@@ -167,3 +176,248 @@ def _install_refusals(patches: Patches) -> None:
 
 def _check(device: Any) -> None:
     resolve(None if isinstance(device, int) and device < 0 else device)
+
+
+_OWN = str(Path(__file__).resolve().parents[2])
+_TORCH_OPS = torch._ops.__file__
+
+Stack = tuple[tuple[CodeType | str, int], ...]  # (code or operator, offset), innermost first
+
+
+class Stacks:
+    """Gathers stacks and converts them to torch's frames.
+
+    `has_operators` puts the running operator first, in place of the C++ frames.
+    """
+
+    def __init__(self, *, has_operators: bool) -> None:
+        self._has_operators = has_operators
+        self._is_own: dict[CodeType, bool] = {}
+        self._frames: dict[Stack, list[dict[str, Any]]] = {}
+
+    def gather(self) -> Stack:
+        """Return the frames of the running thread, without those of memest."""
+        is_own, found = self._is_own, list[tuple[CodeType | str, int]]()
+        frame = sys._getframe(1)
+        wants_operator = self._has_operators
+        at: Any = frame
+        while at is not None:
+            code = at.f_code
+            known = is_own.get(code)
+            if known is None:
+                known = is_own[code] = code.co_filename.startswith(_OWN)
+            if not known:
+                found.append((code, at.f_lasti))
+                at = at.f_back
+                continue
+            while found and _is_redispatch(found[-1][0]):  # a call from memest itself
+                found.pop()
+            if wants_operator and code.co_name == "__torch_dispatch__":
+                found.append((at.f_locals["func"]._schema.name, 0))
+                wants_operator = False
+            at = at.f_back
+        return tuple(found)
+
+    def frames_of(self, stack: Stack) -> list[dict[str, Any]]:
+        """Return torch's frames; equal stacks share one list, which makes pickles small."""
+        frames = self._frames.get(stack)
+        if frames is None:
+            frames = self._frames[stack] = [_frame(code, at) for code, at in stack]
+        return frames
+
+
+def _is_redispatch(code: CodeType | str) -> bool:
+    return not isinstance(code, str) and code.co_filename == _TORCH_OPS
+
+
+def _frame(code: CodeType | str, at: int) -> dict[str, Any]:
+    if isinstance(code, str):  # torch's own mark of a frame that has no file
+        return {"filename": "??", "line": 0, "name": code}
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= at < end and number is not None:
+            line = number
+    return {"filename": code.co_filename, "line": line, "name": code.co_name}
+
+
+_ENABLED = ("state", "all")
+_CONTEXTS = ("state", "alloc", "all")
+_STACKS = ("python", "all")
+
+
+class Recordings:
+    """Recording of the allocator's history for the script.
+
+    Mirrors `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`), torch
+    2.11.
+    """
+
+    def __init__(self, mode: CudaSimMode, allocator: CountingAllocator) -> None:
+        self._mode = mode
+        self._allocator = allocator
+        self._metadata = ""
+
+    def record(
+        self,
+        enabled: str | None,
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = sys.maxsize,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: list[str] | None = None,
+    ) -> None:
+        """Replace `torch._C._cuda_record_memory_history`, with its `RuntimeError` for options."""
+        _check_word(enabled, _ENABLED, "expected state to be 'state', 'all', or None")
+        _check_word(context, _CONTEXTS, "expected context to be 'state', 'alloc', 'all', or None")
+        _check_word(stacks, _STACKS, "expected stacks to be 'python', or 'all'")
+        when = Context.NEVER if context is None else Context[context.upper()]
+        if enabled is None:
+            self._stop()
+            return
+        self._start(
+            when,
+            stacks == "all",
+            max_entries if enabled == "all" else 1,
+            frozenset(skip_actions or ()),
+            clear_history,
+        )
+
+    def record_legacy(
+        self,
+        enabled: bool,
+        record_context: bool = True,
+        trace_alloc_max_entries: int = 1,
+        trace_alloc_record_context: bool = False,
+        record_context_cpp: bool = False,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: list[str] | None = None,
+    ) -> None:
+        """Replace `torch._C._cuda_record_memory_history_legacy`, whose first argument is a bool."""
+        if not enabled:
+            self._stop()
+            return
+        when = Context.STATE if record_context else Context.NEVER
+        if trace_alloc_record_context:
+            when = Context.ALLOC
+        skipped = frozenset(skip_actions or ())
+        self._start(when, record_context_cpp, trace_alloc_max_entries, skipped, clear_history)
+
+    def _start(
+        self,
+        context: Context,
+        has_operators: bool,
+        max_entries: int,
+        skipped: frozenset[str],
+        clears: bool,
+    ) -> None:
+        before = self._allocator.history
+        self._mode.memory.settle()
+        stacks = Stacks(has_operators=has_operators)
+        history = MemoryHistory(
+            stacks.gather, stacks.frames_of,
+            context=context, max_entries=max(1, max_entries), skipped=skipped,
+        )  # fmt: skip
+        history.metadata = self._metadata
+        if before is not None:
+            history.continues(before, keeps_entries=not clears)
+        self._allocator.history = history
+        self._follow_frees(context is Context.ALL)
+
+    def _stop(self) -> None:
+        self._mode.memory.settle()
+        self._allocator.history = None
+        self._follow_frees(False)
+
+    def _follow_frees(self, follows: bool) -> None:
+        """Record the stack at which a storage is freed; its block is freed a little later."""
+        mode, allocator = self._mode, self._allocator
+        vars(mode.memory).pop("free", None)
+        if not follows:
+            return
+        ends = mode.memory.free
+
+        def ends_here(index: int) -> None:
+            block = mode.memory.blocks.get(index)
+            if block is not None and allocator.history is not None:
+                allocator.history.storage_freed(block.address)
+            ends(index)
+
+        vars(mode.memory)["free"] = ends_here
+
+    def snapshot(self, options: Any = None) -> dict[str, Any]:
+        """Replace `torch._C._cuda_memorySnapshot`.
+
+        Options are the id of a private pool, or zeros for all segments. A third option of False
+        leaves out the trace.
+        """
+        self._mode.memory.settle()
+        allocator = self._allocator
+        history = allocator.history
+        has_trace = options is None or len(options) < 3 or options[2]
+        trace = history.trace() if history is not None and has_trace else []
+        live = list(self._mode.memory.blocks.values())
+        segments = [
+            segment_of(first, allocator.is_deferred, history) for first in allocator.segments(live)
+        ]
+        pool = tuple(options or POOL)[:2]
+        if pool != POOL:
+            segments = [segment for segment in segments if segment["segment_pool_id"] == pool]
+        if history is not None:
+            history.snapshot_taken(sum(segment["active_size"] for segment in segments))
+        return {
+            "segments": segments,
+            "device_traces": [trace],
+            "allocator_settings": settings_entry(allocator.settings),
+            "external_annotations": [],
+        }
+
+    def traceback_of(self, address: int) -> list[dict[str, Any]] | None:
+        """Replace `torch._C._cuda_allocationTraceback`."""
+        history = self._allocator.history
+        return (history and history.frames_at(address)) or None
+
+    def set_metadata(self, text: str) -> None:
+        """Replace `torch._C._cuda_setMemoryMetadata`."""
+        self._metadata = text
+        if self._allocator.history is not None:
+            self._allocator.history.metadata = text
+
+    def metadata(self) -> str:
+        """Replace `torch._C._cuda_getMemoryMetadata`."""
+        return self._metadata
+
+
+def _install_recordings(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
+    """Make `torch.cuda.memory` record `allocator`."""
+    recordings = Recordings(mode, allocator)
+    gpu = mode.gpu
+
+    def attach(observer: Callable[[int, int, int, int], None]) -> None:
+        def refused(num_bytes: int, free_bytes: int) -> None:
+            limit = allocator.limit_bytes
+            if limit is None or limit >= gpu.limit_bytes:
+                limit = gpu.memory_bytes
+            observer(0, num_bytes, limit, free_bytes)
+
+        allocator.observers.append(refused)
+
+    in_c: dict[str, Any] = {
+        "_cuda_record_memory_history": recordings.record,
+        "_cuda_record_memory_history_legacy": recordings.record_legacy,
+        "_cuda_isHistoryEnabled": lambda: allocator.history is not None,
+        "_cuda_memorySnapshot": recordings.snapshot,
+        "_cuda_allocationTraceback": recordings.traceback_of,
+        "_cuda_setMemoryMetadata": recordings.set_metadata,
+        "_cuda_getMemoryMetadata": recordings.metadata,
+        "_cuda_attach_out_of_memory_observer": attach,
+    }
+    patches.set_all(torch._C, in_c)
+
+
+def _check_word(word: str | None, known: tuple[str, ...], message: str) -> None:
+    if word is not None and word not in known:
+        raise RuntimeError(message)
