@@ -11,18 +11,17 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, constant_terms, kind_bytes
+from memest.plots.slides import draw_slide
 from memest.plots.style import (
     HEIGHT,
     KINDS,
     LABEL,
     TICK,
     VALUE,
-    VERDICTS,
     WIDTH,
     Canvas,
     Panel,
@@ -30,12 +29,11 @@ from memest.plots.style import (
     limit_text,
     shortened,
     slide,
-    text_on,
     text_width,
 )
-from memest.plots.timeline import color_of
 from memest.plots.words import label_of, plan_line
 from memest.report import Outcome, Prediction
+from memest.report.lecture import Chart, Series, Slide
 from memest.units import GIB, format_size
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
@@ -281,11 +279,7 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
 
 
 STACK = (*KINDS[:-1], "temporaries", "rest")  # the rest is buffers, the batch, workspaces, rounding
-_RIGHT, _TOP_OF_BARS = 0.3, 2.15  # inches
-_GAP = 1.1  # inches between the two panels
-_BAR = 0.72  # of the distance between bars
-_SMALL = 0.4  # bars below this part of the highest are drawn once more, larger, at the right
-_MAX_ENLARGED = 4
+_FAR = 2.0  # times the highest bar: the line of such a GPU would flatten the bars
 
 
 def stack_of(report: Prediction) -> dict[str, int]:
@@ -297,10 +291,9 @@ def stack_of(report: Prediction) -> dict[str, int]:
 
 
 def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
-    """Draw a stacked bar of the peak for each number of GPUs, small ones again at the right.
+    """Draw a stacked bar for each number of GPUs, with the need and the verdict under it.
 
-    The dashed outline is the cache; a run out of memory is hatched. The legend marks kinds that do
-    not shrink.
+    The bar of a run out of memory ends where the run failed.
 
     Raises:
         PlanError: there is no prediction.
@@ -309,110 +302,36 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
         raise PlanError(
             f"`{line.strategy}` has no prediction to draw", hint="name another strategy"
         )
-    highest = max(report.peak_allocated_bytes for report in line.reports.values())
-    small = {
-        number: report
-        for number, report in line.reports.items()
-        if report.needs_bytes < _SMALL * highest
-    }
-    enlarged = dict(list(small.items())[-_MAX_ENLARGED:])
-    with slide(dark=dark) as canvas:
-        height = HEIGHT - _TOP_OF_BARS - _BOTTOM
-        room = WIDTH - _LEFT - _RIGHT - (_GAP if enlarged else 0)
-        wide = room * (len(line.reports) / (len(line.reports) + 1.5 * len(enlarged)))
-        panels = [(_LEFT, wide, dict(line.reports))]
-        if enlarged:
-            panels.append((_LEFT + wide + _GAP, room - wide, enlarged))
-        for left, width, reports in panels:
-            panel = canvas.panel(left, _BOTTOM, width, height, grid="y")
-            _draw_panel(panel, reports, is_whole=left == _LEFT)
-        _write_bar_words(canvas, line)
-    return canvas.figure
-
-
-def _draw_panel(panel: Panel, reports: Mapping[int, Prediction], *, is_whole: bool) -> None:
-    axes = panel.axes
-    limit = min(r.verdicts[r.gpu].limit_bytes for r in reports.values())
-    highest = max(
-        r.peak_allocated_bytes if r.verdict is Outcome.OOM else r.needs_bytes
-        for r in reports.values()
+    report, columns = _last(line), [_bar(report) for report in line.reports.values()]
+    limit_bytes = _limits([line])[0]
+    is_far = limit_bytes > _FAR * max(sum(column.values()) for column in columns)
+    chart = Chart(
+        is_upright=True,
+        categories=tuple(map(_under_bar, line.reports, line.reports.values())),
+        series=tuple(
+            Series(name=kind, color=kind, values=tuple(column[kind] / GIB for column in columns))
+            for kind in (*STACK, "cached")
+            if any(column[kind] for column in columns)
+        ),
+        limit=0.0 if is_far else limit_bytes / GIB,
+        limit_name=limit_text(report.gpu, limit_bytes, WIDTH / 2),
     )
-    has_line = limit < 2.0 * highest
-    top = 1.16 * max(highest, limit if has_line else 0) / GIB
-    axes.set(xlim=(-0.5, len(reports) - 0.5), ylim=(0, top))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
-    axes.set_xticks(range(len(reports)), [str(number) for number in reports])
-    axes.set_xlabel("GPUs" if is_whole else "GPUs, enlarged", size=LABEL, labelpad=4)
-    if is_whole:
-        axes.set_ylabel("needed per GPU, GiB", size=LABEL)
-    for position, report in enumerate(reports.values()):
-        _draw_bar(panel, position, report, limit / GIB)
-    if has_line:
-        text = limit_text(next(iter(reports.values())).gpu, limit, panel.width - 0.1)
-        panel.draw_limit(limit / GIB, text, is_right=True)
+    title = f"{report.name} under {label_of(line.strategy)}"
+    words = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
+    stays = _sentence(large_constants(line), max(line.reports))
+    return draw_slide(words, dark=dark, remark=stays)
 
 
-def _draw_bar(panel: Panel, position: int, report: Prediction, limit: float) -> None:
-    axes, theme, per_gib = panel.axes, panel.theme, panel.per_y
+def _bar(report: Prediction) -> dict[str, int]:
+    """Return the parts of a bar: the peak by kind, and the cache if the plan fits."""
+    parts = stack_of(report)
     is_oom = report.verdict is Outcome.OOM
-    needs = report.needs_bytes / GIB
-    is_inside = not is_oom and limit - 0.35 / per_gib < needs <= limit
-    free = needs - (0.35 / per_gib if is_inside else 0.0)
-    base = 0.0
-    for kind, num_bytes in stack_of(report).items():
-        tall, color = num_bytes / GIB, color_of(theme, kind)
-        axes.bar(
-            position, tall, _BAR, base, color=color, edgecolor=theme.background, linewidth=0.8,
-            gid=f"{report.plan['devices']}:{kind}",
-        )  # fmt: skip
-        if is_oom and tall:
-            box = (position - _BAR / 2, base, _BAR, tall)
-            panel.hatch(box, text_on(color), zorder=2, gid=f"oom:{kind}")
-        if not is_oom:
-            part = (base, min(base + tall, free))
-            _write_size(panel, position, part, num_bytes, text_on(color))
-        base += tall
-    cached = 0.0 if is_oom else max(0.0, needs - base)
-    panel.dashed_box((position - _BAR / 2, base, _BAR, cached), "reserved")
-    part = (base, min(base + cached, free))
-    _write_size(panel, position, part, round(cached * GIB), theme.ink)
-    text, y, offset, anchor = format_size(report.needs_bytes), needs, 5, "bottom"
-    if is_oom:
-        text, y, offset, anchor = "OOM", base / 2, 0, "center"
-    elif is_inside:  # a number over the line would make the bar look higher
-        offset, anchor = -4, "top"
-    fill = VERDICTS.get(report.word, theme.background)
-    text += f"\n{report.word}" if report.word in VERDICTS else ""
-    axes.annotate(
-        text, (position, y), (0, offset), textcoords="offset points", ha="center",
-        va=anchor, size=TICK, weight="bold", zorder=3,
-        gid=f"{report.plan['devices']}:total",
-        color=text_on(fill), bbox={**theme.box(2.0), "facecolor": fill},
-    )  # fmt: skip
+    return parts | {"cached": 0 if is_oom else max(0, report.needs_bytes - sum(parts.values()))}
 
 
-def _write_size(
-    panel: Panel, position: int, part: tuple[float, float], num_bytes: int, color: str
-) -> None:
-    """Write the size of a part of a bar in its middle, if the part has room for it."""
-    (low, high), text = part, format_size(num_bytes)
-    is_wide = text_width(text, VALUE) + 0.08 < _BAR * panel.per_x
-    if is_wide and (high - low) * panel.per_y > 1.25 * VALUE / 72:
-        panel.axes.text(
-            position, (low + high) / 2, text, ha="center", va="center_baseline", size=VALUE,
-            color=color, zorder=5,
-        )  # fmt: skip
-
-
-def _write_bar_words(canvas: Canvas, line: ScalingLine) -> None:
-    report, theme = _last(line), canvas.theme
-    canvas.write_title(f"{report.name} under {label_of(line.strategy)}", subtitle_of(report))
-    used = {kind for r in line.reports.values() for kind, size in stack_of(r).items() if size}
-    handles: list[Patch] = [theme.key(color_of(theme, k), k) for k in STACK if k in used]
-    handles.append(theme.dashed_key("cached"))
-    canvas.write_legend(handles, top=1.28)
-    stays = shortened(_sentence(large_constants(line), max(line.reports)), VALUE, WIDTH - 0.8)
-    canvas.write(0.4, 1.72, stays, size=VALUE, weight="bold", gid="stays")
+def _under_bar(number: int, report: Prediction) -> str:
+    gpus = "1 GPU" if number == 1 else f"{number} GPUs"
+    return f"{gpus}\n{format_size(report.needs_bytes)} GiB, {report.word}"
 
 
 def _sentence(terms: Mapping[str, int], devices: int) -> str:

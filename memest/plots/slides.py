@@ -1,4 +1,4 @@
-"""Slides of a lecture as a PDF, drawn as the native charts of the PPTX are."""
+"""Slides with one chart of stacked bars: those of a lecture as a PDF, like the native ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from memest.plots.style import (
     Theme,
     fitted,
     plain_matplotlib,
+    shortened,
     slide,
     text_on,
 )
@@ -52,8 +53,8 @@ def pdf_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
     return file.getvalue()
 
 
-def draw_slide(each: Slide, *, dark: bool) -> Figure:
-    """Draw one slide of a lecture."""
+def draw_slide(each: Slide, *, dark: bool, remark: str = "") -> Figure:
+    """Draw a slide with one chart, and a remark over the chart."""
     chart = each.chart
     left, bottom = (_AXIS, _NAMES + 0.1) if chart.is_upright else (_AT_LEFT, 1.1)
     width, height = WIDTH - left - 0.5, HEIGHT - 2.2 - bottom
@@ -71,6 +72,9 @@ def draw_slide(each: Slide, *, dark: bool) -> Figure:
             ]
             canvas.write_legend(keys, top=1.25)
         canvas.write_title(each.title, each.subtitle)
+        if remark:
+            text = shortened(remark, VALUE, WIDTH - 0.8, bold=True)
+            canvas.write(0.4, 1.72, text, size=VALUE, weight="bold", gid="remark")
     return canvas.figure
 
 
@@ -115,6 +119,8 @@ def _write_values(panel: Panel, chart: Chart, series: Series, floors: Sequence[f
 
 
 def _draw_limit(panel: Panel, chart: Chart) -> None:
+    if not chart.limit:
+        return
     axes, theme = panel.axes, panel.theme
     words: dict[str, Any] = {"size": VALUE, "weight": "bold", "color": theme.ink}
     if chart.is_upright:

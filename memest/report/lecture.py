@@ -46,7 +46,7 @@ class Chart:
     is_upright: bool
     categories: tuple[str, ...]
     series: tuple[Series, ...]
-    limit: float  # GiB
+    limit: float  # GiB; 0 is not drawn
     limit_name: str
     has_legend: bool = True
 
