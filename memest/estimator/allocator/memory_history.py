@@ -26,54 +26,6 @@ def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
     }
 
 
-def block_entry(
-    address: int, num_bytes: int, requested_bytes: int, state: str, frames: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return a `Block`; `state` is `active_allocated`, `active_pending_free` or `inactive`."""
-    return {
-        "address": address,
-        "size": num_bytes,
-        "requested_size": requested_bytes,
-        "state": state,
-        "frames": frames,
-    }
-
-
-def free_block_entry(address: int, num_bytes: int) -> dict[str, Any]:
-    """Return an unused `Block`."""
-    return block_entry(address, num_bytes, 0, "inactive", [])
-
-
-def segment_entry(
-    address: int,
-    num_bytes: int,
-    *,
-    stream: int,
-    is_small: bool,
-    is_expandable: bool = False,
-    blocks: list[dict[str, Any]],
-    frames: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Return a `Segment` that `blocks` tile."""
-    number = stream - FIRST_PRIVATE_POOL
-    in_use = [block for block in blocks if block["state"] != "inactive"]
-    allocated = [block for block in in_use if block["state"] == "active_allocated"]
-    return {
-        "device": 0,
-        "address": address,
-        "total_size": num_bytes,
-        "allocated_size": sum(block["size"] for block in allocated),
-        "active_size": sum(block["size"] for block in in_use),
-        "requested_size": sum(block["requested_size"] for block in in_use),
-        "stream": stream,
-        "segment_type": "small" if is_small else "large",
-        "segment_pool_id": POOL if number < 0 else (0, number),
-        "is_expandable": is_expandable,
-        "frames": frames,
-        "blocks": blocks,
-    }
-
-
 Stack = Any  # stack of a thread, as the caller gathers it
 
 
@@ -228,15 +180,21 @@ class MemoryHistory:
         return [] if stack is None else self._frames_of(stack)
 
 
+Frames = list[dict[str, Any]]
+
+
 def segment_of(
-    first: Block, is_deferred: Callable[[Block], bool], history: MemoryHistory | None
+    first: Block,
+    is_deferred: Callable[[Block], bool],
+    frames_at: Callable[[int], Frames] = lambda address: [],
+    frames_of_segment: Callable[[int], Frames] = lambda address: [],
 ) -> dict[str, Any]:
     """Return the segment that begins with `first`, as `torch.cuda.memory_snapshot` returns it.
 
     An expandable segment is returned up to its first gap. `is_deferred` returns whether a freed
-    block is still used by another stream. `history` has stacks of blocks, if they were recorded.
+    block is still used by another stream. The last two return frames by address.
     """
-    blocks = []
+    blocks: list[dict[str, Any]] = []
     num_bytes = 0
     block: Block | None = first
     is_expandable = isinstance(first.previous, Unmapped)
@@ -244,23 +202,35 @@ def segment_of(
         if isinstance(block, Unmapped):
             is_expandable = True
             break
-        if block.is_free:
-            blocks.append(free_block_entry(block.address, block.num_bytes))
-        else:
+        state, frames, requested_bytes = "inactive", Frames(), 0
+        if not block.is_free:
             state = "active_pending_free" if is_deferred(block) else "active_allocated"
-            frames = [] if history is None else history.frames_at(block.address)
-            blocks.append(
-                block_entry(block.address, block.num_bytes, block.requested_bytes, state, frames)
-            )
+            frames, requested_bytes = frames_at(block.address), block.requested_bytes
+        blocks.append(
+            {
+                "address": block.address,
+                "size": block.num_bytes,
+                "requested_size": requested_bytes,
+                "state": state,
+                "frames": frames,
+            }
+        )
         num_bytes += block.num_bytes
         block = block.next
-    frames = [] if history is None else history.frames_of_segment(first.address)
-    return segment_entry(
-        first.address,
-        num_bytes,
-        stream=first.stream,
-        is_small=first.is_small,
-        is_expandable=is_expandable,
-        blocks=blocks,
-        frames=frames,
-    )
+    number = first.stream - FIRST_PRIVATE_POOL
+    in_use = [entry for entry in blocks if entry["state"] != "inactive"]
+    allocated = [entry for entry in in_use if entry["state"] == "active_allocated"]
+    return {
+        "device": 0,
+        "address": first.address,
+        "total_size": num_bytes,
+        "allocated_size": sum(entry["size"] for entry in allocated),
+        "active_size": sum(entry["size"] for entry in in_use),
+        "requested_size": sum(entry["requested_size"] for entry in in_use),
+        "stream": first.stream,
+        "segment_type": "small" if first.is_small else "large",
+        "segment_pool_id": POOL if number < 0 else (0, number),
+        "is_expandable": is_expandable,
+        "frames": frames_of_segment(first.address),
+        "blocks": blocks,
+    }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,15 +14,9 @@ from typing import Any, NamedTuple
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import AddressSpace, Block
-from memest.estimator.allocator.caching import SMALL_SEGMENT_BYTES, CachingAllocator
-from memest.estimator.allocator.memory_history import (
-    POOL,
-    block_entry,
-    free_block_entry,
-    segment_entry,
-    settings_entry,
-)
+from memest.estimator.allocator.memory_history import POOL, segment_of, settings_entry
 from memest.estimator.allocator.settings import DEFAULT
+from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.replay.program import ended_by
 from memest.estimator.replay.replay import Player, Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
@@ -81,6 +73,7 @@ class Recording:
     actions: list[Action] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     result: Replayed = field(default_factory=Replayed)
+    player: RecordingPlayer | None = None  # with the blocks at the end of the run
 
 
 MAX_EVENTS = 4_000_000  # limit of events of a recording, as of real ones: some GB of memory
@@ -142,7 +135,7 @@ def sign_of(action: Action) -> int:
     return 0 if action.act in (Act.OOM, Act.FREE_COMPLETED) else -1
 
 
-class _RecordedAllocator(CachingAllocator):
+class _RecordedAllocator(CountingAllocator):
     """Allocator that calls `on_return` with each deferred block that returns to its pool."""
 
     on_return: Callable[[Block], None]
@@ -164,6 +157,7 @@ class RecordingPlayer(Player):
         allocator.on_return = self._returned
         super().__init__(allocator, recording.storages)
         self.recording = recording
+        recording.player = self
         self._freed: dict[int, int] = {}  # storages, by the identity of their blocks
 
     def play(self, events: Sequence[int]) -> None:
@@ -553,41 +547,19 @@ class _Snapshot:
 
     def segments(self) -> list[dict[str, Any]]:
         """Return the segments at the end, each tiled with its blocks, by their addresses."""
-        segments: dict[int, tuple[int, int]] = {}  # bytes and stream
-        live: dict[int, Action] = {}
-        for action, stream in zip(self._recording.actions, self._streams, strict=True):
-            if action.act is Act.SEGMENT_ALLOC:
-                segments[action.address] = action.num_bytes, stream
-            elif action.act is Act.SEGMENT_FREE:
-                del segments[action.address]
-            elif action.act in (Act.ALLOC, Act.FREE_REQUESTED):
-                live[action.address] = action
-            elif action.act in (Act.FREE, Act.FREE_COMPLETED):
-                del live[action.address]
-        starts = sorted(segments)
-        inside: dict[int, list[Action]] = defaultdict(list)
-        for address in sorted(live):
-            inside[starts[bisect_right(starts, address) - 1]].append(live[address])
-        return [self._segment(start, *segments[start], inside[start]) for start in starts]
-
-    def _segment(
-        self, start: int, num_bytes: int, stream: int, live: list[Action]
-    ) -> dict[str, Any]:
-        blocks: list[dict[str, Any]] = []
-        free_from = start
-        for action in live:
-            if action.address > free_from:
-                blocks.append(free_block_entry(free_from, action.address - free_from))
-            requested = self._storages.num_bytes[action.storage]
-            state, frames = _STATES[action.act], self._frames(action.storage)
-            blocks.append(block_entry(action.address, action.num_bytes, requested, state, frames))
-            free_from = action.address + action.num_bytes
-        if free_from < start + num_bytes:
-            blocks.append(free_block_entry(free_from, start + num_bytes - free_from))
-        is_small = num_bytes == SMALL_SEGMENT_BYTES
-        return segment_entry(
-            start, num_bytes, stream=stream, is_small=is_small, blocks=blocks, frames=[]
-        )
+        player = self._recording.player
+        if player is None:
+            return []
+        allocator: CountingAllocator = player.allocator  # type: ignore[assignment]
+        live = {
+            block.address: storage
+            for blocks in (player.blocks, player.deferred)
+            for storage, block in blocks.items()
+        }
+        return [
+            segment_of(first, allocator.is_deferred, lambda address: self._frames(live[address]))
+            for first in allocator.segments(list(player.blocks.values()))
+        ]
 
 
 def _streams(recording: Recording) -> list[int]:
@@ -604,8 +576,6 @@ def _streams(recording: Recording) -> list[int]:
         found.append(stream)
     return found
 
-
-_STATES = {Act.ALLOC: "active_allocated", Act.FREE_REQUESTED: "active_pending_free"}
 
 _AFTER = _STRETCH | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}
 

@@ -360,8 +360,9 @@ class Recordings:
         has_trace = options is None or len(options) < 3 or options[2]
         trace = history.trace() if history is not None and has_trace else []
         live = list(self._mode.memory.blocks.values())
+        frames = () if history is None else (history.frames_at, history.frames_of_segment)
         segments = [
-            segment_of(first, allocator.is_deferred, history) for first in allocator.segments(live)
+            segment_of(first, allocator.is_deferred, *frames) for first in allocator.segments(live)
         ]
         pool = tuple(options or POOL)[:2]
         if pool != POOL:
