@@ -13,14 +13,17 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import NOT_COMPILED, Patches, refusing
+from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
 from memest.estimator.tensors.placement import GPU
 
 # Names of the package `triton`, for machines on which it cannot be installed.
@@ -387,49 +390,15 @@ class Finder(StubFinder, importlib.metadata.DistributionFinder):
 MILLISECONDS = 1.0  # assumed time of every kernel that a script times
 
 
-class Driver:
-    """`triton.runtime.driver.active`: the GPU for which Triton would compile.
+def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
+    """Return `triton.runtime.driver.active`: the GPU for which Triton would compile.
 
     `target` makes Triton's target from backend, architecture and warp size.
     """
+    major, minor = mode.gpu.capability
 
-    def __init__(self, mode: CudaSimMode, target: Callable[..., Any]) -> None:
-        self._mode = mode
-        self._target = target
-        self.utils = self
-        self.get_current_stream = lambda device=0: mode.timeline.stream
-
-    def get_current_device(self) -> int:
-        """Return the index of the only GPU."""
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        """Ignore the device, because there is one GPU."""
-
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        """Return the GPU's compute capability."""
-        return self._mode.gpu.capability
-
-    def get_current_target(self) -> Any:
-        """Return the target of compilation."""
-        major, minor = self._mode.gpu.capability
-        return self._target("cuda", major * 10 + minor, 32)
-
-    def get_active_torch_device(self) -> Any:
-        """Return the device of the GPU."""
-
-        return GPU.device
-
-    def get_device_interface(self) -> Any:
-        """Return `torch.cuda`, as torch does."""
-        import torch
-
-        return torch.cuda
-
-    def get_device_properties(self, device: int = 0) -> dict[str, int]:
+    def properties(device: int = 0) -> dict[str, int]:
         """Return properties that persistent kernels read."""
-        import torch
-
         found: Any = torch.cuda.get_device_properties(0)
         return {
             "max_shared_mem": found.shared_memory_per_block_optin,
@@ -441,14 +410,20 @@ class Driver:
             "mem_bus_width": 0,
         }
 
-    def get_benchmarker(self) -> Callable[..., Any]:
-        """Return the function that times kernels."""
-        return do_bench
-
-    @classmethod
-    def is_active(cls) -> bool:
-        """Return True: the driver is always usable."""
-        return True
+    made = SimpleNamespace(
+        get_current_stream=lambda device=0: mode.timeline.stream,
+        get_current_device=constant(0),
+        set_current_device=constant(None),  # there is one GPU
+        get_device_capability=constant(mode.gpu.capability),
+        get_current_target=lambda: target("cuda", major * 10 + minor, 32),
+        get_active_torch_device=lambda: GPU.device,
+        get_device_interface=lambda: torch.cuda,
+        get_device_properties=properties,
+        get_benchmarker=constant(do_bench),
+        is_active=constant(True),
+    )
+    made.utils = made
+    return made
 
 
 def do_bench(fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs: Any) -> Any:
@@ -461,7 +436,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install Triton, with launches that do nothing."""
     is_installed = "triton" in sys.modules or PathFinder.find_spec("triton") is not None
     if not is_installed:
-        finder = Finder(lambda target: Driver(mode, target), do_bench)
+        finder = Finder(partial(driver_of, mode), do_bench)
         finder.install(patches, is_first=False)
         return
 
@@ -479,7 +454,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         target = __import__("triton.backends.compiler", fromlist=["GPUTarget"]).GPUTarget
         # Triton 3.2 (torch 2.6) has no property in front of it
         name = "_active" if "_active" in vars(module.driver) else "active"
-        patches.set(module.driver, name, Driver(mode, target))
+        patches.set(module.driver, name, driver_of(mode, target))
 
     def with_bench(module: ModuleType) -> None:
         patches.set(module, "do_bench", do_bench)
