@@ -11,7 +11,7 @@ import re
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from memest.plan import TrainingPlan, values
+from memest.plan import TrainingPlan, keys
 from memest.plan.keys import Key
 from memest.plan.training_plan import PLAN_KEYS
 
@@ -47,7 +47,7 @@ def tables() -> str:
 
 
 def docstrings() -> dict[str, str]:
-    """Return the text under each field of `TrainingPlan`, names of `plan/values.py` written out."""
+    """Return the text under each field of `TrainingPlan`, names of `plan/keys.py` written out."""
     body = ast.parse(inspect.getsource(TrainingPlan)).body[0].body  # type: ignore[attr-defined]
     return {
         field.target.id: re.sub(r"`([A-Z]{3,})`", _written_out, " ".join(text.value.value.split()))
@@ -57,7 +57,7 @@ def docstrings() -> dict[str, str]:
 
 
 def _written_out(match: re.Match[str]) -> str:
-    return ", ".join(f"`{value}`" for value in getattr(values, match[1]))
+    return ", ".join(f"`{value}`" for value in getattr(keys, match[1]))
 
 
 def default_of(row: Key) -> str:

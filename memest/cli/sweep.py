@@ -77,7 +77,7 @@ def max_batch(
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
     plan = read_plans(config, None, given, tries_lora=all_techniques)[0]
-    from memest.report.sweep import json_lines, render_largest, render_techniques
+    from memest.report.advice import json_lines, render_largest, render_techniques
 
     gpus = target_gpus(plan)
     check_name(plan.model_name)
@@ -172,7 +172,7 @@ def sweep(
     as_json = _is_json(output, as_json)
     if resume and output is None:
         raise PlanError("`--resume` needs `-o`", hint="results are stored next to that file")
-    from memest.report.sweep import json_lines, to_csv
+    from memest.report.advice import json_lines, to_csv
 
     points = grid_points(**flags)
     how: dict[str, Any] = {"engine": engine, "trust_remote_code": trust_remote_code}

@@ -30,7 +30,7 @@ from memest.models_meta.quantized import (
 )
 from memest.models_meta.registry import ModelConfig
 from memest.plan import TrainingPlan
-from memest.plan.values import ALL_LINEAR, FLASH_ATTENTION_2, IN_PLACE
+from memest.plan.keys import ALL_LINEAR, FLASH_ATTENTION_2, IN_PLACE
 
 DEFAULT_SEQ_LEN = {"image-text": 25, "text": 512, "audio": 128, "image": 1}
 """Tokens per sample where the plan gives none. 25 for image-text matches published verdicts of the

@@ -13,7 +13,7 @@ from torch import nn
 
 from memest.errors import PlanError, UnsupportedError, closest
 from memest.models_meta.registry import ModelConfig, dtype_keyword, error_text, quiet_transformers
-from memest.plan.values import FLASH_ATTENTION_2
+from memest.plan.keys import FLASH_ATTENTION_2
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
-from memest.plan.values import FLASH_ATTENTION_2
+from memest.plan.keys import FLASH_ATTENTION_2
 from memest.units import round_up
 
 MAX_HEAD_WIDTH = 256

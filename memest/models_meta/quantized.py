@@ -10,7 +10,7 @@ from torch import nn
 
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
-from memest.plan.values import IN_PLACE
+from memest.plan.keys import IN_PLACE
 
 THRESHOLD = 6.0  # `llm_int8_threshold`, the default of transformers' `BitsAndBytesConfig`
 ASSUMPTION = (

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import PlanError, closest, shown
-from memest.plan.keys import Key
+from memest.plan.keys import ALL_LINEAR, FLASH_ATTENTION_2, LOGGING, Key
 from memest.plan.optimizers import OPTIMIZERS
-from memest.plan.values import ALL_LINEAR, FLASH_ATTENTION_2, LOGGING
 
 if TYPE_CHECKING:
     from memest.plan.training_plan import TrainingPlan

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memest.errors import PlanError, UnsupportedError, shown
-from memest.plan.keys import Key
-from memest.plan.values import LOGGING
+from memest.plan.keys import LOGGING, Key
 
 VAL_BATCHES = 2  # assumed batches of a validation whose number is not given
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})

@@ -12,10 +12,7 @@ from typing import Any
 
 from memest.errors import PlanError, closest, shown
 from memest.plan.checks import check, suggest
-from memest.plan.keys import Bounds, Key, Need, key, of_strategy, read_options, rows_of, whole
-from memest.plan.optimizers import optimizer_name
-from memest.plan.other_names import other_names, read_other_names
-from memest.plan.values import (
+from memest.plan.keys import (
     ATTENTIONS,
     CLIPPING,
     FROM_PRETRAINED,
@@ -28,9 +25,19 @@ from memest.plan.values import (
     QUANTISATIONS,
     SHARDINGS,
     STRATEGIES,
+    Bounds,
+    Key,
+    Need,
+    key,
+    of_strategy,
     read_lengths,
+    read_options,
+    rows_of,
     steps_of,
+    whole,
 )
+from memest.plan.optimizers import optimizer_name
+from memest.plan.other_names import other_names, read_other_names
 
 TRAINING, INPUTS, GPUS = "Training", "Inputs", "GPUs"
 ADAPTERS, SEVERAL = "Adapters and quantisation", "Several GPUs and offload"

@@ -13,8 +13,8 @@ from types import UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 from memest.errors import PlanError
+from memest.plan.keys import IN_PLACE
 from memest.plan.reading import read_limited
-from memest.plan.values import IN_PLACE
 from memest.units import counted
 
 KINDS = (

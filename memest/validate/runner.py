@@ -33,8 +33,8 @@ from memest.loops.job import RunOptions
 from memest.models_meta.registry import resolve_config
 from memest.packages import how_to_install, is_installed, require
 from memest.plan import TrainingPlan
+from memest.plan.keys import FLASH_ATTENTION_2
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
-from memest.plan.values import FLASH_ATTENTION_2
 from memest.report import Measurement, Outcome
 from memest.units import gib_or_mib
 from memest.validate import ranks
@@ -355,7 +355,6 @@ def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
     with _without_bitsandbytes():
         import memest.loops.data
         import memest.loops.lightning
-        import memest.loops.strategies
         import memest.models_meta.assemble
         import memest.models_meta.sharding  # noqa: F401
 

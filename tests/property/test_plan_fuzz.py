@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from memest.errors import MemestError
 from memest.plan import TrainingPlan
-from memest.plan.optimizers import OPTIMIZERS
-from memest.plan.values import (
+from memest.plan.keys import (
     ATTENTIONS,
     IGNORED_KEYS,
     PRECISION_ALIASES,
     PRECISIONS,
     STRATEGIES,
 )
+from memest.plan.optimizers import OPTIMIZERS
 from memest.units import format_bytes, parse_bytes
 
 KEYS = sorted({field.name for field in dataclasses.fields(TrainingPlan)} | IGNORED_KEYS)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from memest import Prediction, TrainingPlan, predict
 from memest.errors import MemestError
+from memest.plan.keys import PRECISIONS
 from memest.plan.optimizers import BITSANDBYTES, OPTIMIZERS
-from memest.plan.values import PRECISIONS
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256,

@@ -15,7 +15,7 @@ from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.replay.virtual_run import canonical, shortened
 from memest.estimator.search.growth import Growth, growths
-from memest.plan.values import MAX_LENGTHS, read_lengths
+from memest.plan.keys import MAX_LENGTHS, read_lengths
 from memest.plots import plot_fragmentation
 from memest.report import Outcome, Prediction
 from memest.units import MIB

@@ -22,8 +22,8 @@ from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.loops import job
 from memest.loops import lightning as lightning_loop
 from memest.plan import TrainingPlan
+from memest.plan.keys import IGNORED_KEYS, LOOPS
 from memest.plan.other_names import _PASSED_OVER
-from memest.plan.values import IGNORED_KEYS, LOOPS
 from memest.report import Phase
 
 LLAMA = {

@@ -11,9 +11,9 @@ import pytest
 
 from memest.errors import MemestError, PlanError
 from memest.plan import TrainingPlan
+from memest.plan.keys import ATTENTIONS, IGNORED_KEYS, PRECISIONS, STRATEGIES
 from memest.plan.optimizers import OPTIMIZERS
 from memest.plan.training_plan import PLAN_KEYS
-from memest.plan.values import ATTENTIONS, IGNORED_KEYS, PRECISIONS, STRATEGIES
 from scripts import plan_page
 
 

@@ -133,7 +133,7 @@ def test_the_lines_name_their_ends_and_what_stays(dark: bool, tmp_path: Path) ->
 
 
 def test_every_strategy_looks_different_without_colour() -> None:
-    from memest.plan.values import STRATEGIES
+    from memest.plan.keys import STRATEGIES
     from memest.plots.scaling import look_of
     from memest.plots.style import LIGHT
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from memest import packages
 from memest.errors import UnsupportedError
-from memest.loops import strategies
+from memest.loops import lightning
 from memest.loops.job import make_optimizer
 from memest.plan import TrainingPlan
 
@@ -36,7 +36,7 @@ def plan(strategy: str, **values: Any) -> TrainingPlan:
 
 
 def make(strategy: str, **values: Any) -> Any:
-    return strategies.make_strategy(plan(strategy, **values), Model())
+    return lightning.make_strategy(plan(strategy, **values), Model())
 
 
 def test_one_gpu_needs_no_strategy() -> None:
@@ -113,12 +113,12 @@ def test_fsdp2_has_a_mesh_of_replicas_by_shards(
 def test_fsdp2_shards_over_one_axis_and_hybrid_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
     meshes: list[Any] = []
     monkeypatch.setattr(
-        strategies, "fully_shard_layers", lambda model, plan, mesh: meshes.append(mesh)
+        lightning, "fully_shard_layers", lambda model, plan, mesh: meshes.append(mesh)
     )
     mesh = {"data_parallel": "one axis"}
 
-    strategies.shard_model(Model(), plan("fsdp2"), mesh)
-    strategies.shard_model(Model(), plan("fsdp2", sharding_strategy="HYBRID_SHARD"), mesh)
+    lightning.shard_model(Model(), plan("fsdp2"), mesh)
+    lightning.shard_model(Model(), plan("fsdp2", sharding_strategy="HYBRID_SHARD"), mesh)
 
     assert meshes == ["one axis", mesh]
 

@@ -14,7 +14,7 @@ from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.models_meta import flash_attention
-from memest.plan.values import FLASH_ATTENTION_2
+from memest.plan.keys import FLASH_ATTENTION_2
 
 VERSION = "2.8.3"  # mirrored release
 _CONTENTS = {

@@ -49,7 +49,7 @@ from memest.estimator.ops.temporaries import (
 )
 from memest.estimator.versions import TorchRelease, simulated
 from memest.models_meta.flash_attention import BACKWARD, FORWARD
-from memest.plan.values import FLASH_ATTENTION_2
+from memest.plan.keys import FLASH_ATTENTION_2
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten

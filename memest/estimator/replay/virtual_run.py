@@ -45,7 +45,7 @@ from memest.models_meta.geometry import LayerGeometry, layer_geometry
 from memest.models_meta.quantized import ASSUMPTION, quant_state_tensors
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
-from memest.plan.values import FLASH_ATTENTION_2
+from memest.plan.keys import FLASH_ATTENTION_2
 from memest.report import Phase, Term
 from memest.units import counted
 

@@ -10,8 +10,8 @@ from typing import Any
 from memest.errors import MemestError, PlanError, closest, raise_if_all_failed, result_or_error
 from memest.estimator.search.suite import predict_each
 from memest.plan import TrainingPlan
+from memest.plan.keys import STRATEGIES
 from memest.plan.training_plan import PLAN_KEYS
-from memest.plan.values import STRATEGIES
 from memest.report import Prediction
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)  # default numbers of GPUs

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.integrations.inductor.padding import is_faster_padded
+from memest.estimator.integrations.inductor.compiler import is_faster_padded
 from memest.estimator.virtual_gpu import VirtualGpu
 
 PRODUCTS = Path(__file__).parents[2] / "data" / "padded-products-h100.json"

@@ -16,10 +16,10 @@ from memest.estimator.integrations.inductor.compiler import (
     EAGERLY,
     NotSimulated,
     as_the_compiler,
+    is_estimated,
     place_on_gpu,
     why,
 )
-from memest.estimator.integrations.inductor.padding import is_estimated
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.torch_api.cuda.driver import DeviceProperties

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.torch_api.attributes import constructors, host_values, moves, parameters
+from memest.estimator.torch_api.attributes import constructors, host_values, moves
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
@@ -16,5 +16,5 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     moves.install_places(patches, mode)
     moves.install(patches, mode)
     constructors.install(patches)
-    parameters.install(patches, mode)
+    moves.install_parameters(patches, mode)
     host_values.install(patches, mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.torch_api.cuda import driver, memory, nvml, profiling, streams
+from memest.estimator.torch_api.cuda import driver, memory, nvml, streams
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
@@ -13,4 +13,4 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     memory.install(patches, mode)
     streams.install_graphs(patches, mode)
     nvml.install(patches, mode)
-    profiling.install(patches, mode)
+    streams.install_profiler(patches, mode)

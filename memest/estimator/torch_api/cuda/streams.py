@@ -1,14 +1,17 @@
-"""Streams, events and CUDA graphs."""
+"""Streams, events, CUDA graphs, and the profiler."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import profiler
 
 from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL
 from memest.estimator.gpu.mode import CudaSimMode
@@ -350,3 +353,62 @@ def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
         torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing
     )
     patches.set(torch.cuda.graph, "default_capture_stream", None)
+
+
+# `torch.profiler`: the host's side of a trace, without kernels.
+#
+# A profiler with CUDA activity runs for the CPU alone.
+
+NOTE = (
+    "the profiler's CUDA activity has no kernels, no kernel times and no memory here; its CPU "
+    "activity is of the simulation"
+)
+
+
+_IN_ITS_PLACE = (
+    "use `torch.cuda.memory._record_memory_history`, which torch recommends in its place"
+)
+
+
+def install_profiler(patches: Patches, mode: CudaSimMode) -> None:
+    """Let profilers with CUDA activity run, and print once that kernels have no times."""
+
+    def tell() -> None:
+        if NOTE not in mode.notes.texts:
+            mode.notes.add(NOTE)
+            sys.stderr.write(f"memest: {NOTE}\n")
+
+    init = profiler.profile.__init__
+
+    @functools.wraps(init)
+    def without_cuda(self: Any, *args: Any, **options: Any) -> None:
+        device = options.pop("use_device", None)
+        asks = bool(options.pop("use_cuda", False)) or device == "cuda"
+        is_enabled = args[0] if args else options.get("enabled", True)
+        if asks and is_enabled:
+            tell()
+        if asks:
+            options["use_cpu"] = True
+            device = None
+        init(self, *args, use_device=device, **options)
+
+    patches.set(profiler.profile, "__init__", without_cuda)
+    refused = refusing("a profiler's memory timeline", _IN_ITS_PLACE)
+    patches.set(torch.profiler.profile, "export_memory_timeline", refused)
+    supported = torch.autograd._supported_activities  # type: ignore[attr-defined]
+
+    def activities() -> set[Any]:
+        return {*supported(), torch.profiler.ProfilerActivity.CUDA}
+
+    patches.set(torch.autograd, "_supported_activities", activities)
+
+    def enter(self: Any) -> Any:
+        if not self.enabled:
+            return None
+        if self.entered:
+            raise RuntimeError("NVTX annotation context manager is not reentrant")
+        self.entered = True
+        return self
+
+    patches.set(profiler.emit_nvtx, "__enter__", enter)
+    patches.set(profiler.emit_nvtx, "__exit__", lambda self, *exception: False)
