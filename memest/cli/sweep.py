@@ -38,7 +38,6 @@ from memest.plan.training_plan import PLAN_KEYS
 from memest.report import RunReport, SimulatedReport
 from memest.report.text import table
 from memest.report.times import Training, time_cells, time_notes
-from memest.run.target import find_script
 
 
 @main.command("max-batch")
@@ -246,6 +245,7 @@ def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any
     """Run the script on the largest GPU, and replay it on the others; refuse options of plans."""
     from memest.run.launcher import run_target
     from memest.run.session import Session
+    from memest.run.target import find_script
 
     if unknown := sorted(set(given) - {"gpu"}):
         raise PlanError(

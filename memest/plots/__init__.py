@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from memest.plots.heatmap import plot_fits, plot_largest_batch
     from memest.plots.ladder import plot_ladder
     from memest.plots.phases import plot_phases
-    from memest.plots.ranks import plot_ranks
     from memest.plots.saving import Picture, parse_formats, save, svg_text
-    from memest.plots.scaling import plot_scaling, plot_scaling_bars
+    from memest.plots.scaling import plot_ranks, plot_scaling, plot_scaling_bars
     from memest.plots.scatter import plot_scatter
     from memest.plots.style import retitle
     from memest.plots.timeline import plot_timeline
@@ -37,7 +36,7 @@ __all__ = [
 _HOMES = {
     "Picture": "saving", "gpu_label": "words", "parse_formats": "saving", "plot_fits": "heatmap",
     "plot_fragmentation": "fragmentation", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
-    "plot_phases": "phases", "plot_ranks": "ranks", "plot_scaling": "scaling",
+    "plot_phases": "phases", "plot_ranks": "scaling", "plot_scaling": "scaling",
     "plot_scaling_bars": "scaling",
     "plot_scatter": "scatter", "plot_timeline": "timeline", "plot_trade_off": "trade_off",
     "retitle": "style", "save": "saving", "svg_text": "saving",

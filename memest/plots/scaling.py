@@ -1,4 +1,4 @@
-"""Memory per GPU over the number of GPUs: a line for each strategy, or one strategy as bars."""
+"""Charts of several GPUs: memory over their number, by strategy or as bars, and by rank."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from memest.plots.style import (
     slide,
     text_width,
 )
-from memest.plots.words import label_of, plan_line
-from memest.report import Outcome, Prediction
+from memest.plots.words import dotted, gpu_label, label_of, plan_line
+from memest.report import Outcome, Prediction, RankRow, RunReport
 from memest.report.lecture import Chart, Series, Slide
 from memest.units import GIB, format_size
 
@@ -280,6 +280,7 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
 
 STACK = (*KINDS[:-1], "temporaries", "rest")  # the rest is buffers, the batch, workspaces, rounding
 _FAR = 2.0  # times the highest bar: the line of such a GPU would flatten the bars
+_MAX_NUMBERED = 24  # bars with room for a number under each
 
 
 def stack_of(report: Prediction) -> dict[str, int]:
@@ -332,6 +333,48 @@ def _bar(report: Prediction) -> dict[str, int]:
 def _under_bar(number: int, report: Prediction) -> str:
     gpus = "1 GPU" if number == 1 else f"{number} GPUs"
     return f"{gpus}\n{format_size(report.needs_bytes)} GiB, {report.word}"
+
+
+def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:
+    """Draw the peak of each rank: allocated, cached by the allocator, and outside of it.
+
+    The outline goes up to the highest figure over the free timings. `limit_bytes` is the memory of
+    the GPU.
+    """
+    rows = report.ranks
+    highest = max(map(_highest, rows))
+    is_far = limit_bytes > _FAR * highest
+    parts: dict[tuple[str, str], list[int]] = {
+        ("allocated", "params"): [row.peak_allocated_bytes for row in rows],
+        ("cached", "cached"): [row.peak_reserved_bytes - row.peak_allocated_bytes for row in rows],
+        ("context and NCCL", "rest"): [row.process_bytes - row.peak_reserved_bytes for row in rows],
+        ("at most, by timing", "between"): [_highest(row) - row.process_bytes for row in rows],
+    }
+    limit = limit_text(report.gpu, limit_bytes, WIDTH / 2).replace("usable", "in all")
+    chart = Chart(
+        is_upright=True,
+        categories=tuple(_under_rank(row, has_size=len(rows) <= _MAX_NUMBERED) for row in rows),
+        series=tuple(
+            Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
+            for (name, color), sizes in parts.items()
+        ),
+        limit=0.0 if is_far else limit_bytes / GIB,
+        limit_name=limit,
+    )
+    simulated = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
+    version = f"memest {report.versions['memest']}"
+    subtitle = dotted(simulated, gpu_label(report.gpu), str(report.verdict), version)
+    words = Slide(title=f"{report.name}: peak by rank", subtitle=subtitle, notes=(), chart=chart)
+    return draw_slide(words, dark=dark, remark=f"{limit}, above this chart" if is_far else "")
+
+
+def _highest(row: RankRow) -> int:
+    found = row.intervals.get("process")
+    return max(row.process_bytes, found.high_bytes if found else 0)
+
+
+def _under_rank(row: RankRow, *, has_size: bool) -> str:
+    return f"{row.rank}\n{_highest(row) / GIB:.1f}" if has_size else str(row.rank)
 
 
 def _sentence(terms: Mapping[str, int], devices: int) -> str:

@@ -22,6 +22,7 @@ from memest.plots.style import (
     shortened,
     slide,
     text_on,
+    text_width,
 )
 from memest.plots.timeline import TEMPORARIES
 from memest.report.lecture import Chart, Series, Slide
@@ -113,9 +114,11 @@ def _write_values(panel: Panel, chart: Chart, series: Series, floors: Sequence[f
     color = theme.ink if kind == "between" else text_on(colors_of(theme)[kind])
     size = SMALL if len(floors) < 8 else 10
     for place, (value, floor) in enumerate(zip(series.values, floors, strict=True)):
-        if value > 0.05 * chart.top:
+        text = f"{value:.1f}"
+        is_wide = not chart.is_upright or text_width(text, size) < 0.7 * panel.per_x
+        if value > 0.05 * chart.top and is_wide:
             x, y = (place, floor + value / 2) if chart.is_upright else (floor + value / 2, place)
-            panel.axes.text(x, y, f"{value:.1f}", ha="center", va="center", size=size, color=color)
+            panel.axes.text(x, y, text, ha="center", va="center", size=size, color=color)
 
 
 def _draw_limit(panel: Panel, chart: Chart) -> None:

@@ -168,7 +168,7 @@ def test_the_ranks_of_a_script_are_drawn(
     assert files(tmp_path) == ["ranks.jsonl", "ranks.svg"]
     assert [row["rank"] for row in rows(tmp_path / "ranks.jsonl")][-2:] == [56, 63]
     drawn = (tmp_path / "ranks.svg").read_text(encoding="utf-8")
-    assert drawn.count('id="rank 56:') == 3
+    assert ">56<" in drawn
     alone = json.loads(report.read_text(encoding="utf-8")) | {"ranks": []}
     (tmp_path / "alone.json").write_text(json.dumps(alone), encoding="utf-8")
     assert memest("chart", "ranks", str(tmp_path / "alone.json")) == 2

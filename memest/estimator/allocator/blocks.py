@@ -26,7 +26,7 @@ class Block:
     next: Block | None = None
     stream: int = 0
     requested_bytes: int = field(init=False, repr=False)
-    """Requested bytes; set by `CountingAllocator` alone."""
+    """Requested bytes; set by allocators whose history is recorded."""
 
 
 def round_request(num_bytes: int) -> int:

@@ -20,6 +20,7 @@ from memest.estimator.allocator.blocks import (
 )
 from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES as SMALL_SEGMENT_BYTES
 from memest.estimator.allocator.blocks import Block as Block
+from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.allocator.tuned import Tuning
 
@@ -203,6 +204,23 @@ class CachingAllocator:
         every = (pool for pools in self._pools_of_streams.values() for pool in pools)
         free = tuple(tuple(pool.keys) for pool in every)
         return free if self._tuning is None else (*free, *self._tuning.layout())
+
+    def is_deferred(self, block: Block) -> bool:
+        """Return whether `block` is freed while another stream still uses it."""
+        return id(block) in self._deferred
+
+    def segments(self, live: list[Block]) -> list[Block]:
+        """Return the first block of every segment by address; `live` are the blocks in use.
+
+        Each mapped part of an expandable segment counts as a segment.
+        """
+        free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
+        every = {
+            id(b): b
+            for b in (*live, *self._deferred.values(), *free)
+            if b.previous is None or isinstance(b.previous, Unmapped)
+        }
+        return sorted(every.values(), key=lambda block: block.address)
 
     def reset_peaks(self) -> None:
         """Reset the peaks, as `torch.cuda.reset_peak_memory_stats` does."""

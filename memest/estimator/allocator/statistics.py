@@ -20,7 +20,6 @@ from memest.estimator.allocator.blocks import (
     round_request,
 )
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
-from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.memory_history import MemoryHistory
 
 POOLS = ("all", "small_pool", "large_pool")  # `StatType`, in its order
@@ -259,23 +258,6 @@ class CountingAllocator(CachingAllocator):
 
     def _all(self) -> Iterator[Stat]:
         return chain(*self._stats.values(), self._oversize.values())
-
-    def is_deferred(self, block: Block) -> bool:
-        """Return whether `block` is freed while another stream still uses it."""
-        return id(block) in self._deferred
-
-    def segments(self, live: list[Block]) -> list[Block]:
-        """Return the first block of every segment by address; `live` are the blocks in use.
-
-        Each mapped part of an expandable segment counts as a segment.
-        """
-        free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
-        every = {
-            id(b): b
-            for b in (*live, *self._deferred.values(), *free)
-            if b.previous is None or isinstance(b.previous, Unmapped)
-        }
-        return sorted(every.values(), key=lambda block: block.address)
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
         """Count a new or freed block; return whether its segment is expandable.

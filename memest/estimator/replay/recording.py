@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import AddressSpace, Block
+from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.allocator.memory_history import POOL, segment_of, settings_entry
 from memest.estimator.allocator.settings import DEFAULT
-from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.replay.program import ended_by
 from memest.estimator.replay.replay import Player, Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
@@ -135,10 +135,15 @@ def sign_of(action: Action) -> int:
     return 0 if action.act in (Act.OOM, Act.FREE_COMPLETED) else -1
 
 
-class _RecordedAllocator(CountingAllocator):
+class _RecordedAllocator(CachingAllocator):
     """Allocator that calls `on_return` with each deferred block that returns to its pool."""
 
     on_return: Callable[[Block], None]
+
+    def malloc(self, num_bytes: int, stream: int = 0) -> Block:
+        block = super().malloc(num_bytes, stream)
+        block.requested_bytes = num_bytes
+        return block
 
     def complete(self, block: Block) -> None:
         if id(block) in self._deferred:
@@ -550,7 +555,7 @@ class _Snapshot:
         player = self._recording.player
         if player is None:
             return []
-        allocator: CountingAllocator = player.allocator  # type: ignore[assignment]
+        allocator = player.allocator
         live = {
             block.address: storage
             for blocks in (player.blocks, player.deferred)
