@@ -8,8 +8,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memest.estimator.search.largest import Largest
-from memest.estimator.search.techniques import TechniqueRow
 from memest.report import Verdict
 from memest.report.answer import place_in_words
 from memest.report.text import table
@@ -18,6 +16,8 @@ from memest.units import GIB, gib_or_mib
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Advice, Option
+    from memest.estimator.search.largest import Largest
+    from memest.estimator.search.techniques import TechniqueRow
 
 
 def render_advice(advice: Advice) -> str:
