@@ -140,7 +140,7 @@ TARGETS = {
         "fragmentation", "fragmentation", "fragmentation", "--model", "gpt2", "--loop", "plain",
         "--precision", "32-true", "--bs", "6", "--lengths", "validation/lengths.txt",
         "--gpu-memory", "9.4GiB", "--setting", "default", "--setting", "expandable_segments:True",
-        inputs=("memest/estimator/search/growth.py", "validation/lengths.txt"),
+        inputs=("memest/estimator/search/scaling.py", "validation/lengths.txt"),
     ),
 }  # fmt: skip
 

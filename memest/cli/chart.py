@@ -266,7 +266,7 @@ def batches(
     target = find_gpu(gpu)
     plans = [TrainingPlan.from_dict({"model_name": m, **given_only(flags)}) for m in models]
     make_folder(pictures.folder)
-    from memest.estimator.search.techniques import largest_of_all
+    from memest.estimator.search.largest import largest_of_all
 
     table: dict[str, dict[str, int | None]] = {}
     data = []
@@ -523,7 +523,7 @@ def fragmentation(
         )
     plan = with_gpus(read_plans(config, None, given_only(flags))[0], CHART_GPU)
     make_folder(pictures.folder)
-    from memest.estimator.search.growth import SETTINGS, growths
+    from memest.estimator.search.scaling import SETTINGS, growths
 
     chosen = tuple("" if text == "default" else text for text in settings) or SETTINGS
     with progress_bar(plan.label):

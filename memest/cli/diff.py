@@ -18,8 +18,14 @@ from memest.cli.terminal import folded, progress_bar
 from memest.errors import PlanError
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
-from memest.report.difference import Difference, differences, markdown, read_reports, unpaired
-from memest.report.sarif import sarif
+from memest.report.difference import (
+    Difference,
+    differences,
+    markdown,
+    read_reports,
+    sarif,
+    unpaired,
+)
 from memest.run.base import repository, run_both
 from memest.validate.compare import Comparison, comparable, parse_tolerances, plan_of, summarise
 from memest.validate.compare import compare as compare_reports

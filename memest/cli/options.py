@@ -18,7 +18,7 @@ from memest.estimator.versions import RELEASES, simulating
 from memest.plan.keys import Key
 from memest.plan.optimizers import OPTIMIZERS
 from memest.plan.training_plan import PLAN_KEYS
-from memest.report.schedulers import SCHEDULERS
+from memest.report.answer import SCHEDULERS
 from memest.report.times import Training, read_prices, steps_of_plan
 from memest.units import parse_bytes
 from memest.writing import why_not_writable

@@ -29,8 +29,7 @@ from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
 from memest.report.advice import render_advice
-from memest.report.answer import summary_line
-from memest.report.schedulers import NAMES, resource_lines
+from memest.report.answer import NAMES, resource_lines, summary_line
 from memest.report.text import render_suite, render_text
 
 if TYPE_CHECKING:

@@ -38,8 +38,7 @@ from memest.estimator.predict import PRIMARY_GPU
 from memest.estimator.versions import check_torch
 from memest.project import FILE, find_project
 from memest.report import Ending, Outcome, RunReport
-from memest.report.answer import summary_line
-from memest.report.schedulers import NAMES, resource_lines
+from memest.report.answer import NAMES, resource_lines, summary_line
 from memest.report.text import render_text
 from memest.run.other_python import active_environment, run_elsewhere
 from memest.run.target import NoInput, Target, check_single_process, find_module, find_script

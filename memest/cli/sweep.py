@@ -81,7 +81,7 @@ def max_batch(
     gpus = target_gpus(plan)
     check_name(plan.model_name)
     if all_techniques:
-        from memest.estimator.search.techniques import largest_of_all
+        from memest.estimator.search.largest import largest_of_all
 
         with progress_bar():
             rows = largest_of_all(plan, gpus, key, jobs=jobs, trust_remote_code=trust_remote_code)

@@ -8,7 +8,7 @@ from typing import Any
 
 from memest.estimator.allocator.settings import AllocatorSettings, describe
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.cudnn_convolution import describe_source
+from memest.estimator.ops.convolution import describe_source
 from memest.estimator.replay.closed_form import LAYER, closed_form
 from memest.estimator.replay.program import Program, TracedPlan
 from memest.estimator.replay.recording import kind_of

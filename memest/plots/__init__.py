@@ -17,14 +17,13 @@ from memest.packages import require
 if TYPE_CHECKING:
     from memest.plots.fragmentation import plot_fragmentation
     from memest.plots.heatmap import plot_fits, plot_largest_batch
-    from memest.plots.ladder import plot_ladder
+    from memest.plots.ladder import plot_ladder, plot_trade_off
     from memest.plots.phases import plot_phases
     from memest.plots.saving import Picture, parse_formats, save, svg_text
     from memest.plots.scaling import plot_ranks, plot_scaling, plot_scaling_bars
     from memest.plots.scatter import plot_scatter
     from memest.plots.style import retitle
     from memest.plots.timeline import plot_timeline
-    from memest.plots.trade_off import plot_trade_off
     from memest.plots.words import gpu_label
 
 __all__ = [
@@ -38,7 +37,7 @@ _HOMES = {
     "plot_fragmentation": "fragmentation", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
     "plot_phases": "phases", "plot_ranks": "scaling", "plot_scaling": "scaling",
     "plot_scaling_bars": "scaling",
-    "plot_scatter": "scatter", "plot_timeline": "timeline", "plot_trade_off": "trade_off",
+    "plot_scatter": "scatter", "plot_timeline": "timeline", "plot_trade_off": "ladder",
     "retitle": "style", "save": "saving", "svg_text": "saving",
 }  # fmt: skip
 """Module of each name."""

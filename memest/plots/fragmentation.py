@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from memest.estimator.search.growth import Growth
+from memest.estimator.search.scaling import Growth
 from memest.plots.scaling import spread
 from memest.plots.style import HEIGHT, LABEL, TICK, VALUE, WIDTH, Panel, require, shortened, slide
 from memest.plots.words import plan_line

@@ -16,8 +16,7 @@ from memest.units import GIB, gib_or_mib
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Advice, Option
-    from memest.estimator.search.largest import Largest
-    from memest.estimator.search.techniques import TechniqueRow
+    from memest.estimator.search.largest import Largest, TechniqueRow
 
 
 def render_advice(advice: Advice) -> str:

@@ -11,7 +11,7 @@ from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.history import Held, History
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
 from memest.estimator.hardware.pace import estimate
-from memest.estimator.ops.cudnn_convolution import describe_source
+from memest.estimator.ops.convolution import describe_source
 from memest.estimator.replay.closed_form import LAYER
 from memest.estimator.summary import beside_assumed, context_assumed, coverage_of, kernels_assumed
 from memest.estimator.tensors.lines import ScriptLines

@@ -11,11 +11,9 @@ from torch import Tensor
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.ops import convolution as convolution_module
 from memest.estimator.ops.convolution import (
+    Workspace,
     convolution_backward_events,
     convolution_outputs,
-)
-from memest.estimator.ops.cudnn_convolution import (
-    Workspace,
     tried_bytes,
     workspace,
 )

@@ -15,15 +15,18 @@ from memest.estimator.search import advise
 from memest.estimator.search.advise import cheapest_change
 from memest.report import Outcome, Verdict
 from memest.report.answer import (
+    NAMES,
+    SCHEDULERS,
+    DoesNotFitError,
     answer,
     moment,
     place_in_words,
     plain,
+    resource_lines,
     shares,
     summary_line,
     verdict_line,
 )
-from memest.report.schedulers import NAMES, SCHEDULERS, DoesNotFitError, resource_lines
 from memest.report.text import render_text
 
 FITS = Verdict(verdict=Outcome.FITS, margin_bytes=50 << 30, limit_bytes=78 << 30,

@@ -18,8 +18,7 @@ import yaml
 import memest
 from memest.cli import main
 from memest.report import Ending, HeldRow, RunReport
-from memest.report.difference import Difference, changes, differences, markdown, read_reports
-from memest.report.sarif import sarif
+from memest.report.difference import Difference, changes, differences, markdown, read_reports, sarif
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "examples" / "repository"

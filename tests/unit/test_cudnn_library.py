@@ -18,13 +18,13 @@ import torch
 
 from memest import TrainingPlan, predict
 from memest.estimator.hardware.gpus import Gpu, custom_gpu, find_gpu, list_gpus
-from memest.estimator.ops import cudnn_convolution, cudnn_library
-from memest.estimator.ops.convolution import has_same_workspaces
-from memest.estimator.ops.cudnn_convolution import (
+from memest.estimator.ops import convolution, cudnn_library
+from memest.estimator.ops.convolution import (
     ANY_KERNELS,
     Workspace,
     answers_of,
     describe_source,
+    has_same_workspaces,
     workspace,
 )
 from memest.estimator.ops.cudnn_library import (
@@ -94,7 +94,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def install(monkeypatch: pytest.MonkeyPatch, plan: Plan | Exception | None) -> Stub:
     stub = Stub(plan)
-    monkeypatch.setattr(cudnn_convolution, "library", lambda: stub)
+    monkeypatch.setattr(convolution, "library", lambda: stub)
     return stub
 
 
@@ -110,7 +110,7 @@ def test_the_installed_cudnn_answers_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_more_convolutions_than_the_file_holds_are_answered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cudnn_convolution, "MOST_ANSWERS", 4)
+    monkeypatch.setattr(convolution, "MOST_ANSWERS", 4)
     stub = install(monkeypatch, Plan(68, 12345, frozenset()))
     calls = [replace(PLAIN, groups=n) for n in range(1, 11)]
 
@@ -147,7 +147,7 @@ def test_a_report_names_the_cudnn_that_answered(monkeypatch: pytest.MonkeyPatch)
     assert "cuDNN 9.24.5" in describe_source(A100)
     assert describe_source(A100).endswith("; torch 2.11 has 9.19.0")
     assert "properties of b200" in describe_source(find_gpu("b200"))
-    monkeypatch.setattr(cudnn_convolution, "library", lambda: None)
+    monkeypatch.setattr(convolution, "library", lambda: None)
     assert "pip install 'memest-gpu[cudnn]'" in describe_source(H100)
     assert "pip install" not in describe_source(find_gpu("b200"))
 

@@ -24,8 +24,7 @@ from memest.estimator.replay.recording import (
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.report import Phase
 from memest.report import instrument as instruments
-from memest.report.instrument import instrument
-from memest.report.page import page
+from memest.report.page import instrument, page
 from tests.browser import MAKER, browse, found_in, needs_browser, width_on_a_phone
 
 MIB = 1 << 20

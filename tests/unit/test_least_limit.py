@@ -10,13 +10,13 @@ from torch import nn
 
 import memest
 from memest import TrainingPlan, predict
-from memest.estimator.allocator.least_limit import (
+from memest.estimator.hardware.gpus import custom_gpu, find_gpu, list_gpus
+from memest.estimator.replay.scenarios import (
     MAX_EVENTS,
     UNIT_BYTES,
     LeastLimit,
     highest_need,
 )
-from memest.estimator.hardware.gpus import custom_gpu, find_gpu, list_gpus
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import Outcome, Verdict
 from memest.units import GIB, MIB

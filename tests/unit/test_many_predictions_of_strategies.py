@@ -20,10 +20,9 @@ from memest.estimator.replay.recording import (
 )
 from memest.estimator.replay.replay import Run
 from memest.estimator.search.commands import predict_command
-from memest.estimator.search.largest import largest
+from memest.estimator.search.largest import largest, technique_values
 from memest.estimator.search.related_plans import TraceSeries
 from memest.estimator.search.sweep import sweep
-from memest.estimator.search.techniques import technique_values
 from memest.estimator.tensors.storages import RETURNED, MemKind, Site, StorageTable
 from memest.plan import TrainingPlan
 from tests.programs import lightning_program

@@ -17,9 +17,8 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.replay.interpolate.reuse import with_value
 from memest.estimator.replay.simulated_plan import trace_plan
-from memest.estimator.search.largest import Trial, largest
+from memest.estimator.search.largest import TECHNIQUES, Trial, largest, technique_values
 from memest.estimator.search.sweep import MIN_PARALLEL_POINTS, make_grid, parse_values, sweep
-from memest.estimator.search.techniques import TECHNIQUES, technique_values
 from memest.plan import TrainingPlan
 from memest.report import Outcome
 from memest.units import GIB

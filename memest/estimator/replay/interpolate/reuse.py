@@ -8,7 +8,7 @@ spacing. Its program at a size n is made of
 1. every number by Newton's forward differences, which have to be whole numbers;
 2. the requests of each distinct call by the rules of kernels that a trace uses, so that their steps
    are right (a reduction in two stages, a split of the keys);
-3. the spans of events, call by call, with the workspaces of cuBLAS at their first use (`rebuild`).
+3. the spans of events, call by call, with the workspaces of cuBLAS at their first use (`call_log`).
 
 The choice of an attention kernel is made again at n. A trace at the far end of the range checks all
 other decisions (`related_plans`). Sizes of 1 are traced alone, since a dim of 1 has no stride of
@@ -38,17 +38,15 @@ from memest.estimator.replay.interpolate.call_log import (
     CallRecorder,
     Choice,
     LoggedTrace,
-    Span,
-    Template,
-    put_numbers,
-    take_numbers,
-)
-from memest.estimator.replay.interpolate.rebuild import (
     Rebuilt,
     RequestOrder,
     Requests,
+    Span,
+    Template,
+    put_numbers,
     rebuild,
     requests_of,
+    take_numbers,
 )
 from memest.estimator.replay.program import (
     MicroBatch,
