@@ -23,7 +23,7 @@ from memest.estimator.replay.recording import (
 )
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.report import Phase
-from memest.report import instrument as instruments
+from memest.report import page as pages
 from memest.report.page import instrument, page
 from tests.browser import MAKER, browse, found_in, needs_browser, width_on_a_phone
 
@@ -109,7 +109,7 @@ def test_a_page_of_100_000_events_is_below_5_mb() -> None:
 
 
 def test_a_step_with_too_many_blocks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instruments, "MAX_BLOCKS", 50)
+    monkeypatch.setattr(pages, "MAX_BLOCKS", 50)
 
     assert "has 102 blocks, more than 50, so this page has no timeline" in shown(made(100))
 

@@ -21,7 +21,7 @@ from memest.estimator.gpu.guesses import GuessedValues
 from memest.estimator.ops.indexing import MASK_DTYPES
 from memest.estimator.ops.random import advance
 from memest.estimator.ops.registry import op_of
-from memest.estimator.tensors.known_values import KnownValues
+from memest.estimator.tensors.known_values import KnownValues, map_tensors
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import (
     CPU,
@@ -396,12 +396,7 @@ def _has_large_floats(args: tuple[Any, ...]) -> bool:
 
 def _bare(value: Any) -> Any:
     """Replace real tensors in `value` by meta tensors; scalars stay."""
-    if isinstance(value, Tensor):
-        return value if is_meta(value) or not value.dim() else value.to(META)
-    if isinstance(value, list | tuple):
-        items = [_bare(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    return map_tensors(lambda t: t if is_meta(t) or not t.dim() else t.to(META), value)
 
 
 def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -128,18 +128,10 @@ def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
     return 0 if is_view else tensor.nbytes
 
 
-@requests("_fft_c2c")
-def complex_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_fft_c2c`: the result, a copy of the input and the workspace."""
-    work = _workspace(args[0], args[1], is_real=False)
-    copied = _gathered(args[0], args[0].stride(), args[1])
-    return outputs({0: out.nbytes}) + passing(copied, work)
-
-
-@requests("_fft_r2c")
-def from_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_fft_r2c`: the result, a copy of the input and the workspace."""
-    work = _workspace(args[0], args[1], is_real=True)
+@requests("_fft_c2c _fft_r2c")
+def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_fft_c2c` and `_fft_r2c`: the result, a copy of the input and the workspace."""
+    work = _workspace(args[0], args[1], is_real=not args[0].is_complex())
     copied = _gathered(args[0], args[0].stride(), args[1])
     return outputs({0: out.nbytes}) + passing(copied, work)
 

@@ -62,7 +62,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def _made(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool) -> Tensor:
     with torch._C._DisableTorchDispatch():
         sparse_dim = indices.size(0)
-        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        return FROM_PARTS(
             sparse_dim, len(shape) - sparse_dim, shape, indices, values,
             dtype=values.dtype, layout=torch.sparse_coo, device=META, is_coalesced=is_coalesced,
         )  # fmt: skip
@@ -111,9 +111,7 @@ def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
     if Place.GPU not in (mode.host.place(indices), mode.host.place(values)):
         return _on_host(indices, values, shape, is_coalesced=bool(kwargs.get("is_coalesced")))
     with torch._C._DisableTorchDispatch():
-        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
-            *args, **{**kwargs, "device": META}
-        )
+        return FROM_PARTS(*args, **{**kwargs, "device": META})
 
 
 def _unknown(mode: SimMode, tensor: Tensor) -> Tensor:

@@ -66,20 +66,28 @@ def unfold_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
     return Scratch(after=(positions * INDEX_BYTES,))
 
 
-@registry.requests(_IMAGES, "avg_pool2d max_pool3d_with_indices")
-def image_copy_after(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """A copy of the first argument in its own memory format, made after the outputs.
+def _copies_like(like: int, *positions: int) -> registry.RequestRule:
+    """Return a rule: copies after the outputs in the memory format of the argument `like`.
 
-    UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, DilatedMaxPool3d.cu, whose
-    kernels know channels-last.
+    Kernels of UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, DilatedMaxPool2d.cu,
+    DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu know channels-last.
     """
-    return Scratch(after=copies_in(suggest_memory_format(args[0]), args[0]))
+
+    def copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+        """Copies of arguments in the memory format of one of them, after the outputs."""
+        memory_format = suggest_memory_format(args[like])
+        return Scratch(after=copies_in(memory_format, *(args[i] for i in positions)))
+
+    return copies
 
 
-@registry.requests("max_pool3d_with_indices_backward")
-def volume_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Copies of gradient and positions in the input's format, after the output."""
-    return Scratch(after=copies_in(suggest_memory_format(args[1]), args[0], args[7]))
+image_copy_after = _copies_like(0, 0)
+register(_IMAGES, "avg_pool2d max_pool3d_with_indices", requests=image_copy_after)
+register("max_pool3d_with_indices_backward", requests=_copies_like(1, 0, 7))
+register(
+    "avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward",
+    requests=_copies_like(1, 0, 1),
+)
 
 
 @registry.requests("upsample_bilinear2d_backward")
@@ -114,17 +122,6 @@ def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     Kernels for channels-last differ by the number of channels.
     """
     return not _is_channels_last(args[0])
-
-
-@registry.requests(
-    "avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward"
-)
-def pooling_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Copies of the gradient and the input in the input's memory format, after the outputs.
-
-    AveragePool2d.cu, AdaptiveAveragePooling.cu, DilatedMaxPool2d.cu.
-    """
-    return Scratch(after=copies_in(suggest_memory_format(args[1]), args[0], args[1]))
 
 
 outputs_only(

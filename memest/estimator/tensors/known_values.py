@@ -188,8 +188,10 @@ class KnownValues:
                 raise ValueUnknown(str(func))
             return value
 
-        cpu_args = _mapped(known, args)
-        cpu_kwargs = {k: _mapped(known, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU}
+        cpu_args = map_tensors(known, args)
+        cpu_kwargs = {
+            k: map_tensors(known, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU
+        }
         if "device" in kwargs:
             cpu_kwargs["device"] = torch.device("cpu")
         if func is aten.histc.default:  # CPU kernels count only floats (Histogram.cpp)
@@ -280,10 +282,10 @@ def _is_view_in_place(func: Any) -> bool:
 
 def materialise(values: Any) -> Any:
     """Return meta tensors of the shapes of `values`, which were computed from known values."""
-    return _mapped(lambda t: torch.empty_like(t, device="meta"), values)
+    return map_tensors(lambda t: torch.empty_like(t, device="meta"), values)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply `function` to each tensor in nested lists and tuples.
 
     torch's pytree would leave a reference cycle, so Python would collect garbage more often.
@@ -291,7 +293,7 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, list | tuple):
-        items = [_mapped(function, item) for item in value]
+        items = [map_tensors(function, item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
 
