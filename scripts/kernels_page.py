@@ -19,13 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.hardware.gpus import FIRST_OF_CUDA_13, Gpu, list_gpus
+from memest.estimator.hardware.gpus import Gpu, list_gpus
 from memest.estimator.ops import attention, autograd_ops, convolution, matmul
 from memest.estimator.ops.attention import SdpaBackend, choose_backend
 from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, registered
 from memest.estimator.versions import MEASURED, TORCH_2_11, simulating
 from memest.units import MIB
+
+FIRST_OF_CUDA_13 = (7, 5)
+"""Oldest compute capability in torch 2.11's wheels for CUDA 13.0, on which memest was measured. 7.0
+needs those for CUDA 12.6 (RELEASE.md, https://github.com/pytorch/pytorch/pull/175253).
+"""
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
 

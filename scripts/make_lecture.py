@@ -7,9 +7,11 @@ The explorer's grid is stored too, so that the command takes seconds.
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
@@ -18,9 +20,26 @@ from memest.cli.explore import LAB_GPUS
 from memest.estimator.search.explore import explore
 from memest.plan.files import read_suite
 from memest.report.explorer import explorer_data
-from memest.report.lecture import predicted_rows, store_rows
+from memest.report.lecture import Row, Rows, predicted_rows
 
 SUITES = Path(__file__).resolve().parents[1] / "memest" / "validate" / "suites"
+
+
+def store_rows(rows: Rows, path: Path) -> None:
+    """Store rows in the folder of a suite's file."""
+    names = ("versions", "limits", "explorer", "failed")
+    values = {name: getattr(rows, name) for name in names}
+    made = [
+        {f.name: getattr(row, f.name) for f in fields(Row)}
+        | {
+            "plan": row.plan.to_dict(),
+            "phases": [asdict(phase) for phase in row.phases],
+            "verdicts": {gpu: asdict(verdict) for gpu, verdict in row.verdicts.items()},
+        }
+        for row in rows.rows
+    ]
+    text = json.dumps(values | {"rows": made}, separators=(",", ":"))
+    path.with_suffix(".json.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
 
 
 def main(name: str = "lab-a100", jobs: int = 1) -> None:

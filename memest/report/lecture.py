@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -497,23 +497,6 @@ def stored_rows(path: Path) -> Rows | None:
         return None  # the suite has changed
     names = ("versions", "limits", "explorer", "failed")
     return Rows(name=path.stem, rows=rows, **{n: values[n] for n in names})
-
-
-def store_rows(rows: Rows, path: Path) -> None:
-    """Store rows in the folder of a suite's file."""
-    names = ("versions", "limits", "explorer", "failed")
-    values = {name: getattr(rows, name) for name in names}
-    made = [
-        {f.name: getattr(row, f.name) for f in fields(Row)}
-        | {
-            "plan": row.plan.to_dict(),
-            "phases": [asdict(phase) for phase in row.phases],
-            "verdicts": {gpu: asdict(verdict) for gpu, verdict in row.verdicts.items()},
-        }
-        for row in rows.rows
-    ]
-    text = json.dumps(values | {"rows": made}, separators=(",", ":"))
-    path.with_suffix(".json.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
 
 
 def _read_row(values: Mapping[str, Any]) -> Row:

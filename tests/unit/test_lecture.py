@@ -16,9 +16,10 @@ from memest.estimator.versions import simulating
 from memest.plan.files import read_suite
 from memest.plots.slides import draw_slide, pdf_bytes
 from memest.plots.style import WIDTH
-from memest.report.lecture import Lecture, Rows, predicted_rows, store_rows, stored_rows
+from memest.report.lecture import Lecture, Rows, predicted_rows, stored_rows
 from memest.units import GIB
 from memest.validate.results import find_suite
+from scripts.make_lecture import store_rows
 
 LAB = find_suite("lab-a100")
 SUITE = """

@@ -28,11 +28,6 @@ from memest.errors import PlanError, closest
 from memest.plan import TrainingPlan
 from memest.units import gib_or_mib
 
-FIRST_OF_CUDA_13 = (7, 5)
-"""Oldest compute capability in torch 2.11's wheels for CUDA 13.0, on which memest was measured. 7.0
-needs those for CUDA 12.6 (RELEASE.md, https://github.com/pytorch/pytorch/pull/175253).
-"""
-
 DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")  # where the user names none
 CONTEXT_RANGE_BYTES = 64 << 20
 """Largest context of the single-GPU runs in validation/runs (H100 and H200, driver 580), 824 MiB,
