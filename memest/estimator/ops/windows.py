@@ -91,7 +91,7 @@ register(
 
 
 @registry.requests("upsample_bilinear2d_backward")
-def bilinear_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def bilinear_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
     """Requests of `image_copy_after`; a gradient of the input's own size is copied at once."""
     is_same = args[0].shape == out.shape
     return Scratch() if is_same else image_copy_after(args, kwargs, out, gpu)
