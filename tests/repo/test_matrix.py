@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from memest.estimator.versions import RELEASES
 from scripts import matrix
@@ -19,6 +23,23 @@ def test_the_page_has_the_stored_results() -> None:
 def test_the_oldest_row_has_the_lowest_release() -> None:
     assert next(iter(matrix.REQUIREMENTS)) == RELEASES[0].name
     assert set(CONTENT["rows"]) <= set(matrix.REQUIREMENTS)
+
+
+def test_the_oldest_row_has_the_bounds_of_the_metadata() -> None:
+    project = tomllib.loads((matrix.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["plans"]]
+    bounds = {
+        requirement.name: Version(specifier.version)
+        for requirement in map(Requirement, needed)
+        for specifier in requirement.specifier
+        if specifier.operator == ">="
+    }
+    oldest = next(iter(matrix.PINS.values())).split()
+    pins = dict(zip(matrix.LIBRARIES, map(Version, oldest), strict=True))
+
+    assert {name: pin.base_version for name, pin in pins.items() if name in bounds} == {
+        name: ".".join(map(str, (*bounds[name].release, 0)[:3])) for name in pins if name in bounds
+    }
 
 
 @pytest.mark.parametrize("row", CONTENT["rows"])
