@@ -30,9 +30,9 @@ _BOOT = """
 import pickle, sys
 with open(sys.argv[1], "rb") as file:
     sys.path[:] = pickle.load(file)
-    work, is_silent = pickle.load(file)
+    work, output = pickle.load(file)
 from memest.child import do_work
-do_work(work, sys.argv[1], is_silent)
+do_work(work, sys.argv[1], output)
 """
 
 
@@ -172,21 +172,24 @@ def fork(run: Callable[[], object]) -> Child:
         os._exit(70)  # nothing of the parent's may run in the child
 
 
-def submit(work: Callable[[], object], *, is_silent: bool = False) -> Child:
+SILENT = (os.devnull, os.devnull)
+
+
+def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None) -> Child:
     """Begin `work()` in another process, for `answer`; unexpected errors are printed there.
 
-    The process is a copy of this one, or a fresh one without `CAN_FORK`. A silent one prints
-    nothing.
+    The process is a copy of this one, or a fresh one without `CAN_FORK`. `output` has the files
+    of its stdout and stderr, if they are not those of this process.
     """
     descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
     os.close(descriptor)
     if CAN_FORK:
-        child = fork(partial(do_work, work, file, is_silent))
+        child = fork(partial(do_work, work, file, output))
         child._answer_file = file
         return child
     with open(file, "wb") as content:
         pickle.dump(sys.path, content)
-        pickle.dump((work, is_silent), content)
+        pickle.dump((work, output), content)
     sys.stdout.flush()
     sys.stderr.flush()
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -194,11 +197,12 @@ def submit(work: Callable[[], object], *, is_silent: bool = False) -> Child:
     return Child(process.pid, process=process, answer_file=file)
 
 
-def do_work(work: Callable[[], object], file: str, is_silent: bool) -> NoReturn:
+def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | None) -> NoReturn:
     """Write the result of `work()` for `answer`, and end this process."""
-    if is_silent:
-        write_to(os.devnull)
-        sys.stdout = sys.stderr = os.fdopen(1, "w")
+    if output is not None:
+        for number, path in enumerate(output, start=1):
+            _redirect(path, number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     try:
         answer: tuple[bool, object] = (True, work())
     except MemestError as error:
@@ -223,9 +227,15 @@ def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
 
 def write_to(path: str | Path) -> None:
     """Redirect stdout and stderr of this process to a file."""
+    _redirect(path, 1)
+    os.dup2(1, 2)
+
+
+def _redirect(path: str | Path, number: int) -> None:
+    """Redirect the file descriptor `number` of this process to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.dup2(descriptor, number)
+    os.close(descriptor)
 
 
 def leave(code: int) -> NoReturn:
@@ -265,7 +275,7 @@ def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
     if not CAN_FORK:
         yield lambda: None
         return
-    child = submit(partial(_do, work), is_silent=True)
+    child = submit(partial(_do, work), output=SILENT)
 
     def result() -> T | None:
         with suppress(MemestError):

@@ -344,31 +344,24 @@ def _run_chosen(
 def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str
 ) -> RunResult:
-    """Run the ranks one after another, until one fails; the files are those of the worst."""
-    from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_with_peers
+    """Run the ranks at the same time; the files are those of the worst."""
+    from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_together
 
     reports: list[tuple[Rank, RunReport]] = []
-    done: set[int] = set()
-    for first in chosen:
-        if first.rank in done:
+    interrupted = []
+    every = run_together(chosen, partial(_run_with_files, run_one, files, folder))
+    for rank, ran in every:
+        report = ran.report
+        if report is None:
             continue
-        run_with_files = partial(_run_with_files, run_one, files, folder)
-        every, interrupted = run_with_peers(first, run_with_files, done=done), []
-        for rank, ran in every:
-            done.add(rank.rank)
-            report = ran.report
-            if report is None:
-                continue
-            if report.verdict is Outcome.OOM and ran.decides:
-                again = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
-                if again.report is not None and again.report.ending is Ending.INTERRUPTED:
-                    interrupted = [again]
-                elif again.report is not None and again.report.fits:
-                    report = open_verdict(report, ran.decides)
-            reports.append((rank, report))
-        ran = _first_failed([*interrupted, *(ran for _, ran in every)])
-        if ran.exit_code:
-            break
+        if report.verdict is Outcome.OOM and ran.decides:
+            again = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
+            if again.report is not None and again.report.ending is Ending.INTERRUPTED:
+                interrupted = [again]
+            elif again.report is not None and again.report.fits:
+                report = open_verdict(report, ran.decides)
+        reports.append((rank, report))
+    ran = _first_failed([*interrupted, *(ran for _, ran in every)])
     if not reports:
         return ran
     report = merge_ranks(reports)

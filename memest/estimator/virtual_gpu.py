@@ -23,7 +23,7 @@ from memest.errors import MemestError
 from memest.estimator import integrations
 from memest.estimator.allocator.settings import AllocatorSettings, settings_from
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
-from memest.estimator.gpu import worlds
+from memest.estimator.gpu import processes
 from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
@@ -101,7 +101,7 @@ class VirtualGpu:
         self.mode = CudaSimMode(gpu, self.allocator, self.guesses, lines)
         watch(self.mode)
         self.mode.rank = rank
-        rank.mailbox.begin_rank()
+        rank.mailbox.begin_rank(rank.rank)
         self.mode.timeline.is_slow = rank.may_wait
         self.mode.memory.is_immediate = is_immediate
         self._patches = Patches()
@@ -169,7 +169,7 @@ class VirtualGpu:
         hooks = ImportHooks(mode.notes.add)
         hooks.install()
         self._stack.callback(hooks.remove)
-        worlds.install_processes(patches, mode.notes.add)
+        processes.install(patches, mode.notes.add, self.rank)
         files.install(patches, mode, hooks)
         integrations.install(patches, mode, hooks)
         distributed.install(patches, mode, hooks, self.rank)
@@ -273,6 +273,7 @@ class VirtualGpu:
         mode.attribution.modules.forget()
         mode.memory.history.stepped()
         self.num_steps += 1
+        self.rank.mailbox.arrive("optimizer step", range(self.rank.world_size))
         if self.max_steps is not None and self.num_steps >= self.max_steps:
             raise StepLimit(0)
 

@@ -1,18 +1,22 @@
 """A script as `torchrun` would start it: some of its ranks, each in a process of its own.
 
-The first and the last rank run one after the other; ranks that exchange messages run together. A
-collective gives each rank what it would get if the other ranks had the same values.
+The first and the last rank run at the same time, with all ranks that they exchange messages with.
+A collective gives each rank what it would get if the other ranks had the same values.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from memest.child import Child, DiedError, Terminated, signals_once, submit, wait_any
+from memest.child import SILENT, Child, DiedError, Terminated, signals_once, submit, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.gpu.worlds import Mailbox, Rank
 from memest.report import Interval, Outcome, RankRow, RunReport
@@ -53,53 +57,77 @@ def environment(rank: Rank) -> dict[str, str]:
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
     """Call `run` in a child process with the environment of one rank, without its peers."""
-    return run_with_peers(rank, run, is_silent=is_silent, has_peers=False)[0][1]
+    return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 
-def run_with_peers(
-    first: Rank,
+def run_together(
+    chosen: Sequence[Rank],
     run: Callable[[Rank], RunResult],
     *,
-    done: Collection[int] = (),
     is_silent: bool = False,
     has_peers: bool = True,
 ) -> list[tuple[Rank, RunResult]]:
-    """Run a rank, and at the same time all ranks that it exchanges messages with; by rank.
+    """Run ranks at the same time, and all ranks that they exchange messages with; by rank.
 
-    Ranks that are `done` have posted their messages and do not run again.
+    The output of the first of `chosen` comes first. If it fails and needs none of the others,
+    these end without a result.
 
     Raises:
         MemestError: a process ended without a result.
         UnsupportedError: more than `MAX_TOGETHER` ranks wait for each other.
     """
-    pending = [first]
+    first, *later = chosen
+    mailbox = first.mailbox
+    mailbox.join([rank.rank for rank in chosen])
+    pending = list(chosen)
     running: dict[Child, Rank] = {}
-    known = {first.rank, *done}
+    known = {rank.rank for rank in chosen}
     results: list[tuple[Rank, RunResult]] = []
-    try:
-        while pending or running:
-            running |= {
-                submit(partial(_run_as, rank, run), is_silent=is_silent): rank for rank in pending
-            }
-            for child in wait_any(running, POLL_SECONDS):
-                rank = running.pop(child)
-                results.append((rank, _result(rank, child)))
-            pending = []
-            if has_peers:
-                requested = first.mailbox.requested() - known
+    with TemporaryDirectory(prefix="memest-output-") as folder:
+        held = {} if is_silent else {rank.rank: _files_in(folder, rank) for rank in later}
+        try:
+            while pending or running:
+                for rank in pending:
+                    output = SILENT if is_silent else held.get(rank.rank)
+                    running[submit(partial(_run_as, rank, run), output=output)] = rank
+                for child in wait_any(running, POLL_SECONDS):
+                    rank = running.pop(child)
+                    results.append((rank, _result(rank, child)))
+                requested = mailbox.requested() if has_peers else set()
+                if _has_failed(first, results) and not requested:
+                    return [pair for pair in results if pair[0] is first]
+                pending = [replace(first, rank=rank) for rank in sorted(requested - known)]
                 known |= requested
-                pending = [replace(first, rank=rank) for rank in sorted(requested)]
-            if len(running) + len(pending) > MAX_TOGETHER:
-                raise UnsupportedError(
-                    f"more than {MAX_TOGETHER} ranks send to each other",
-                    hint="simulate fewer: all of them run at the same time",
-                )
-    except (KeyboardInterrupt, Terminated) as error:
-        results += _interrupted(running, error)
-    finally:
-        for child in running:
-            child.kill()
+                if len(running) + len(pending) > MAX_TOGETHER:
+                    raise UnsupportedError(
+                        f"more than {MAX_TOGETHER} ranks send to each other",
+                        hint="simulate fewer: all of them run at the same time",
+                    )
+        except (KeyboardInterrupt, Terminated) as error:
+            results += _interrupted(running, error)
+        finally:
+            for child in running:
+                child.kill()
+        for output in held.values():
+            _print(output)
     return sorted(results, key=lambda pair: pair[0].rank)
+
+
+def _has_failed(rank: Rank, results: Sequence[tuple[Rank, RunResult]]) -> bool:
+    return any(ran.exit_code for other, ran in results if other is rank)
+
+
+def _files_in(folder: str, rank: Rank) -> tuple[str, str]:
+    """Return the files of a rank's stdout and stderr."""
+    return f"{folder}/{rank.rank}.out", f"{folder}/{rank.rank}.err"
+
+
+def _print(output: tuple[str, str]) -> None:
+    """Print what a rank has written to its two files."""
+    for path, stream in zip(output, (sys.stdout, sys.stderr), strict=True):
+        with suppress(FileNotFoundError):
+            stream.write(Path(path).read_text(encoding="utf-8", errors="replace"))
+        stream.flush()
 
 
 def _interrupted(

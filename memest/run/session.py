@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch.utils.data._utils import fetch
 
 from memest.child import Terminated
-from memest.errors import MemestError, PlanError, UnsupportedError
+from memest.errors import MemestError, PlanError
 from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES
 from memest.estimator.gpu.worlds import ALONE, Rank
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
@@ -25,25 +24,6 @@ from memest.estimator.virtual_gpu import StepLimit, VirtualGpu
 from memest.report import Ending, RunReport
 from memest.run.summary import report_of
 from memest.units import parse_bytes
-
-
-def install_processes(patches: Patches, rank: Rank) -> None:
-    """Make the functions of `torch.multiprocessing` that start processes call this rank's."""
-
-    def spawn(
-        fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **options: Any
-    ) -> None:
-        """Call the function of this rank itself, in place of `torch.multiprocessing.spawn`."""
-        if nprocs != rank.num_local:
-            raise UnsupportedError(
-                f"`torch.multiprocessing` starts {nprocs} processes, and"
-                f" {rank.num_local} {'is' if rank.num_local == 1 else 'are'} simulated",
-                hint=f"simulate as many: `memest run --nproc-per-node {nprocs} ...`",
-            )
-        fn(rank.local_rank, *args)
-
-    patches.set(mp, "spawn", spawn)
-    patches.set(mp, "start_processes", spawn)
 
 
 def install_smaller_batches(patches: Patches, parts: int) -> None:
@@ -130,7 +110,6 @@ class Session:
             stack.enter_context(self.virtual)
             stack.callback(self._patches.undo)
             self._open = stack.pop_all()
-        install_processes(self._patches, self.rank)
         if self._batch_parts > 1:
             install_smaller_batches(self._patches, self._batch_parts)
             self.virtual.mode.notes.add(

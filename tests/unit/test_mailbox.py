@@ -9,7 +9,7 @@ import pytest
 from memest.estimator.gpu.worlds import Mailbox, PeerEnded, Rank
 from memest.estimator.hardware.gpus import find_gpu
 from memest.run.launcher import RunResult, run_target
-from memest.run.ranks import chosen_ranks, run_rank, run_with_peers
+from memest.run.ranks import chosen_ranks, run_rank, run_together
 from memest.run.session import Session
 from memest.run.target import find_script
 
@@ -61,7 +61,7 @@ def test_messages_are_numbered_by_key() -> None:
     for value in ("one", None, "three"):
         mailbox.post("all", value)
     mailbox.post("some", "other")
-    mailbox.begin_rank()
+    mailbox.begin_rank(1)
 
     assert [mailbox.fetch("all", 0) for _ in range(4)] == ["one", None, "three", None]
     assert mailbox.fetch("some", 0) == "other"
@@ -71,7 +71,7 @@ def test_messages_are_numbered_by_key() -> None:
 def test_a_value_that_cannot_be_pickled_is_not_known() -> None:
     mailbox = Mailbox()
     mailbox.post("all", lambda: None)
-    mailbox.begin_rank()
+    mailbox.begin_rank(1)
 
     assert mailbox.fetch("all", 0) is None
 
@@ -109,7 +109,7 @@ def test_a_rank_that_waits_for_ever_is_named_with_its_line(name: str, tmp_path: 
         target = find_script(str(path), ())
         return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
 
-    ran = [ran for _, ran in run_with_peers(chosen_ranks(2, 1)[0], one)]
+    ran = [ran for _, ran in run_together(chosen_ranks(2, 1)[:1], one)]
 
     assert "script.py:11: rank 1 ended before" in str(ran[0].refusal)
     assert (ran[1].refusal, ran[1].error_text) == (None, "")
@@ -135,7 +135,7 @@ def test_a_rank_may_send_to_itself(tmp_path: Path) -> None:
         target = find_script(str(path), ())
         return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
 
-    ran = [ran for _, ran in run_with_peers(chosen_ranks(2, 1)[0], one)]
+    ran = [ran for _, ran in run_together(chosen_ranks(2, 1)[:1], one)]
 
     assert [(one.refusal, one.error_text) for one in ran] == [(None, "")] * 2
 
@@ -171,7 +171,7 @@ def stages(path: Path, *args: str) -> dict[int, RunResult]:
     def one(rank: Rank) -> RunResult:
         return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
 
-    return {rank.rank: ran for rank, ran in run_with_peers(chosen_ranks(4, 1)[0], one)}
+    return {rank.rank: ran for rank, ran in run_together(chosen_ranks(4, 1)[:1], one)}
 
 
 def test_ranks_that_send_to_each_other_run_together(tmp_path: Path) -> None:
@@ -194,3 +194,82 @@ def test_the_ranks_that_are_run_share_them(size: int) -> None:
 
     assert first.mailbox is last.mailbox
     assert (first.rank, last.rank) == (0, size - 1)
+
+
+TOGETHER = """
+import os, sys, time, torch
+from pathlib import Path
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+folder = Path(sys.argv[1])
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+model = DistributedDataParallel(torch.nn.Linear(8, 8).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if rank == 0:
+    time.sleep(0.5)
+    (folder / "data").touch()
+dist.barrier()
+assert (folder / "data").exists()
+is_resumed = (folder / "checkpoint").exists()
+{body}
+if rank == 0:
+    (folder / "checkpoint").touch()
+"""
+TRAINED = """
+if rank == 0:
+    print("rank 0 ends")
+else:
+    print(f"rank {rank} begins")
+for _ in range(2 if is_resumed else 3):
+    model(torch.zeros(2, 8, device="cuda")).sum().backward()
+    if rank:
+        time.sleep(0.2)
+    optimizer.step()
+"""
+MISSED = """
+if rank == 0:
+    dist.barrier()
+else:
+    dist.distributed_c10d._get_default_store().get("never set")
+"""
+FAILED = """
+if rank == 0:
+    raise ValueError("rank 0 fails")
+time.sleep(600)
+"""
+
+
+def together(path: Path, body: str) -> dict[int, RunResult]:
+    path.write_text(TOGETHER.replace("{body}", body), encoding="utf-8")
+
+    def one(rank: Rank) -> RunResult:
+        target = find_script(str(path), (str(path.parent),))
+        return run_target(target, Session(find_gpu("h200"), rank=rank, is_immediate=True))
+
+    return {rank.rank: ran for rank, ran in run_together(chosen_ranks(3, 1), one)}
+
+
+def test_the_first_and_the_last_rank_share_their_files_as_they_make_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = together(tmp_path / "script.py", TRAINED)
+
+    assert [ended.error_text for ended in ran.values()] == ["", ""]
+    assert [ended.report.num_steps for ended in ran.values() if ended.report] == [3, 3]
+    assert capfd.readouterr().out.split("\n")[:2] == ["rank 0 ends", "rank 2 begins"]
+
+
+def test_ranks_that_wait_for_different_things_go_on(tmp_path: Path) -> None:
+    ran = together(tmp_path / "script.py", MISSED)
+
+    assert ran[0].error_text == ""
+    assert "this rank waits for `never set` of the store" in str(ran[2].refusal)
+
+
+def test_the_last_rank_ends_without_a_result_when_the_first_fails(tmp_path: Path) -> None:
+    ran = together(tmp_path / "script.py", FAILED)
+
+    assert list(ran) == [0]
+    assert "rank 0 fails" in ran[0].error_text

@@ -9,7 +9,7 @@ callback of `then` runs at once, on the next stream of torch's pool.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.timeline import START, Time, Timeline
 from memest.estimator.hardware.gpus import (
-    ALL_TO_ALL_BYTES,
     MESSAGES_BYTES,
     RECEIVING_BYTES,
     SENDING_BYTES,
     SUBGROUP_BYTES,
+    SUBGROUP_OF_ONE_BYTES,
     WITHOUT_COLLECTIVES_BYTES,
 )
 from memest.estimator.tensors.patches import Patches
@@ -79,7 +79,7 @@ class PendingWorks:
         self.collectives: set[Communicator] = set()  # communicators that have run a collective
         self.is_batch = False  # True within `batch_isend_irecv`
         self.is_eager = False  # `init_process_group` has a `device_id`: pairs have no communicator
-        self.all_to_all: dict[str, int] = {}  # ranks of each group that has exchanged parts
+        self._alone: set[str] = set()  # groups of this rank alone that have communicated
         self._registered: dict[int, Any] = {}  # work by functional result (`WorkRegistry`)
 
     def install(self, patches: Patches) -> None:
@@ -101,21 +101,31 @@ class PendingWorks:
         patches.set(DoneWork, "wait", waits)
         patches.set(DoneWork, "get_future", future)
 
-    def communicate(self, group: Any, name: str = "", peer: int | None = None) -> int:
+    def communicate(
+        self,
+        group: Any,
+        name: str = "",
+        peer: int | None = None,
+        messages: Collection[tuple[int, bool]] = (),
+    ) -> int:
         """Begin a collective of `group` or a message, whose first one makes its communicator.
 
+        NCCL sends `messages` for the collective: the other rank, and whether this one sends.
         `peer` is the rank that `name` sends to or receives from. Outside of a batch the pair makes
         a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11). A message runs on a stream
         of its communicator, which uses the tensor (`recordStream`). Return the stream.
         """
         self.release_due()
         stream = self._timeline.stream
-        if group.size() < 2:
-            return stream
         group_name = group.group_name
         if group_name == default_group_name():  # a script may destroy it at its end
             group_name = ""
-        if peer is None:
+        if group.size() < 2:
+            self._alone |= {group_name} - {""}
+            return stream
+        if messages:
+            self.messages[group_name, None].update(messages)
+        elif peer is None:
             self.collectives.add((group_name, None))
         else:
             is_shared = self.is_batch or self.is_eager
@@ -124,8 +134,6 @@ class PendingWorks:
             if communicator not in self._streams:
                 self._streams[communicator] = self._timeline.new_stream()
             stream = self._streams[communicator]
-        if name.startswith("alltoall"):
-            self.all_to_all[group_name] = group.size()
         return stream
 
     @property
@@ -136,15 +144,15 @@ class PendingWorks:
     @property
     def library_bytes(self) -> int:
         """Bytes of NCCL besides the default group's communicator."""
-        total = MESSAGES_BYTES if self.messages else 0
+        total = SUBGROUP_OF_ONE_BYTES * len(self._alone)
+        total += MESSAGES_BYTES if self.messages else 0
         for each in self.other_communicators:
             total += SUBGROUP_BYTES if each in self.collectives else WITHOUT_COLLECTIVES_BYTES
         if DEFAULT in self.messages and DEFAULT not in self.collectives:
             total -= SUBGROUP_BYTES - WITHOUT_COLLECTIVES_BYTES
-        for (group, pair), messages in self.messages.items():
-            if pair is not None or group not in self.all_to_all:
-                total += sum(SENDING_BYTES if sends else RECEIVING_BYTES for _, sends in messages)
-        return total + sum(ALL_TO_ALL_BYTES * (size - 1) for size in self.all_to_all.values())
+        for messages in self.messages.values():
+            total += sum(SENDING_BYTES if sends else RECEIVING_BYTES for _, sends in messages)
+        return total
 
     def release_due(self) -> None:
         """Begin a collective: release the stashes of earlier ones that are due."""

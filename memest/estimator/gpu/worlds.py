@@ -1,4 +1,4 @@
-"""The simulated rank, messages between simulated ranks, and child processes."""
+"""The simulated rank among several, and messages between simulated ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import COMMUNICATOR_BYTES, COMMUNICATOR_OF_ONE_BYTES
-from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import is_meta
 
 MAX_NUMEL = 1 << 20  # elements of the largest posted tensor; larger ones are weights, not read
 MASTER_PORT = 29500  # the default of `torchrun`
@@ -39,6 +34,8 @@ class Mailbox:
     """Messages between ranks of one run, as files; a fork or a pickle of it shares the folder."""
 
     def __init__(self) -> None:
+        self._together: frozenset[int] = frozenset()
+        self._own = 0
         self._folder: Path | None = None
         self._counts: Counter[str] = Counter()
         self._peers: set[int] = set()
@@ -51,8 +48,13 @@ class Mailbox:
             self._folder = Path(tempfile.mkdtemp(prefix="memest-ranks-"))
             weakref.finalize(self, _remove, str(self._folder), os.getpid())
 
-    def begin_rank(self) -> None:
-        """Number the messages from 0 again, as another rank begins."""
+    def join(self, ranks: Collection[int]) -> None:
+        """Let `ranks`, which start at the same time, wait for each other."""
+        self._together = frozenset(ranks)
+
+    def begin_rank(self, rank: int) -> None:
+        """Number the messages from 0 again, as `rank` begins."""
+        self._own = rank
         self._counts.clear()
         self._peers.clear()
         self._expected.clear()
@@ -69,7 +71,7 @@ class Mailbox:
         unfinished.replace(path)
 
     def fetch(self, key: object, source: int) -> Any:
-        """Message of rank `source`, or None if the value is not known.
+        """Message of rank `source`, or None if the value is not known or never comes.
 
         Waits if `source` runs at the same time.
 
@@ -79,9 +81,10 @@ class Mailbox:
         if self._folder is None:
             return None
         path = self._next(key)
-        if source not in self._peers and not path.exists():
+        if source in self._peers:
+            self._wait(path, source)
+        elif not self._comes(path, source):
             return None
-        self._wait(path, source)
         with _disable_current_modes():
             return pickle.loads(path.read_bytes())
 
@@ -94,6 +97,51 @@ class Mailbox:
                     hint="on GPUs this rank waits for ever, if that rank ends without an error",
                 )
             time.sleep(POLL_SECONDS)
+
+    def has(self, key: object) -> bool:
+        """Return whether the next message under `key` is posted."""
+        return self._folder is not None and self._path_of(key).exists()
+
+    def arrive(self, place: object, ranks: Collection[int]) -> None:
+        """Wait at `place` for those of `ranks` that run together with this one."""
+        if self._companions:
+            self.post((place, self._own), None)
+        for other in self._companions.intersection(ranks):
+            self._comes(self._next((place, other)), other)
+
+    @property
+    def _companions(self) -> frozenset[int]:
+        """The ranks that started at the same time as this one."""
+        together = self._together
+        return together - {self._own} if self._own in together else frozenset()
+
+    def _comes(self, path: Path, source: int) -> bool:
+        """Wait for a message of a rank that runs together with this one; return whether it came.
+
+        It does not come if `source` has ended, or waits for a message that this rank never posts.
+        """
+        if path.exists() or source not in self._companions:
+            return path.exists()
+        waits = self._path("waits", self._own)
+        waits.write_text(path.name)
+        try:
+            while not path.exists():
+                has_ended = self._path("ended", source).exists()
+                if (has_ended or self._awaits_this(source)) and not path.exists():
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            waits.unlink(missing_ok=True)
+        return path.exists()
+
+    def _awaits_this(self, source: int) -> bool:
+        """Return whether `source` waits for what is not posted, while this rank waits for it."""
+        assert self._folder is not None
+        try:
+            name = self._path("waits", source).read_text()
+        except FileNotFoundError:
+            return False
+        return bool(name) and not (self._folder / name).exists()
 
     def expect(self, key: object, source: int, line: str) -> None:
         """Expect a message of rank `source` by the end of the script, at `line`."""
@@ -127,12 +175,19 @@ class Mailbox:
         assert self._folder is not None
         return self._folder / f"{kind}.{rank}"
 
-    def _next(self, key: object) -> Path:
+    def _path_of(self, key: object) -> Path:
         assert self._folder is not None
-        name = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
-        number = self._counts[name]
-        self._counts[name] += 1
-        return self._folder / f"{name}-{number}"
+        name = _name(key)
+        return self._folder / f"{name}-{self._counts[name]}"
+
+    def _next(self, key: object) -> Path:
+        path = self._path_of(key)
+        self._counts[_name(key)] += 1
+        return path
+
+
+def _name(key: object) -> str:
+    return hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
 
 
 def _packed(value: Any) -> bytes:
@@ -193,73 +248,3 @@ class Rank:
 
 
 ALONE = Rank()  # a run on one GPU
-
-
-# Child processes of the script, which do not simulate, such as DataLoader workers.
-#
-# Tensors without data cross between processes as placeholders (`torch_api/files/checkpoints.py`).
-
-IN_CHILD = (
-    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
-    "use the 'spawn' start method"
-)
-"""Message of `torch.cuda._lazy_init`."""
-
-
-OWN_PROCESS = (
-    "the script starts processes of its own (`{name}`): they have no GPU here, and what they would"
-    " allocate is not in the report"
-)
-
-
-def install_processes(patches: Patches, note: Callable[[str], object]) -> None:
-    """Let tensors without data cross between processes; note processes that may use a GPU."""
-    start = BaseProcess.start
-
-    def noted_start(self: Any) -> None:
-        """Start the process."""
-        target = getattr(self, "_target", None) or type(self).run
-        home = str(getattr(target, "__module__", "")).partition(".")[0]
-        if home not in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
-            note(OWN_PROCESS.format(name=getattr(target, "__qualname__", target)))
-        start(self)
-
-    patches.set(BaseProcess, "start", noted_start)
-    pickler: Any = ForkingPickler
-    reducers = pickler._extra_reducers
-    changed = dict(reducers)
-    for kind in (Tensor, torch.nn.Parameter):
-        changed[kind] = _between_processes(reducers[kind])
-    patches.set(pickler, "_extra_reducers", changed)
-    from torch.utils.data._utils import collate
-
-    collate_tensors: Any = collate.collate_tensor_fn
-
-    def collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> Any:
-        if is_meta(batch[0]):  # a worker would put it into shared memory
-            return torch.stack(batch)
-        return collate_tensors(batch, collate_fn_map=collate_fn_map)
-
-    changed_map = {**collate.default_collate_fn_map, Tensor: collate_tensor_fn}
-    patches.set(collate, "default_collate_fn_map", changed_map)
-
-
-def refuse_in_child(kwargs: dict[str, Any]) -> None:
-    """Raise torch's `RuntimeError` in a forked process, which has no GPU."""
-    device = kwargs.get("device")
-    if device is not None and device.type == "cuda":
-        raise RuntimeError(IN_CHILD)
-
-
-_sent: deque[Any] = deque(maxlen=256)  # placeholders, kept until the receiver has started
-
-
-def _between_processes(reduce: Any) -> Any:
-    def reduced(tensor: Any) -> Any:
-        if not is_meta(tensor):
-            return reduce(tensor)
-        made = tensor.detach().__reduce_ex__(2)
-        _sent.append(made)
-        return made
-
-    return reduced

@@ -281,6 +281,7 @@ COMMUNICATOR_BYTES = 846 * MIB  # first communicator of a process, with NCCL's k
 FURTHER_COMMUNICATOR_BYTES = 388 * MIB  # over the same GPUs: the device mesh of FSDP2
 COMMUNICATOR_OF_ONE_BYTES = 564 * MIB  # of a single rank: H100, torch 2.11, `all_reduce`
 SUBGROUP_BYTES = 485 * MIB  # of any further group: 484 to 486 MiB on four H100s, torch 2.11
+SUBGROUP_OF_ONE_BYTES = 371 * MIB  # of a further group of one rank: 363 to 379 on four H200s
 WITHOUT_COLLECTIVES_BYTES = 198 * MIB  # of a communicator that only sends and receives
 SENDING_BYTES = 64 * MIB
 RECEIVING_BYTES = 320 * MIB  # buffers for each rank it sends to, and each it receives from
@@ -288,13 +289,7 @@ MESSAGES_BYTES = 64 * MIB
 """Kernels of a process that sends or receives.
 
 These four are of two H200s, torch 2.11, NCCL 2.28. They give pipelines of two and four stages on
-four H100s within 16 MiB, and pairs on H100s.
-"""
-
-ALL_TO_ALL_BYTES = 405 * MIB
-"""Buffers for each other rank after a group's first all-to-all.
-
-Four H100s took 1208 to 1214 MiB, two took 438 MiB. A script with experts took 920 MiB on four.
+four H100s, and scatter, gather and all-to-all on two and four H200s, within 16 MiB.
 """
 
 DEEPSPEED_BYTES = 486 * MIB  # memory of DeepSpeed 0.19.8 besides the first communicator

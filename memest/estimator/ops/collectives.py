@@ -31,7 +31,8 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     stream = mode.timeline.stream
     if any(map(is_meta, tensors)):
         peer = args[2] if name in ("send", "recv_") else None
-        stream = mode.works.communicate(_group(given), name, peer)
+        group = _group(given)
+        stream = mode.works.communicate(group, name, peer, _messages(func, given, group))
         num_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
         mode.timeline.transfer(num_bytes, stream)
         for tensor in tensors if peer is not None else ():
@@ -49,6 +50,24 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(returned) > 1:
         return returned
     return returned[0] if returned else None
+
+
+def _messages(func: Any, given: Args, group: Any) -> list[tuple[int, bool]]:
+    """Messages that NCCL sends for a collective: the other rank, and whether this one sends.
+
+    `torch::cuda::nccl::all2all`, `gather` and `scatter` of torch 2.11 (torch/csrc/cuda/nccl.cpp).
+    """
+    name = func._schema.name.removeprefix("c10d::")
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    if name.startswith("alltoall"):
+        return [(rank, sends) for rank in others for sends in (True, False)]
+    if name not in ("gather_", "scatter_"):
+        return []
+    arguments = [argument.name for argument in func._schema.arguments]
+    root = given[arguments.index("root_rank")]
+    is_root = root == group.rank()
+    sends = is_root == (name == "scatter_")
+    return [(rank, sends) for rank in (others if is_root else [root])]
 
 
 def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:

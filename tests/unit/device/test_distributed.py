@@ -25,12 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import (
-    ALL_TO_ALL_BYTES,
     COMMUNICATOR_BYTES,
     MESSAGES_BYTES,
     RECEIVING_BYTES,
     SENDING_BYTES,
     SUBGROUP_BYTES,
+    SUBGROUP_OF_ONE_BYTES,
     WITHOUT_COLLECTIVES_BYTES,
     find_gpu,
 )
@@ -376,19 +376,49 @@ def test_each_group_that_communicates_has_a_communicator_and_its_buffers(
     rank: VirtualGpu,
 ) -> None:
     x, parts = torch.ones(8, device="cuda"), torch.ones(4, device="cuda")
-    group, unused = dist.new_group([0, RANK]), dist.new_group([RANK, 3])
+    group, unused, alone = (
+        dist.new_group([0, RANK]),
+        dist.new_group([RANK, 3]),
+        dist.new_group([RANK]),
+    )
     dist.all_reduce(x)
     of_all = rank.communicators_bytes
 
     dist.all_reduce(x, group=group)
     of_group = rank.communicators_bytes - of_all
     dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=alone)
+    of_one = rank.communicators_bytes - of_all - of_group
     dist.all_to_all_single(torch.empty_like(parts), parts)
 
     assert unused is not group
     assert of_all == COMMUNICATOR_BYTES
     assert of_group == SUBGROUP_BYTES
-    assert rank.communicators_bytes == of_all + of_group + 3 * ALL_TO_ALL_BYTES
+    assert of_one == SUBGROUP_OF_ONE_BYTES
+    buffers = 3 * (SENDING_BYTES + RECEIVING_BYTES) + MESSAGES_BYTES
+    assert rank.communicators_bytes == of_all + of_group + of_one + buffers
+
+
+@pytest.mark.parametrize(
+    ("name", "root", "num_bytes"),
+    [
+        ("scatter", RANK, 3 * SENDING_BYTES),
+        ("scatter", 0, RECEIVING_BYTES),
+        ("gather", RANK, 3 * RECEIVING_BYTES),
+        ("gather", 0, SENDING_BYTES),
+    ],
+)
+def test_scatter_and_gather_take_the_buffers_of_their_messages(
+    rank: VirtualGpu, name: str, root: int, num_bytes: int
+) -> None:
+    x = torch.ones(8, device="cuda")
+    dist.all_reduce(x)
+    before = rank.communicators_bytes
+
+    parts = [torch.ones(8, device="cuda") for _ in range(4)] if root == RANK else None
+    getattr(dist, name)(x, parts, root)
+
+    assert rank.communicators_bytes == before + num_bytes + MESSAGES_BYTES
 
 
 def test_messages_to_other_ranks_take_buffers(rank: VirtualGpu) -> None:
@@ -464,7 +494,7 @@ def test_a_store_has_what_ranks_have_set(rank: VirtualGpu) -> None:
 
     assert (store.get("one"), store.add("two", 2), store.add("two", 3)) == (b"1", 2, 5)
     assert (store.check(["one"]), store.check(["three"])) == (True, False)
-    rank.rank.mailbox.begin_rank()
+    rank.rank.mailbox.begin_rank(1)
     with pytest.raises(UnsupportedError, match="waits for `three` of the store"):
         store.wait(["one", "three"])
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
-from memest.estimator.gpu.worlds import IN_CHILD
+from memest.estimator.gpu.processes import IN_CHILD
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.virtual_gpu import VirtualGpu
 

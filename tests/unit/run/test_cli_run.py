@@ -573,8 +573,33 @@ def test_a_process_that_may_use_a_gpu_is_noted(folder: Path) -> None:
 
     assert notes == [
         "note: the script starts processes of its own (`work`): they have no GPU here, and what"
-        " they would allocate is not in the report"
+        " they would allocate is not in the report; ranks are simulated by `--nproc-per-node`"
     ]
+
+
+def test_processes_that_a_script_starts_are_its_ranks(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "import os, torch\n"
+        "from torch import distributed, multiprocessing\n"
+        "def work(rank, size):\n"
+        "    os.environ['CUDA_VISIBLE_DEVICES'] = str(rank)\n"
+        "    distributed.init_process_group('nccl', rank=rank, world_size=size)\n"
+        "    x = torch.zeros((rank + 1) << 20, device='cuda')\n"
+        "    distributed.all_reduce(x)\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method('spawn')\n"
+        "    all = [multiprocessing.Process(target=work, args=(i, 3)) for i in range(3)]\n"
+        "    for process in all:\n        process.start()\n"
+        "    for process in all:\n        process.join()\n"
+        "    assert [process.exitcode for process in all] == [0, 0, 0]\n"
+    )
+    done = memest("--nproc-per-node", "3", "--json", "own.json", "own.py")
+    ranks = json.loads((folder / "own.json").read_text())["ranks"]
+
+    assert done.returncode == 0
+    assert "share GPU 0" not in done.stdout
+    assert [row["peak_allocated_bytes"] for row in ranks] == [4 << 20, 12 << 20]
+    assert "this is rank 0 of 2" in memest("--nproc-per-node", "2", "own.py").stderr
 
 
 def test_a_line_that_the_terminal_cannot_encode_is_printed_with_escapes(folder: Path) -> None:

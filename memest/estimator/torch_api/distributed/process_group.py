@@ -70,8 +70,8 @@ def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
     set_both("init_process_group", _joining(c10d.init_process_group, mode, rank, names))
     set_both("new_group", _grouping(c10d.new_group, names))
     set_both("get_backend", _backend_of(c10d.get_backend, names))
-    set_both("barrier", _barrier(mode))
-    set_both("monitored_barrier", _barrier(mode))
+    set_both("barrier", _barrier(mode, rank))
+    set_both("monitored_barrier", _barrier(mode, rank))
     set_both("batch_isend_irecv", _batched(c10d.batch_isend_irecv, mode))
     objects = _Objects(mode, rank)
     for name in vars(_Objects):
@@ -96,7 +96,7 @@ def _backend_of(get_backend: Callable[..., Any], names: _Names) -> Callable[...,
 
 
 class Store(c10d.Store):
-    """Keys and values that this rank has set, or a rank before it; `line` is the script's."""
+    """Keys and values that this rank or the first one has set; `line` is the script's."""
 
     def __init__(self, rank: Rank, line: Callable[[], str]) -> None:
         super().__init__()
@@ -111,11 +111,15 @@ class Store(c10d.Store):
 
     def get(self, key: str) -> bytes:
         """Return a stored value; `UnsupportedError` if no rank that was run has set it."""
-        if not self.check([key]):
+        if key not in self._values:
+            value = self._mailbox.fetch(("store", key), 0)
+            if value is not None:
+                self._values[key] = value
+        if key not in self._values:
             raise UnsupportedError(
                 f"{self._line()}: this rank waits for `{key.rpartition('/')[2]}` of the store,"
                 " which no rank has set",
-                hint="simulate without it: a rank finds what the ranks before it have set",
+                hint="simulate without it: a rank finds what the first one has set",
             )
         return self._values[key]
 
@@ -126,13 +130,7 @@ class Store(c10d.Store):
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all `keys` are set."""
-        for key in keys:
-            if key not in self._values:
-                value = self._mailbox.fetch(("store", key), 0)
-                if value is None:
-                    return False
-                self._values[key] = value
-        return True
+        return all(key in self._values or self._mailbox.has(("store", key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, as if all ranks had added the same."""
@@ -176,6 +174,7 @@ def _joining(
         names.store = Store(own, mode.attribution.lines.current)
         join(backend=FAKE, rank=own.rank, world_size=size, store=names.store)
         names.give(c10d._get_default_group(), backend, is_default=True)
+        own.mailbox.arrive("init_process_group", range(size))
 
     return init_process_group
 
@@ -284,8 +283,10 @@ class _Objects:
         return source
 
 
-def _barrier(mode: CudaSimMode) -> Callable[..., Any]:
+def _barrier(mode: CudaSimMode, rank: Rank) -> Callable[..., Any]:
     """Return NCCL's barrier, which sums a tensor of one element and blocks the host.
+
+    Simulated ranks wait there for each other, so that files are there when they look for them.
 
     Its argument, a static byte, lives until the next barrier (`ProcessGroup::barrier` in
     ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11).
@@ -293,7 +294,10 @@ def _barrier(mode: CudaSimMode) -> Callable[..., Any]:
     kept: list[Tensor] = []
 
     def barrier(group: Any = None, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        mode.works.communicate(group or c10d._get_default_group())
+        group = group or c10d._get_default_group()
+        mode.works.communicate(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        rank.mailbox.arrive(("barrier", ranks), ranks)
         kept[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
         torch.zeros(1, device=GPU.device)
         mode.timeline.synchronize()

@@ -1,0 +1,133 @@
+"""Child processes of the script: its ranks, and those that do not simulate, such as workers.
+
+Tensors without data cross between processes as placeholders (`torch_api/files/checkpoints.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch import distributed as dist
+
+from memest.errors import UnsupportedError
+from memest.estimator.gpu.worlds import Rank
+from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import is_meta
+
+IN_CHILD = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+    "use the 'spawn' start method"
+)
+"""Message of `torch.cuda._lazy_init`."""
+
+
+OWN_PROCESS = (
+    "the script starts processes of its own (`{name}`): they have no GPU here, and what they would"
+    " allocate is not in the report; ranks are simulated by `--nproc-per-node`"
+)
+
+
+def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
+    """Run the process that is `rank`; note others that may use a GPU.
+
+    Tensors without data can cross between processes.
+    """
+    start = BaseProcess.start
+    ranks: list[Any] = []  # processes of the script that are ranks, in the order of their start
+
+    def noted_start(self: Any) -> None:
+        """Start the process, or call its function here if it is this rank's."""
+        target = getattr(self, "_target", None) or type(self).run
+        home = str(getattr(target, "__module__", "")).partition(".")[0]
+        if home in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
+            start(self)
+        elif rank.num_local == 1 or self.daemon or (dist.is_initialized() and not ranks):
+            note(OWN_PROCESS.format(name=getattr(target, "__qualname__", target)))
+            start(self)
+        else:
+            ranks.append(self)
+            if len(ranks) > rank.num_local:
+                raise _other_number(len(ranks), rank)
+            if len(ranks) == rank.local_rank + 1:
+                self.run()
+
+    patches.set(BaseProcess, "start", noted_start)
+    for name, value in (("join", None), ("is_alive", False), ("close", None)):
+        patches.set(BaseProcess, name, _or(value, getattr(BaseProcess, name), ranks))
+    exitcode: Any = BaseProcess.exitcode
+    patches.set(BaseProcess, "exitcode", property(_or(0, exitcode.fget, ranks)))
+    for name in ("spawn", "start_processes"):
+        patches.set(mp, name, partial(_spawn, rank))
+    pickler: Any = ForkingPickler
+    reducers = pickler._extra_reducers
+    changed = dict(reducers)
+    for kind in (Tensor, torch.nn.Parameter):
+        changed[kind] = _between_processes(reducers[kind])
+    patches.set(pickler, "_extra_reducers", changed)
+    from torch.utils.data._utils import collate
+
+    collate_tensors: Any = collate.collate_tensor_fn
+
+    def collate_tensor_fn(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        if is_meta(batch[0]):  # a worker would put it into shared memory
+            return torch.stack(batch)
+        return collate_tensors(batch, collate_fn_map=collate_fn_map)
+
+    changed_map = {**collate.default_collate_fn_map, Tensor: collate_tensor_fn}
+    patches.set(collate, "default_collate_fn_map", changed_map)
+
+
+def _spawn(
+    rank: Rank, fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Call the function of this rank itself, in place of `torch.multiprocessing.spawn`."""
+    if nprocs != rank.num_local:
+        raise _other_number(nprocs, rank)
+    fn(rank.local_rank, *args)
+
+
+def _other_number(number: int, rank: Rank) -> UnsupportedError:
+    return UnsupportedError(
+        f"`torch.multiprocessing` starts {number} processes, and"
+        f" {rank.num_local} {'is' if rank.num_local == 1 else 'are'} simulated",
+        hint=f"simulate as many: `memest run --nproc-per-node {number} ...`",
+    )
+
+
+def _or(value: Any, method: Callable[..., Any], ranks: list[Any]) -> Callable[..., Any]:
+    """Return `method` of a process, which gives `value` for one of `ranks`."""
+
+    def of_process(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if self in ranks else method(self, *args, **kwargs)
+
+    return of_process
+
+
+def refuse_in_child(kwargs: dict[str, Any]) -> None:
+    """Raise torch's `RuntimeError` in a forked process, which has no GPU."""
+    device = kwargs.get("device")
+    if device is not None and device.type == "cuda":
+        raise RuntimeError(IN_CHILD)
+
+
+_sent: deque[Any] = deque(maxlen=256)  # placeholders, kept until the receiver has started
+
+
+def _between_processes(reduce: Any) -> Any:
+    def reduced(tensor: Any) -> Any:
+        if not is_meta(tensor):
+            return reduce(tensor)
+        made = tensor.detach().__reduce_ex__(2)
+        _sent.append(made)
+        return made
+
+    return reduced
