@@ -6,6 +6,7 @@ related attributes return the device of a real run to the script, and the true o
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -110,7 +111,7 @@ def resolve(device: Any) -> Any:
     if found.type != "cuda":
         return device
     GPU.is_chosen |= found.index is not None and device is not GPU.device
-    if found.index is None or found.index == GPU.device.index:
+    if found.index is None or found.index == GPU.device.index or _is_own(found.index):
         return GPU.device
     if GPU.num_visible == 1:
         what = "this run has one virtual GPU"
@@ -119,12 +120,20 @@ def resolve(device: Any) -> Any:
     raise RuntimeError(f"CUDA error: invalid device ordinal: {found} ({what})")
 
 
+def _is_own(index: int) -> bool:
+    """Return whether the script has named this rank's GPU in `CUDA_VISIBLE_DEVICES` at `index`."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return names[index : index + 1] == [str(GPU.device.index)]
+
+
 def is_another(device: Any) -> bool:
     """Return whether `device` is a GPU of the host that belongs to another process."""
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         return False
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda" or found.index is None or found.index == GPU.device.index:
+        return False
+    if _is_own(found.index):
         return False
     return 0 <= found.index < GPU.num_visible
 
