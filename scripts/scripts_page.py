@@ -107,6 +107,7 @@ def page_of(measured: Figures, simulated: Figures, misses: Figures, public: Figu
             rows = [_row(n, cases[n], runs[n], offs[n]) for n in names]
             sections.append(f"\n## {title}\n" + TABLE + "\n".join(rows))
     sections.append(_public(public))
+    sections.append(_public_ranks(public))
     return "\n".join(sections) + "\n"
 
 
@@ -186,6 +187,40 @@ def _public(public: Figures) -> str:
         "| repository | command | outcome | allocated | reserved | s |\n"
         "|---|---|---|---|---|---|\n" + "\n".join(rows)
     )
+
+
+def _public_ranks(public: Figures) -> str:
+    """Return the table of public scripts on several GPUs: intervals and peaks, MiB."""
+    rows = [_ranks_row(run) for run in public["measured_ranks"]]
+    return (
+        f"\n## Public scripts on four GPUs\n\n{public['about_ranks']}\n\n"
+        "| repository | command | rank: allocated (measured), reserved (measured), MiB | outside |\n"
+        "|---|---|---|---|\n" + "\n".join(rows)
+    )
+
+
+def _ranks_row(run: Figures) -> str:
+    start = f"| {run['repository']} | {run['command']} |"
+    if "error" in run:
+        return f"{start} {run['error']} | |"
+    cells = [
+        f"{rank}: " + ", ".join(_interval(*figures) for figures in ranks.values())
+        for rank, ranks in run["ranks"].items()
+    ]
+    worst = outside(run)
+    return f"{start} {'; '.join(cells)} | {f'{worst:.2%}' if worst else ''} |"
+
+
+def _interval(low: int, high: int, measured: int) -> str:
+    low_mib, high_mib = f"{low / 2**20:,.1f}", f"{high / 2**20:,.1f}"
+    made = low_mib if low_mib == high_mib else f"{low_mib} to {high_mib}"
+    return f"{made} ({measured / 2**20:,.1f})"
+
+
+def outside(run: Figures) -> float:
+    """Return how far the worst peak of a rank is outside of its interval, as a share of it."""
+    figures = [values for ranks in run["ranks"].values() for values in ranks.values()]
+    return max(max(low - real, real - high, 0) / real for low, high, real in figures)
 
 
 def _public_row(run: Figures) -> str:
