@@ -194,7 +194,7 @@ def _public_ranks(public: Figures) -> str:
     rows = [_ranks_row(run) for run in public["measured_ranks"]]
     return (
         f"\n## Public scripts on four GPUs\n\n{public['about_ranks']}\n\n"
-        "| repository | command | rank: allocated (measured), reserved (measured), MiB | outside |\n"
+        "| repository | command | rank: allocated (measured), reserved (measured) | outside |\n"
         "|---|---|---|---|\n" + "\n".join(rows)
     )
 

@@ -34,8 +34,8 @@ from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.messages import INDICES_ELSEWHERE, comparing_methods, two_devices
 from memest.estimator.gpu.pending import PendingWorks
-from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.processes import refuse_in_child
+from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.work import WorkLog
