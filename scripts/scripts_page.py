@@ -194,7 +194,7 @@ def _public_ranks(public: Figures) -> str:
     rows = [_ranks_row(run) for run in public["measured_ranks"]]
     return (
         f"\n## Public scripts on four GPUs\n\n{public['about_ranks']}\n\n"
-        "| repository | command | rank: allocated (measured), reserved (measured) | outside |\n"
+        "| repository | command | rank: allocated, reserved, MiB | outside |\n"
         "|---|---|---|---|\n" + "\n".join(rows)
     )
 
@@ -208,7 +208,8 @@ def _ranks_row(run: Figures) -> str:
         for rank, ranks in run["ranks"].items()
     ]
     worst = outside(run)
-    return f"{start} {'; '.join(cells)} | {f'{worst:.2%}' if worst else ''} |"
+    off = ": ".join([f"{worst:.2%}", *([run["cause"]] if "cause" in run else [])]) if worst else ""
+    return f"{start} {'; '.join(cells)} | {off} |"
 
 
 def _interval(low: int, high: int, measured: int) -> str:
