@@ -111,17 +111,17 @@ class Store(c10d.Store):
 
     def get(self, key: str) -> bytes:
         """Return a stored value; `UnsupportedError` if no rank that was run has set it."""
-        if key not in self._values:
+        value = self._values.get(key)
+        if value is None:
             value = self._mailbox.fetch(("store", key), 0)
-            if value is not None:
-                self._values[key] = value
-        if key not in self._values:
+        if value is None:
             raise UnsupportedError(
                 f"{self._line()}: this rank waits for `{key.rpartition('/')[2]}` of the store,"
                 " which no rank has set",
                 hint="simulate without it: a rank finds what the first one has set",
             )
-        return self._values[key]
+        self._values[key] = value
+        return value
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         """Check that all `keys` are set, for `get` has no value to wait for."""
