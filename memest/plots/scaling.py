@@ -280,6 +280,7 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
 
 STACK = (*KINDS[:-1], "temporaries", "rest")  # the rest is buffers, the batch, workspaces, rounding
 _FAR = 2.0  # times the highest bar: the line of such a GPU would flatten the bars
+_NOT_REACHED = "needed, not reached", "between"
 _MAX_NUMBERED = 24  # bars with room for a number under each
 
 
@@ -294,7 +295,7 @@ def stack_of(report: Prediction) -> dict[str, int]:
 def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     """Draw a stacked bar for each number of GPUs, with the need and the verdict under it.
 
-    The bar of a run out of memory ends where the run failed.
+    The outline of a run out of memory goes from where it failed to what it would need.
 
     Raises:
         PlanError: there is no prediction.
@@ -310,9 +311,9 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
         is_upright=True,
         categories=tuple(map(_under_bar, line.reports, line.reports.values())),
         series=tuple(
-            Series(name=kind, color=kind, values=tuple(column[kind] / GIB for column in columns))
-            for kind in (*STACK, "cached")
-            if any(column[kind] for column in columns)
+            Series(name=name, color=color, values=tuple(column[name] / GIB for column in columns))
+            for name, color in (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
+            if any(column[name] for column in columns)
         ),
         limit=0.0 if is_far else limit_bytes / GIB,
         limit_name=limit_text(report.gpu, limit_bytes, WIDTH / 2),
@@ -324,10 +325,11 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
 
 
 def _bar(report: Prediction) -> dict[str, int]:
-    """Return the parts of a bar: the peak by kind, and the cache if the plan fits."""
+    """Return the parts of a bar up to the need: the peak by kind, and the cache or the rest."""
     parts = stack_of(report)
+    more = max(0, report.needs_bytes - sum(parts.values()))
     is_oom = report.verdict is Outcome.OOM
-    return parts | {"cached": 0 if is_oom else max(0, report.needs_bytes - sum(parts.values()))}
+    return parts | {"cached": 0 if is_oom else more, _NOT_REACHED[0]: more if is_oom else 0}
 
 
 def _under_bar(number: int, report: Prediction) -> str:
@@ -357,6 +359,7 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
         series=tuple(
             Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
             for (name, color), sizes in parts.items()
+            if any(sizes)
         ),
         limit=0.0 if is_far else limit_bytes / GIB,
         limit_name=limit,
