@@ -288,8 +288,9 @@ RECEIVING_BYTES = 320 * MIB  # buffers for each rank it sends to, and each it re
 MESSAGES_BYTES = 64 * MIB
 """Kernels of a process that sends or receives.
 
-These four are of two H200s, torch 2.11, NCCL 2.28. They give pipelines of two and four stages on
-four H100s, and scatter, gather and all-to-all on two and four H200s, within 16 MiB.
+These five are of two and four H200s, torch 2.11, NCCL 2.28 (validation/scripts/nccl_memory.py).
+They give pipelines of two and four stages on four H100s, and scatter, gather and all-to-all on two
+and four H200s, within 16 MiB.
 """
 
 DEEPSPEED_BYTES = 486 * MIB  # memory of DeepSpeed 0.19.8 besides the first communicator
