@@ -43,6 +43,7 @@ LIBRARIES = (
 """Distributions that a row pins, in the order of its numbers in `PINS`."""
 
 PINS = {
+    "2.5": "2.5.1 0.20.1 4.51.3 2.5.0.post0 0.14.0 1.2.0 0.45.2 0.16.9",
     "2.6": "2.6.0 0.21.0 4.51.3 2.5.0.post0 0.14.0 1.2.0 0.45.2 0.16.9",
     "2.7": "2.7.1 0.22.1 4.52.4 2.5.1.post0 0.15.2 1.7.0 0.46.0 0.17.1",
     "2.8": "2.8.0 0.23.0 4.55.4 2.5.3 0.17.1 1.10.1 0.47.0 0.17.5",
@@ -62,7 +63,11 @@ REQUIREMENTS = {
 }
 """Arguments of pip for each row. The developed environment is 2.14; the newest has no pins."""
 
-EXTRA = {"2.6": ("numpy==2.2.6",)}
+PYTHON_3_14 = "2.14, Python 3.14"
+REQUIREMENTS[PYTHON_3_14] = REQUIREMENTS["2.14"]
+"""The developed environment with another Python, which runs this script for that row."""
+
+EXTRA = dict.fromkeys(("2.5", "2.6"), ("numpy==2.2.6",))
 """Further arguments of pip."""
 
 VERSIONS = """

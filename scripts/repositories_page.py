@@ -25,7 +25,7 @@ LIST = ROOT / "validation" / "repositories.json"
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN = "<!-- repositories: scripts/repositories_page.py -->\n"
 END = "<!-- end of repositories -->\n"
-FLOORS = ("2.6", "2.9", "2.11")
+FLOORS = ("2.5", "2.9", "2.11")
 """Lowest releases of torch whose shares are stated."""
 
 Bounds = Mapping[str, SpecifierSet]

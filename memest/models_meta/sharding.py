@@ -13,11 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from memest.errors import PlanError
 from memest.models_meta.assemble import half_dtype
 from memest.plan import TrainingPlan
+
+try:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+except ImportError:  # torch 2.5
+    from torch.distributed._composable.fsdp import (  # type: ignore[attr-defined]
+        MixedPrecisionPolicy,
+        fully_shard,
+    )
 
 
 class States:

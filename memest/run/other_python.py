@@ -6,7 +6,6 @@ itself, and those of `PURE` that the environment lacks.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -110,6 +109,8 @@ def _examined(python: Path) -> tuple[Path, str, list[str]]:
 
 def _folder_of_links(lacking: Sequence[str]) -> Path:
     """Return a folder with links to memest and the packages that the other environment lacks."""
+    import hashlib  # 5 ms, which a run in this environment does not need
+
     sources = {"memest": Path(memest.__file__).parent}
     for name in lacking:
         spec = importlib.util.find_spec(name)

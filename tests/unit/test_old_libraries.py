@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+import memest
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.hardware.work import WorkLog
 from memest.estimator.integrations import bitsandbytes
 from memest.estimator.integrations.bitsandbytes import KernelLibrary
 from memest.estimator.tensors.patches import Patches
+from memest.estimator.torch_api.attributes import constructors
 from memest.estimator.torch_api.files.pretrained import NoWeights, _dtype_without_files
 from memest.loops import data
 from memest.models_meta import flash_attention, registry
@@ -209,3 +211,41 @@ def test_the_device_map_has_an_index_which_accelerate_1_2_accepts(
     data.load_base(plan, resolve_config("gpt2"), built, is_random=True, device=device)
 
     assert Loaded.options["device_map"] == {"": expected}
+
+
+class Rows(torch.Tensor):
+    """Made of a tensor, as the images of torchvision are."""
+
+
+def test_subclasses_are_made_as_torch_2_5_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constructors, "makes_subclasses_under_modes", lambda: False)
+    with memest.virtual_gpu("h100-80gb"):
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        rows = x.as_subclass(Rows)  # type: ignore[attr-defined]
+        rows.sum().backward()
+
+        assert (type(rows), str(rows.device)) == (Rows, "cuda:0")
+        assert x.grad is not None
+        assert type(torch.ones(3).as_subclass(Rows)) is Rows  # type: ignore[attr-defined]
+
+
+def test_a_replaced_method_without_a_hash_is_left_out() -> None:
+    class Method:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self) -> None:
+            """Do nothing."""
+
+    owner = ModuleType("owner")
+    owner.method = Method()  # type: ignore[attr-defined]
+    patches = Patches()
+    patches.set(owner, "method", lambda: None)
+
+    assert patches.originals() == {}
+
+
+def test_dynamo_finds_the_gpu_by_its_number() -> None:
+    with memest.virtual_gpu("h100-80gb"):
+        from torch._dynamo.device_interface import get_interface_for_device
+
+        assert get_interface_for_device("cuda:0") is get_interface_for_device("cuda")

@@ -43,6 +43,7 @@ def no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("installed", "name"),
     [
+        ("2.5.1+cu124", "2.5"),
         ("2.6.0+cu124", "2.6"),
         ("2.9.1", "2.9"),
         ("2.11.0", "2.11"),
@@ -70,9 +71,9 @@ def test_a_child_process_simulates_the_same_release() -> None:
 
 def test_a_release_that_is_not_known_is_refused() -> None:
     with pytest.raises(
-        PlanError, match=r"the kernels of torch `2\.5` cannot be simulated"
+        PlanError, match=r"the kernels of torch `2\.4` cannot be simulated"
     ) as found:
-        memest.virtual_gpu(torch_release="2.5")
+        memest.virtual_gpu(torch_release="2.4")
     assert found.value.hint == f"known releases: {', '.join(f'`{r.name}`' for r in RELEASES)}"
     with pytest.raises(SystemExit) as ended:
         main(["predict", "--model", "gpt2", "--torch", "2.99"])
@@ -137,9 +138,9 @@ def test_the_first_lines_name_the_release_where_it_is_not_the_installed_one(
 def test_a_release_older_than_the_bound_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(versions, "_installed", lambda: "2.5.1+cu124")
+    monkeypatch.setattr(versions, "_installed", lambda: "2.4.1+cu124")
     oldest = RELEASES[0].name
-    message = f"torch 2.5.1+cu124 is installed; memest needs {oldest} or newer"
+    message = f"torch 2.4.1+cu124 is installed; memest needs {oldest} or newer"
     plan = TrainingPlan(model_name="gpt2", batch_size=1, seq_len=64)
 
     for call in (memest.virtual_gpu, lambda: predict(plan)):
@@ -153,7 +154,7 @@ def test_a_release_older_than_the_bound_is_refused(
 
 
 def test_every_minor_release_since_the_bound_has_a_row() -> None:
-    assert [r.version for r in RELEASES] == [(2, n) for n in range(6, 6 + len(RELEASES))]
+    assert [r.version for r in RELEASES] == [(2, n) for n in range(5, 5 + len(RELEASES))]
     bound = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"torch>={RELEASES[0].name}"' in bound
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
@@ -74,13 +74,17 @@ class Patches:
         self._afterwards.append(action)
 
     def originals(self) -> dict[Any, Any]:
-        """Return the original of each replaced function or class, by its replacement."""
+        """Return the original of each replaced function or class, by its replacement.
+
+        Methods of pybind11 have no hash, so they are left out (torch 2.5 has some).
+        """
         found: dict[Any, Any] = {}
         for owner, name, before in reversed(self._before):
             if before is _ABSENT and isinstance(owner, type):
                 before = getattr(super(owner, owner), name, None)
             made = vars(owner).get(name)
-            if isinstance(owner, ModuleType | type) and callable(before) and callable(made):
+            are_functions = callable(before) and callable(made) and isinstance(before, Hashable)
+            if isinstance(owner, ModuleType | type) and are_functions:
                 found[made] = before
         return found
 

@@ -111,9 +111,15 @@ TORCH_2_6 = replace(TORCH_2_7, version=(2, 6), cudnn_version=90100)
 Operators, header of autocast (the lists of 2.11), order of attention (flash, efficient, math).
 """
 
+TORCH_2_5 = replace(TORCH_2_6, version=(2, 5))
+"""Read, not measured, in the wheel of 2.5.1, which requires the cuDNN of 2.6.0. Its header of
+autocast is that of 2.6. The headers of its allocator lack two settings of 2.6,
+`max_non_split_rounding_mb` and `pinned_use_background_threads`.
+"""
+
 RELEASES = (
-    TORCH_2_6, TORCH_2_7, TORCH_2_8, TORCH_2_9, TORCH_2_10,
-    TORCH_2_11, TORCH_2_12, TORCH_2_13, TORCH_2_14, TORCH_2_15,
+    TORCH_2_5, TORCH_2_6, TORCH_2_7, TORCH_2_8, TORCH_2_9, TORCH_2_10, TORCH_2_11, TORCH_2_12,
+    TORCH_2_13, TORCH_2_14, TORCH_2_15,
 )  # fmt: skip
 """Releases whose behaviour is known, oldest first."""
 
@@ -200,7 +206,7 @@ def is_newer(text: str) -> bool:
 def is_older(text: str) -> bool:
     """Return whether a release is older than all known ones.
 
-    >>> is_older("2.5.1"), is_older("2.6.0")
+    >>> is_older("2.4.1"), is_older("2.5.1")
     (True, False)
     """
     return (_numbers(text) or RELEASES[0].version) < RELEASES[0].version
@@ -221,6 +227,15 @@ def returns_large_numbers() -> bool:
     Before torch 2.9 C++ converts the number that a mode returns to `int64_t`.
     """
     return (_numbers(_installed()) or RELEASES[-1].version) >= (2, 9)
+
+
+def makes_subclasses_under_modes() -> bool:
+    """Return whether `as_subclass` runs under a dispatch mode.
+
+    Before torch 2.6 it refuses the tensor that a mode returns (`THPVariable_NewWithVar`,
+    torch/csrc/autograd/python_variable.cpp).
+    """
+    return (_numbers(_installed()) or RELEASES[-1].version) >= (2, 6)
 
 
 def allows_tf32(operation: str) -> bool:

@@ -205,7 +205,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     utils.__dict__.setdefault("triton", triton)  # which it imports where there is CUDA
     patches.set(proxy_tensor, "unset_fake_temporarily", with_constants_on_the_gpu)
     patches.set(_ops, "resolve_key", key_of)
-    if isinstance(vars(triton_utils)["AttrsDescriptorWrapper"], type):  # Triton is a stub
+    if isinstance(vars(triton_utils).get("AttrsDescriptorWrapper"), type):  # Triton is a stub
         patches.set(triton_utils, "AttrsDescriptorWrapper", lambda *args, **kwargs: {})
     patches.set(_triton, "triton_hash_with_backend", lambda: "virtual")
     patches.set(fake_tensor, "init_gpu_context", lambda device: None)  # allocates on the GPU

@@ -20,7 +20,7 @@ from memest.estimator.integrations.inductor.compiler import (
     place_on_gpu,
     why,
 )
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.torch_api.cuda.driver import DeviceProperties
 
@@ -97,7 +97,7 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
             name = getattr(code, "co_qualname", code.co_name)
             mode.guesses.warn(EAGERLY.format(name=name, why=why(error)))
             if not isinstance(error, exc.BackendCompilerFailed):
-                return convert_frame.ConvertFrameReturn()
+                return getattr(convert_frame, "ConvertFrameReturn", constant(None))()
             return compiled(code, *_with_eager_backend(args), **kwargs)
         how = "estimated" if is_estimated() else "left out"
         mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=how))
@@ -210,3 +210,4 @@ def _install_device(patches: Patches, module: Any) -> None:
         made = replacements.get(value.__func__ if is_static else value)
         if made is not None:
             patches.set(interface, name, staticmethod(made) if is_static else made)
+    module.init_device_reg()  # torch 2.5 looks a GPU up by its number

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.ops.refusals import refuse_generator
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, is_meta, resolve
+from memest.estimator.versions import makes_subclasses_under_modes
 
 _PREFIX = "torch.cuda."
 
@@ -144,8 +145,20 @@ _Device = torch.device
 Constructor = Callable[..., Any]
 
 
+def _install_subclasses(patches: Patches) -> None:
+    make: Any = Tensor.as_subclass
+
+    def as_subclass(tensor: Tensor, kind: type) -> Tensor:
+        with _disable_current_modes():  # it is a view, so it stays where `tensor` is
+            return make(tensor, kind)
+
+    patches.set(Tensor, "as_subclass", as_subclass)
+
+
 def install(patches: Patches) -> None:
     """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
+    if not makes_subclasses_under_modes():
+        _install_subclasses(patches)
     data_functions = {torch.tensor, torch.as_tensor, torch.asarray}
     functions = {f for f in _device_constructors() if f not in data_functions}
     functions |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}

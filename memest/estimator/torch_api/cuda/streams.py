@@ -204,7 +204,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         if chosen is not None:
             mode.timeline.switch(chosen.number)
 
-    for owner in (tc, torch.accelerator):
+    for owner in (tc, getattr(torch, "accelerator", tc)):  # torch 2.5 has no `accelerator`
         patches.set(owner, "current_stream", current_stream)
         patches.set(owner, "set_stream", set_stream)
     patches.set(tc, "default_stream", default_stream)

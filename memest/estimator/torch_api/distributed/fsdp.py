@@ -212,7 +212,13 @@ def _install_handle(
 
 def _install_second(patches: Patches, mode: CudaSimMode) -> None:
     """Install FSDP2: buffers of gathered parameters."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    except ModuleNotFoundError:  # torch 2.5
+        from torch.distributed._composable.fsdp import (  # type: ignore[attr-defined,no-redef]
+            _fsdp_param,
+            _fsdp_param_group,
+        )
 
     resize = _resizer(mode)
 
