@@ -98,7 +98,9 @@ def main() -> int:
         is_same = all(
             result(kept.get(name)) == result(case) for name, case in found["cases"].items()
         )
-        if not options.check:
+        if options.check:
+            print(f"row {options.row}: {'as' if is_same else 'not as'} stored", flush=True)
+        else:
             store(options.row, found)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return int(options.check and not is_same)
