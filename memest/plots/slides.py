@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from memest.plots.style import (
+    DASHES,
     HEIGHT,
     SMALL,
     VALUE,
@@ -87,7 +88,9 @@ def _draw_parts(panel: Panel, chart: Chart) -> None:
     for series in chart.series:
         if series.color:
             look: dict[str, Any] = {"color": colors[series.color], "linewidth": 1.0}
-            look["edgecolor"] = theme.ink if series.color == "between" else theme.background
+            look["edgecolor"] = theme.background
+            if series.color == "between":
+                look |= {"edgecolor": theme.ink, "linewidth": 1.6, "linestyle": DASHES}
             look["bottom" if chart.is_upright else "left"] = floors
             bars = bar(places, series.values, 0.74, **look)
             for value, each in zip(series.values, bars, strict=True):

@@ -121,7 +121,7 @@ KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "
 
 OF_STRATEGIES = ("buckets", "gathered")  # only runs on several GPUs have them
 _HATCH_INCHES = 0.19  # between strokes, along the axis
-_DASHES = (0, (3, 2))
+DASHES = (0, (3, 2))
 Box = tuple[float, float, float, float]  # left, lower edge, width and height, in data
 
 
@@ -154,7 +154,7 @@ class Theme:
     def dashed_key(self, label: str) -> Patch:
         """Return the key of a dashed outline."""
         return Patch(
-            facecolor="none", edgecolor=self.ink, linewidth=1.6, linestyle=_DASHES, label=label
+            facecolor="none", edgecolor=self.ink, linewidth=1.6, linestyle=DASHES, label=label
         )
 
 
@@ -284,7 +284,7 @@ class Panel:
     def dashed_box(self, box: Box, gid: str) -> None:
         """Draw a dashed outline: memory that is not in use."""
         ink = self.theme.ink
-        self.fill(box, fill=False, edgecolor=ink, linewidth=1.6, linestyle=_DASHES, gid=gid)
+        self.fill(box, fill=False, edgecolor=ink, linewidth=1.6, linestyle=DASHES, gid=gid)
 
     def fill(self, box: Box, **style: Any) -> None:
         """Draw a rectangle."""
