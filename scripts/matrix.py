@@ -102,8 +102,9 @@ def main() -> int:
             print(f"row {options.row}: {'as' if is_same else 'not as'} stored", flush=True)
         else:
             store(options.row, found)
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return int(options.check and not is_same)
+    if not options.check:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return int(not is_same and options.check)
 
 
 def run(row: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
