@@ -314,12 +314,19 @@ print("rank", rank, "of", dist.get_world_size(), "on", model.device)
 
 
 def run_in_a_process(*args: str) -> subprocess.CompletedProcess[str]:
-    """As typed: ranks are forked, which a process whose threads have run cannot do."""
+    """As typed: ranks are forked, which a process whose threads have run cannot do.
+
+    SIGINT is not ignored, as it is in what a shell without job control runs in the background.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "memest", "run", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_first_and_the_last_rank_are_run_and_the_worst_is_reported(folder: Path) -> None:
