@@ -55,7 +55,6 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("caches")
 
 
-@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
 def processor_seconds(*arguments: str) -> float:
     """Return the time of the processor: other processes make the time of a clock longer."""
     before = os.times()

@@ -314,9 +314,9 @@ print("rank", rank, "of", dist.get_world_size(), "on", model.device)
 
 
 def run_in_a_process(*args: str) -> subprocess.CompletedProcess[str]:
-    """As typed: ranks are forked, which a process whose threads have run cannot do.
+    """Run the command in a process of its own, since ranks are forked before threads have run.
 
-    SIGINT is not ignored, as it is in what a shell without job control runs in the background.
+    SIGINT has its default there: a shell ignores it in what it runs in the background.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "memest", "run", *args]
