@@ -148,11 +148,12 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def torch_defaults() -> Iterator[None]:
-    """Leave torch's default dtype, and the dispatcher, as they were."""
+    """Leave torch's default dtype, the dispatcher, and TF32, as they were."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "set_default_dtype"):  # and not a test's stand-in
         torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")  # LitGPT sets "high", which changes times
         assert torch._C._len_torch_dispatch_stack() == 0
 
 
