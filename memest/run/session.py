@@ -95,6 +95,7 @@ class Session:
                 rank=rank,
                 is_immediate=is_immediate,
             )
+        self.virtual.mode.memory.logs_driver = rank.world_size == 1
         self._batch_parts = batch_parts
         self._patches = Patches()
         self._started = 0.0

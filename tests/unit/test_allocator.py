@@ -244,9 +244,9 @@ def test_a_segment_with_one_live_block_keeps_its_rest_from_a_larger_request() ->
 
 
 class EmptySpace(AddressSpace):
-    """Where the context has left no room in its ranges."""
+    """Address space whose context and driver leave no room."""
 
-    CONTEXT_ROOM = ()
+    CONTEXT_ROOM = FIRST_ROOM = LATER_ROOM = 0
 
 
 def test_the_context_leaves_room_for_one_large_and_one_small_segment() -> None:
@@ -267,6 +267,40 @@ def test_the_ranges_of_the_context_are_never_unmapped() -> None:
     space.give_back(address, 20 * MIB)
 
     assert space.take(24 * MIB) == address
+
+
+def test_the_first_kernel_frees_memory_of_the_driver_next_to_the_small_room() -> None:
+    """The room that it leaves in its new range is lower; 2 MiB of code take the low one."""
+    space = AddressSpace()
+    low = space.take(2 * MIB)
+
+    space.load_first_kernel()
+
+    assert low - space.take(20 * MIB) == 414 * MIB
+    assert space.take(6 * MIB) < low - 414 * MIB
+
+
+def test_what_the_first_kernel_frees_is_unmapped_if_no_segment_is_next_to_it() -> None:
+    """As after `empty_cache`: the next large segment is below all ranges of the driver."""
+    space = AddressSpace()
+    low = space.take(2 * MIB)
+
+    space.load_first_kernel()
+    space.give_back(low, 2 * MIB)
+
+    assert space.take(32 * MIB) < low - 512 * MIB
+
+
+def test_a_handle_of_cublas_takes_the_lowest_room() -> None:
+    """64 and 12 MiB the first, 64 and 2 the second."""
+    space = EmptySpace()
+    segment = space.take(2 * MIB)
+
+    space.create_cublas_handle()
+    space.create_cublas_handle()
+
+    assert space.take(16 * MIB) == segment + 16 * MIB
+    assert space.take(2 * MIB) == segment - 160 * MIB
 
 
 def test_an_emptied_range_is_unmapped_but_stays_where_several_gpus_work_together() -> None:
@@ -336,16 +370,20 @@ def test_room_that_is_given_back_joins_its_neighbours() -> None:
     assert space.take(22 * MIB) == top + 2 * MIB
 
 
-def test_the_addresses_of_an_emptied_range_do_not_come_back() -> None:
-    """Both segments of the first range are gone; so is the rest of it."""
+def test_a_new_range_goes_to_the_top_of_the_highest_gap_with_room() -> None:
+    """Gaps of 32 and of 128 MiB, which three ranges left."""
     space = EmptySpace()
-    top = space.take(20 * MIB)
-    small = space.take(2 * MIB)
+    space.load_first_kernel()
+    space.take(30 * MIB)  # behind the kernel's code
+    small, _, large, more = (space.take(size * MIB) for size in (32, 64, 64, 64))
+    last = space.take(64 * MIB)
+    for address, size in ((small, 32), (large, 64), (more, 64)):
+        space.give_back(address, size * MIB)
 
-    space.give_back(top, 20 * MIB)
-    space.give_back(small, 2 * MIB)
-
-    assert space.take(2 * MIB) == top - 32 * MIB
+    assert space.take(60 * MIB) == large
+    assert space.take(20 * MIB) == small
+    assert space.take(64 * MIB) == more
+    assert space.take(32 * MIB) == last - 32 * MIB
 
 
 def test_blocks_are_equal_only_to_themselves() -> None:

@@ -190,6 +190,14 @@ class CachingAllocator:
         self.reserved_bytes -= block.num_bytes
         self._addresses.give_back(block.address, block.num_bytes)
 
+    def load_first_kernel(self) -> None:
+        """Note that the process launches its first kernel, which moves memory of the driver."""
+        self._addresses.load_first_kernel()
+
+    def create_cublas_handle(self) -> None:
+        """Note that cuBLAS creates a handle, which takes memory of the driver."""
+        self._addresses.create_cublas_handle()
+
     @property
     def streams(self) -> Iterable[int]:
         """Streams that have requested memory."""

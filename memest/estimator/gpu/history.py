@@ -33,7 +33,8 @@ class EventLog:
 
     events: array[int] = field(default_factory=lambda: array("q"))
     """First `MAX_EVENTS` events, packed. An id is an allocation, its `free_of` a free, and its
-    `return_of` the return of a deferred block. `EMPTIED` is an `empty_cache`.
+    `return_of` the return of a deferred block. `EMPTIED` is an `empty_cache`; smaller ones are
+    events of the driver.
     """
 
     marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before, name)
@@ -198,7 +199,7 @@ class History:
     def _reuse(self) -> None:
         storages, first, alive = self._storages, self._first_reused, self._alive
         for event in self.log.open:
-            if event >= 0 or event == EMPTIED:
+            if event >= 0 or event <= EMPTIED:
                 continue
             index = free_of(event)
             if event <= RETURNED:

@@ -78,6 +78,7 @@ class KernelCalls:
         self._searched: set[Recipe] = set()
         self._cublas = CublasWorkspaces(gpu.capability)
         self._cublas_ids: list[int] = []
+        self._threads_with_handle: set[str] = set()
 
     def key_of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key that calls with the same recipe share; None if no calls share one."""
@@ -154,6 +155,9 @@ class KernelCalls:
             kept, passing = self._cublas.bytes_for(op.func, args, kwargs, handle)
             for num_bytes in passing:
                 temporary.append(memory.allocate_workspace(num_bytes, self._site_of(op.func)))
+            if (kept or passing) and handle[0] not in self._threads_with_handle:
+                self._threads_with_handle.add(handle[0])
+                memory.create_cublas_handle()
             for num_bytes in kept:
                 index = memory.allocate_workspace(num_bytes, self._site_of(op.func))
                 self._cublas_ids.append(index)

@@ -24,7 +24,15 @@ from memest.estimator.gpu.timeline import BEST_SHARE, MAIN, WATCHDOG_US, Timelin
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import segment_us
 from memest.estimator.tensors.placement import storage_key
-from memest.estimator.tensors.storages import MemKind, Site, StorageTable, free_of, return_of
+from memest.estimator.tensors.storages import (
+    FIRST_KERNEL,
+    NEW_HANDLE,
+    MemKind,
+    Site,
+    StorageTable,
+    free_of,
+    return_of,
+)
 
 # Garbage collections at a real run's moments.
 #
@@ -116,6 +124,7 @@ class Memory:
         self.refused: tuple[int, Site, int] | None = None  # bytes, site and bytes reserved then
         self.refused_id: int | None = None  # id of the storage of the last refused request
         self.is_immediate = False  # flag: free blocks at once, even if other streams use them
+        self.logs_driver = False  # flag: log events of the driver; only scripts on one GPU do
         self.on_free: Callable[[int], None] = lambda key: None  # called with a freed storage's key
         self.on_fold: Callable[[], None] = lambda: None  # called before `History.fold` searches
         self._timeline = timeline
@@ -226,6 +235,20 @@ class Memory:
                 self.allocate(tensor, site, kind)
             else:
                 self.allocate(tensor, Site("", "", site.phase), kind, 0)
+
+    def load_first_kernel(self) -> None:
+        """Launch the first kernel of the process."""
+        if self.logs_driver:
+            self.settle()
+            self.allocator.load_first_kernel()
+            self.log.open.append(FIRST_KERNEL)
+
+    def create_cublas_handle(self) -> None:
+        """Create a handle of cuBLAS."""
+        if self.logs_driver:
+            self.settle()
+            self.allocator.create_cublas_handle()
+            self.log.open.append(NEW_HANDLE)
 
     # --- frees
 

@@ -78,6 +78,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 aten = torch.ops.aten
 
 MAX_STATE_NUMEL = 1 << 12  # most elements whose values an optimizer step computes
+_COPIES = frozenset((aten.copy_.default, aten._to_copy.default, aten.clone.default))
 _SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd engine sums gradients
 
 
@@ -114,6 +115,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._has_own_dispatch: dict[type, bool] = {}
         self._decomposes_under = cache(decomposition_key)
         self._last_recipe: Recipe | None = None
+        self._has_kernels = False  # flag: a kernel was launched
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -391,6 +393,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._follow_values(op, args, kwargs, out)
         self._last_recipe = recipe
         self.work.launch(func, args, kwargs, out, recipe)
+        if not self._has_kernels and recipe.work != -1 and func not in _COPIES:
+            self._has_kernels = True
+            self.memory.load_first_kernel()
         return out
 
     def _result(self, op: Op, args: Args, kwargs: Kwargs) -> Any:

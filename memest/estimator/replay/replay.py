@@ -11,7 +11,14 @@ from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
 from memest.estimator.replay.program import MicroBatch, Probe, Program, Shift, ended_by
-from memest.estimator.tensors.storages import EMPTIED, FreeTiming, StorageTable, free_of, return_of
+from memest.estimator.tensors.storages import (
+    EMPTIED,
+    FIRST_KERNEL,
+    FreeTiming,
+    StorageTable,
+    free_of,
+    return_of,
+)
 from memest.report import Phase, PhaseRow
 
 
@@ -123,8 +130,8 @@ class Player:
                 block = pop(free_of(event), None)
                 if block is not None:  # a storage that a step makes once is freed once
                     free(block)
-                elif event == EMPTIED:
-                    allocator.empty_cache()
+                elif event <= EMPTIED:
+                    self._play_other(event)
             elif event not in blocks and num_bytes[event]:  # nor is it allocated again
                 self.num_events, self.storage = count, event
                 blocks[event] = malloc(num_bytes[event])
@@ -141,8 +148,8 @@ class Player:
         for event in events:
             self.num_events += 1
             if event < 0:
-                if event == EMPTIED:
-                    allocator.empty_cache()
+                if event <= EMPTIED:
+                    self._play_other(event)
                 else:
                     end(event)
             elif event not in blocks and (size := num_bytes[event]):
@@ -156,6 +163,15 @@ class Player:
                 if allocator.allocated_bytes > self.peak_allocated_bytes:
                     self.peak_allocated_bytes = allocator.allocated_bytes
                     self.peak = Moment(self.num_events, self.step, event)
+
+    def _play_other(self, event: int) -> None:
+        """Apply an event that concerns no storage."""
+        if event == EMPTIED:
+            self.allocator.empty_cache()
+        elif event == FIRST_KERNEL:
+            self.allocator.load_first_kernel()
+        else:
+            self.allocator.create_cublas_handle()
 
     def _smaller_block_of(self, index: int) -> Block | None:
         """Return a block for a `tried` storage, smaller if memory is short."""

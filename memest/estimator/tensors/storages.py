@@ -52,6 +52,8 @@ def return_of(index: int) -> int:
 
 
 EMPTIED = -(1 << 60)  # event at which the script empties the cache
+FIRST_KERNEL = EMPTIED - 1  # event at which the process launches its first kernel
+NEW_HANDLE = EMPTIED - 2  # event at which cuBLAS creates a handle
 
 
 @dataclass(frozen=True, slots=True)
