@@ -281,7 +281,7 @@ def test_the_first_kernel_frees_memory_of_the_driver_next_to_the_small_room() ->
 
 
 def test_what_the_first_kernel_frees_is_unmapped_if_no_segment_is_next_to_it() -> None:
-    """As after `empty_cache`: the next large segment is below all ranges of the driver."""
+    """After `empty_cache` the next large segment is below all ranges of the driver."""
     space = AddressSpace()
     low = space.take(2 * MIB)
 
