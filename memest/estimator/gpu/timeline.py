@@ -25,8 +25,8 @@ from memest.estimator.hardware.speed import (
     LAUNCH_QUEUE,
     LAUNCH_US,
     LOAD_US,
-    host_copy_us,
     kernel_us,
+    pageable_copy_us,
     speed_of,
     transfer_us,
 )
@@ -161,9 +161,9 @@ class Timeline:
         self.stream_waits(stream, self.event(self.stream))
         self._enqueue(stream, transfer_us(self._speed, num_bytes), WAIT_US)
 
-    def copy_from_host(self, num_bytes: int) -> None:
-        """Copy pageable memory on the current stream; the host waits for the copy."""
-        self._enqueue(self.stream, host_copy_us(self._speed, num_bytes))
+    def copy_pageable(self, num_bytes: int) -> None:
+        """Copy from or to pageable memory on the current stream; the host waits for the copy."""
+        self._enqueue(self.stream, pageable_copy_us(self._speed, num_bytes))
         self.synchronize()
 
     def _enqueue(self, stream: int, duration: float, wait: float = 0.0) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import _trace
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
@@ -40,7 +41,7 @@ SCRIPTED = "`torch.jit` ran its functions eagerly: nothing is fused"
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make `torch.compile` and `torch.jit` return functions that run on the virtual GPU."""
     _install_compile(patches, mode, hooks)
-    _install_script(patches, mode)
+    _install_script(patches, mode, hooks)
     _install_extensions(patches, mode, hooks)
 
 
@@ -119,7 +120,7 @@ def _say(say: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
     say(text)
 
 
-def _install_script(patches: Patches, mode: CudaSimMode) -> None:
+def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     def as_written(made: Any) -> Any:
         _say(mode.notes.add, mode, SCRIPTED)
         if isinstance(made, nn.Module):
@@ -133,20 +134,48 @@ def _install_script(patches: Patches, mode: CudaSimMode) -> None:
             return torchscript(obj, *args, **options)  # torch itself reads the graph
         return as_written(obj)
 
-    def trace(func: Any, example_inputs: Any = None, *args: Any, **options: Any) -> Any:
-        """Run the function once, as `torch.jit.trace` does, and return it."""
-        inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        named = options.get("example_kwarg_inputs")
-        if named is not None:
-            func(**named)
-        elif example_inputs is not None:
-            func(*inputs)
+    def trace(
+        func: Any, example_inputs: Any = (), *args: Any, check_trace: bool = True, **options: Any
+    ) -> Any:
+        """Call the function as often as `torch.jit.trace` does, and return it."""
+        is_one = isinstance(example_inputs, (torch.Tensor, dict))
+        inputs = (example_inputs,) if is_one else tuple(example_inputs)
+        _call_to_trace(func, options.get("example_kwarg_inputs") or inputs, check_trace)
         return as_written(func)
 
+    def after(module: ModuleType) -> None:
+        def graph(model: nn.Module, args: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+            """Trace the model and return an empty graph: `SummaryWriter.add_graph`."""
+            with module._set_model_to_eval(model):
+                trace(model, args)
+            return module.GraphDef(), module.RunMetadata()
+
+        patches.set(module, "graph", graph)
+
+    hooks.after("torch.utils.tensorboard._pytorch_graph", after)
     patches.set(torch.jit, "script", script)
     patches.set(torch.jit, "trace", trace)
     patches.set(torch.jit, "freeze", lambda module, *args, **options: module)
     patches.set(torch.jit, "optimize_for_inference", lambda module, *args, **options: module)
+
+
+def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
+    """Call `func` to trace it, then four times to check the trace (torch/jit/_trace.py, 2.11).
+
+    The check keeps the outputs of its last three calls until it ends.
+    """
+
+    cloned: Any = _trace._clone_inputs
+
+    def call(given: Any) -> Any:
+        return func(**given) if isinstance(given, dict) else func(*given)
+
+    call(inputs)
+    if checks:
+        with torch.no_grad():
+            call(cloned(inputs))
+            kept = [call(cloned(inputs)) for _ in range(3)]
+            kept.clear()
 
 
 _HINT = "run the script without it; see docs/run.md for what is supported"

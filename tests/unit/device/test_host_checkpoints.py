@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.hardware.speed import pageable_copy_us, speed_of
 from memest.estimator.torch_api.files import checkpoints
 from memest.estimator.virtual_gpu import VirtualGpu
 
@@ -55,6 +56,15 @@ def test_a_file_is_small_and_reads_back_at_its_size(
     assert loaded["w"].stride() == (1000, 1)
     assert num_bytes == BYTES
     assert any("hold zeros" in note for note in gpu.notes)
+
+
+def test_the_host_waits_for_the_copy_of_what_it_saves(gpu: VirtualGpu, tmp_path: Path) -> None:
+    saved = weight()
+    before = gpu.mode.timeline.host_time[0]
+    torch.save({"w": saved}, tmp_path / "c.pt")
+
+    waited = gpu.mode.timeline.host_time[0] - before
+    assert waited >= pageable_copy_us(speed_of(gpu.gpu), saved.nbytes)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -387,6 +388,29 @@ def test_scripted_and_traced_functions_run_as_they_are(gpu: VirtualGpu) -> None:
     assert SCRIPTED in gpu.notes
     with pytest.raises(UnsupportedError, match="`save` of a scripted module"):
         torch.jit.script(nn.Linear(2, 2)).save("model.pt")
+
+
+def test_a_trace_calls_the_function_and_its_check_four_times_more(gpu: VirtualGpu) -> None:
+    calls = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return x + x
+
+    x = torch.ones(8, device="cuda")
+    torch.jit.trace(double, (x,))
+    assert calls == [True, False, False, False, False]
+    torch.jit.trace(double, example_kwarg_inputs={"x": x}, check_trace=False)
+    assert calls == [True, False, False, False, False, True]
+
+
+def test_tensorboard_gets_an_empty_graph(gpu: VirtualGpu, tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    model = nn.Linear(4, 4).cuda()
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        writer.add_graph(model, torch.ones(2, 4, device="cuda"))
+    assert model.training
+    assert SCRIPTED in gpu.notes
 
 
 @pytest.mark.parametrize(
