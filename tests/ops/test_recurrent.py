@@ -12,14 +12,14 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.ops.recurrent import (
     GRU,
     LSTM,
+    RNN_RELU,
     RNN_TANH,
     Layers,
     dropout_state_bytes,
-    inference_workspace_bytes,
     reserve_bytes,
-    training_workspace_bytes,
     weight_offsets,
     weight_shapes,
+    workspace_bytes,
 )
 from tests.op_calls import meta, requests
 
@@ -40,9 +40,27 @@ def test_workspaces_of_up_to_1000_steps_are_those_recorded(recorded):
         num_rows=steps * batch, dtype=getattr(torch, dtype),
     )  # fmt: skip
 
-    found = training_workspace_bytes(layers) if is_training else inference_workspace_bytes(layers)
+    found = workspace_bytes(layers, is_training=is_training)
 
     assert -(-found // 512) == -(-recorded_bytes // 512)
+
+
+@pytest.mark.parametrize("asked", RECORDED["asked"], ids=str)
+def test_sizes_are_those_that_cudnn_answered(asked):
+    kind, steps, batch, rows, width, hidden, num_layers, dtype, is_both, is_packed, *rest = asked
+    dropout, inference, training, reserve = rest
+    layers = _layers(
+        {"LSTM": LSTM, "GRU": GRU, "RNN": RNN_TANH, "RELU": RNN_RELU}[kind], input_size=width,
+        hidden_size=hidden, num_layers=num_layers, is_bidirectional=is_both, num_steps=steps,
+        batch=batch, num_rows=rows, is_packed=is_packed, dropout=dropout,
+        dtype=getattr(torch, dtype),
+    )  # fmt: skip
+
+    assert workspace_bytes(layers, is_training=True) == pytest.approx(training, abs=512)
+    assert reserve_bytes(layers) == pytest.approx(reserve, abs=512)
+    if inference:
+        found = workspace_bytes(layers, is_training=False)
+        assert found == pytest.approx(inference, abs=512)
 
 
 def _layers(mode, **changes):
@@ -66,21 +84,31 @@ def _layers(mode, **changes):
     ],
 )
 def test_a_pass_asks_for_what_was_recorded(layers, inference, reserve):
-    assert abs(inference_workspace_bytes(layers) - inference) <= 512
+    assert abs(workspace_bytes(layers, is_training=False) - inference) <= 512
     assert abs(reserve_bytes(layers) - reserve) <= 512
 
 
 def test_dropout_keeps_a_bit_for_each_output_and_asks_for_one_more_row_in_training():
     layers = _layers(LSTM, dropout=0.2)
     assert reserve_bytes(layers) == 69402880
-    assert training_workspace_bytes(layers) == 94306688
+    assert workspace_bytes(layers, is_training=True) == 94306688
+
+
+def test_the_backward_of_a_width_that_is_small_for_the_forward_alone_takes_standard_kernels():
+    layers = _layers(
+        LSTM, input_size=512, hidden_size=150, num_steps=50, batch=16, num_rows=800, dropout=0.5
+    )
+    backward = workspace_bytes(layers, is_training=True, is_backward=True)
+    assert backward == pytest.approx(25403200, abs=512)  # cuDNN's answer for standard kernels
+    assert workspace_bytes(layers, is_training=True) > 1.1 * backward
 
 
 @pytest.mark.parametrize("mode", [GRU, RNN_TANH])
 def test_training_never_asks_for_less_than_inference(mode):
     for hidden in (64, 256, 768):
         layers = _layers(mode, hidden_size=hidden)
-        assert training_workspace_bytes(layers) >= inference_workspace_bytes(layers)
+        inference = workspace_bytes(layers, is_training=False)
+        assert workspace_bytes(layers, is_training=True) >= inference
 
 
 def test_all_matrices_come_before_all_biases_in_the_one_buffer():

@@ -35,15 +35,14 @@ from memest.units import ceil_div, round_up
 
 # Sizes of cuDNN's recurrent layers: weights, workspaces, reserve space.
 #
-# cuDNN does not publish its sizes; the formulas are fitted to calls on an H100 (cuDNN 9.19). 575
-# layers have all cells, 1 to 4 layers, both directions, 5 to 256 steps, batches of 1 to 128,
-# widths of 16 to 1500 and all float types, packed and not. 1,350 more have 16 to 1000 steps and
-# batches of up to 512, not packed; 1,331 are exact.
+# cuDNN does not publish its sizes; the formulas are fitted to what `cudnnGetRNNTempSpaceSizes` of
+# cuDNN 9.19 answered on Hopper for 11,100 layers (validation/scripts/recurrent_sizes.py): all
+# cells, 1 to 4 layers, both directions, 2 to 400 steps, batches of 1 to 128, widths of 8 to 1024,
+# all float types, packed and not.
 #
-# Weights, reserve space and the workspace of inference are exact to the allocator's 512 B for all
-# without projection. The workspace of training, the larger of a forward and a backward part, is
-# exact for 517 of 567, within 4 % for 556. `is_measured` is false for most of the rest; for 8
-# that are off by more than 2 % (at most 24 %) it is true.
+# Without projection all are exact to the allocator's 512 B or within 0.01 %, except trainings with
+# `CUDNN_RNN_ALGO_PERSIST_STATIC` and packed layers of over 256 steps, for which `is_measured` is
+# false. 1,350 recorded layers have up to 1000 steps and batches of up to 512.
 #
 # Shapes: T steps, B sequences, N = T * B rows (fewer where packed), I input width, H hidden
 # width, L layers, D directions, G gates: 4 (LSTM), 3 (GRU) or 1 (RNN).
@@ -52,10 +51,10 @@ RNN_RELU, RNN_TANH, LSTM, GRU = range(4)  # `cudnnRNNMode_t`
 _GATES = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 4, GRU: 3}
 _KEPT = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}  # rows of N * H in a layer's reserve space
 _STATES = {RNN_RELU: (1, 3, 4), RNN_TANH: (1, 3, 4), LSTM: (6, 10, 8), GRU: (3, 5, 4)}
-"""Rows of B * H of each layer in a forward workspace: packed, padded, small-H algorithm."""
+"""Rows of B * H of each layer in a forward workspace: packed, padded, persistent kernels."""
 
-_BACKWARD_STATES = {RNN_RELU: (1, 5, 6), RNN_TANH: (1, 5, 6), LSTM: (7, 11, 12), GRU: (3, 5, 6)}
-_SMALL_BACKWARD = {RNN_RELU: 12, RNN_TANH: 12, LSTM: 15, GRU: 17}
+_BACKWARD_STATES = {RNN_RELU: (1, 5, 6), RNN_TANH: (1, 5, 6), LSTM: (3, 11, 12), GRU: (1, 5, 6)}
+_PERSISTENT_BACKWARD = {RNN_RELU: 12, RNN_TANH: 12, LSTM: 15, GRU: 17}
 _LAYER_WORKSPACE_BYTES = 8 << 20  # for the matrix products of each layer and direction
 MOST_STEPS = 256  # in one matrix product of inputs, for kernels that are not persistent
 _ALIGN = 256
@@ -174,61 +173,68 @@ def _common_bytes(layers: Layers) -> int:
     return _matrix_elements(layers) * layers.dtype.itemsize + room + _ALIGN + lengths
 
 
-def inference_workspace_bytes(layers: Layers) -> int:
+def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
     """Return the bytes of the workspace of a forward pass in inference."""
     h, n, d, num = layers.hidden_size, layers.num_rows, layers.directions, layers.num_layers
     gates = _GATES[layers.mode]
-    is_small = uses_small_algorithm(layers, forward=True) or uses_static_algorithm(layers)
     rows = n * gates * h * d
-    if d == 1 and not is_small and not layers.is_packed:
+    if d == 1 and not is_persistent and not layers.is_packed:
         rows = min(layers.num_steps, MOST_STEPS) * layers.batch * gates * h * d
     if not layers.is_packed:
         rows += n * (layers.input_size + d * h)
-    if is_small:
+    if is_persistent:
         rows += 4 * gates * n * h
     if d == 2:
-        rows += 4 * n * h + (2 if is_small else 4) * num * layers.batch * h
-    kind = 0 if layers.is_packed else 2 if is_small else 1
+        rows += 4 * n * h + (2 if is_persistent else 4) * num * layers.batch * h
+    kind = 0 if layers.is_packed else 2 if is_persistent else 1
     rows += _STATES[layers.mode][kind] * layers.batch * h * num * d
     return _common_bytes(layers) + rows * layers.dtype.itemsize
 
 
-def _backward_workspace_bytes(layers: Layers) -> int:
+def _backward_bytes(layers: Layers, is_persistent: bool) -> int:
     h, i, n, d = layers.hidden_size, layers.input_size, layers.num_rows, layers.directions
-    num, states = layers.num_layers, layers.batch * h * layers.num_layers
-    per = _BACKWARD_STATES[layers.mode]
-    if uses_small_algorithm(layers, forward=False):
-        widths = (_SMALL_BACKWARD[layers.mode] + (num > 1)) * h * d + 2 * i + max(h, i)
-        rows = n * widths + per[2] * states * d
-        return _common_bytes(layers) + rows * layers.dtype.itemsize
-    copies = 0 if layers.is_packed else 2 * n * (d * h + i)
-    states *= per[0 if layers.is_packed else 1] * d
-    if d == 2:
-        rows = (
-            n * max((6 + 2 * (num > 1)) * h, (5 + (num > 1)) * h + i) + 4 * num * layers.batch * h
-        )
+    num, widest = layers.num_layers, max(layers.hidden_size, layers.input_size)
+    packed, padded, persistent = _BACKWARD_STATES[layers.mode]
+    if is_persistent:
+        rows = n * ((_PERSISTENT_BACKWARD[layers.mode] + 3 * (d - 1) + (num > 1) * d) * h + 2 * i)
+        rows += n * widest * (4 if d == 2 else 1)
+        states = persistent * d + 2 * (d - 1)
     else:
-        rows = n * max(h, i) + min(layers.num_steps, _chunk(layers)) * layers.batch * h
-    return _common_bytes(layers) + (rows + copies + states) * layers.dtype.itemsize
+        rows = 0 if layers.is_packed else 2 * n * (d * h + i)
+        if d == 2:
+            rows += n * ((2 + 2 * (num > 1)) * h + 4 * widest)
+        else:
+            rows += n * widest + min(n, _chunk(layers) * layers.batch) * h
+        states = (packed if layers.is_packed else padded) * d + 4 * (d - 1)
+    rows += states * layers.batch * h * num
+    return _common_bytes(layers) + rows * layers.dtype.itemsize
 
 
 def _chunk(layers: Layers) -> int:
     """Return the number of steps whose gradients are computed at once."""
     if layers.num_layers == 1:
         return layers.num_steps
-    if layers.batch < 8:
-        return 96 if layers.batch == 1 else 48
-    if layers.batch <= 16:
-        return 8 * (layers.num_layers + 1)
-    return 16 if layers.hidden_size <= 512 and layers.num_steps <= MOST_STEPS else 24
+    batch = layers.batch
+    if batch <= 16 or layers.num_steps >= 128:
+        per_layer = 32 if batch == 1 else 16 if batch <= 8 else 8
+    else:
+        per_layer = 4 if batch <= 64 else 2
+    return per_layer * layers.num_layers + max(per_layer, 8)
 
 
-def training_workspace_bytes(layers: Layers) -> int:
-    """Return the bytes of the workspace of a training pass, which both of its directions need."""
-    forward = inference_workspace_bytes(layers)
+def workspace_bytes(layers: Layers, *, is_training: bool, is_backward: bool = False) -> int:
+    """Return the bytes of the workspace that a call of cuDNN requests.
+
+    Either call of a training has room for both passes, by the algorithm of that call.
+    """
+    is_persistent = uses_small_algorithm(layers, forward=not is_backward)
+    is_persistent |= uses_static_algorithm(layers)
+    forward = _forward_bytes(layers, is_persistent)
+    if not is_training:
+        return forward
     if layers.dropout and layers.directions == 1:
         forward += layers.num_rows * layers.hidden_size * layers.dtype.itemsize
-    return max(forward, _backward_workspace_bytes(layers))
+    return max(forward, _backward_bytes(layers, is_persistent))
 
 
 def dropout_state_bytes(gpu: Gpu) -> int:
@@ -237,20 +243,9 @@ def dropout_state_bytes(gpu: Gpu) -> int:
 
 
 def is_measured(layers: Layers, *, is_training: bool) -> bool:
-    """Return whether the sizes were exact in measurements.
-
-    Projections are not; in training neither are bidirectional persistent kernels nor packed layers
-    narrower than their input.
-    """
-    if layers.proj_size or (layers.is_packed and layers.num_steps > MOST_STEPS):
-        return False
-    if not is_training:
-        return True
-    if layers.directions == 2 and uses_small_algorithm(layers, forward=True):
-        return False
-    if layers.mode in (RNN_RELU, RNN_TANH) and uses_static_algorithm(layers):
-        return False
-    return not (layers.is_packed and layers.hidden_size < layers.input_size)
+    """Return whether the sizes were exact in measurements."""
+    is_long = layers.is_packed and layers.num_steps > MOST_STEPS
+    return not (layers.proj_size or is_long or (is_training and uses_static_algorithm(layers)))
 
 
 aten = torch.ops.aten
@@ -295,8 +290,8 @@ def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     made = outputs({i: out[i].nbytes for i in range(3)})
     if call.weight_buf is None:
         made += outputs({4: out[4].nbytes})
-    workspace_bytes = training_workspace_bytes if call.train else inference_workspace_bytes
-    made += around((workspace_bytes(_layers(call)),), outputs({3: out[3].nbytes}))
+    workspace = workspace_bytes(_layers(call), is_training=call.train)
+    made += around((workspace,), outputs({3: out[3].nbytes}))
     return around(contiguous_copy(_in_steps(call.input, call)), made)
 
 
@@ -312,7 +307,7 @@ def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Ev
     x_copy = contiguous_copy(_in_steps(call.input, call))
     grads = contiguous_copy(_in_steps(call.grad_output, call))
     grads += contiguous_copy(call.grad_hy, call.grad_cy)
-    workspace = training_workspace_bytes(_layers(call))
+    workspace = workspace_bytes(_layers(call), is_training=True, is_backward=True)
     events = temporaries(*x_copy, *grads)
     events += outputs({i: out[i].nbytes for i in range(3) if out[i] is not None})
     events += passing(workspace) + temporaries(*(-n for n in (*grads, *x_copy)))
