@@ -201,6 +201,16 @@ def test_writes_that_the_backward_knows_to_be_in_range_are_not_checked() -> None
     assert found[:4] == [9 * 8 * 4, 40, 40, -40]
 
 
+def test_one_value_of_several_dimensions_is_repeated() -> None:
+    """A gradient of an expanded bias has the shape (1, 1)."""
+    index = meta(1, dtype=torch.int64)
+
+    of_two = requests_of(aten._index_put_impl_.default, meta(9), [index], meta(1, 1), True, True)
+    of_none = requests_of(aten._index_put_impl_.default, meta(9), [index], meta(1), True, True)
+
+    assert of_two == of_none
+
+
 def test_writes_that_overwrite_are_not_sorted() -> None:
     args = (meta(9, 8), [meta(5, dtype=torch.int64)], meta(5, 8))
 

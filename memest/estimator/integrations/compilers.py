@@ -154,9 +154,15 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
     hooks.after("torch.utils.tensorboard._pytorch_graph", after)
     patches.set(torch.jit, "script", script)
+    patches.set(torch.jit, "script_method", as_written)
+    patches.set(torch.jit, "ScriptModule", _Unscripted)
     patches.set(torch.jit, "trace", trace)
     patches.set(torch.jit, "freeze", lambda module, *args, **options: module)
     patches.set(torch.jit, "optimize_for_inference", lambda module, *args, **options: module)
+
+
+class _Unscripted(nn.Module):
+    """In place of `torch.jit.ScriptModule`, whose `script_method`s would be compiled."""
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:

@@ -325,7 +325,8 @@ def _sorted_events(args: Args, gpu: Gpu) -> Events:
     slice_size *= prod(
         n for d, n in enumerate(target.shape) if d < len(args[1]) and args[1][d] is None
     )
-    expanded = values.expand(count * slice_size) if values.numel() == 1 else values
+    is_one = values.numel() == 1
+    expanded = values.reshape(()).expand(count * slice_size) if is_one else values
     largest = target.numel() // max(1, slice_size)
     row = count * INDEX_BYTES
     sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))

@@ -390,6 +390,22 @@ def test_scripted_and_traced_functions_run_as_they_are(gpu: VirtualGpu) -> None:
         torch.jit.script(nn.Linear(2, 2)).save("model.pt")
 
 
+def test_a_script_module_runs_its_methods_as_they_are(gpu: VirtualGpu) -> None:
+    class Block(torch.jit.ScriptModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+
+        @torch.jit.script_method
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)  # type: ignore[no-any-return]
+
+    block = Block().cuda()
+    assert block(torch.ones(1, 3, 8, 8, device="cuda")).is_cuda
+    assert SCRIPTED in gpu.notes
+    assert not isinstance(nn.Linear(2, 2), torch.jit.ScriptModule)
+
+
 def test_a_trace_calls_the_function_and_its_check_four_times_more(gpu: VirtualGpu) -> None:
     calls = []
 
