@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memest.estimator.allocator.settings import AllocatorSettings, describe
+from memest.estimator.allocator.settings import AllocatorSettings, describe, parse_settings
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.convolution import describe_source
 from memest.estimator.replay.closed_form import LAYER, closed_form
 from memest.estimator.replay.program import Program, TracedPlan
 from memest.estimator.replay.recording import kind_of
 from memest.estimator.replay.replay import Moment, Replayed, live_at
-from memest.estimator.replay.scenarios import Scenario, intervals, phase_intervals, settings_of
+from memest.estimator.replay.scenarios import Scenario, intervals, phase_intervals
 from memest.estimator.tensors.storages import Coverage
 from memest.estimator.versions import library_versions, simulated
 from memest.plan import TrainingPlan
@@ -239,7 +239,9 @@ def _assumptions(
             f"building it there takes {gib_or_mib(unlimited.setup_reserved_bytes)}, more than the"
             " training: load it quantised, or through the CPU"
         )
-    lines.append(kernels_assumed("compute capability", primary.capability, settings_of(plan)))
+    lines.append(
+        kernels_assumed("compute capability", primary.capability, parse_settings(plan.alloc_conf))
+    )
     if plan.precision.startswith("bf16") and primary.capability < (8, 0):
         lines.append(
             f"bfloat16 is emulated on {primary.name}: its own 16-bit precision is `16-mixed`"

@@ -137,8 +137,6 @@ def run_job(job: Job) -> None:
     Raises:
         MemestError: the plan cannot be run.
     """
-    import torch
-
     from memest.loops import data
     from memest.models_meta.registry import resolve_config
 
@@ -194,7 +192,6 @@ def _build_model(job: Job, config: Any) -> Any:
 
 def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
     """Make the optimizer over the parameters trained now, which a strategy may have replaced."""
-    from memest.loops.job import make_optimizer
     from memest.models_meta.assemble import trained_parameters
 
     return make_optimizer(plan, trained_parameters(model))

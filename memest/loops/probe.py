@@ -50,7 +50,7 @@ class CudaMemory:
 
 @dataclass(slots=True)
 class PhaseRecorder:
-    """Rows of one run, and the highest figures so far; `on_row` is called after each row."""
+    """Rows of one run, and the highest figures so far."""
 
     memory: Memory
     num_micro_batches: int
@@ -58,12 +58,14 @@ class PhaseRecorder:
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     micro_batches_begun: int = 0
-    on_row: Callable[[], None] = lambda: None
+    on_start: Callable[[], None] = lambda: None  # called after the peaks are reset
+    on_row: Callable[[], None] = lambda: None  # called after each row
     states: Any = None  # parameters, gradients, optimizer states (`States`), set before a row
 
     def start(self) -> None:
         """Reset the peaks after the model is built."""
         self.memory.read()
+        self.on_start()
 
     def note_peaks(self) -> Reading:
         """Read and update the peaks; also called where no phase ends, as after an error."""

@@ -33,25 +33,12 @@ def fit(task: Task) -> None:
             task,
             model=task.model,
             args=arguments,
-            train_dataset=_Numbers(plan.steps * plan.accumulate_grad_batches),
-            eval_dataset=_Numbers(plan.limit_val_batches) if plan.validates else None,
+            train_dataset=range(plan.steps * plan.accumulate_grad_batches),
+            eval_dataset=range(plan.limit_val_batches) if plan.validates else None,
             optimizers=(own, None),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-
-
-class _Numbers(torch.utils.data.Dataset[int]):
-    """Numbers of batches, from each of which the collator makes one."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class ProbedTrainer(Trainer):
@@ -121,6 +108,7 @@ class _Messenger(TrainerCallback):
 
 
 def _loader(numbers: Any, batch_of: Any) -> Any:
+    """Return a loader that makes one batch from each of `numbers`."""
     return torch.utils.data.DataLoader(
         numbers, batch_size=1, collate_fn=lambda chosen: batch_of(chosen[0])
     )

@@ -45,17 +45,14 @@ def plot_fragmentation(
             _draw_run(panel, run, look, gpu_limit_bytes / GIB)
         _draw_limit(panel, report, runs, gpu_limit_bytes)
         _draw_column(panel, runs)
-        title = f"{report.name}: {_title(runs)}"
-        canvas.write_title(title, plan_line([report], _lengths(report)))
+        title = "what is reserved, and what is in use"
+        if runs[0].failed_step is not None:
+            title = f"out of memory in step {runs[0].failed_step + 1}"
+        lengths = report.plan.get("lengths")
+        span = f"{min(lengths)} to {max(lengths)} tokens" if lengths else ""
+        canvas.write_title(f"{report.name}: {title}", plan_line([report], span))
         canvas.write(0.4, 1.2, _reason(runs[0], gpu_limit_bytes), size=VALUE, gid="reason")
     return canvas.figure
-
-
-def _title(runs: Sequence[Growth]) -> str:
-    first = runs[0].failed_step
-    if first is not None:
-        return f"out of memory in step {first + 1}"
-    return "what is reserved, and what is in use"
 
 
 def _reason(run: Growth, limit_bytes: int) -> str:
@@ -70,11 +67,6 @@ def _reason(run: Growth, limit_bytes: int) -> str:
     elif run.failed_step is not None:
         text += f"; in step {run.failed_step + 1} that is not enough"
     return f"{text}.\nThe thin line is what it would reserve without a limit."
-
-
-def _lengths(report: Prediction) -> str:
-    lengths = report.plan.get("lengths")
-    return f"{min(lengths)} to {max(lengths)} tokens" if lengths else ""
 
 
 def _set_axes(axes: Axes, runs: Sequence[Growth], limit_bytes: int) -> None:

@@ -20,7 +20,6 @@ from memest.plots.style import (
     WIDTH,
     Canvas,
     Panel,
-    Theme,
     require,
     row_size,
     shortened,
@@ -197,7 +196,9 @@ def _layout(
     reports: Sequence[Row], words: Sequence[tuple[str, str]], gpus: Sequence[tuple[str, int]]
 ) -> _Layout:
     """Choose sizes so that all rows and columns have room."""
-    drawn, longest = _drawn(reports, gpus)
+    longest = max(report.needs_bytes for report in reports)
+    drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or list(gpus[:1])
+    span = 1.03 * max(longest, 1, *(limit for _, limit in drawn)) / GIB
     rows = min(len(reports), MAX_ROWS)
     row = min(_ROW, (HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
     name = _fitting([name for name, _ in words], min(float(VALUE), 33 * row), 10, bold=True)
@@ -205,8 +206,8 @@ def _layout(
     widths = ((text_width(n, name, bold=True), text_width(d, detail)) for n, d in words)
     left = _LEFT + 0.12 + min(_NAME, max(map(max, widths)))
     width = WIDTH - _RIGHT - _TOTAL - len(gpus) * _GPU - left
-    per_gib = width / (1.03 * longest)
-    labels = _limit_labels(drawn, per_gib, 1.03 * longest)
+    per_gib = width / span
+    labels = _limit_labels(drawn, per_gib, span)
     levels = [1.0, 1.6 if len(gpus) > 1 else 1.0, *(1.0 + level for *_, level in labels)]
     top = _TOP + _LINES * max(levels)
     row = min(_ROW, (HEIGHT - top - _BOTTOM) / rows)
@@ -234,15 +235,6 @@ def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = Fa
     """Return a size of type, `size` or less, at which the longest text has room."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
     return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
-
-
-def _drawn(
-    reports: Sequence[Row], gpus: Sequence[tuple[str, int]]
-) -> tuple[list[tuple[str, int]], float]:
-    """Return the GPUs that get a line, and the GiB that the chart spans."""
-    longest = max(report.needs_bytes for report in reports)
-    drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or list(gpus[:1])
-    return drawn, max(longest, 1, *(limit for _, limit in drawn)) / GIB
 
 
 def _own_limit(report: Row, layout: _Layout) -> float | None:
@@ -278,7 +270,7 @@ def _draw_bar(
     lines = [*layout.lines, *([own] if own is not None else [])]
     for kind, num_bytes in parts.items():
         length = num_bytes / GIB
-        color = _color(theme, kind)
+        color = {UNKNOWN: theme.background, CACHED: theme.band[1], **theme.kinds}[kind]
         axes.barh(
             row, length, _BAR, base, color=color, linewidth=0.8, gid=f"{row}:{kind}",
             edgecolor=theme.muted if kind in (CACHED, UNKNOWN) and length else theme.background,
@@ -294,12 +286,6 @@ def _draw_bar(
         base += length
     if own is not None:
         _mark_excess(panel, row, own, base)
-
-
-def _color(theme: Theme, kind: str) -> str:
-    if kind == UNKNOWN:
-        return theme.background
-    return theme.band[1] if kind == CACHED else theme.kinds[kind]
 
 
 def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:

@@ -29,12 +29,7 @@ from memest.units import GIB, format_size
 STACK = KINDS[:4]
 
 _FRAME = (1.15, 1.4, WIDTH - 1.15 - 0.3, HEIGHT - 1.4 - 1.75)  # left, bottom, width, height
-_PHASES = (
-    Phase.BEFORE_FORWARD,
-    Phase.AFTER_FORWARD,
-    Phase.AFTER_BACKWARD,
-    Phase.AFTER_OPTIMIZER_STEP,
-)
+_PHASES = tuple(Phase)[:4]  # of a step; the last phase is of a validation
 _NUMBER_INCHES = 0.35  # of a number over a bar
 FAR_LIMIT = 2.2  # times the highest bar: such a limit is named at the edge, not drawn
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2, nan
@@ -34,7 +34,7 @@ from memest.plots.style import (
 from memest.plots.words import dotted, gpu_label, label_of, plan_line
 from memest.report import Outcome, Prediction, RankRow, RunReport
 from memest.report.lecture import Chart, Series, Slide
-from memest.units import GIB, format_size
+from memest.units import GIB, counted, format_size
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
 _COLUMN = 5.75  # inches at the right: each strategy's name, size, and terms that do not shrink
@@ -182,6 +182,7 @@ def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw a block for each strategy, next to the end of its line where others leave room."""
     axes, width, height = panel.axes, panel.width, panel.height
+    first, last = (log2(limit) for limit in axes.get_xlim())
     low, high = (log2(limit) for limit in axes.get_ylim())
     ends = [(log2(_last(line).needs_bytes / GIB) - low) / (high - low) * height for line in lines]
     block = min(_BLOCK, height / len(lines))
@@ -189,7 +190,7 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     size = min(LABEL, 72 * block / 2.6)
     for line, end, place in zip(lines, ends, places, strict=True):
         look = look_of(line.strategy, panel.theme)
-        start = (_end_of(axes, line) + 0.02) * width
+        start = ((log2(max(line.reports)) - first) / (last - first) + 0.02) * width
         panel.lead((start, end), (width + 0.25, place), (width + 0.34, place),
                    color=look.color, linewidth=1.6)  # fmt: skip
         axes.plot(
@@ -205,12 +206,6 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
             left, place - 0.42 * block, _stays(line), size=min(_STAYS, 0.86 * size),
             color=panel.theme.muted, gid=f"stays:{line.strategy}",
         )  # fmt: skip
-
-
-def _end_of(axes: Axes, line: ScalingLine) -> float:
-    """Return the end of a line as a part of the axis."""
-    low, high = (log2(limit) for limit in axes.get_xlim())
-    return (log2(max(line.reports)) - low) / (high - low)
 
 
 def _stays(line: ScalingLine) -> str:
@@ -305,11 +300,15 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
             f"`{line.strategy}` has no prediction to draw", hint="name another strategy"
         )
     report, columns = _last(line), [_bar(report) for report in line.reports.values()]
+    under = (
+        f"{counted(number, 'GPU')}\n{format_size(each.needs_bytes)} GiB, {each.word}"
+        for number, each in line.reports.items()
+    )
     limit_bytes = _limits([line])[0]
     is_far = limit_bytes > _FAR * max(sum(column.values()) for column in columns)
     chart = Chart(
         is_upright=True,
-        categories=tuple(map(_under_bar, line.reports, line.reports.values())),
+        categories=tuple(under),
         series=tuple(
             Series(name=name, color=color, values=tuple(column[name] / GIB for column in columns))
             for name, color in (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
@@ -320,8 +319,9 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     )
     title = f"{report.name} under {label_of(line.strategy)}"
     words = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
-    stays = _sentence(large_constants(line), max(line.reports))
-    return draw_slide(words, dark=dark, remark=stays)
+    terms = [f"{k} {format_size(size)}" for k, size in large_constants(line).items()][:4]
+    stays = f"Does not shrink, on {max(line.reports)} GPUs: {', '.join(terms)} GiB"
+    return draw_slide(words, dark=dark, remark=stays if terms else "")
 
 
 def _bar(report: Prediction) -> dict[str, int]:
@@ -330,11 +330,6 @@ def _bar(report: Prediction) -> dict[str, int]:
     more = max(0, report.needs_bytes - sum(parts.values()))
     is_oom = report.verdict is Outcome.OOM
     return parts | {"cached": 0 if is_oom else more, _NOT_REACHED[0]: more if is_oom else 0}
-
-
-def _under_bar(number: int, report: Prediction) -> str:
-    gpus = "1 GPU" if number == 1 else f"{number} GPUs"
-    return f"{gpus}\n{format_size(report.needs_bytes)} GiB, {report.word}"
 
 
 def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:
@@ -355,7 +350,12 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
     limit = limit_text(report.gpu, limit_bytes, WIDTH / 2).replace("usable", "in all")
     chart = Chart(
         is_upright=True,
-        categories=tuple(_under_rank(row, has_size=len(rows) <= _MAX_NUMBERED) for row in rows),
+        categories=tuple(
+            f"{row.rank}\n{_highest(row) / GIB:.1f}"
+            if len(rows) <= _MAX_NUMBERED
+            else str(row.rank)
+            for row in rows
+        ),
         series=tuple(
             Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
             for (name, color), sizes in parts.items()
@@ -374,13 +374,3 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
 def _highest(row: RankRow) -> int:
     found = row.intervals.get("process")
     return max(row.process_bytes, found.high_bytes if found else 0)
-
-
-def _under_rank(row: RankRow, *, has_size: bool) -> str:
-    return f"{row.rank}\n{_highest(row) / GIB:.1f}" if has_size else str(row.rank)
-
-
-def _sentence(terms: Mapping[str, int], devices: int) -> str:
-    """Return the constant terms, as a line of text."""
-    named: Sequence[str] = [f"{kind} {format_size(size)}" for kind, size in terms.items()][:4]
-    return f"Does not shrink, on {devices} GPUs: {', '.join(named)} GiB" if named else ""

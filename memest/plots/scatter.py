@@ -211,8 +211,8 @@ def _listed(pairs: Sequence[Pair]) -> list[Pair]:
     def worst(index: int) -> float:
         return max(abs(percent_off(*_both(pairs[index], q))) for q in _QUANTITIES)
 
-    kept = sorted(sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS])
-    return [pairs[index] for index in kept]
+    kept = sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS]
+    return [pairs[index] for index in sorted(kept)]
 
 
 def _tag(predicted: Prediction, measured: Measurement) -> str:

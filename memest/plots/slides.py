@@ -128,13 +128,13 @@ def _draw_limit(panel: Panel, chart: Chart) -> None:
     if not chart.limit:
         return
     axes, theme = panel.axes, panel.theme
-    words: dict[str, Any] = {"size": VALUE, "weight": "bold", "color": theme.ink}
     if chart.is_upright:
         axes.axhline(chart.limit, color=theme.limit, linewidth=3)
-        place = (axes.get_xlim()[1], chart.limit)
-        axes.annotate(chart.limit_name, place, (0, 5), ha="right", va="bottom",
-                      textcoords="offset points", **words)  # fmt: skip
+        place, offset = (axes.get_xlim()[1], chart.limit), (0, 5)
     else:
         axes.axvline(chart.limit, color=theme.limit, linewidth=3)
-        axes.annotate(chart.limit_name, (chart.limit, -0.6), (0, 4), ha="right", va="bottom",
-                      textcoords="offset points", annotation_clip=False, **words)  # fmt: skip
+        place, offset = (chart.limit, -0.6), (0, 4)
+    axes.annotate(
+        chart.limit_name, place, offset, textcoords="offset points", annotation_clip=False,
+        ha="right", va="bottom", size=VALUE, weight="bold", color=theme.ink,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from memest.estimator.replay.recording import Span, Timeline
 from memest.plots.style import (
     HEIGHT,
+    KINDS,
     LABEL,
     TICK,
     VALUE,
@@ -37,14 +38,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
 _BAND = 0.42  # inches of the strip that names the phases
 _LABEL_INCHES = 0.34  # of an area in which its name is written
 
+_ABBREVIATIONS = {"forward": ("fwd", "F"), "backward": ("bwd", "B")}  # where there is little room
 _DRAWN = {
-    "params": ("params",),
-    "grads": ("grads",),
-    "optimizer": ("optimizer",),
-    "activations": ("activations",),
-    "buckets": ("buckets",),
-    "gathered": ("gathered",),
-    "temporaries": ("temporaries",),
+    **{kind: (kind,) for kind in (*KINDS[:-1], "temporaries")},
     "rest": ("buffers", "batch", "workspace"),
 }
 """Areas: the kinds of the timeline in each, from the axis upwards."""
@@ -172,9 +168,8 @@ def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
             edgecolor=theme.ink, linewidth=0.8, transform=axes.get_xaxis_transform(),
             clip_on=False, gid=f"phase:{span.name}",
         )  # fmt: skip
-        text = next(
-            (t for t in _shorter(span.name) if text_width(t, TICK) + 0.08 < wide * per_x), ""
-        )
+        texts = (span.name, *_ABBREVIATIONS.get(span.name, ()))
+        text = next((t for t in texts if text_width(t, TICK) + 0.08 < wide * per_x), "")
         spills = not text and span is spans[-1]  # into the strip before it
         panel.write_in_column(
             span.stop if spills else start + wide / 2, height + 0.06 + _BAND / 2,
@@ -183,11 +178,6 @@ def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
         )  # fmt: skip
         if start and wide * per_x > 0.1:
             axes.axvline(start, color=theme.ink, linewidth=1.0, linestyle=":")
-
-
-def _shorter(name: str) -> tuple[str, ...]:
-    """Return the name and its abbreviations for little room."""
-    return {"forward": (name, "fwd", "F"), "backward": (name, "bwd", "B")}.get(name, (name,))
 
 
 def _mark_peak(panel: Panel, timeline: Timeline) -> None:

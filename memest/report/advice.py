@@ -12,7 +12,7 @@ from memest.report import Verdict
 from memest.report.answer import place_in_words
 from memest.report.text import table
 from memest.report.times import seconds, time_words
-from memest.units import GIB, gib_or_mib
+from memest.units import GIB, counted, gib_or_mib
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Advice, Option
@@ -68,7 +68,6 @@ def _nothing(advice: Advice) -> list[str]:
 
 
 def _option(number: int, option: Option) -> list[str]:
-    head = f"{number}. "
     rows = [
         ("needs", f"{gib_or_mib(option.verdict.needs_bytes)}, {_to_spare(option.verdict)}"),
         *([("time", f"about {time_words(option.time)}")] if option.time else []),
@@ -79,7 +78,7 @@ def _option(number: int, option: Option) -> list[str]:
         rows.append(("host", f"{gib_or_mib(option.host_bytes)} of paged optimizer state"))
     rows.append(("check", option.command))
     rows += [("train", line) for line in option.training_lines]
-    return [f"{head}{option.title}", *(f"   {word:<5}  {text}" for word, text in rows)]
+    return [f"{number}. {option.title}", *(f"   {word:<5}  {text}" for word, text in rows)]
 
 
 def _not_enough(advice: Advice) -> list[str]:
@@ -102,7 +101,7 @@ def _left_out(advice: Advice) -> list[str]:
     lines = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
     if not advice.fits:
         lines += [f"not tried: {what}" for what in advice.not_tried]
-    count = f"{advice.num_predictions} prediction" + "s" * (advice.num_predictions != 1)
+    count = counted(advice.num_predictions, "prediction")
     if not advice.is_complete:
         count += ", all that were allowed: there may be more (`--max-predictions`)"
     return [*lines, count]

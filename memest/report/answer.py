@@ -166,7 +166,11 @@ def answer(report: SimulatedReport, *, change: Option | None = None) -> list[str
         lines.append(f"what decides: {verdict.decides}")
     if is_oom and not report.is_script:
         lines += [*_change_lines(change), f"more: {advise_command(report)}"]
-    return lines + _host_lines(report.host_verdict) + kernels_line(report.versions)
+    host = report.host_verdict
+    if host is not None and host.verdict is Outcome.OOM:
+        held, there = gib_or_mib(host.reserved_bytes), gib_or_mib(host.limit_bytes)
+        lines.append(f"{paint('the host does not hold it', BAD)}: {held} of {there} there")
+    return lines + kernels_line(report.versions)
 
 
 def kernels_line(versions: Mapping[str, str]) -> list[str]:
@@ -188,13 +192,6 @@ def _refusal_line(verdict: Verdict, gpu: str) -> str:
         f" usable are reserved, and the next request needs {gib_or_mib(-verdict.margin_bytes)}"
         " more than is left"
     )
-
-
-def _host_lines(host: Verdict | None) -> list[str]:
-    if host is None or host.verdict is not Outcome.OOM:
-        return []
-    head = paint("the host does not hold it", BAD)
-    return [f"{head}: {gib_or_mib(host.reserved_bytes)} of {gib_or_mib(host.limit_bytes)} there"]
 
 
 def _others(report: SimulatedReport) -> list[str]:

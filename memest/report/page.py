@@ -67,7 +67,10 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
 
 
 def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
-    """Return the blocks of a step as JSON values; equal sites are one entry."""
+    """Return the blocks of a step as JSON values; equal sites are one entry.
+
+    `columns` are 32-bit integers, little-endian, deflated, as base64.
+    """
     storages = recording.storages
     places: dict[tuple[Any, ...], int] = {}
     sites = []
@@ -77,7 +80,12 @@ def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
         key = (kind, site.module, site.op, site.phase, site.line, site.caller)
         sites.append(places.setdefault(key, len(places)))
     sizes = [block.num_bytes for block in step.blocks]
-    peak, peak_bytes = _peak(step)
+    change = np.zeros(step.num_points + 1, dtype=np.int64)
+    for block in step.blocks:
+        change[block.start] += block.num_bytes
+        change[block.stop] -= block.num_bytes
+    levels = change[:-1].cumsum()
+    peak = int(levels.argmax())
     columns: tuple[Iterable[int], ...] = (
         (block.start for block in step.blocks),
         (block.stop for block in step.blocks),
@@ -86,18 +94,19 @@ def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
         (point for point, _ in step.reserved),
         (_units(size) for _, size in step.reserved),
     )
+    packed = np.fromiter(chain.from_iterable(columns), dtype="<u4")
     return {
         "step": step.step,
         "points": step.num_points,
         "peak": peak,
-        "peak_bytes": peak_bytes,
+        "peak_bytes": int(levels[peak]),
         "refused_bytes": step.refused_bytes,
         "kinds": list(KINDS),
         "spans": [[span.name, span.start, span.stop] for span in step.spans],
         "sites": [list(key) for key in places],
         "rows": len(step.blocks),
         "changes": len(step.reserved),
-        "columns": _packed(columns),
+        "columns": base64.b64encode(zlib.compress(packed.tobytes(), 9)).decode(),
     }
 
 
@@ -105,23 +114,6 @@ def _units(num_bytes: int) -> int:
     units, rest = divmod(num_bytes, UNIT_BYTES)
     assert not rest, f"the allocator has a block of {num_bytes} B"
     return units
-
-
-def _packed(columns: Iterable[Iterable[int]]) -> str:
-    """Return 32-bit integers, little-endian, deflated, as base64."""
-    values = np.fromiter(chain.from_iterable(columns), dtype="<u4")
-    return base64.b64encode(zlib.compress(values.tobytes(), 9)).decode()
-
-
-def _peak(step: StepBlocks) -> tuple[int, int]:
-    """Return the point with most allocated, and its bytes."""
-    change = np.zeros(step.num_points + 1, dtype=np.int64)
-    for block in step.blocks:
-        change[block.start] += block.num_bytes
-        change[block.stop] -= block.num_bytes
-    levels = change[:-1].cumsum()
-    peak = int(levels.argmax())
-    return peak, int(levels[peak])
 
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")

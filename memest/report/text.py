@@ -15,7 +15,6 @@ from memest.report import (
     HeldRow,
     Interval,
     Outcome,
-    Phase,
     Prediction,
     RunReport,
     SimulatedReport,
@@ -270,17 +269,9 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
             levels = (row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes)
             kinds = gib_that_add_up(list(row.kinds.values()))
             figures = (f"{level / GIB:.2f}" for level in levels)
-            rows.append([f"{step} {_PHASES[row.phase]}", *kinds, *figures])
+            phase = row.phase.replace("_", " ").replace("optimizer ", "")
+            rows.append([f"{step} {phase}", *kinds, *figures])
     return rows
-
-
-_PHASES = {
-    Phase.BEFORE_FORWARD: "before forward",
-    Phase.AFTER_FORWARD: "after forward",
-    Phase.AFTER_BACKWARD: "after backward",
-    Phase.AFTER_OPTIMIZER_STEP: "after step",
-    Phase.AFTER_VALIDATION: "after validation",
-}
 
 
 def step_name(step: int, micro_batch: int | None) -> str:

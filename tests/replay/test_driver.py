@@ -46,9 +46,9 @@ def replay(name: str) -> tuple[CachingAllocator, Noted, list[tuple[int, int]]]:
     recorded = []
     for index, (action, address, size) in enumerate(events):
         if index == RUNS[name]["first_kernel"]:
-            allocator.load_first_kernel()
+            space.load_first_kernel()
         if index in RUNS[name]["handles"]:
-            allocator.create_cublas_handle()
+            space.create_cublas_handle()
         if action == ALLOC:
             live[address] = allocator.malloc(size)
         elif action == FREE:

@@ -59,7 +59,7 @@ class CachingAllocator:
         self._pools_of_streams: dict[int, tuple[FreeBlocks, FreeBlocks]] = {0: self._pools}
         self.released_pools: set[int] = set()  # private pools whose CUDA graphs are all deleted
         self._deferred: dict[int, Block] = {}
-        self._addresses = addresses or AddressSpace()
+        self.addresses = addresses or AddressSpace()
         self.settings = DEFAULT
         self._tuning: Tuning | None = None
         self._read: Callable[[], AllocatorSettings] | None = None
@@ -86,7 +86,10 @@ class CachingAllocator:
         if self._tuning is not None:
             self.read_settings()
         if self._tuning is not None:
-            return self._counted(self._tuning.malloc(num_bytes, stream))
+            block = self._tuning.malloc(num_bytes, stream)
+            self.allocated_bytes += block.num_bytes
+            self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+            return block
         size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
         is_small = size <= SMALL_REQUEST_BYTES
         pool = (self._pools if not stream else self.pools_of(stream))[is_small]
@@ -111,11 +114,6 @@ class CachingAllocator:
         allocated = self.allocated_bytes = self.allocated_bytes + block.num_bytes
         if allocated > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated
-        return block
-
-    def _counted(self, block: Block) -> Block:
-        self.allocated_bytes += block.num_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:
@@ -188,15 +186,7 @@ class CachingAllocator:
     def release(self, block: Block) -> None:
         """Return a segment to the driver; its blocks are already out of the pools."""
         self.reserved_bytes -= block.num_bytes
-        self._addresses.give_back(block.address, block.num_bytes)
-
-    def load_first_kernel(self) -> None:
-        """Note that the process launches its first kernel, which moves memory of the driver."""
-        self._addresses.load_first_kernel()
-
-    def create_cublas_handle(self) -> None:
-        """Note that cuBLAS creates a handle, which takes memory of the driver."""
-        self._addresses.create_cublas_handle()
+        self.addresses.give_back(block.address, block.num_bytes)
 
     @property
     def streams(self) -> Iterable[int]:
@@ -264,7 +254,7 @@ class CachingAllocator:
         if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
             return None
         self._reserve(num_bytes)
-        block = Block(self._addresses.take(num_bytes), num_bytes, is_small, stream=stream)
+        block = Block(self.addresses.take(num_bytes), num_bytes, is_small, stream=stream)
         self.taken(block)
         return block
 
@@ -284,16 +274,12 @@ class CachingAllocator:
         limit, gpu = self.limit_bytes, self.gpu_bytes
         return limit is not None and (gpu is None or limit < gpu)
 
-    def has_room_for(self, num_bytes: int) -> bool:
-        """Return whether the GPU has memory to map."""
-        return self.gpu_bytes is None or self.reserved_bytes + num_bytes <= self.gpu_bytes
-
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Hook for subclasses: memory was mapped to addresses that are part of `block` now."""
         self._reserve(num_bytes)
-        self._addresses.mapped(address, num_bytes)
+        self.addresses.mapped(address, num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Hook for subclasses: memory was unmapped from addresses that are part of `block`."""
         self.reserved_bytes -= num_bytes
-        self._addresses.unmapped(address, num_bytes)
+        self.addresses.unmapped(address, num_bytes)

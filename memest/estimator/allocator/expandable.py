@@ -114,7 +114,8 @@ class ExpandableSegments:
         """Map memory at the beginning of `block` and merge it with free neighbours."""
         piece = self._piece_bytes[block.is_small]
         num_bytes = round_up(size, piece)
-        if not self._allocator.has_room_for(num_bytes):
+        most = self._allocator.gpu_bytes
+        if most is not None and self._allocator.reserved_bytes + num_bytes > most:
             return None
         self._remove_unmapped(block)
         mapped = _linked(Block, block, block.address, num_bytes, block.previous, block.next)

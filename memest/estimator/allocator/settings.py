@@ -82,11 +82,6 @@ class AllocatorSettings:
         """True if the allocator behaves as without any setting."""
         return replace(self, text="", without_effect=()) == DEFAULT
 
-    def roundup_divisions_of(self, num_bytes: int) -> int:
-        """Return the divisions to which `num_bytes` rounds; 0 rounds to multiples of 512."""
-        index = num_bytes.bit_length() - 1 - (MIB.bit_length() - 1)
-        return self.roundup_divisions[min(max(0, index), NUM_INTERVALS - 1)]
-
     def __str__(self) -> str:
         """Return the text as given, or a name for the defaults."""
         return self.text or "PyTorch's defaults"

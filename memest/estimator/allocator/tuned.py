@@ -22,7 +22,7 @@ from memest.estimator.allocator.blocks import (
     segment_bytes,
 )
 from memest.estimator.allocator.expandable import ExpandableSegments
-from memest.estimator.allocator.settings import AllocatorSettings
+from memest.estimator.allocator.settings import MIB, NUM_INTERVALS, AllocatorSettings
 from memest.units import round_up
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ class Tuning:
         """Return the block size that serves a request."""
         if num_bytes < ROUND_BYTES:
             return ROUND_BYTES
-        divisions = self.settings.roundup_divisions_of(num_bytes)
+        interval = num_bytes.bit_length() - MIB.bit_length()
+        divisions = self.settings.roundup_divisions[min(max(0, interval), NUM_INTERVALS - 1)]
         if divisions <= 1 or num_bytes <= ROUND_BYTES * divisions:
             return round_request(num_bytes)
         floor = 1 << (num_bytes.bit_length() - 1)
         if num_bytes == floor:
             return num_bytes
-        step = floor // divisions
-        return round_up(num_bytes, step)
+        return round_up(num_bytes, floor // divisions)
 
     def segment_bytes(self, block_bytes: int) -> int:
         """Return the size of a segment of `cudaMalloc`."""

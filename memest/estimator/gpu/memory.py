@@ -240,14 +240,14 @@ class Memory:
         """Launch the first kernel of the process."""
         if self.logs_driver:
             self.settle()
-            self.allocator.load_first_kernel()
+            self.allocator.addresses.load_first_kernel()
             self.log.open.append(FIRST_KERNEL)
 
     def create_cublas_handle(self) -> None:
         """Create a handle of cuBLAS."""
         if self.logs_driver:
             self.settle()
-            self.allocator.create_cublas_handle()
+            self.allocator.addresses.create_cublas_handle()
             self.log.open.append(NEW_HANDLE)
 
     # --- frees

@@ -215,35 +215,23 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
     >>> match_device("NVIDIA A100-PCIE-40GB", 42_298_834_944).name
     'a100-40gb'
     """
-    if split_mig(name) is not None:
-        return _match_instance(name, total_bytes)
-    words = _words(name)
-    same_kind = [
+    instance = split_mig(name)
+    words = _words(instance[0] if instance else name)
+    alike = [gpu for gpu in list_gpus() if _kind(_words(gpu.label)) == _kind(words)]
+    if instance is not None:
+        profile, known = instance[1], mig_profiles()
+        alike = [mig_instance(g, profile) for g in alike if profile in known.get(g.name, ())]
+        words = frozenset()  # variants of a GPU have the same profiles
+    fitting = [
         gpu
-        for gpu in list_gpus()
-        if _kind(_words(gpu.label)) == _kind(words) and _has_memory(gpu, total_bytes)
+        for gpu in alike
+        if abs(gpu.memory_bytes - total_bytes) <= _MEMORY_TOLERANCE * gpu.memory_bytes
     ]
     return max(
-        same_kind,
+        fitting,
         key=lambda g: (len(_words(g.label) & words), -abs(g.memory_bytes - total_bytes)),
         default=None,
     )
-
-
-def _has_memory(gpu: Gpu, num_bytes: int) -> bool:
-    return abs(gpu.memory_bytes - num_bytes) <= _MEMORY_TOLERANCE * gpu.memory_bytes
-
-
-def _match_instance(name: str, total_bytes: int) -> Gpu | None:
-    whole, profile = split_mig(name) or (name, "")
-    kind = _kind(_words(whole))
-    found = [
-        mig_instance(gpu, profile)
-        for gpu in list_gpus()
-        if _kind(_words(gpu.label)) == kind and profile in mig_profiles().get(gpu.name, ())
-    ]
-    fitting = [gpu for gpu in found if _has_memory(gpu, total_bytes)]
-    return min(fitting, key=lambda gpu: abs(gpu.memory_bytes - total_bytes), default=None)
 
 
 def nearest_gpu(capability: tuple[int, int], memory_bytes: int) -> Gpu:

@@ -105,7 +105,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     elif name in _INDEXED and first is not None:
         more = (_length(first, -1),)
     elif name in _ROWS:
-        more = (_row_length(args[0], args[_ROWS[name]]),)
+        row = args[_ROWS[name]]
+        more = (prod(row) if isinstance(row, list | tuple) else _length(args[0], row),)
     item_bytes = 4 if first is None else first.element_size()
     num_tensors = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
     return Work(f"{name} {item_bytes}", (num_bytes, *more), "", 0, num_bytes, num_tensors)
@@ -141,10 +142,6 @@ _ROWS = {
     "_fused_rms_norm_backward": 2,
 }  # fmt: skip
 """Positions of what gives the length of a row: a dimension, or the shape of a row."""
-
-
-def _row_length(x: Tensor, given: Any) -> int:
-    return prod(given) if isinstance(given, list | tuple) else _length(x, given)
 
 
 def _length(x: Tensor, dim: int) -> int:

@@ -38,7 +38,13 @@ def closed_form(
     is_other = plan.uses_adapters or plan.freeze or plan.is_distributed or plan.lengths
     if geometry is None or is_other or plan.precision == "32-true":
         return None
-    layers = held_by_layers(program)
+    storages = program.storages
+    layers: dict[int, int] = defaultdict(int)  # bytes after the first forward, by layer
+    *_, first_forward = program.until_forward()
+    for index in program.alive_after([first_forward]):
+        found = LAYER.match(storages.sites[index].module)
+        if found and storages.kinds[index] == "activations":
+            layers[int(found[2])] += storages.num_bytes[index]
     if not layers:
         return None
     per_layer = sum(layers.values()) // len(layers)
@@ -49,7 +55,7 @@ def closed_form(
     else:
         formula = "34 s b h + 5 a s^2 b"
         textbook = 34 * tokens * g.h + 5 * g.a * seq_len * tokens
-        is_fused = any(_FUSED_ATTENTION.search(site.op) for site in program.storages.sites)
+        is_fused = any(_FUSED_ATTENTION.search(site.op) for site in storages.sites)
         differences = _differences(plan, g, seq_len, is_fused=is_fused)
     rest = per_layer - textbook - sum(t.num_bytes for t in differences)
     other = Term(
@@ -67,17 +73,6 @@ def closed_form(
         traced_bytes=per_layer,
         differences=(*differences, other),
     )
-
-
-def held_by_layers(program: Program) -> dict[int, int]:
-    """Return bytes of activations after the first forward, by the number of the layer."""
-    storages = program.storages
-    layers: dict[int, int] = defaultdict(int)
-    for index in program.alive_after([program.first_forward()]):
-        found = LAYER.match(storages.sites[index].module)
-        if found and storages.kinds[index] == "activations":
-            layers[int(found[2])] += storages.num_bytes[index]
-    return dict(layers)
 
 
 def _differences(

@@ -42,9 +42,14 @@ class Part:
     probe: Probe | None = None
 
     @property
+    def phase(self) -> Phase | None:
+        """Phase of the probe."""
+        return None if self.probe is None else self.probe.phase
+
+    @property
     def is_optimizers(self) -> bool:
         """True if it is the optimizer's step."""
-        return self.probe is not None and self.probe.phase is Phase.AFTER_OPTIMIZER_STEP
+        return self.phase is Phase.AFTER_OPTIMIZER_STEP
 
 
 MicroBatch = Sequence[Part]  # in order; frees left by the one before are in the first
@@ -79,10 +84,8 @@ class Program:
         ran = self.steps[step]
         if micro == 0 or len(ran) == num_micro_batches:
             return ran[micro]
-        return ran[-1] if micro == num_micro_batches - 1 else self._middle(step)
-
-    def _middle(self, step: int) -> MicroBatch:
-        ran = self.steps[step]
+        if micro == num_micro_batches - 1:
+            return ran[-1]
         if len(ran) > 2:
             return ran[1]
         if step not in self._middles:
@@ -108,18 +111,14 @@ class Program:
 
     def forward_held_bytes(self) -> int:
         """Return the bytes held at the end of the first forward, of all kinds."""
-        alive = self.alive_after([self.setup, *self._until_forward()])
+        alive = self.alive_after([self.setup, *self.until_forward()])
         return sum(self.storages.num_bytes[index] for index in alive)
 
-    def first_forward(self) -> Sequence[int]:
-        """Return the events of the first forward."""
-        return [*self._until_forward()][-1]
-
-    def _until_forward(self) -> Iterator[Sequence[int]]:
+    def until_forward(self) -> Iterator[Sequence[int]]:
         """Yield the event streams of the first step up to the end of its forward."""
         for part in self.steps[0][0]:
             yield part.events
-            if part.probe is not None and part.probe.phase is Phase.AFTER_FORWARD:
+            if part.phase is Phase.AFTER_FORWARD:
                 return
 
     def alive_after(self, streams: Iterable[Sequence[int]]) -> set[int]:

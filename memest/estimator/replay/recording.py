@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import AddressSpace, Block
@@ -87,28 +87,18 @@ def record_run(
     gpu: str = "",
 ) -> Recording:
     """Replay a run as `Run.on`, and record all actions; `PlanError` if it is too long."""
-    num_events = _num_events(run)
+    program, count = run.program, run.num_micro_batches
+    of_step = (part for micro in range(count) for part in program.play(1, micro, count))
+    num_events = len(program.setup) + run.num_steps * sum(len(part.events) for part in of_step)
     if num_events > MAX_EVENTS:
         raise PlanError(
             f"{num_events} events are too many for a recording",
             hint="simulate fewer `steps`, or fewer micro-batches in each",
         )
-    recording = Recording(run.program.storages, limit_bytes, gpu)
-    player = RecordingPlayer(recording, ranges_stay=run.program.ranges_stay)
+    recording = Recording(program.storages, limit_bytes, gpu)
+    player = RecordingPlayer(recording, ranges_stay=program.ranges_stay)
     recording.result = run.on(limit_bytes, timing, player=player)
     return recording
-
-
-def _num_events(run: Run) -> int:
-    """Return the allocations and frees of a run, with all repetitions."""
-    program, num_micro_batches = run.program, run.num_micro_batches
-
-    def of(micro: int) -> int:
-        return sum(len(part.events) for part in program.play(1, micro, num_micro_batches))
-
-    middle = of(1) * (num_micro_batches - 2) if num_micro_batches > 2 else 0
-    last = of(num_micro_batches - 1) if num_micro_batches > 1 else 0
-    return len(program.setup) + run.num_steps * (of(0) + middle + last)
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
@@ -159,7 +149,9 @@ class RecordingPlayer(Player):
     def __init__(self, recording: Recording, *, ranges_stay: bool = False) -> None:
         addresses = _RecordedAddresses(recording.actions, ranges_stay)
         allocator = _RecordedAllocator(recording.limit_bytes, addresses)
-        allocator.on_return = self._returned
+        allocator.on_return = lambda block: self._add(
+            Act.FREE_COMPLETED, block, self._freed[id(block)]
+        )
         super().__init__(allocator, recording.storages)
         self.recording = recording
         recording.player = self
@@ -189,9 +181,6 @@ class RecordingPlayer(Player):
     def refused(self, storage: int, num_bytes: int) -> None:
         """Record a failed request, which ends the run."""
         self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage))
-
-    def _returned(self, block: Block) -> None:
-        self._add(Act.FREE_COMPLETED, block, self._freed[id(block)])
 
     def _add(self, act: Act, block: Block, storage: int) -> None:
         self.recording.actions.append(Action(act, block.address, block.num_bytes, storage))
@@ -272,26 +261,6 @@ class Timeline:
         return sum(values[point] for values in self.kinds.values())
 
 
-class _Bounds(NamedTuple):
-    """Actions of one step: those after `begin`, up to `end`."""
-
-    step: int
-    begin: int
-    end: int
-    marks: list[Mark]
-    is_cut: bool  # True if the step ends with a failed request
-
-
-def _bounds(recording: Recording, step: int | None) -> _Bounds:
-    step = recording.result.peak.step if step is None else step
-    step = min(step, max((mark.step for mark in recording.marks), default=step))
-    marks = [mark for mark in recording.marks if mark.step == step]
-    later = [mark for mark in recording.marks if mark.step > step]
-    begin = marks[0].index if marks else 0
-    end = later[0].index if later else len(recording.actions)
-    return _Bounds(step, begin, end, marks, not later and recording.result.failed is not None)
-
-
 @dataclass(frozen=True, slots=True)
 class Lifetime:
     """One block in a step: it is allocated at the points from `start` until before `stop`."""
@@ -316,12 +285,18 @@ class StepBlocks:
 
 def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     """Return the lifetime of every block in one step; None is the step of the peak."""
-    bounds = _bounds(recording, step)
+    step = recording.result.peak.step if step is None else step
+    step = min(step, max((mark.step for mark in recording.marks), default=step))
+    marks = [mark for mark in recording.marks if mark.step == step]
+    later = [mark for mark in recording.marks if mark.step > step]
+    begin = marks[0].index if marks else 0  # the step has the actions after it, up to `end`
+    end = later[0].index if later else len(recording.actions)
+    is_cut = not later and recording.result.failed is not None
     live: dict[int, Lifetime] = {}  # by address
     blocks: list[Lifetime] = []
-    points, point, reserved, changes = {bounds.begin: 0}, 0, 0, {0: 0}
-    for index, action in enumerate(recording.actions[: bounds.end], 1):
-        sign, is_inside = sign_of(action), index > bounds.begin
+    points, point, reserved, changes = {begin: 0}, 0, 0, {0: 0}
+    for index, action in enumerate(recording.actions[:end], 1):
+        sign, is_inside = sign_of(action), index > begin
         if action.act in (Act.SEGMENT_ALLOC, Act.SEGMENT_FREE):
             reserved += sign * action.num_bytes
             changes[point + is_inside] = reserved  # the block of the segment is the next point
@@ -337,12 +312,12 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     blocks += [replace(block, stop=point + 1) for block in live.values()]
     blocks.sort(key=lambda block: block.start)
     return StepBlocks(
-        step=bounds.step,
+        step=step,
         num_points=point + 1,
         blocks=blocks,
         reserved=[(at, size) for at, size in changes.items() if at <= point],
-        spans=_spans(bounds.marks, points, point, bounds.is_cut),
-        refused_bytes=recording.result.failed_bytes if bounds.is_cut else 0,
+        spans=_spans(marks, points, point, is_cut),
+        refused_bytes=recording.result.failed_bytes if is_cut else 0,
     )
 
 
@@ -377,14 +352,15 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
     made = next((b.storage for b in found.blocks if b.start == peak), None) if peak else None
     site = None if made is None else recording.storages.sites[made]
     changed = dict(found.reserved)
-
-    def reserved_at(before: int, point: int) -> int:
-        return changed.get(point, before)
-
+    reserved = accumulate(
+        range(1, len(totals)),
+        lambda before, point: changed.get(point, before),
+        initial=found.reserved[0][1],
+    )
     return Timeline(
         step=found.step,
         kinds=kinds,
-        reserved=[*accumulate(range(1, len(totals)), reserved_at, initial=found.reserved[0][1])],
+        reserved=list(reserved),
         spans=found.spans,
         peak=peak,
         where=", ".join(filter(None, (site.module, site.op))) if site else "",
@@ -416,7 +392,11 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
         "segments": made.segments(),
         "device_traces": [list(made.trace())],
         "allocator_settings": settings_entry(DEFAULT),
-        "external_annotations": _annotations(recording),
+        "external_annotations": [  # phases, in the form of `record_function` marks
+            {"device": 0, "stage": stage, "name": name, "time_us": time}
+            for name, start, stop in _slices(recording)
+            for stage, time in (("START", start), ("END", stop))
+        ],
     }
 
 
@@ -598,12 +578,3 @@ def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:
             yield f"{_AFTER[after.phase]} ({where})", before.index, after.index
     if marks and marks[-1].index < len(recording.actions):
         yield "unfinished", marks[-1].index, len(recording.actions)
-
-
-def _annotations(recording: Recording) -> list[dict[str, Any]]:
-    """Return the phases in the form of `record_function` marks."""
-    return [
-        {"device": 0, "stage": stage, "name": name, "time_us": time}
-        for name, start, stop in _slices(recording)
-        for stage, time in (("START", start), ("END", stop))
-    ]

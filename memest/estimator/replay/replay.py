@@ -169,9 +169,9 @@ class Player:
         if event == EMPTIED:
             self.allocator.empty_cache()
         elif event == FIRST_KERNEL:
-            self.allocator.load_first_kernel()
+            self.allocator.addresses.load_first_kernel()
         else:
-            self.allocator.create_cublas_handle()
+            self.allocator.addresses.create_cublas_handle()
 
     def _smaller_block_of(self, index: int) -> Block | None:
         """Return a block for a `tried` storage, smaller if memory is short."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from memest.estimator.allocator.settings import AllocatorSettings, parse_settings
+from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, Site, StorageTable
@@ -157,7 +157,7 @@ def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
 
 def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
     """Return the run of one rank of `plan`."""
-    settings = settings_of(plan)
+    settings = parse_settings(plan.alloc_conf)
     return Run(
         traced.program,
         plan.steps,
@@ -298,8 +298,3 @@ def phase_intervals(results: Sequence[Replayed]) -> tuple[Interval, ...]:
         interval(row.allocated_bytes for row in rows)
         for rows in zip(*(result.rows for result in results), strict=False)
     )
-
-
-def settings_of(plan: TrainingPlan) -> AllocatorSettings:
-    """Return the allocator's settings in a run of `plan`; torch's message in a `PlanError`."""
-    return parse_settings(plan.alloc_conf)

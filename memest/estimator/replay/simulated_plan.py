@@ -35,9 +35,12 @@ def run_ranks(
         run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)
         for rank in candidate_ranks(plan)
     ]
-    if len(traced) > 1:
-        traced.sort(key=functools.partial(_need, plan), reverse=True)
-    return tuple(traced)
+
+    def need(traced: TracedPlan) -> tuple[int, int]:
+        run = Run(traced.program, plan.steps, plan.accumulate_grad_batches).on(None)
+        return run.peak_reserved_bytes, run.peak_allocated_bytes
+
+    return tuple(sorted(traced, key=need, reverse=True) if len(traced) > 1 else traced)
 
 
 def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
@@ -55,11 +58,6 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
     if plan.world_size <= MAX_ALL_RANKS:
         return range(plan.world_size)
     return (0, 1, plan.world_size // 2, plan.world_size - 1)
-
-
-def _need(plan: TrainingPlan, traced: TracedPlan) -> tuple[int, int]:
-    run = Run(traced.program, plan.steps, plan.accumulate_grad_batches).on(None)
-    return run.peak_reserved_bytes, run.peak_allocated_bytes
 
 
 def run_rank(

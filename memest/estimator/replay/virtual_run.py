@@ -223,17 +223,6 @@ class _Watch:
         self.virtual.mode.attribution.labels.of_models()
 
 
-class _PhaseRecorder(PhaseRecorder):
-    """Recorder that also reports the start."""
-
-    on_start: Callable[[], None]
-
-    def start(self) -> None:
-        """Reset the peaks after the model is built."""
-        super().start()
-        self.on_start()
-
-
 @contextmanager
 def without_cycles() -> Iterator[None]:
     """Avoid collections in the middle of a run, so that two runs of a plan are the same.
@@ -288,8 +277,9 @@ def run_plan(
         settings=DEFAULT,
     )
     watch = _Watch(virtual, config, at_cut)
-    recorder = _PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached)
-    recorder.on_start = watch.starts
+    recorder = PhaseRecorder(
+        CudaMemory(), plan.accumulate_grad_batches, on_start=watch.starts, on_row=watch.reached
+    )
     watch.job = job = Job(
         plan,
         recorder,

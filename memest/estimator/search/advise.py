@@ -70,6 +70,11 @@ class Option:
         return max((change.cost for change in self.changes), default=Cost.NOTHING)
 
     @property
+    def rank(self) -> tuple[Cost, float, int]:
+        """Sort key: the kind of cost, the time of a step, the number of changes."""
+        return self.cost, self.time.seconds if self.time else math.inf, len(self.changes)
+
+    @property
     def title(self) -> str:
         """Its changes in one line."""
         return " + ".join(change.title for change in self.changes) or "as it is"
@@ -78,7 +83,7 @@ class Option:
         """Return the option as JSON values."""
         return {
             "changes": [
-                {"title": c.title, "cost": c.cost.words, "price": c.price, "updates": _json(c)}
+                {"title": c.title, "cost": c.cost.words, "price": c.price, "updates": c.updates}
                 for c in self.changes
             ],
             "cost": self.cost.words,
@@ -93,10 +98,6 @@ class Option:
             "command": self.command,
             "training_lines": list(self.training_lines),
         }
-
-
-def _json(change: Change) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in change.updates.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +139,7 @@ class Advice:
             "options": [option.to_dict() for option in self.options],
             "not_enough": [option.to_dict() for option in self.not_enough],
             "smallest": self.smallest.to_dict(),
-            "refused": [{"title": r.title, "reason": r.reason} for r in self.refused],
+            "refused": list(map(asdict, self.refused)),
             "not_tried": list(self.not_tried),
             "num_predictions": self.num_predictions,
             "is_complete": self.is_complete,
@@ -180,7 +181,7 @@ def advise(
             search.run(techniques, options)
         except _Spent:
             is_complete = False
-    seen = search.seen()
+    seen = search.known.values()
     order = [change for technique in techniques for change in technique.changes]
     not_enough = [option for option in seen if len(option.changes) == 1 and not option.fits]
     not_enough.sort(key=lambda option: (option.cost, order.index(option.changes[0])))
@@ -188,7 +189,7 @@ def advise(
         gpu=target.name,
         limit_bytes=prediction.verdicts[target.name].limit_bytes,
         current=current,
-        options=tuple(sorted(options.values(), key=_by_cost)),
+        options=tuple(sorted(options.values(), key=lambda option: option.rank)),
         not_enough=tuple(not_enough),
         smallest=min(seen, key=lambda option: option.verdict.needs_bytes),
         refused=tuple(search.refused),
@@ -243,12 +244,6 @@ def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
     return replace(plan, gpu=(), gpu_memory=gpu.memory_bytes)
 
 
-def _by_cost(option: Option) -> tuple[Any, ...]:
-    """Return the sort key of an option: the kind of its cost, then the time of a step."""
-    seconds = option.time.seconds if option.time else math.inf
-    return option.cost, seconds, len(option.changes)
-
-
 @dataclass(slots=True)
 class _Search:
     """Predictions of changed plans, each made once, and the search over them."""
@@ -259,19 +254,15 @@ class _Search:
     trust_remote_code: bool
     num_predictions: int = 0
     refused: list[Refused] = field(default_factory=list)
+    known: dict[TrainingPlan, Option] = field(default_factory=dict)  # predicted, in order
     _facts: ModelFacts | None = None
-    _known: dict[TrainingPlan, Option] = field(default_factory=dict)
-
-    def seen(self) -> list[Option]:
-        """Return all predicted options, in their order."""
-        return list(self._known.values())
 
     def predict_current(self) -> tuple[Option, Prediction]:
         """Predict the plan without a change; the caller handles an error."""
         self.num_predictions += 1
         prediction = predict(self.plan, trust_remote_code=self.trust_remote_code)
-        self._known[self.plan] = self._option(self.plan, (), prediction)
-        return self._known[self.plan], prediction
+        self.known[self.plan] = self._option(self.plan, (), prediction)
+        return self.known[self.plan], prediction
 
     def facts(self, prediction: Prediction) -> ModelFacts:
         """Return facts about the model for the changes; it is built again, on the meta device."""
@@ -284,7 +275,7 @@ class _Search:
         title = " + ".join(change.title for change in ordered)
         try:
             plan = apply(self.plan, ordered)
-            if plan not in self._known:
+            if plan not in self.known:
                 if self.num_predictions >= self.max_predictions:
                     raise _Spent
                 self.num_predictions += 1
@@ -292,11 +283,11 @@ class _Search:
                 task["total"] = self.max_predictions
                 notify(Event(is_done=False, **task))
                 prediction = predict(plan, trust_remote_code=self.trust_remote_code)
-                self._known[plan] = self._option(plan, ordered, prediction)
-                notify(Event(is_done=True, result=self._known[plan], **task))
-            known = self._known[plan]
+                self.known[plan] = self._option(plan, ordered, prediction)
+                notify(Event(is_done=True, result=self.known[plan], **task))
+            known = self.known[plan]
             if len(ordered) < len(known.changes):  # the rest had no effect with these
-                known = self._known[plan] = replace(known, changes=ordered)
+                known = self.known[plan] = replace(known, changes=ordered)
             return known
         except MemestError as error:
             self.refused.append(Refused(title=title, reason=str(error)))

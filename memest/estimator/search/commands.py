@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,22 +55,19 @@ def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
 
     Names are those of lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50.
     """
-    return (
-        *_allocator_lines(before, after),
-        *_loading_lines(before, after, facts),
-        *_adapter_lines(before, after, facts),
-        *_checkpointing_lines(before, after),
-        *_freezing_lines(before, after, facts),
-        *_optimizer_lines(before, after),
-        *_input_lines(before, after),
-        *_trainer_lines(before, after),
-    )
-
-
-def _allocator_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
+    lines = []
     if after.alloc_conf != before.alloc_conf:
         setting = f'os.environ["PYTORCH_ALLOC_CONF"] = "{after.alloc_conf}"'
-        yield f"{setting}  # before torch is imported"
+        lines.append(f"{setting}  # before torch is imported")
+    lines += [*_loading_lines(before, after, facts), *_adapter_lines(before, after, facts)]
+    added = set(after.freeze) - set(before.freeze)
+    frozen = (name for name in facts.vision_modules if f"{name}.*" in added)
+    lines += [f"model.{name}.requires_grad_(False)" for name in frozen]
+    if after.optim != before.optim:
+        call, option = _OPTIMIZER_CALLS[after.optim]
+        trained = "(p for p in model.parameters() if p.requires_grad)"
+        lines.append(f"optimizer = {call}({trained}, lr=lr{option})")
+    return (*lines, *_input_lines(before, after), *_trainer_lines(before, after))
 
 
 def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> Iterator[str]:
@@ -84,7 +82,7 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
         if after.quant == "int8":
             kind = "load_in_8bit=True"
         if after.quant_skip:
-            kind += f", llm_int8_skip_modules={_list(after.quant_skip)}"
+            kind += f", llm_int8_skip_modules={json.dumps(after.quant_skip)}"
         yield f"quantization = BitsAndBytesConfig({kind})"
         arguments.append("quantization_config=quantization")
     if len(arguments) > 1:
@@ -104,33 +102,16 @@ def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
         yield f"model = prepare_model_for_kbit_training(model{off})"
     if after.uses_adapters and not before.uses_adapters:
         targets = after.lora_target_modules or facts.lora_targets
-        named = f", target_modules={_list(targets)}" if targets else ""
+        named = f", target_modules={json.dumps(targets)}" if targets else ""
         yield (
             f"model = get_peft_model(model, LoraConfig(r={after.lora_r}, "
             f"lora_alpha={after.lora_alpha:g}, lora_dropout={after.lora_dropout:g}{named}))"
         )
-
-
-def _checkpointing_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
     changed = (after.act_ckpt, after.uses_adapters) != (before.act_ckpt, before.uses_adapters)
     if after.act_ckpt and changed and not after.kbit_checkpoints:
         yield "model.gradient_checkpointing_enable()"
         if after.uses_adapters:
             yield "model.enable_input_require_grads()"
-
-
-def _freezing_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> Iterator[str]:
-    added = set(after.freeze) - set(before.freeze)
-    for name in facts.vision_modules:
-        if f"{name}.*" in added:
-            yield f"model.{name}.requires_grad_(False)"
-
-
-def _optimizer_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
-    if after.optim != before.optim:
-        call, option = _OPTIMIZER_CALLS[after.optim]
-        trained = "(p for p in model.parameters() if p.requires_grad)"
-        yield f"optimizer = {call}({trained}, lr=lr{option})"
 
 
 def _input_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
@@ -145,19 +126,12 @@ def _input_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
 
 
 def _trainer_lines(before: TrainingPlan, after: TrainingPlan) -> Iterator[str]:
-    arguments = []
-    if after.accumulate_grad_batches != before.accumulate_grad_batches:
-        arguments.append(f"accumulate_grad_batches={after.accumulate_grad_batches}")
-    if after.precision != before.precision:
-        arguments.append(f'precision="{after.precision}"')
-    if after.devices != before.devices:
-        arguments.append(f"devices={after.devices}")
-    if after.strategy != before.strategy:
-        known = _STRATEGIES.get(after.strategy, f'"{after.strategy}"')
-        arguments.append(f"strategy={known}")
+    names = ("accumulate_grad_batches", "precision", "devices", "strategy")
+    values = {name: getattr(after, name) for name in names}
+    arguments = [
+        f"{name}={_STRATEGIES.get(value) or json.dumps(value)}"
+        for name, value in values.items()
+        if value != getattr(before, name)
+    ]
     if arguments:
         yield f"L.Trainer({', '.join(arguments)})"
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

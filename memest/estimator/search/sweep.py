@@ -10,6 +10,7 @@ import csv
 import gc
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,15 +74,13 @@ class SweepPoint:
             "peak_reserved_bytes": 0 if found is None else found.reserved_bytes,
             "unlimited_reserved_bytes": self.unlimited_reserved_bytes,
             "process_bytes": self.process_bytes,
-            "limit_bytes": 0 if found is None else found.limit_bytes,
-            "needs_bytes": 0 if found is None else found.needs_bytes,
-            "margin_bytes": 0 if found is None else found.margin_bytes,
-            "spread_bytes": 0 if found is None else found.spread_bytes,
+            **{key: getattr(found, key, 0) for key in _OF_VERDICT},
             "oom_at": "" if found is None else found.at,
             "error": self.error,
         }
 
 
+_OF_VERDICT = ("limit_bytes", "needs_bytes", "margin_bytes", "spread_bytes")
 Known = Mapping[TrainingPlan, list[SweepPoint]]  # points that were found before
 
 
@@ -154,9 +153,7 @@ def make_grid(
     Raises:
         PlanError: there are more than `max_points`, or none of them is a plan.
     """
-    count = 1
-    for values in varied.values():
-        count *= len(values)
+    count = math.prod(map(len, varied.values()))
     if count > max_points:
         raise PlanError(
             f"the sweep has {count} points, more than {max_points}",
@@ -217,8 +214,8 @@ def sweep(
     """
     known = known or {}
     new = [plan for plan in plans if plan not in known]
-    groups = list(_groups(new).values())
-    tasks = [([new[i] for i in group.members], group.key) for group in groups]
+    key, groups = _groups(new)
+    tasks = [([new[i] for i in group], key) for group in groups]
     inner = (jobs or os.cpu_count() or 1) // max(1, len(tasks)) if engine == "local" else 1
     one = partial(_sweep_group, jobs=max(1, inner), trust_remote_code=trust_remote_code)
     found = find_engine(engine, jobs).map(
@@ -227,7 +224,7 @@ def sweep(
     )  # fmt: skip
     by_index: dict[int, list[SweepPoint] | MemestError] = {}
     for group, results in zip(groups, found, strict=True):
-        by_index |= dict(zip(group.members, results, strict=True))
+        by_index |= dict(zip(group, results, strict=True))
     made = iter([by_index[i] for i in range(len(new))])
     ordered = [known[plan] if plan in known else next(made) for plan in plans]
     raise_if_all_failed(ordered)
@@ -249,27 +246,19 @@ def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
     return " ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Positions of plans that differ in `key` alone."""
-
-    key: str
-    members: list[int]
-
-
-def _groups(plans: Sequence[TrainingPlan]) -> dict[Any, _Group]:
-    """Return plans grouped by the key that has the most values."""
+def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
+    """Return the key with the most values, and positions of plans that differ in it alone."""
     num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
     key = max(_VARIED, key=lambda k: num_values[k])
     names = [name for name in (*PLAN_KEYS, "assumed") if name not in (key, "name")]
-    groups: dict[Any, _Group] = {}
+    groups: dict[Any, list[int]] = {}
     for index, plan in enumerate(plans):
         # a length that is left out is the model's default, and no number of a series
         alone = getattr(plan, key) if getattr(plan, key) is None else 0
         own = index if plan.is_distributed else -1  # a trace for each: over all processes
         rest = (own, alone, *(getattr(plan, name) for name in names))
-        groups.setdefault(rest, _Group(key, [])).members.append(index)
-    return groups
+        groups.setdefault(rest, []).append(index)
+    return key, list(groups.values())
 
 
 def _sweep_group(
@@ -294,7 +283,7 @@ def _sweep_group(
         gc.freeze()
         found = _replay_in_parallel(plans, key, all_series, jobs)
         missing = [plan for plan, points in zip(plans, found, strict=True) if points is None]
-        rest = iter([result_or_error(_points, plan, key, all_series) for plan in missing])
+        rest: Any = iter([result_or_error(_points, plan, key, all_series) for plan in missing])
         return [points or next(rest) for points in found]
 
 
@@ -323,7 +312,8 @@ def _replay_in_parallel(
         return found
 
     def replay(part: int) -> list[list[SweepPoint] | None]:
-        return [_replayed(plan, key, all_series) for plan in plans[part::jobs]]
+        made = [result_or_error(_points, p, key, all_series, False) for p in plans[part::jobs]]
+        return [None if isinstance(points, MemestError) else points for points in made]
 
     with ExitStack() as stack:
         answers = [stack.enter_context(forked(partial(replay, part))) for part in range(jobs)]
@@ -332,32 +322,20 @@ def _replay_in_parallel(
     return found
 
 
-def _replayed(
-    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries]
-) -> list[SweepPoint] | None:
-    try:
-        return _points(plan, key, all_series, may_trace=False)
-    except (MemestError, _NeedsTrace):
-        return None
-
-
-class _NeedsTrace(Exception):
-    """A point that no existing trace covers."""
-
-
 def _points(
-    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], *, may_trace: bool = True
-) -> list[SweepPoint]:
+    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], may_trace: bool = True
+) -> list[SweepPoint] | None:
+    """Return a plan's points; None if one needs a trace that is not there, and may not be made."""
     from memest.estimator.search.largest import Trial
 
-    points = []
+    points: list[SweepPoint] = []
     trials: dict[Any, Trial] = {}
     for gpu in target_gpus(plan):
         chip = gpu.chip
         series, value = all_series[chip], getattr(plan, key)
         traced = series.at(value) if may_trace else series.known(value)
         if traced is None:
-            raise _NeedsTrace
+            return None
         found = trials[chip] = Trial(traced, plan, gpu, trials.get(chip))
         points.append(
             SweepPoint(

@@ -54,6 +54,11 @@ class Template:
     numbers: tuple[int, ...]
     floats: tuple[float, ...]  # of the call; no size depends on them, and they may differ
 
+    @property
+    def operator(self) -> str:
+        """Name of the operator, such as `aten.mm`."""
+        return str(self.shape.items[0]).removesuffix(".default")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -375,7 +380,7 @@ class _Rebuilder:
         self.unmodelled: Counter[str] = Counter()
         self._orders = orders
         self._dropped = dropped
-        self._names = [str(t.shape.items[0]).removesuffix(".default") for t in sample.log.templates]
+        self._templates = sample.log.templates
         self._workspaces: dict[tuple[bool, int], int] = {}
         self.streams = [self._stream(span) for span in sample.log.spans]
 
@@ -419,7 +424,7 @@ class _Rebuilder:
     def _call(self, call: Call, order: RequestOrder, events: list[int]) -> None:
         """Replay the requests of a call, as `KernelCalls.request` does."""
         if order.is_partial:
-            self.unmodelled[self._names[call.template]] += 1
+            self.unmodelled[self._templates[call.template].operator] += 1
         new_storages = dict(call.new_storages)
         site = within_model(call.site)
         temporary: dict[int, int] = {}

@@ -60,15 +60,13 @@ from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, NoLines
 from memest.estimator.tensors.storages import EMPTIED, StorageTable, free_of
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.plan import TrainingPlan
-from memest.report import Phase
 
 DEGREE = {"batch_size": 1, "seq_len": 2}  # of the polynomials in the size, by the varied key
 
 
 def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
     """Return `plan` with another value of one key; `PlanError` if there is no such plan."""
-    changes = {key: value}
-    return replace(plan, **changes)
+    return replace(plan, **{key: value})
 
 
 class NotInterpolable(Exception):
@@ -283,7 +281,7 @@ class OptimizerStep:
 
     def __init__(self, own: TracedPlan, other: TracedPlan) -> None:
         self._own = own
-        self._parts = [{_phase(part): part for part in step[0]} for step in own.program.steps]
+        self._parts = [{part.phase: part for part in step[0]} for step in own.program.steps]
         made = self.put_into(other)
         if replace(made, program=replace(made.program, coverage=own.program.coverage)) != own:
             raise NotInterpolable("more than the optimizer's step is another")
@@ -317,17 +315,13 @@ class OptimizerStep:
         self, parts: Sequence[Part], step: int, theirs: _Source, ours: _Source
     ) -> Iterator[Part]:
         for part in parts:
-            own = self._parts[step].get(_phase(part))
+            own = self._parts[step].get(part.phase)
             if part.probe is None or own is None or own.probe is None:
                 raise NotInterpolable("the loop has other phases")
             is_step = part.is_optimizers
             events = ours.again(own.events) if is_step else theirs.again(part.events)
             state = replace(part.probe.state, optimizer=own.probe.state.optimizer)
             yield Part(events, Probe(part.probe.phase, state))
-
-
-def _phase(part: Part) -> Phase | None:
-    return None if part.probe is None else part.probe.phase
 
 
 def _finished(
@@ -412,8 +406,8 @@ def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
         requests = [requests_of(gpu, call, call.numbers) for call in calls]
     except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
         raise NotInterpolable(f"there is no such call: {error}") from error
-    renamed = {_name(a): _name(b) for a, b in replaced.items() if _name(a) != _name(b)}
-    if any(_name(t) in renamed and t not in replaced for t in templates):
+    renamed = {a.operator: b.operator for a, b in replaced.items() if a.operator != b.operator}
+    if any(t.operator in renamed and t not in replaced for t in templates):
         raise NotInterpolable("an operator is replaced in some calls only")
     dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
     rebuilt = rebuild(sample, tuple(r.order for r in requests), dropped)
@@ -421,10 +415,6 @@ def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
     sites = [replace(s, op=renamed.get(s.op, s.op)) for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
     return replace(sample.traced, program=program)
-
-
-def _name(template: Template) -> str:
-    return str(template.shape.items[0]).removesuffix(".default")
 
 
 def _replaced_attention(
@@ -458,9 +448,11 @@ def _uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template
     inputs = take_numbers((query, key, value))
     name = FUSED[choice.outcome]
     backward_name = f"{name}_backward" if choice.grads[-1] and any(choice.grads[:-1]) else ""
-    backwards = [t for t in log.templates if _name(t) == backward_name and _inputs(t, 1) == inputs]
+    backwards = [
+        t for t in log.templates if t.operator == backward_name and _inputs(t, 1) == inputs
+    ]
     for template in log.templates:
-        if _name(template) == name and _inputs(template, 0) == inputs:
+        if template.operator == name and _inputs(template, 0) == inputs:
             scale = put_numbers(template, template.numbers)[2].get("scale")
             yield from ((scale, backward) for backward in backwards or (None,))
 
