@@ -147,15 +147,14 @@ def lab(
     reports = [report for _, report in predicted]
     if has_time:
         figure = plots.plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
-        pictures.save(figure, f"{path.stem}-time", [report.to_dict() for report in reports])
-        forget(pictures.folder / path.stem)
-        return
-    with progress_bar("what the others would need", with_results=False):
-        unlimited = _needs(predicted, jobs)
-    figure = plots.plot_ladder(
-        reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
-    )
-    pictures.save(figure, path.stem, [report.to_dict() for report in reports])
+    else:
+        with progress_bar("what the others would need", with_results=False):
+            unlimited = _needs(predicted, jobs)
+        figure = plots.plot_ladder(
+            reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
+        )
+    name = f"{path.stem}-time" if has_time else path.stem
+    pictures.save(figure, name, [report.to_dict() for report in reports])
     forget(pictures.folder / path.stem)
 
 
@@ -169,7 +168,6 @@ def _needs(
     predicted: Sequence[tuple[TrainingPlan, Prediction]], jobs: int | None
 ) -> dict[str, Prediction]:
     """Predict the plans that do not fit, by name, on a GPU that is large enough."""
-
     larger = [
         replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None, beside=None)
         for plan, report in predicted
@@ -310,7 +308,6 @@ def sweep_chart(
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
     memest chart sweep sweep.csv --across batch_size
     """
-
     if file is not None and any(flags[key] for key in flags if key != "max_points"):
         raise PlanError(
             f"`{file}` holds a sweep, and flags define another",
@@ -336,7 +333,6 @@ def sweep_chart(
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
     """Return the common facts of all plans of a sweep, from its rows or its plans."""
-
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(same["model_name"])] if same.get("model_name") else []
@@ -459,7 +455,6 @@ def scaling(
     memest chart scaling --model gpt2 --strategies deepspeed_stage_3_offload,fsdp --gpu rtx-4090
     """
     values = _values(config, given_only(flags))
-
     numbers = parse_values("devices", devices)
     names = parse_values("strategy", strategies)
     chosen = bars or ("fsdp" if "fsdp" in names else names[-1])

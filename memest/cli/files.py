@@ -32,7 +32,12 @@ def read_plans(
 
     A command that `tries_lora` also reads options of adapters for a full fine-tune.
     """
-    plans = _plans(config, suite, given)
+    if config is not None and suite is not None:
+        raise PlanError("`--config` and `--suite` are given together", hint="choose one")
+    if suite is not None:
+        plans = read_suite(suite, given)
+    else:
+        plans = [TrainingPlan.from_dict(given) if config is None else read_config(config, given)]
     needs = [] if tries_lora else [key for key in _OF_ADAPTERS if key in given]
     if needs and not any(plan.uses_adapters for plan in plans):
         message = WITH_ADAPTERS.error.format(key=needs[0])
@@ -42,16 +47,6 @@ def read_plans(
 
 _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")
 """Keys that a suite may give for all its plans, and a typed option only with adapters."""
-
-
-def _plans(config: Path | None, suite: Path | None, given: dict[str, Any]) -> list[TrainingPlan]:
-    if config is not None and suite is not None:
-        raise PlanError("`--config` and `--suite` are given together", hint="choose one")
-    if suite is not None:
-        return read_suite(suite, given)
-    if config is not None:
-        return [read_config(config, given)]
-    return [TrainingPlan.from_dict(given)]
 
 
 def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:

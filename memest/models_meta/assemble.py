@@ -60,7 +60,12 @@ def assemble(
         attn_implementation=plan.attn_implementation,
         device=device if load is None else "meta",
     )
-    notes = [*built.notes, *_checkpointing_notes(plan)]
+    notes = list(built.notes)
+    if plan.kbit_checkpoints and not (plan.kbit_ckpt or plan.act_ckpt):
+        notes.append(
+            "`prepare_model_for_kbit_training` of peft turns activation checkpointing on, which is"
+            " its default; `kbit_ckpt: false` leaves it off"
+        )
     if plan.use_qlora:  # an error if there are none; transformers only logs a warning
         layers_to_quantize(built.module, skipped_modules(built.module, plan))
     model = built.module if load is None else load(built)
@@ -156,15 +161,6 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
             hint=f"give at most {positions}",
         )
     return asked
-
-
-def _checkpointing_notes(plan: TrainingPlan) -> list[str]:
-    if not plan.kbit_checkpoints or plan.kbit_ckpt or plan.act_ckpt:
-        return []
-    return [
-        "`prepare_model_for_kbit_training` of peft turns activation checkpointing on, which is its"
-        " default; `kbit_ckpt: false` leaves it off"
-    ]
 
 
 def _prepare_for_kbit_training(model: Any, plan: TrainingPlan) -> None:

@@ -69,21 +69,18 @@ def batch_of(
     return Batch(inputs=named, loss_output=loss_output, notes=notes, image_size=image_size)
 
 
-def _special_ids(config: Any) -> set[int]:
-    """Return special ids: every `*_token_id` and `*_token_index` of the config."""
-    fields = {**text_config(config).to_dict(), **config.to_dict()}
-    ends = ("_token_id", "_token_index")
-    return {
-        value
-        for key, value in fields.items()
-        if key.endswith(ends) and isinstance(value, int) and not isinstance(value, bool)
-    }
-
-
 def random_ids(request: Request, num_tokens: int) -> Tensor:
-    """Return (B, num_tokens) ids of a fixed seed; special ids only if there are no others."""
-    vocab_size = int(text_config(request.config).vocab_size)
-    special = _special_ids(request.config)
+    """Return (B, num_tokens) ids of a fixed seed; special ids only if there are no others.
+
+    Special are every `*_token_id` and `*_token_index` of the config.
+    """
+    text = text_config(request.config)
+    vocab_size = int(text.vocab_size)
+    special = {
+        value
+        for key, value in {**text.to_dict(), **request.config.to_dict()}.items()
+        if key.endswith(("_token_id", "_token_index")) and type(value) is int
+    }
     shape = (request.batch_size, num_tokens)
     ids = torch.randint(0, vocab_size, shape, generator=request.generator)
     ordinary = next((i for i in range(min(vocab_size, len(special) + 1)) if i not in special), 0)

@@ -301,8 +301,9 @@ def parse_config(
 ) -> ModelConfig:
     """Return the checked config of a dict as `json.load` returns it."""
     if not isinstance(raw, dict):
+        kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
         raise PlanError(
-            f"the config of `{name}` is a JSON {_json_type(raw)}, not an object",
+            f"the config of `{name}` is a JSON {kinds.get(type(raw), 'null')}, not an object",
             hint="give the config.json of a transformers model",
         )
     _check_counts(raw, name)
@@ -340,11 +341,6 @@ def parse_config(
         architecture=_architecture(raw, pretrained, name),
         entry=entry,
     )
-
-
-def _json_type(value: object) -> str:
-    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
 
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:

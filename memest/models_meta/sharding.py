@@ -117,10 +117,10 @@ def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
     Raises:
         PlanError: a class that the plan names matches no module, or the model names none.
     """
-    present = {type(module).__name__ for module in model.modules()}
     if plan.wrap_classes:
-        _check_present("wrap_classes", plan.wrap_classes, present, model)
+        _check_present("wrap_classes", plan.wrap_classes, model)
         return plan.wrap_classes
+    present = {type(module).__name__ for module in model.modules()}
     named: set[str] = set()
     for module in model.modules():
         named.update(getattr(module, "_no_split_modules", None) or ())
@@ -136,8 +136,7 @@ def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
 def checkpointed_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
     """Return `activation_checkpointing_policy`; `PlanError` if a class matches no module."""
     names = plan.activation_checkpointing_policy
-    present = {type(module).__name__ for module in model.modules()}
-    _check_present("activation_checkpointing_policy", names, present, model)
+    _check_present("activation_checkpointing_policy", names, model)
     return names
 
 
@@ -174,12 +173,8 @@ def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.
     return list(within(model, ""))
 
 
-def shard_size(plan: TrainingPlan) -> int:
-    """Return GPUs that share one copy under `HYBRID_SHARD`: the plan's, the 8 of a node, or all."""
-    return plan.shard_size or min(8, plan.world_size)
-
-
-def _check_present(key: str, names: Sequence[str], present: set[str], model: nn.Module) -> None:
+def _check_present(key: str, names: Sequence[str], model: nn.Module) -> None:
+    present = {type(module).__name__ for module in model.modules()}
     for name in names:
         if name not in present:
             raise PlanError(
@@ -196,10 +191,14 @@ def _layer_hint(model: nn.Module) -> str:
 
 
 def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
-    """Return replicas and the GPUs that share each, under `HYBRID_SHARD`; None without it."""
+    """Return replicas and the GPUs that share each, under `HYBRID_SHARD`; None without it.
+
+    By default the 8 GPUs of a node share one, or all of fewer.
+    """
     if plan.sharding_strategy != "HYBRID_SHARD":
         return None
-    return plan.world_size // shard_size(plan), shard_size(plan)
+    shard_size = plan.shard_size or min(8, plan.world_size)
+    return plan.world_size // shard_size, shard_size
 
 
 def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:

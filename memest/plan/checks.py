@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from memest.errors import PlanError, closest, shown
+from memest.errors import PlanError, shown
 from memest.plan.keys import ALL_LINEAR, FLASH_ATTENTION_2, LOGGING, Key
 from memest.plan.optimizers import OPTIMIZERS
 
@@ -35,7 +35,8 @@ def _check_value(row: Key, value: Any) -> None:
         return
     if row.choices and value not in row.choices:
         raise PlanError(
-            f"`{row.name}` cannot be {shown(value)}", hint=suggest(value, row.choices, "allowed")
+            f"`{row.name}` cannot be {shown(value)}",
+            hint=f"allowed: {', '.join(f'`{choice}`' for choice in sorted(row.choices))}",
         )
     if row.bounds and not row.bounds.hold(value):
         raise PlanError(f"`{row.name}` is {shown(value)}", hint=row.bounds.hint)
@@ -189,10 +190,3 @@ def _check_type(row: Key, value: Any) -> None:
         is_right = all(isinstance(item, str) and item for item in value)
     if not is_right:
         raise PlanError(f"`{row.name}` is {shown(value)}", hint=f"give {_KIND_NAMES[kinds[0]]}")
-
-
-def suggest(value: str, allowed: Any, what: str) -> str:
-    """Return the allowed values, or the keys closest to `value`, as a hint."""
-    near = closest(value, allowed)
-    listed = ", ".join(f"`{a}`" for a in (near if what == "keys" and near else sorted(allowed)))
-    return f"the closest {what}: {listed}" if what == "keys" and near else f"{what}: {listed}"

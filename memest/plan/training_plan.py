@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memest.errors import PlanError, closest, shown
-from memest.plan.checks import check, suggest
+from memest.plan.checks import check
 from memest.plan.keys import (
     ATTENTIONS,
     CLIPPING,
@@ -561,5 +561,7 @@ _MAPPINGS = tuple(name for name, row in PLAN_KEYS.items() if row.is_mapping)
 
 
 def _near_keys(name: str) -> str:
-    known, others = set(PLAN_KEYS), other_names(PLAN_KEYS)
-    return suggest(name, known | others if closest(name, known | others) else known, "keys")
+    """Return the keys and other names closest to `name`, or all keys, as a hint."""
+    near = closest(name, other_names(PLAN_KEYS) | PLAN_KEYS.keys())
+    listed = ", ".join(f"`{key}`" for key in near or sorted(PLAN_KEYS))
+    return f"{'the closest keys' if near else 'keys'}: {listed}"

@@ -55,7 +55,8 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     _keep_source(target)
     before = sys.argv, sys.path[:]
     sys.argv = [target.name, *target.args]
-    sys.path[:1] = [target.import_path]
+    is_folder = target.is_module or target.path.is_dir()
+    sys.path[:1] = [str(target.path if is_folder else target.path.parent)]  # as Python does
     error: BaseException | None = None
     gc.collect()  # what was made before does not move the moments of the next collections
     try:
@@ -123,11 +124,11 @@ def _exit_functions() -> Iterator[None]:
         registered[:] = [pair for pair in registered if pair[0] != func]
         before[1](func)
 
-    _set_exit_functions(register, unregister)
+    atexit.register, atexit.unregister = register, unregister  # type: ignore[assignment]
     try:
         yield
     finally:
-        _set_exit_functions(*before)
+        atexit.register, atexit.unregister = before
         while registered:
             func, call = registered.pop()
             try:
@@ -136,10 +137,6 @@ def _exit_functions() -> Iterator[None]:
                 if ending_of(error)[0] is not Ending.STOPPED:
                     text = f"Exception ignored in atexit callback {func!r}:\n{traceback_of(error)}"
                     sys.stderr.write(text)
-
-
-def _set_exit_functions(register: Any, unregister: Any) -> None:
-    atexit.register, atexit.unregister = register, unregister
 
 
 _NOT_RUN = ImportError("not run")

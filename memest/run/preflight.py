@@ -250,8 +250,8 @@ def _oom_lines(script: _Script, report: RunReport) -> list[str]:
         lines.append(f"fits: {', '.join(fitting)}")
     found = suggestions(endless, limit)
     for change in found:
-        if not change.can_be_simulated:
-            continue
+        if not (change.options or change.alloc_conf):
+            continue  # the script has to be changed
         changed, _ = script.run(change.options, alloc_conf=change.alloc_conf)
         if changed is not None and changed.fits and not changed.error:
             needs = changed.verdicts[changed.gpu].needs_bytes
@@ -327,9 +327,9 @@ def _run_script(
 
 def _last_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for line in reversed(lines):
-        if line.startswith("Error: "):
-            return line.removeprefix("Error: ")
+    errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
+    if errors:
+        return errors[-1]
     return f"the virtual run ended early: {lines[-1]}" if lines else "the virtual run ended early"
 
 
@@ -363,11 +363,6 @@ class Suggestion:
     saved_bytes: int  # estimated saving
     options: tuple[str, ...] = ()  # options of `memest run` that simulate it
     alloc_conf: str = ""  # addition to `PYTORCH_ALLOC_CONF` that simulates it
-
-    @property
-    def can_be_simulated(self) -> bool:
-        """True if `memest run` can apply it; otherwise the script has to be changed."""
-        return bool(self.options or self.alloc_conf)
 
 
 def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
@@ -416,11 +411,10 @@ def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
         price="another optimizer",
         saved_bytes=int(held.get("optimizer", 0) * EIGHT_BIT_SHARE),
     )
-    trained = held.get("grads", 0) + held.get("optimizer", 0)
     yield Suggestion(
         title="LoRA adapters instead of all parameters",
         price="fewer parameters trained",
-        saved_bytes=trained,
+        saved_bytes=held.get("grads", 0) + held.get("optimizer", 0),
     )
 
 
@@ -434,10 +428,8 @@ def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
         f"{name}: {each.title} (about {gib_or_mib(each.saved_bytes)} less; {each.price})"
         for name, each in zip(("best change", "or"), found, strict=False)
     ]
-    return [
-        *lines,
-        "estimated from the contents of the peak; check the changed script by `memest run`",
-    ]
+    check = "estimated from the contents of the peak; check the changed script by `memest run`"
+    return [*lines, check]
 
 
 RUNNERS = frozenset(("ipykernel_launcher", "pytest", "py.test", "unittest"))

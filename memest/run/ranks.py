@@ -84,7 +84,8 @@ def run_together(
     known = {rank.rank for rank in chosen}
     results: list[tuple[Rank, RunResult]] = []
     with TemporaryDirectory(prefix="memest-output-") as folder:
-        held = {} if is_silent else {rank.rank: _files_in(folder, rank) for rank in later}
+        numbers = [] if is_silent else [rank.rank for rank in later]
+        held = {n: (f"{folder}/{n}.out", f"{folder}/{n}.err") for n in numbers}
         try:
             while pending or running:
                 for rank in pending:
@@ -94,8 +95,9 @@ def run_together(
                     rank = running.pop(child)
                     results.append((rank, _result(rank, child)))
                 requested = mailbox.requested() if has_peers else set()
-                if _has_failed(first, results) and not requested:
-                    return [pair for pair in results if pair[0] is first]
+                of_first = [pair for pair in results if pair[0] is first]
+                if any(ran.exit_code for _, ran in of_first) and not requested:
+                    return of_first
                 pending = [replace(first, rank=rank) for rank in sorted(requested - known)]
                 known |= requested
                 if len(running) + len(pending) > MAX_TOGETHER:
@@ -111,15 +113,6 @@ def run_together(
         for output in held.values():
             _print(output)
     return sorted(results, key=lambda pair: pair[0].rank)
-
-
-def _has_failed(rank: Rank, results: Sequence[tuple[Rank, RunResult]]) -> bool:
-    return any(ran.exit_code for other, ran in results if other is rank)
-
-
-def _files_in(folder: str, rank: Rank) -> tuple[str, str]:
-    """Return the files of a rank's stdout and stderr."""
-    return f"{folder}/{rank.rank}.out", f"{folder}/{rank.rank}.err"
 
 
 def _print(output: tuple[str, str]) -> None:

@@ -135,6 +135,7 @@ def _earlier(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
 
 
 def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
+    """Return the verdict on the GPU of the run, from its own peaks."""
     history, allocator = virtual.mode.memory.history, virtual.allocator
     limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
     margin, at = limit - history.peak_reserved_bytes, ""

@@ -56,11 +56,6 @@ class Target:
         name = f"-m {self.name}" if self.is_module else os.path.basename(self.name) or self.name
         return " ".join((name, *self.args))
 
-    @property
-    def import_path(self) -> str:
-        """First entry of `sys.path` under Python."""
-        return str(self.path if self.is_module or self.path.is_dir() else self.path.parent)
-
 
 def find_script(name: str, args: tuple[str, ...]) -> Target:
     """Return the script `name`: a file, or a folder or archive with a `__main__.py`.

@@ -228,25 +228,20 @@ def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> 
 
 
 def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str]:
-    run = comparison.name
     allowed = allowed_percent(comparison, tolerances)
     lines = [
-        f"{run}: {name} is off by {d.error_percent:+.2f} % (tolerance {allowed[name]:.3g} %)"
+        f"{name} is off by {d.error_percent:+.2f} % (tolerance {allowed[name]:.3g} %)"
         for name, d in comparison.totals.items()
         if abs(d.error_percent) > allowed[name]
     ]
     worst = comparison.worst_phase
     if worst is not None and abs(worst.error_percent) > allowed["phase"]:
         lines.append(
-            f"{comparison.name}: allocated at {worst.what} is off by {worst.error_percent:+.2f} %"
+            f"allocated at {worst.what} is off by {worst.error_percent:+.2f} %"
             f" (tolerance {allowed['phase']:.3g} %)"
         )
-    lines += [
-        f"{comparison.name}: {d.what} differs by {d.error_bytes} bytes" for d in comparison.states
-    ]
+    lines += [f"{d.what} differs by {d.error_bytes} bytes" for d in comparison.states]
     if not comparison.is_verdict_right:
-        lines.append(
-            f"{run}: measured `{comparison.measured.verdict}`,"
-            f" predicted `{comparison.predicted.verdict}`"
-        )
-    return lines
+        measured, predicted = comparison.measured.verdict, comparison.predicted.verdict
+        lines.append(f"measured `{measured}`, predicted `{predicted}`")
+    return [f"{comparison.name}: {line}" for line in lines]

@@ -137,15 +137,6 @@ def file_stem(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:80] or "experiment"
 
 
-def start_recording() -> None:
-    """Start recording, with the Python stack of each request; call it before the model is built."""
-    import torch
-
-    torch.cuda.memory._record_memory_history(
-        enabled="all", context="alloc", stacks="python", max_entries=MAX_EVENTS
-    )
-
-
 def write_recording(path: Path) -> None:
     """Write the events so far as a gzipped array with rows action, address, bytes and stream.
 
@@ -355,8 +346,15 @@ def _open_device(rank: int, num_ranks: int) -> None:
 def _recorded(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
-    """Return `deliver` with the allocator recorded until then, and its events at each row."""
-    start_recording()
+    """Return `deliver` with the allocator recorded until then, and its events at each row.
+
+    Each request has its Python stack. Call it before the model is built.
+    """
+    import torch
+
+    torch.cuda.memory._record_memory_history(
+        enabled="all", context="alloc", stacks="python", max_entries=MAX_EVENTS
+    )
     run.recorder.on_row = lambda: run.marks.append(count_events())
 
     def write_and_deliver(measurement: Measurement) -> None:

@@ -67,7 +67,7 @@ def run_ranks(
     def begin(rank: int) -> None:
         os.environ.update(rank_environment(rank, num_ranks, port))
         if rank:  # rank 0 writes to the experiment's log
-            write_to(_output(folder, rank))
+            write_to(folder / f"rank{rank}.log")
         run(paths[rank])
 
     try:
@@ -118,10 +118,6 @@ def _figures(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _output(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
-
-
 def _collect(
     children: Sequence[Child],
     paths: Sequence[Path],
@@ -145,17 +141,17 @@ def _collect(
                 continue  # it wrote the report in between
             if deadline == float("inf"):
                 time.sleep(POLL_S)  # for those whose peer it was, or that were its peers
-                ended = [r for r, each in enumerate(children) if each.poll() is not None]
-                for each in ended:
-                    if read(paths[each]) is None:
-                        _tell(each, folder)
+                for ended, each in enumerate(children):
+                    if each.poll() is not None and read(paths[ended]) is None:
+                        _print_log(ended, folder)
                 return []
         time.sleep(POLL_S)
 
 
-def _tell(rank: int, folder: Path) -> None:
+def _print_log(rank: int, folder: Path) -> None:
     if rank:
         with suppress(OSError):
-            sys.stderr.write(_output(folder, rank).read_text(encoding="utf-8", errors="replace"))
+            log = folder / f"rank{rank}.log"
+            sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
     sys.stderr.write(f"rank {rank} ended without a report\n")
     sys.stderr.flush()
