@@ -150,13 +150,9 @@ engine_option = click.option(
 )  # fmt: skip
 
 
-def _simulate(ctx: click.Context, param: Any, value: str | None) -> None:
-    """Simulate the release until the command ends."""
-    ctx.with_resource(simulating(value))
-
-
 torch_option = click.option(
-    "--torch", "torch_release", expose_value=False, callback=_simulate,
+    "--torch", "torch_release", expose_value=False,
+    callback=lambda ctx, param, value: ctx.with_resource(simulating(value)),  # until it ends
     help=f"Release whose kernels are simulated: {', '.join(r.name for r in RELEASES)}. [installed]",
     shell_complete=completes(lambda: [r.name for r in RELEASES]),
 )  # fmt: skip

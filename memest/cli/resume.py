@@ -76,7 +76,7 @@ class StoredResults:
                 f"`{self.path}` cannot be written: {error.strerror}", hint="name another folder"
             ) from error
         self._is_new = False
-        self.known[plan_key(plan)] = result
+        self.known[row["plan"]] = result
 
     @contextmanager
     def storing(self, results_of: Callable[[Event], Mapping[TrainingPlan, Any]]) -> Iterator[None]:

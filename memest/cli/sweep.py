@@ -234,10 +234,16 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
             report = predict(replace(read_plans(None, None, given)[0], gpu=names))
     training = whole.of(report.plan)
     found = _ranked(report, training)
-    if as_json:
-        _print_json(report, training, found)
-    else:
+    if not as_json:
         click.echo(folded(_text(report, training, found)))
+        return 0
+    for gpu in found:
+        time, price = report.times[gpu], training.price_of(gpu)
+        hours, low, high = training.hours(time)
+        row = {"gpu": gpu, "num_steps": training.num_steps, "step": asdict(time), "hours": hours}
+        row |= {"low_hours": low, "high_hours": high}
+        row["price"] = None if price is None else price * hours
+        click.echo(json.dumps(row))
     return 0
 
 
@@ -283,13 +289,3 @@ def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> 
     if too_small:
         lines.append(f"does not fit, or may not: {', '.join(too_small)}")
     return "\n".join([*lines, *time_notes(report)])
-
-
-def _print_json(report: SimulatedReport, training: Training, found: Sequence[str]) -> None:
-    for gpu in found:
-        time, price = report.times[gpu], training.price_of(gpu)
-        hours, low, high = training.hours(time)
-        row = {"gpu": gpu, "num_steps": training.num_steps, "step": asdict(time), "hours": hours}
-        row |= {"low_hours": low, "high_hours": high}
-        row["price"] = None if price is None else price * hours
-        click.echo(json.dumps(row))

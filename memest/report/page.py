@@ -40,12 +40,11 @@ MAX_BLOCKS = 500_000  # of a step in a page: 5 MB, which a browser reads in a se
 UNIT_BYTES = 512  # unit of blocks in a page: `kMinBlockSize` of CUDACachingAllocator.cpp
 _FOLDER = Path(__file__).parent
 SCRIPT = (_FOLDER / "instrument.js").read_text(encoding="utf-8")  # script of every page
-
-
-def script_source() -> str:
-    """Return the only script that a page may run, for its content security policy."""
-    digest = hashlib.sha256(SCRIPT.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+_POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_DIGEST}'"
+)
+"""Content security policy of a page, which may run this script alone."""
 
 
 def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dict[str, str]) -> str:
@@ -122,7 +121,6 @@ _OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gather
 """Kinds with a color in the page's style."""
 
 RANKS = "<!-- by rank -->"  # place of the table of ranks in a page
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
 
 
 def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | None = None) -> str:
@@ -178,7 +176,7 @@ def page(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(script_source())}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{escape(title)}</title><style>\n{_STYLE}</style></head>\n"
         f"<body>\n{body}\n<script>{SCRIPT}</script></body></html>\n"
     )

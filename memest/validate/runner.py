@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -187,17 +187,6 @@ if __name__ == "__main__":
 LOG_LINES = 4  # last lines of a failed run's log that its note repeats
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Runner:
-    """The arguments of `validate` that a worker needs."""
-
-    results: Path
-    device: Device
-    timeout_s: float
-    options: RunOptions
-    start: Callable[..., Child] | None
-
-
 def detect_device() -> Device:
     """Return the CUDA device, detected in a child process, so this one opens nothing.
 
@@ -255,8 +244,9 @@ def validate(
     options = options or RunOptions()
     for plan in pending:
         resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
-    runner = Runner(
-        results=results.absolute(),
+    measure = partial(
+        _measure,
+        logs=_logs(results.absolute()),
         device=device,
         timeout_s=timeout_s,
         options=options,
@@ -272,7 +262,7 @@ def validate(
     with watched(store):
         for made, members in _parts(pending, engine, workers, device):
             made.map(
-                partial(_measure, runner),
+                measure,
                 members,
                 died=lambda plan, error: _unfinished(device, plan, str(error)),
                 label=lambda plan: plan.label,
@@ -392,27 +382,35 @@ def _without_bitsandbytes() -> Iterator[None]:
         del sys.modules[name]
 
 
-def _measure(runner: Runner, plan: TrainingPlan) -> Measurement:
-    refusal = _refusal(runner, plan)
+def _measure(
+    plan: TrainingPlan,
+    *,
+    logs: Path,
+    device: Device,
+    timeout_s: float,
+    options: RunOptions,
+    start: Callable[..., Child] | None,
+) -> Measurement:
+    """Run one experiment in a process of its own, whose output is a file in `logs`."""
+    refusal = _refusal(device, plan)
     if refusal:
-        return _unfinished(runner.device, plan, f"{results_file.SKIPPED}{refusal}")
-    log = _logs(runner.results) / f"{file_stem(plan.label)}.log"
+        return _unfinished(device, plan, f"{SKIPPED}{refusal}")
+    log = logs / f"{file_stem(plan.label)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    start = runner.start
     if start is None:
-        can_fork = CAN_FORK and _import_all(plan, runner.options) and _reaches_gpu_by_fork()
+        can_fork = CAN_FORK and _import_all(plan, options) and _reaches_gpu_by_fork()
         start = fork_experiment if can_fork else spawn_experiment
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")
-        child = start(plan, runner.options, report=report, log=log)
-        ending = _wait(child, runner.timeout_s)
+        child = start(plan, options, report=report, log=log)
+        ending = _wait(child, timeout_s)
         measured = read_report(report)
     if measured is not None:
         log.unlink(missing_ok=True)
         return measured
     note = f"{ending}: {_tail(log)} (log: {log.parent.name}/{log.name})"
-    return _unfinished(runner.device, plan, note, time.monotonic() - started)
+    return _unfinished(device, plan, note, time.monotonic() - started)
 
 
 def _wait(child: Child, timeout_s: float) -> str:
@@ -428,10 +426,10 @@ def _wait(child: Child, timeout_s: float) -> str:
     return f"killed by {signal.Signals(-code).name}"
 
 
-def _refusal(runner: Runner, plan: TrainingPlan) -> str:
+def _refusal(device: Device, plan: TrainingPlan) -> str:
     """Return the reason why the plan must not run on this machine; empty where it may."""
-    if plan.world_size > runner.device.num_devices:
-        return f"it needs {plan.world_size} GPUs, and the machine has {runner.device.num_devices}"
+    if plan.world_size > device.num_devices:
+        return f"it needs {plan.world_size} GPUs, and the machine has {device.num_devices}"
     missing = _missing_package(plan)
     if missing:
         return f"it needs `{missing}` ({how_to_install(missing)})"

@@ -171,13 +171,11 @@ class MemoryHistory:
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
         """Return the frames of the block at `address`, if its stack was recorded."""
-        stack = self.stacks.get(address)
-        return [] if stack is None else self._frames_of(stack)
+        return self._frames_of(self.stacks[address]) if address in self.stacks else []
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:
         """Return the frames of the request for which the segment at `address` was allocated."""
-        stack = self.of_segments.get(address)
-        return [] if stack is None else self._frames_of(stack)
+        return self._frames_of(self.of_segments[address]) if address in self.of_segments else []
 
 
 Frames = list[dict[str, Any]]

@@ -129,7 +129,12 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
             traces.append((gpu, LoggedTrace(traced, CallLog(is_for_one_chip=True)), calls))
             return traced
     with recorded_calls() as calls:
-        trace = _run(plan, gpu, trust_remote_code)
+        if plan.is_distributed:
+            worst, *others = run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
+            of_ranks = replace(worst, others=tuple(others))
+            trace = LoggedTrace(of_ranks, CallLog(is_for_one_chip=True))
+        else:
+            trace = logged_trace(plan, gpu, trust_remote_code=trust_remote_code)
     traces.append((gpu, trace, calls))
     return trace.traced
 
@@ -138,11 +143,3 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
 def _traces(plan: TrainingPlan, trust_remote_code: bool, release: TorchRelease) -> _Traces:
     """Return the programs that were made so far, by chip; `trace_plan` adds to them."""
     return []
-
-
-def _run(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> LoggedTrace:
-    if plan.is_distributed:
-        worst, *others = run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
-        traced = replace(worst, others=tuple(others))
-        return LoggedTrace(traced, CallLog(is_for_one_chip=True))
-    return logged_trace(plan, gpu, trust_remote_code=trust_remote_code)

@@ -46,7 +46,7 @@ from memest.models_meta.quantized import ASSUMPTION, quant_state_tensors
 from memest.models_meta.registry import ModelConfig, quiet_transformers, resolve_config
 from memest.plan import TrainingPlan
 from memest.plan.keys import FLASH_ATTENTION_2
-from memest.report import Phase, Term
+from memest.report import Phase, PhaseRow, Term
 from memest.units import counted
 
 UNLIMITED_BYTES = 1 << 50  # memory of a GPU that no plan fills
@@ -144,16 +144,6 @@ class NoLines(ScriptLines):
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A probe, and the number of events before it."""
-
-    num_events: int
-    step: int
-    micro_batch: int
-    probe: Probe
-
-
 @dataclass(slots=True)
 class _Watch:
     """Notes taken while the loop runs."""
@@ -165,7 +155,7 @@ class _Watch:
     model: Any = None
     num_setup: int = 0
     num_storages: int = 0
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[tuple[int, PhaseRow]] = field(default_factory=list)  # with the events before each
     param_groups: dict[str, dict[str, int]] = field(default_factory=dict)
     host_bytes: int = 0
     host_terms: tuple[Term, ...] = ()
@@ -203,8 +193,7 @@ class _Watch:
     def reached(self) -> None:
         """Note that a probe has read the memory."""
         row = self.job.recorder.rows[-1]
-        state = StateBytes(row.params_bytes, row.grads_bytes, row.optimizer_bytes)
-        self.rows.append(_Row(self._cut(), row.step, row.micro_batch, Probe(row.phase, state)))
+        self.rows.append((self._cut(), row))
         if row.phase is Phase.AFTER_BACKWARD:
             self.virtual.mode.work.cut()
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
@@ -277,9 +266,8 @@ def run_plan(
         settings=DEFAULT,
     )
     watch = _Watch(virtual, config, at_cut)
-    recorder = PhaseRecorder(
-        CudaMemory(), plan.accumulate_grad_batches, on_start=watch.starts, on_row=watch.reached
-    )
+    recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
+    recorder.on_start, recorder.on_row = watch.starts, watch.reached
     watch.job = job = Job(
         plan,
         recorder,
@@ -427,9 +415,10 @@ def _program(watch: _Watch) -> Program:
         coverage=mode.kernels.coverage,
     )
     start = watch.num_setup
-    for row in watch.rows:
-        part = Part(events[start : row.num_events].tolist(), row.probe)
-        start = row.num_events
+    for end, row in watch.rows:
+        state = StateBytes(row.params_bytes, row.grads_bytes, row.optimizer_bytes)
+        part = Part(events[start:end].tolist(), Probe(row.phase, state))
+        start = end
         if row.step == len(program.steps):
             program.steps.append([])
         step: list[Any] = program.steps[row.step]

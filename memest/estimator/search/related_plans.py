@@ -91,15 +91,15 @@ class TraceSeries:
         for interpolation in reversed(self._interpolations.values()):
             with suppress(NotInterpolable):
                 return self._with_length(interpolation.at(value), value)
-        if self._is_alone(value):
+        if self._is_special(value):
             return self.trace(value).traced
         for start in dict.fromkeys((min(traced, default=value), value)):
             with suppress(NotInterpolable, PlanError):
                 return self._with_length(self.interpolation(start, spacing).at(value), value)
         return self.trace(value).traced
 
-    def _is_alone(self, value: int) -> bool:
-        """Return whether `value` needs a trace, because sizes near it take other decisions."""
+    def _is_special(self, value: int) -> bool:
+        """Return whether `value` needs a trace, because other sizes take other decisions."""
         interpolation = next(iter(self._interpolations.values()), None)
         own = None if interpolation is None else interpolation.outcomes(value)
         if interpolation is None or own is None:
@@ -168,11 +168,9 @@ class TraceSeries:
 
     def agrees(self, interpolation: Interpolation, value: int) -> bool:
         """Return whether `interpolation` and a trace agree at `value`."""
-        try:
-            made = self._with_length(interpolation.at(value), value)
-        except NotInterpolable:
-            return False
-        return made == self.trace(value).traced
+        with suppress(NotInterpolable):
+            return self._with_length(interpolation.at(value), value) == self.trace(value).traced
+        return False
 
     def _with_length(self, traced: TracedPlan, value: int) -> TracedPlan:
         return replace(traced, seq_len=value) if self.key == "seq_len" else traced
