@@ -133,7 +133,8 @@ def lab(
     memest chart lab --suite experiments.yaml --gpu rtx-4090 --gpu a100-80gb
     """
     path = find_suite(suite)
-    names = list(gpu) or _own_gpus(path)
+    own = dict.fromkeys(name for plan in read_suite(path, {}) for name in plan.gpu)
+    names = list(gpu or own) or ["h100-80gb" if "h100" in path.stem else CHART_GPU]
     limits = {plots.gpu_label(name): find_gpu(name).limit_bytes for name in names}
     plans = read_suite(path, {"gpu": names})
     make_folder(pictures.folder)
@@ -156,12 +157,6 @@ def lab(
     name = f"{path.stem}-time" if has_time else path.stem
     pictures.save(figure, name, [report.to_dict() for report in reports])
     forget(pictures.folder / path.stem)
-
-
-def _own_gpus(path: Path) -> list[str]:
-    """Return the GPUs that a suite's plans name, or the one of the lab's suite."""
-    named = dict.fromkeys(name for plan in read_suite(path, {}) for name in plan.gpu)
-    return list(named) or ["h100-80gb" if "h100" in path.stem else CHART_GPU]
 
 
 def _needs(

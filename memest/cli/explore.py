@@ -37,8 +37,6 @@ LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
 costs no further trace.
 """
 
-MODELS = ("blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl")  # models of the lab
-
 
 @main.command()
 @click.option(
@@ -86,7 +84,7 @@ def explore(
         raise PlanError(f"`{output}` is no .html file", hint="the page is HTML: `explorer.html`")
     sizes = parse_values("batch_size", batches)
     micro = parse_values("accumulate_grad_batches", counts)
-    names, length = list(models or MODELS), seq_len
+    names, length = list(models), seq_len
     presets: list[TrainingPlan] = []
     if suite is not None or not models:
         presets = read_suite(find_suite(suite or "lab-a100"), {})

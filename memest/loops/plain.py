@@ -16,19 +16,17 @@ from memest.report import Phase
 
 def fit(task: Task) -> None:
     """Train for the plan's steps, and validate as often as it specifies."""
-    loop, job = _Loop(task), task.job
-    job.listener.on_ready()
-    number = 0
-    for _ in range(job.plan.steps):
-        for micro_batch in range(job.plan.accumulate_grad_batches):
-            loop.micro_batch(number)
-            number += 1
-            if micro_batch == job.plan.accumulate_grad_batches - 1:
-                loop.step()
-            job.listener.on_step()
-            if loop.validates_after(number):
-                loop.validate()
-    job.listener.on_end()
+    loop, listener, plan = _Loop(task), task.job.listener, task.job.plan
+    listener.on_ready()
+    num_batches = plan.steps * plan.accumulate_grad_batches
+    for number in range(1, num_batches + 1):
+        loop.micro_batch(number - 1)
+        if number % plan.accumulate_grad_batches == 0:
+            loop.step()
+        listener.on_step()
+        if plan.validates and number % (plan.val_check_interval or num_batches) == 0:
+            loop.validate()
+    listener.on_end()
 
 
 class _Loop:
@@ -60,12 +58,6 @@ class _Loop:
         self.scaler.update()
         self.optimizer.zero_grad()
         self._record(Phase.AFTER_OPTIMIZER_STEP)
-
-    def validates_after(self, number: int) -> bool:
-        """Return whether a validation follows the `number`-th micro-batch."""
-        plan = self.plan
-        last = plan.steps * plan.accumulate_grad_batches
-        return plan.validates and number % (plan.val_check_interval or last) == 0
 
     @torch.no_grad()
     def validate(self) -> None:

@@ -112,9 +112,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
     """Return the model's loss, or the mean of the output named `output`."""
     out = model(**inputs)
-    if output == "loss":
-        return out.loss
-    return getattr(out, output).float().mean()
+    return out.loss if output == "loss" else getattr(out, output).float().mean()
 
 
 def half_dtype(plan: TrainingPlan) -> torch.dtype:

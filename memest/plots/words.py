@@ -35,9 +35,7 @@ def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
     ('+0.50 %', '±0.00 %')
     """
     error = percent_off(predicted_bytes, measured_bytes)
-    if abs(error) < 0.005:
-        return "±0.00 %"
-    return f"{error:+.2f} %".replace("-", MINUS)
+    return "±0.00 %" if abs(error) < 0.005 else f"{error:+.2f} %".replace("-", MINUS)
 
 
 def dotted(*parts: str) -> str:

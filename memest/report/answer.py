@@ -6,6 +6,7 @@ Steps are counted from 0 in reports and from 1 here.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -126,12 +127,12 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
     >>> shares([("params", 32), ("grads", 32), ("batch", 4), ("optimizer", 32)])
     '32 % each for params, grads and optimizer, 4 % for the rest'
     """
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for kind, num_bytes in kinds:
-        sizes[kind] = sizes.get(kind, 0) + num_bytes
+        sizes[kind] += num_bytes
     whole = max(1, sum(sizes.values()))
     by_percent: dict[int, list[str]] = {}
-    for kind, num_bytes in sorted(sizes.items(), key=lambda item: -item[1]):
+    for kind, num_bytes in sizes.most_common():
         if 100 * num_bytes / whole >= _NAMED_PERCENT:
             by_percent.setdefault(round(100 * num_bytes / whole), []).append(kind)
     parts = []

@@ -19,10 +19,7 @@ _HEADER = [
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
     """The table of totals, then the summary, then where the large residuals begin."""
     lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
-    lines += ["", *_summary(summary)]
-    lines += _residuals(comparisons)
-    lines += _versions(comparisons)
-    lines += [f"outside its tolerance: {line}" for line in summary.broken]
+    lines += ["", *_summary(summary), *_residuals(comparisons), *_others(comparisons, summary)]
     return "\n".join(lines)
 
 
@@ -30,9 +27,7 @@ def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summa
     """Return the comparison as Markdown, for a page of the documentation."""
     lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(c)) + " |" for c in comparisons]
-    lines += ["", *(f"- {line}" for line in _summary(summary))]
-    lines += [f"- {line}" for line in _versions(comparisons)]
-    lines += [f"- outside its tolerance: {line}" for line in summary.broken]
+    lines += ["", *(f"- {line}" for line in [*_summary(summary), *_others(comparisons, summary)])]
     return "\n".join(lines)
 
 
@@ -111,9 +106,11 @@ def _residuals(comparisons: Sequence[Comparison]) -> list[str]:
     ]
 
 
-def _versions(comparisons: Sequence[Comparison]) -> list[str]:
+def _others(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
+    """Return lines on versions that differ, and on figures outside their tolerances."""
     found = dict.fromkeys(line for c in comparisons for line in c.versions)
-    return [f"versions differ: {line}" for line in found]
+    lines = [f"versions differ: {line}" for line in found]
+    return lines + [f"outside its tolerance: {line}" for line in summary.broken]
 
 
 def _difference(difference: Any) -> dict[str, Any]:

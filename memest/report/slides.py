@@ -67,9 +67,8 @@ def _write(frame: Any, text: str, size: float, color: str, *, bold: bool = False
 def _add_chart(page: Any, chart: Chart, theme: Theme) -> None:
     order = slice(None) if chart.is_upright else slice(None, None, -1)  # bars start at the bottom
     data = CategoryChartData(number_format="0.00")
-    data.categories = [name.replace("\n", ", ") for name in chart.categories[order]]
-    if chart.is_upright:
-        data.categories = list(chart.categories)
+    separator = "\n" if chart.is_upright else ", "
+    data.categories = [name.replace("\n", separator) for name in chart.categories[order]]
     for series in chart.series:
         data.add_series(series.name or "floor", series.values[order])
     kind = XL_CHART_TYPE.COLUMN_STACKED if chart.is_upright else XL_CHART_TYPE.BAR_STACKED
@@ -82,19 +81,13 @@ def _add_chart(page: Any, chart: Chart, theme: Theme) -> None:
     if chart.has_legend:
         native.legend.position = XL_LEGEND_POSITION.BOTTOM
         native.legend.include_in_layout = False
-    inner = _inner(chart)
+    # left, top, width and height of the axes as shares of the chart
+    inner = (0.08, 0.04, 0.91, 0.7) if chart.is_upright else (0.36, 0.06, 0.62, 0.77)
     area = native._chartSpace.chart.plotArea  # python-pptx has no layout
     for old in area.findall("{*}layout"):
         area.remove(old)
     area.insert(0, parse_xml(_LAYOUT.format(*inner)))
     _limit(page, chart, theme, inner)
-
-
-def _inner(chart: Chart) -> tuple[float, float, float, float]:
-    """Return left, top, width and height of the axes as shares of the chart."""
-    if chart.is_upright:
-        return 0.08, 0.04, 0.91, 0.7
-    return 0.36, 0.06, 0.62, 0.77
 
 
 def _axes(native: Any, chart: Chart, theme: Theme) -> None:

@@ -31,6 +31,7 @@ from memest.run.target import Target
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as in shells
 _MEMEST = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+_RUNPY = ("<frozen runpy>", runpy.__file__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +215,10 @@ def _kept(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameS
     """Yield the frames of the script and of libraries, without those of replaced kernels."""
     has_begun = is_within = False
     for frame in frames:
-        if _is_ours(frame.filename):
+        if frame.filename.startswith(_MEMEST) or frame.filename in _RUNPY:
             is_within = has_begun
         elif not frame.filename.startswith(_TORCH):
             has_begun, is_within = True, False
             yield frame
         elif not is_within:
             yield frame
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_MEMEST) or filename in ("<frozen runpy>", runpy.__file__)

@@ -197,9 +197,8 @@ def detect_device() -> Device:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # detects without opening CUDA
     import torch
 
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return query_device()
-    return call_in_child(query_device)
+    is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return query_device() if is_open else call_in_child(query_device)
 
 
 def validate(

@@ -55,9 +55,7 @@ class Tuning:
         if divisions <= 1 or num_bytes <= ROUND_BYTES * divisions:
             return round_request(num_bytes)
         floor = 1 << (num_bytes.bit_length() - 1)
-        if num_bytes == floor:
-            return num_bytes
-        return round_up(num_bytes, floor // divisions)
+        return round_up(num_bytes, floor // divisions)  # a power of two stays
 
     def segment_bytes(self, block_bytes: int) -> int:
         """Return the size of a segment of `cudaMalloc`."""

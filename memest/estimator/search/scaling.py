@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -120,10 +121,10 @@ def _line(
 
 def kind_bytes(report: Prediction) -> dict[str, int]:
     """Return bytes at the peak by kind of term, the largest first."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for term in report.terms:
-        sizes[term.kind] = sizes.get(term.kind, 0) + term.num_bytes
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+        sizes[term.kind] += term.num_bytes
+    return dict(sizes.most_common())
 
 
 def constant_terms(line: ScalingLine) -> dict[str, int]:

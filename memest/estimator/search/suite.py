@@ -73,7 +73,8 @@ def _over_processes(
         jobs = 1
     found = find_engine("local", jobs).map(
         partial(_each, one=one), [[plans[i] for i in group] for group in groups],
-        died=lambda plans, error: [error] * len(plans), label=_name_of, weight=len,
+        died=lambda plans, error: [error] * len(plans), weight=len,
+        label=lambda plans: plans[0].label + f" and {len(plans) - 1} alike" * (len(plans) > 1),
     )  # fmt: skip
     by_index = {
         index: result
@@ -94,7 +95,3 @@ def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
 
 def _each(plans: Sequence[TrainingPlan], *, one: Callable[[TrainingPlan], T]) -> list[T]:
     return [one(plan) for plan in plans]
-
-
-def _name_of(plans: Sequence[TrainingPlan]) -> str:
-    return plans[0].label + (f" and {len(plans) - 1} alike" if len(plans) > 1 else "")
