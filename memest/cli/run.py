@@ -375,7 +375,7 @@ def _run_with_files(
 
 
 def _first_failed(every: Sequence[RunResult]) -> RunResult:
-    """The rank that failed by itself, or one that waited for it, or the first rank."""
+    """Return the rank that failed by itself, else one that waited for it, else the first."""
     from memest.estimator.gpu.worlds import PeerEnded
 
     failed = [ran for ran in every if ran.exit_code]

@@ -481,7 +481,7 @@ def _folded(line: str, width: int) -> str:
 
 
 def evidence(gpu: Gpu) -> str:
-    """`measured` with memest on the GPU, `sources` of others, or a context that is the H200's."""
+    """Return `measured` (by memest on this GPU) or `sources`, with a context that is assumed."""
     if "not measured on this GPU" in gpu.source:
         return "sources, context of the H200"
     is_own = "`memest validate`" in gpu.source or "validation/" in gpu.source

@@ -371,10 +371,13 @@ def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
     `report` is of the script on a GPU with enough memory; `limit_bytes` is the real allocator's.
     """
     over = report.verdicts[report.gpu].needs_bytes - limit_bytes
-    return tuple(s for s in _all(report, over) if s.saved_bytes >= over) if over > 0 else ()
+    if over <= 0:
+        return ()
+    return tuple(each for each in _possible_changes(report, over) if each.saved_bytes >= over)
 
 
-def _all(report: RunReport, over: int) -> Iterator[Suggestion]:
+def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
+    """Yield changes of any script, with their estimated savings; `over` bytes are too many."""
     held = {term.name: term.num_bytes for term in report.terms}
     in_step = report.peak.phase == "optimizer"
     temporaries = held.get("temporaries", 0)

@@ -81,7 +81,7 @@ def verdicts_of(
 def _with_own_shares(
     virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
 ) -> Verdict | None:
-    """Return `verdict` with storages that are a share of the GPU's memory as large as on `gpu`.
+    """Return `verdict` after storages whose size is a share of the GPU's memory are resized.
 
     Return None if a script that was refused memory gets further there, or the log is full.
     """

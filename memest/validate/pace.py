@@ -94,7 +94,7 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
 
 
 def measured(make: Callable[[], Call], heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Return the work of a call, microseconds of its kernels, and by how much its first is longer.
+    """Return the work of a call, microseconds of its kernels, and the extra ones of its first.
 
     `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
     """

@@ -104,9 +104,9 @@ def test_nothing_that_can_be_predicted_is_the_first_plans_error() -> None:
     with pytest.raises(PlanError, match=re.escape("`fsdp` cannot shard a quantised base")):
         scale({"model_name": "gpt2", "use_qlora": True}, strategies=["fsdp"], devices=[1, 2])
     with pytest.raises(PlanError, match="there is no strategy `fsdp3`"):
-        scale({"model_name": "gpt2"}, strategies=["fsdp3"])
+        scale({"model_name": "gpt2"}, strategies=["fsdp3"], devices=[1])
     with pytest.raises(PlanError, match="`devices` is `0`"):
-        scale({"model_name": "gpt2"}, devices=[0])
+        scale({"model_name": "gpt2"}, strategies=["fsdp"], devices=[0])
 
 
 def texts(figure: Any) -> dict[str, str]:

@@ -56,9 +56,9 @@ class Step:
     """Estimated time of one optimizer step, and what takes it."""
 
     seconds: float
-    first_seconds: float  # in which libraries choose or compile kernels for new sizes
+    first_seconds: float  # time in which libraries choose or compile kernels for new sizes
     idle_seconds: float  # time in which the GPU waits for the host
-    seconds_by_kind: dict[str, float]  # of kernels; of collectives, under `link`, besides `seconds`
+    seconds_by_kind: dict[str, float]  # of kernels; `link`, of collectives, is not in `seconds`
     compute_seconds: float  # time of the kernels that the peak rate bounds
     ideal_seconds: float  # time of all operations at the peak rates
 
@@ -96,7 +96,7 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
 
 
 def _rounded(seconds: float) -> float:
-    """Return four digits of a time: no more of it is the same on every CPU."""
+    """Return a time rounded to four digits, since further digits differ by CPU."""
     return float(f"{seconds:.4g}")
 
 

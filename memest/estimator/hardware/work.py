@@ -141,7 +141,7 @@ _ROWS = {
     "native_layer_norm": 1, "native_layer_norm_backward": 2, "_fused_rms_norm": 1,
     "_fused_rms_norm_backward": 2,
 }  # fmt: skip
-"""Positions of what gives the length of a row: a dimension, or the shape of a row."""
+"""Positions of the argument that gives the length of a row: a dimension, or the row's shape."""
 
 
 def _length(x: Tensor, dim: int) -> int:
@@ -160,7 +160,7 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
 
 
 def _kind_of_pointwise(args: Any, out: Any) -> str:
-    """Return whether all tensors have the same elements in the same order."""
+    """Return `pointwise` if all tensors have one shape and layout, else `broadcast`."""
     result = next(tensors_in((out, args)))
     shape, strides = result.shape, result.stride()
     for tensor in tensors_in(args):
@@ -350,7 +350,7 @@ FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # what Python and C++ run aroun
 
 
 class WorkLog:
-    """Events of the last steps: `NUM_HOSTS * work + kind of host`, or one of those below 0."""
+    """Events of the last steps: launches (`NUM_HOSTS * work + kind of host`), others below 0."""
 
     library_call: ClassVar[tuple[str, tuple[Any, ...]]] = ("", ())
     """The last function of bitsandbytes' library that was called, which outlives a log."""
@@ -408,7 +408,7 @@ class WorkLog:
 
     @contextmanager
     def host_works(self) -> Iterator[None]:
-        """Add the time of what the host computes within the block, as it takes here.
+        """Add the host time of the block, as measured on this machine.
 
         Threads that load data work at the same time as the script.
         """

@@ -16,9 +16,6 @@ from memest.plan.keys import STRATEGIES
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Prediction
 
-DEVICES = (1, 2, 4, 8, 16, 32, 64)  # default numbers of GPUs
-DEFAULT_STRATEGIES = ("ddp", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp", "fsdp2")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingLine:
@@ -40,8 +37,8 @@ class ScalingLine:
 def scale(
     values: Mapping[str, Any],
     *,
-    strategies: Sequence[str] = DEFAULT_STRATEGIES,
-    devices: Sequence[int] = DEVICES,
+    strategies: Sequence[str],
+    devices: Sequence[int],
     jobs: int | None = None,
 ) -> list[ScalingLine]:
     """Predict the plan of `values` under each of `strategies` on each number of GPUs.
