@@ -46,9 +46,7 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
 
         # replicas by shards, for HSDP's `fully_shard` in `shard_model`
         return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))
-    if plan.is_deepspeed:
-        return _deepspeed(plan)
-    return "auto"
+    return _deepspeed(plan) if plan.is_deepspeed else "auto"
 
 
 def _ddp(plan: TrainingPlan) -> Any:
@@ -65,19 +63,13 @@ def _ddp(plan: TrainingPlan) -> Any:
 def _fsdp(plan: TrainingPlan, model: nn.Module) -> Any:
     from lightning.pytorch.strategies import FSDPStrategy
 
-    sharding: Any = plan.sharding_strategy
-    options: dict[str, Any] = {}
-    shape = hybrid_shape(plan)
-    if shape:
+    options: dict[str, Any] = {"sharding_strategy": plan.sharding_strategy}
+    if shape := hybrid_shape(plan):
         options["device_mesh"] = shape
-    checkpointed = checkpointed_class_names(model, plan)
-    if checkpointed:
+    if checkpointed := checkpointed_class_names(model, plan):
         options["activation_checkpointing_policy"] = classes_named(model, checkpointed)
-    return FSDPStrategy(
-        auto_wrap_policy=classes_named(model, wrap_class_names(model, plan)),
-        sharding_strategy=sharding,
-        **options,
-    )
+    wrapped = classes_named(model, wrap_class_names(model, plan))
+    return FSDPStrategy(auto_wrap_policy=wrapped, **options)
 
 
 def _deepspeed(plan: TrainingPlan) -> Any:

@@ -26,13 +26,12 @@ def fit(task: Task) -> None:
     """Train for the plan's steps, and evaluate as often as it specifies."""
     plan = task.job.plan
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**_arguments(plan, folder))
         # as in a user's script the Trainer makes the optimizer, in groups with and without decay
         own = None if "optim" in _optimizer(plan) else task.make_optimizer()
         trainer = ProbedTrainer(
             task,
             model=task.model,
-            args=arguments,
+            args=TrainingArguments(output_dir=folder, **_arguments(plan)),
             train_dataset=range(plan.steps * plan.accumulate_grad_batches),
             eval_dataset=range(plan.limit_val_batches) if plan.validates else None,
             optimizers=(own, None),
@@ -123,17 +122,15 @@ def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
     return {"optim": name, "learning_rate": LEARNING_RATE, **decay}
 
 
-def _arguments(plan: TrainingPlan, folder: str) -> dict[str, Any]:
-    clipping = {} if plan.gradient_clip_val is None else {"max_grad_norm": plan.gradient_clip_val}
-    evaluation: dict[str, Any] = {}
+def _arguments(plan: TrainingPlan) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if plan.gradient_clip_val is not None:
+        options["max_grad_norm"] = plan.gradient_clip_val
     if plan.validates:
         interval = plan.val_check_interval or plan.steps * plan.accumulate_grad_batches
-        evaluation = {
-            "eval_strategy": "steps",
-            "eval_steps": interval // plan.accumulate_grad_batches,
-        }
+        options["eval_strategy"] = "steps"
+        options["eval_steps"] = interval // plan.accumulate_grad_batches
     return {
-        "output_dir": folder,
         "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1,
         "gradient_accumulation_steps": plan.accumulate_grad_batches,
@@ -145,7 +142,6 @@ def _arguments(plan: TrainingPlan, folder: str) -> dict[str, Any]:
         "disable_tqdm": True,
         "log_level": "error",
         **_optimizer(plan),
-        **clipping,
-        **evaluation,
+        **options,
         **dict(plan.trainer_options),
     }

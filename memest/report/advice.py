@@ -23,7 +23,7 @@ def render_advice(advice: Advice) -> str:
     """The verdict, what makes the plan fit, what is not enough, and what was not looked at."""
     sections = [
         _heading(advice),
-        *([_nothing(advice)] if not (advice.fits or advice.options) else []),
+        [] if advice.fits or advice.options else _nothing(advice),
         *(_option(number, option) for number, option in enumerate(advice.options, 1)),
         _not_enough(advice),
         _left_out(advice),
@@ -82,19 +82,12 @@ def _option(number: int, option: Option) -> list[str]:
 
 
 def _not_enough(advice: Advice) -> list[str]:
-    if not advice.not_enough:
-        return []
     rows = [["not enough alone", "needs", "margin", "a step"]]
-    rows += [
-        [
-            o.title,
-            gib_or_mib(o.verdict.needs_bytes),
-            gib_or_mib(o.verdict.margin_bytes),
-            seconds(o.time.seconds) if o.time else "",
-        ]
-        for o in advice.not_enough
-    ]
-    return table(rows, left=1)
+    for option in advice.not_enough:
+        sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)
+        time = seconds(option.time.seconds) if option.time else ""
+        rows.append([option.title, *map(gib_or_mib, sizes), time])
+    return table(rows, left=1) if advice.not_enough else []
 
 
 def _left_out(advice: Advice) -> list[str]:

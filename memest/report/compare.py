@@ -60,12 +60,9 @@ def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict
 
 def _cells(comparison: Comparison) -> list[str]:
     cells = [comparison.name]
-    for difference in comparison.totals.values():
-        cells += [
-            gib_or_mib(difference.measured_bytes),
-            _predicted(difference.predicted),
-            f"{difference.error_percent:+.3f} %",
-        ]
+    for d in comparison.totals.values():
+        error = f"{d.error_percent:+.3f} %"
+        cells += [gib_or_mib(d.measured_bytes), _predicted(d.predicted), error]
     worst = comparison.worst_phase
     cells.append(f"{worst.error_percent:+.3f} %" if worst else "")
     measured, predicted = comparison.measured.verdict, comparison.predicted.verdict

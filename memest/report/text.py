@@ -93,15 +93,11 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
     """Return a table of predictions, a line per plan."""
     gpus = list(dict.fromkeys(name for p in predictions for name in p.verdicts))
     header = ["experiment", "allocated", "reserved", "process", *gpus]
-    rows = [
-        [
-            p.name,
-            *map(gib_or_mib, p.levels.values()),
-            *(p.verdicts[g].word if g in p.verdicts else "" for g in gpus),
-        ]
-        for p in predictions
-    ]
-    return "\n".join(table([header, *rows], left=1))
+    rows = [header]
+    for p in predictions:
+        words = (p.verdicts[g].word if g in p.verdicts else "" for g in gpus)
+        rows.append([p.name, *map(gib_or_mib, p.levels.values()), *words])
+    return "\n".join(table(rows, left=1))
 
 
 def render_models(entries: Iterable[ModelEntry]) -> str:
@@ -213,15 +209,15 @@ def _totals(report: SimulatedReport) -> list[str]:
     slack = report.peak_reserved_bytes - report.peak_allocated_bytes
     context = report.process_bytes - report.peak_reserved_bytes
     beside = "CUDA context and NCCL" if report.is_distributed else "CUDA context"
-    rows = [
-        ("allocated", report.peak_allocated_bytes, "torch.cuda.max_memory_allocated"),
-        ("reserved", report.peak_reserved_bytes, f"including {format_bytes(slack)} cached"),
-        ("process", report.process_bytes, f"nvidia-smi; {beside} {format_bytes(context)}"),
-    ]
+    notes = (
+        "torch.cuda.max_memory_allocated",
+        f"including {format_bytes(slack)} cached",
+        f"nvidia-smi; {beside} {format_bytes(context)}",
+    )
+    levels = zip(report.levels.items(), notes, strict=True)
+    cells = [[name, gib_or_mib(size), note] for (name, size), note in levels]
     if report.host_bytes:
-        rows.append(("host", report.host_bytes, _host_note(report)))
-    cells = [[name, gib_or_mib(size), note] for name, size, note in rows]
-    if report.host_bytes:
+        cells.append(["host", gib_or_mib(report.host_bytes), _host_note(report)])
         held = gib_that_add_up([t.num_bytes for t in report.host_terms])
         cells += [
             ["", f"{size} GiB", f"{t.kind}: {t.arithmetic}, {t.why}"]
@@ -255,7 +251,7 @@ def _host_note(report: SimulatedReport) -> str:
     if verdict is None:
         return note
     outcome = "OOM" if verdict.verdict is Outcome.OOM else "fits"
-    margin = f"{verdict.margin_bytes / 2**30:+.2f} GiB"
+    margin = f"{verdict.margin_bytes / GIB:+.2f} GiB"
     return f"{note}; {gib_or_mib(verdict.limit_bytes)} there: {outcome}, {margin}"
 
 
@@ -388,24 +384,15 @@ def times(count: int) -> str:
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
     """A line for each GPU: the run's need and use, the verdict in colour, and the margin."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
-    rows += [_verdict_cells(name, verdict) for name, verdict in verdicts.items()]
+    for name, v in verdicts.items():
+        sizes = map(gib_or_mib, (v.limit_bytes, v.needs_bytes, v.reserved_bytes))
+        place = f"at {place_in_words(v.at)}" if v.at else ""
+        rows.append([name, *sizes, v.word, f"{v.margin_bytes / GIB:+.2f} GiB", place])
     lines = table(rows, left=1, last_left=True)
     words = [v.word for v in verdicts.values()]
     return lines[:1] + [
         line.replace(f" {word} ", f" {paint(word, COLOURS[word])} ", 1)
         for line, word in zip(lines[1:], words, strict=True)
-    ]
-
-
-def _verdict_cells(name: str, verdict: Verdict) -> list[str]:
-    return [
-        name,
-        gib_or_mib(verdict.limit_bytes),
-        gib_or_mib(verdict.needs_bytes),
-        gib_or_mib(verdict.reserved_bytes),
-        verdict.word,
-        f"{verdict.margin_bytes / GIB:+.2f} GiB",
-        f"at {place_in_words(verdict.at)}" if verdict.at else "",
     ]
 
 
@@ -492,19 +479,10 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
     """The catalogue of GPUs; `verbose` adds where each figure is from."""
     gpus = list(gpus)
     rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "figures", "name"]]
-    rows += [
-        [
-            g.name,
-            gib_or_mib(g.memory_bytes),
-            format_bytes(g.context_bytes),
-            gib_or_mib(g.limit_bytes),
-            f"{g.capability[0]}.{g.capability[1]}",
-            str(g.num_sms),
-            evidence(g),
-            g.label,
-        ]
-        for g in gpus
-    ]
+    for g in gpus:
+        sizes = gib_or_mib(g.memory_bytes), format_bytes(g.context_bytes), gib_or_mib(g.limit_bytes)
+        capability = ".".join(map(str, g.capability))
+        rows.append([g.name, *sizes, capability, str(g.num_sms), evidence(g), g.label])
     lines = table(rows, left=1, last_left=True)
     lines += [
         "",
