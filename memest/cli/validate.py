@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,11 @@ MAX_PACE_SECONDS = 300.0
 
 def _measure_pace(path: Path) -> int:
     """Measure times of kernels on the installed GPU, and write them to `path`."""
-    from memest.validate.pace import measure, write_to
+    from memest.validate.pace import measure, write
     from memest.validate.runner import detect_device
 
     device = detect_device()
-    found = measure(MAX_PACE_SECONDS, write_to(path))
+    found = measure(MAX_PACE_SECONDS, partial(write, path))
     rows = sum(len(rows) for rows in found["kernels"].values())
     click.echo(f"{device.name}: {rows} calls of {len(found['kernels'])} kinds -> {path}", err=True)
     click.echo(f"estimates take these times with MEMEST_PACE={path}", err=True)

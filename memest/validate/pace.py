@@ -727,15 +727,11 @@ def _host_us(call: Call, count: int) -> float:
     return 1e6 * taken / count
 
 
-def write_to(path: Path) -> Callable[[dict[str, Any]], None]:
-    """Return a function that writes a result to `path`, one kind of kernel a line."""
-
-    def write(found: dict[str, Any]) -> None:
-        head = {key: value for key, value in found.items() if key != "kernels"}
-        kinds = ",\n".join(
-            f"  {json.dumps(kind)}: {json.dumps(rows, separators=(',', ':'))}"
-            for kind, rows in found["kernels"].items()
-        )
-        path.write_text(f'{json.dumps(head)[:-1]},\n "kernels": {{\n{kinds}\n }}}}\n', "utf-8")
-
-    return write
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Write a result to `path`, one kind of kernel a line."""
+    head = {key: value for key, value in found.items() if key != "kernels"}
+    kinds = ",\n".join(
+        f"  {json.dumps(kind)}: {json.dumps(rows, separators=(',', ':'))}"
+        for kind, rows in found["kernels"].items()
+    )
+    path.write_text(f'{json.dumps(head)[:-1]},\n "kernels": {{\n{kinds}\n }}}}\n', "utf-8")

@@ -107,13 +107,11 @@ def _rank(measured: Measurement) -> int:
 
 
 def _figures(measured: Measurement) -> dict[str, Any]:
+    keys = ("peak_allocated_bytes", "peak_reserved_bytes", "process_bytes", "host_bytes")
     return {
         "rank": _rank(measured),
         "verdict": str(measured.verdict),
-        "peak_allocated_bytes": measured.peak_allocated_bytes,
-        "peak_reserved_bytes": measured.peak_reserved_bytes,
-        "process_bytes": measured.process_bytes,
-        "host_bytes": measured.host_bytes,
+        **{key: getattr(measured, key) for key in keys},
         **{key: measured.device[key] for key in _OF_EACH_RANK if key in measured.device},
     }
 

@@ -108,10 +108,9 @@ def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
-    middle = events[cuts[-2] : cuts[-1]]
+    middle = list(events[cuts[-2] : cuts[-1]])
     more = num_micro_batches - len(cuts)
-    return [*events[: cuts[-2]], *(event for _ in range(more) for event in middle),
-            *events[cuts[-2] :]]  # fmt: skip
+    return [*events[: cuts[-2]], *(more * middle), *events[cuts[-2] :]]
 
 
 def _bound_by(step: Step, link: float) -> str:

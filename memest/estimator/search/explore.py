@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memest.engines import find_engine
-from memest.errors import MemestError, PlanError, raise_if_all_failed
+from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
@@ -135,19 +135,14 @@ def _group(
 
     steps = _progression(batches)
     chips = {gpu.chip: RelatedPlans(gpu, steps, batches) for gpu in reversed(targets)}
-    found: list[list[Explored] | MemestError] = []
+
+    def points(plan: TrainingPlan) -> list[Explored]:
+        grid = itertools.product(micro_batches, batches)
+        sized = (replace(plan, accumulate_grad_batches=n, batch_size=b) for n, b in grid)
+        return [_point(each, chips, targets) for each in sized]
+
     with frozen_garbage():
-        for plan in plans:
-            grid = itertools.product(micro_batches, batches)
-            try:
-                points = [
-                    _point(replace(plan, accumulate_grad_batches=n, batch_size=b), chips, targets)
-                    for n, b in grid
-                ]
-                found.append(points)
-            except MemestError as error:
-                found.append(error)
-    return found
+        return [result_or_error(points, plan) for plan in plans]
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:

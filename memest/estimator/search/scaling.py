@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 from memest.errors import MemestError, PlanError, closest, raise_if_all_failed, result_or_error
@@ -168,12 +168,12 @@ class Growth:
                 "step": step,
                 "allocated_bytes": allocated,
                 "reserved_bytes": reserved,
-                "reserved_on_gpu_bytes": dict(enumerate(self.on_gpu)).get(step),
+                "reserved_on_gpu_bytes": on_gpu,
                 "fragmentation_bytes": reserved - allocated,
                 "is_oom": step == self.failed_step,
             }
-            for step, (allocated, reserved) in enumerate(
-                zip(self.allocated, self.reserved, strict=True)
+            for step, (allocated, reserved, on_gpu) in enumerate(
+                zip_longest(self.allocated, self.reserved, self.on_gpu)
             )
         ]
 

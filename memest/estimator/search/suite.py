@@ -45,14 +45,9 @@ def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
     """Return the plans with a prediction and the plans with an error."""
-    predicted: list[tuple[TrainingPlan, Prediction]] = []
-    failed: list[tuple[TrainingPlan, MemestError]] = []
-    for plan, each in zip(plans, found, strict=True):
-        if isinstance(each, MemestError):
-            failed.append((plan, each))
-        else:
-            predicted.append((plan, each))
-    return predicted, failed
+    pairs = list(zip(plans, found, strict=True))
+    predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
+    return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]
 
 
 def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
