@@ -81,8 +81,8 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str,
 
 
 def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
-    own = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)})
-    own = [name for name in own if name != "Linear"]
+    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)}
+    own = sorted(kinds - {"Linear"})
     if skipped:
         why = f"its only linear layers stay unquantised: {', '.join(f'`{n}`' for n in skipped[:3])}"
     elif own:

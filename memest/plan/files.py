@@ -17,8 +17,7 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
     Raises:
         PlanError: the file cannot be read, is not a mapping, or holds no valid plan.
     """
-    values = _read_mapping(path)
-    return TrainingPlan.from_dict({**values, **overrides})
+    return TrainingPlan.from_dict({**_read_mapping(path), **overrides})
 
 
 def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2, nan
@@ -306,17 +306,10 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     )
     limit_bytes = _limits([line])[0]
     is_far = limit_bytes > _FAR * max(sum(column.values()) for column in columns)
-    chart = Chart(
-        is_upright=True,
-        categories=tuple(under),
-        series=tuple(
-            Series(name=name, color=color, values=tuple(column[name] / GIB for column in columns))
-            for name, color in (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
-            if any(column[name] for column in columns)
-        ),
-        limit=0.0 if is_far else limit_bytes / GIB,
-        limit_name=limit_text(report.gpu, limit_bytes, WIDTH / 2),
-    )
+    names = (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
+    parts = {(name, color): [column[name] for column in columns] for name, color in names}
+    limit = limit_text(report.gpu, limit_bytes, WIDTH / 2)
+    chart = _stacked(parts, under, 0 if is_far else limit_bytes, limit)
     title = f"{report.name} under {label_of(line.strategy)}"
     words = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
     terms = [f"{k} {format_size(size)}" for k, size in large_constants(line).items()][:4]
@@ -348,27 +341,32 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
         ("at most, by timing", "between"): [_highest(row) - row.process_bytes for row in rows],
     }
     limit = limit_text(report.gpu, limit_bytes, WIDTH / 2).replace("usable", "in all")
-    chart = Chart(
-        is_upright=True,
-        categories=tuple(
-            f"{row.rank}\n{_highest(row) / GIB:.1f}"
-            if len(rows) <= _MAX_NUMBERED
-            else str(row.rank)
-            for row in rows
-        ),
-        series=tuple(
-            Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
-            for (name, color), sizes in parts.items()
-            if any(sizes)
-        ),
-        limit=0.0 if is_far else limit_bytes / GIB,
-        limit_name=limit,
-    )
+    has_numbers = len(rows) <= _MAX_NUMBERED
+    under = (f"{row.rank}" + f"\n{_highest(row) / GIB:.1f}" * has_numbers for row in rows)
+    chart = _stacked(parts, under, 0 if is_far else limit_bytes, limit)
     simulated = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
     version = f"memest {report.versions['memest']}"
     subtitle = dotted(simulated, gpu_label(report.gpu), str(report.verdict), version)
     words = Slide(title=f"{report.name}: peak by rank", subtitle=subtitle, notes=(), chart=chart)
     return draw_slide(words, dark=dark, remark=f"{limit}, above this chart" if is_far else "")
+
+
+def _stacked(
+    parts: Mapping[tuple[str, str], Sequence[int]],
+    under: Iterable[str],
+    limit_bytes: int,
+    limit_name: str,
+) -> Chart:
+    """Return upright bars of `parts`, bytes by name and colour, with the words `under` each bar."""
+    series = (
+        Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
+        for (name, color), sizes in parts.items()
+        if any(sizes)
+    )
+    return Chart(
+        is_upright=True, categories=tuple(under), series=tuple(series), limit=limit_bytes / GIB,
+        limit_name=limit_name,
+    )  # fmt: skip
 
 
 def _highest(row: RankRow) -> int:

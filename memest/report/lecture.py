@@ -129,20 +129,22 @@ class Lecture:
         return Step(before=best[1], after=row, changes=best[2])
 
     def _changes(self, a: TrainingPlan, b: TrainingPlan) -> dict[str, tuple[str, str]]:
+        old, new = self._words(a), self._words(b)
+        return {key: (old[key], new[key]) for key in old if old[key] != new[key]}
+
+    def _words(self, plan: TrainingPlan) -> dict[str, str]:
+        """Return the settings of a plan in words."""
+        count = plan.accumulate_grad_batches
         return {
-            key: pair
-            for key, pair in {
-                "model": (self.model(a), self.model(b)),
-                "technique": (technique_of(a), technique_of(b)),
-                "optimizer": (_optimizer(a), _optimizer(b)),
-                "precision": (a.precision, b.precision),
-                "strategy": (label_of(a.strategy), label_of(b.strategy)),
-                "checkpointing": (_checkpointing(a), _checkpointing(b)),
-                "batch": (f"batch {a.batch_size}", f"batch {b.batch_size}"),
-                "accumulation": (_micro_batches(a), _micro_batches(b)),
-                "tokens": (f"{a.seq_len} tokens", f"{b.seq_len} tokens"),
-            }.items()
-            if pair[0] != pair[1]
+            "model": self.model(plan),
+            "technique": technique_of(plan),
+            "optimizer": _optimizer(plan),
+            "precision": plan.precision,
+            "strategy": label_of(plan.strategy),
+            "checkpointing": "checkpointing" if plan.act_ckpt else "no checkpointing",
+            "batch": f"batch {plan.batch_size}",
+            "accumulation": f"accumulation over {count}" if count > 1 else "no accumulation",
+            "tokens": f"{plan.seq_len} tokens",
         }
 
     def _slide_of(self, step: Step) -> Slide:
@@ -393,15 +395,6 @@ _FRAMES = (
 
 def _optimizer(plan: TrainingPlan) -> str:
     return _OPTIMIZERS.get(plan.optim, plan.optim)
-
-
-def _checkpointing(plan: TrainingPlan) -> str:
-    return "checkpointing" if plan.act_ckpt else "no checkpointing"
-
-
-def _micro_batches(plan: TrainingPlan) -> str:
-    count = plan.accumulate_grad_batches
-    return f"accumulation over {count}" if count > 1 else "no accumulation"
 
 
 def _held(moment: PhaseRow) -> dict[str, int]:

@@ -42,8 +42,7 @@ class Training:
 
 def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
     """Return the optimizer steps of a plan, over `epochs` of so many `samples`."""
-    per_step = _samples(plan)
-    return max(1, ceil(epochs * samples / per_step))
+    return max(1, ceil(epochs * samples / _samples(plan)))
 
 
 def read_prices(given: str | None) -> dict[str, float]:
@@ -156,11 +155,9 @@ def time_cells(
 
 
 def _whole(training: Training, gpu: str, time: StepTime) -> list[str]:
-    hours, low, high = training.hours(time)
-    price = training.price_of(gpu)
-    whole = [hours, low, high]
-    costs = [] if price is None else [price * each for each in whole]
-    return [_interval(*whole), _interval(*costs) if costs else ""]
+    hours, price = training.hours(time), training.price_of(gpu)
+    cost = "" if price is None else _interval(*(price * each for each in hours))
+    return [_interval(*hours), cost]
 
 
 def _interval(middle: float, low: float, high: float) -> str:

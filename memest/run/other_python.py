@@ -80,12 +80,9 @@ def _examined(python: Path) -> tuple[Path, str, list[str]]:
     found = shutil.which(python)
     if found is None:
         raise PlanError(f"`{python}` is not a Python interpreter", hint="--python .venv/bin/python")
-    names = ("torch", "numpy", *PURE)
+    command = [found, "-c", _PROBE, "torch", "numpy", *PURE]
     try:
-        done = subprocess.run(
-            [found, "-c", _PROBE, *names], capture_output=True, text=True, timeout=_SECONDS,
-            check=True,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
         version, prefix, installed, begun = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise PlanError(

@@ -248,7 +248,9 @@ class CachingAllocator:
         tuning = self._tuning
         num_bytes = segment_bytes(size) if tuning is None else tuning.segment_bytes(size)
         if tuning is not None and tuning.expandable is not None:
-            if self._is_capped and self.reserved_bytes + num_bytes > (self.limit_bytes or 0):
+            limit, most = self.limit_bytes, self.gpu_bytes
+            is_capped = limit is not None and (most is None or limit < most)
+            if is_capped and self.reserved_bytes + num_bytes > (limit or 0):
                 return None
             return tuning.expandable.grow(size, is_small, stream)
         if self.limit_bytes is not None and self.reserved_bytes + num_bytes > self.limit_bytes:
@@ -267,12 +269,6 @@ class CachingAllocator:
         """Hook for subclasses that count: `block` is a new segment."""
 
     # --- expandable segments
-
-    @property
-    def _is_capped(self) -> bool:
-        """True if the limit is below the GPU's memory."""
-        limit, gpu = self.limit_bytes, self.gpu_bytes
-        return limit is not None and (gpu is None or limit < gpu)
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Hook for subclasses: memory was mapped to addresses that are part of `block` now."""

@@ -82,10 +82,6 @@ class AllocatorSettings:
         """True if the allocator behaves as without any setting."""
         return replace(self, text="", without_effect=()) == DEFAULT
 
-    def __str__(self) -> str:
-        """Return the text as given, or a name for the defaults."""
-        return self.text or "PyTorch's defaults"
-
 
 DEFAULT = AllocatorSettings()
 

@@ -274,6 +274,7 @@ class _Replay:
 
     def _probe(self, probe: Probe, micro_batch: int) -> None:
         allocator, state = self.allocator, probe.state
+        states = state.params + state.grads + state.optimizer
         self.close_peaks()
         self.result.rows.append(
             PhaseRow(
@@ -283,10 +284,7 @@ class _Replay:
                 params_bytes=state.params,
                 grads_bytes=state.grads,
                 optimizer_bytes=state.optimizer,
-                activations_bytes=allocator.allocated_bytes
-                - state.params
-                - state.grads
-                - state.optimizer,
+                activations_bytes=allocator.allocated_bytes - states,
                 allocated_bytes=allocator.allocated_bytes,
                 peak_allocated_bytes=allocator.peak_allocated_bytes,
                 reserved_bytes=allocator.reserved_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -125,11 +126,10 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
 
 def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     """Return numbers of elements of `tensors` by the name of their dtype."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for tensor in tensors:
-        key = str(tensor.dtype).removeprefix("torch.")
-        counts[key] = counts.get(key, 0) + tensor.numel()
-    return counts
+        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return dict(counts)
 
 
 class NoLines(ScriptLines):

@@ -153,22 +153,16 @@ def _change(title: str, cost: Cost, price: str, **updates: Any) -> Change:
 
 def _attention(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     if plan.attn_implementation == "eager":
-        yield _change(
-            "sdpa attention instead of eager",
-            Cost.NOTHING,
-            "nothing: the same attention by a fused kernel, up to rounding",
-            attn_implementation="sdpa",
-        )
+        title = "sdpa attention instead of eager"
+        price = "nothing: the same attention by a fused kernel, up to rounding"
+        yield _change(title, Cost.NOTHING, price, attn_implementation="sdpa")
 
 
 def _allocator(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     if "expandable_segments" not in plan.alloc_conf:
-        yield _change(
-            "expandable segments",
-            Cost.NOTHING,
-            "nothing: cached memory is cut and joined in smaller pieces",
-            alloc_conf=",".join(filter(None, (plan.alloc_conf, EXPANDABLE))),
-        )
+        price = "nothing: cached memory is cut and joined in smaller pieces"
+        alloc_conf = ",".join(filter(None, (plan.alloc_conf, EXPANDABLE)))
+        yield _change("expandable segments", Cost.NOTHING, price, alloc_conf=alloc_conf)
 
 
 def _offload(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
@@ -186,13 +180,9 @@ def _offload(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change
 def _sharding(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     is_plain = plan.strategy == "auto" and plan.devices <= 1 and plan.loop == "lightning"
     for number in NUMBERS_OF_GPUS if is_plain else ():
-        yield _change(
-            f"sharded over {number} GPUs (FSDP2)",
-            Cost.HARDWARE,
-            f"{number} GPUs and the traffic between them; as many times the samples a step",
-            strategy="fsdp2",
-            devices=number,
-        )
+        title = f"sharded over {number} GPUs (FSDP2)"
+        price = f"{number} GPUs and the traffic between them; as many times the samples a step"
+        yield _change(title, Cost.HARDWARE, price, strategy="fsdp2", devices=number)
 
 
 _FUSED = {"adamw": "adamw_fused", "adamw_single": "adamw_fused", "adam": "adam_fused"}
@@ -204,12 +194,8 @@ _FULL_ADAM = {
 
 def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
     if plan.optim in _FUSED:
-        yield _change(
-            "fused optimizer",
-            Cost.NOTHING,
-            "nothing: the same update in one kernel, without temporaries",
-            optim=_FUSED[plan.optim],
-        )
+        price = "nothing: the same update in one kernel, without temporaries"
+        yield _change("fused optimizer", Cost.NOTHING, price, optim=_FUSED[plan.optim])
     if plan.optim in _FULL_ADAM:
         yield _change(
             "8-bit optimizer states",

@@ -337,15 +337,14 @@ def _points(
         if traced is None:
             return None
         found = trials[chip] = Trial(traced, plan, gpu, trials.get(chip))
+        outside_bytes = gpu.context_bytes + traced.libraries_bytes
         points.append(
             SweepPoint(
                 plan=plan,
                 gpu=gpu.name,
                 verdict=found.verdict,
                 peak_allocated_bytes=found.result.peak_allocated_bytes,
-                process_bytes=found.verdict.reserved_bytes
-                + gpu.context_bytes
-                + traced.libraries_bytes,
+                process_bytes=found.verdict.reserved_bytes + outside_bytes,
                 unlimited_reserved_bytes=found.free.peak_reserved_bytes,
             )
         )

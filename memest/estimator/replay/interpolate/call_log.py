@@ -257,15 +257,10 @@ class _TensorShape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
-    kind: type
+class _Items:
+    kind: type  # `list`, `tuple` or `dict`
     items: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    keys: tuple[str, ...]
-    items: tuple[Any, ...]
+    keys: tuple[str, ...] = ()  # of a dict
 
 
 def _shape(value: Any, numbers: list[int], floats: list[float]) -> Any:
@@ -279,10 +274,10 @@ def _shape(value: Any, numbers: list[int], floats: list[float]) -> Any:
         return _FLOAT
     if isinstance(value, list | tuple):
         kind = list if isinstance(value, list) else tuple
-        return _Sequence(kind, tuple(_shape(v, numbers, floats) for v in value))
+        return _Items(kind, tuple(_shape(v, numbers, floats) for v in value))
     if isinstance(value, dict):
         items = tuple(_shape(v, numbers, floats) for v in value.values())
-        return _Mapping(tuple(value), items)
+        return _Items(dict, items, tuple(value))
     return value if isinstance(value, _CONSTANTS) else type(value).__name__
 
 
@@ -311,11 +306,9 @@ def _value(shape: Any, numbers: Iterator[int], floats: Iterator[float]) -> Any:
         return next(numbers)
     if shape is _FLOAT:
         return next(floats)
-    if isinstance(shape, _Sequence):
-        return shape.kind(_value(item, numbers, floats) for item in shape.items)
-    if isinstance(shape, _Mapping):
+    if isinstance(shape, _Items):
         values = (_value(item, numbers, floats) for item in shape.items)
-        return dict(zip(shape.keys, values, strict=True))
+        return shape.kind(zip(shape.keys, values, strict=True) if shape.kind is dict else values)
     return shape
 
 
@@ -337,7 +330,7 @@ def storage_bytes(shape: Any, numbers: Iterator[int]) -> list[int]:
         stride = [next(numbers) for _ in range(shape.num_dims)]
         num_bytes = next(numbers)
         return [dense_bytes(size, stride, shape.dtype.itemsize) if shape.is_dense else num_bytes]
-    if isinstance(shape, _Sequence):
+    if isinstance(shape, _Items):
         return [b for item in shape.items for b in (storage_bytes(item, numbers) or [0])]
     if shape is _INT:
         next(numbers)
@@ -348,14 +341,14 @@ def count_numbers(shape: Any) -> int:
     """Count the whole numbers that were taken out of `shape`."""
     if isinstance(shape, _TensorShape):
         return 2 * shape.num_dims + 1
-    if isinstance(shape, _Sequence | _Mapping):
+    if isinstance(shape, _Items):
         return sum(map(count_numbers, shape.items))
     return int(shape is _INT)
 
 
 def on_gpu(shape: Any) -> list[bool]:
     """Return, for each result in `shape`, whether it is a tensor on the GPU."""
-    items = shape.items if isinstance(shape, _Sequence) else (shape,)
+    items = shape.items if isinstance(shape, _Items) else (shape,)
     return [isinstance(item, _TensorShape) and item.device == "meta" for item in items]
 
 

@@ -96,16 +96,11 @@ class _Numbers:
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
         """Return the call's requests `index` steps after the first sample."""
-        if index and not self.is_constant:
+        if index and any(map(any, self.differences[1:])):  # else it is the same at all sizes
             return requests_of(gpu, self.template, self.at(index))
         if not self.at_first:
             self.at_first.append(requests_of(gpu, self.template, self.differences[0]))
         return self.at_first[0]
-
-    @property
-    def is_constant(self) -> bool:
-        """Return whether the call is the same at all sizes."""
-        return not any(any(difference) for difference in self.differences[1:])
 
 
 def _numbers(samples: Sequence[Template]) -> _Numbers:
