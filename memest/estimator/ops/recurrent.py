@@ -35,14 +35,14 @@ from memest.units import ceil_div, round_up
 
 # Sizes of cuDNN's recurrent layers: weights, workspaces, reserve space.
 #
-# cuDNN does not publish its sizes; the formulas are fitted to what `cudnnGetRNNTempSpaceSizes` of
-# cuDNN 9.19 answered on Hopper for 11,100 layers (validation/scripts/recurrent_sizes.py): all
-# cells, 1 to 4 layers, both directions, 2 to 400 steps, batches of 1 to 128, widths of 8 to 1024,
-# all float types, packed and not.
+# cuDNN does not publish its sizes. The formulas are fitted to `cudnnGetRNNTempSpaceSizes` of
+# cuDNN 9.19 on Hopper for 11,100 layers (validation/scripts/recurrent_sizes.py). These have all
+# cells, 1 to 4 layers, both directions, 2 to 400 steps, batches of 1 to 128, and widths of 8 to
+# 1024. They have all float types, packed and not.
 #
-# Without projection all are exact to the allocator's 512 B or within 0.01 %, except trainings with
-# `CUDNN_RNN_ALGO_PERSIST_STATIC` and packed layers of over 256 steps, for which `is_measured` is
-# false. 1,350 recorded layers have up to 1000 steps and batches of up to 512.
+# Without projection all are exact to the allocator's 512 B or within 0.01 %. `is_measured` is
+# false for the exceptions: trainings with `CUDNN_RNN_ALGO_PERSIST_STATIC`, and packed layers of
+# over 256 steps. 1,350 recorded layers have up to 1000 steps and batches of up to 512.
 #
 # Shapes: T steps, B sequences, N = T * B rows (fewer where packed), I input width, H hidden
 # width, L layers, D directions, G gates: 4 (LSTM), 3 (GRU) or 1 (RNN).
