@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from memest.estimator.hardware.gpus import Gpu, list_gpus
 from memest.estimator.ops import attention, autograd_ops, convolution, matmul
-from memest.estimator.ops.attention import SdpaBackend, choose_backend
+from memest.estimator.ops.attention import choose_backend
 from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, registered
 from memest.estimator.versions import MEASURED, TORCH_2_11, simulating
@@ -47,8 +48,10 @@ Letters: B batch, H query heads, K key heads, L query tokens, S key tokens, E he
 an element. `up(x, n)` rounds up to a multiple of n; `ceil(x, n)` divides and rounds up.
 """
 
-NAMES = {SdpaBackend.MATH: "math", SdpaBackend.FLASH: "flash",
-         SdpaBackend.EFFICIENT: "efficient", SdpaBackend.CUDNN: "cuDNN"}  # fmt: skip
+NAMES = {
+    SDPBackend.MATH: "math", SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient", SDPBackend.CUDNN_ATTENTION: "cuDNN",
+}  # fmt: skip
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 WIDTHS = (32, 40, 64, 72, 80, 88, 96, 104, 128, 136, 160, 192, 200, 224, 232, 256, 512)
 ODD_WIDTH = 100
@@ -142,7 +145,9 @@ def _workspaces(gpu: Gpu) -> str:
     known = (
         ["convolutions by cuDNN 9.19"] if gpu.capability == convolution.MEASURED_CAPABILITY else []
     )
-    takes_cudnn = _backend(gpu, torch.float16, 64, COLUMNS[0], True, 0.0) is SdpaBackend.CUDNN
+    takes_cudnn = (
+        _backend(gpu, torch.float16, 64, COLUMNS[0], True, 0.0) == SDPBackend.CUDNN_ATTENTION
+    )
     by_cudnn = op_of(torch.ops.aten._scaled_dot_product_cudnn_attention.default)
     if takes_cudnn and by_cudnn.is_modelled((), {}, gpu):
         known.append("cuDNN attention")
@@ -164,7 +169,7 @@ which is no multiple of 8, without a mask.
 
 def _backend(
     gpu: Gpu, dtype: torch.dtype, width: int, column: str, training: bool, dropout_p: float
-) -> SdpaBackend:
+) -> SDPBackend:
     """The choice for one head width; 4 heads, 2 keys' heads where they are grouped."""
 
     def heads(number: int, tokens: int) -> Tensor:

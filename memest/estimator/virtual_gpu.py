@@ -198,7 +198,6 @@ class VirtualGpu:
         self.mode.is_off = True
         host_storages.clear()
         CASTS.clear()
-        recurrent.forget()
         GPU.device, GPU.num_visible = torch.device("cuda", 0), 1
         VirtualGpu._active = None
 

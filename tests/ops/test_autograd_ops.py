@@ -326,7 +326,7 @@ def test_nothing_stays_switched_on_after_an_error() -> None:
         F.linear(meta(3, 5), meta(7, 6))
 
     assert key_state() == before
-    assert not module._INSIDE.autocast
+    assert not module.INSIDE.autocast
     assert not torch.is_autocast_enabled("cuda")
 
 

@@ -20,6 +20,7 @@ from memest.estimator.versions import (
     TORCH_2_12,
     TORCH_2_15,
     TorchRelease,
+    simulating,
 )
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.op_calls import A100, H100, H200, meta
@@ -104,9 +105,14 @@ MAIN, SIDE, BACKWARD = ("main", 0), ("main", 3), ("backward", 0)
 BIG, SMALL, LT = 32 * 2**20, 8519680, 2**20
 
 
+def on_hopper(release: TorchRelease) -> CublasWorkspaces:
+    with simulating(release.name):
+        return CublasWorkspaces(HOPPER)
+
+
 def after_first_use(release: TorchRelease = TORCH_2_11) -> CublasWorkspaces:
     """A process on a Hopper whose main thread has multiplied once."""
-    workspaces = CublasWorkspaces(HOPPER, release)
+    workspaces = on_hopper(release)
     workspaces.bytes_for(aten.mm.default, (meta(4, 8), meta(8, 16)), {}, MAIN)
     return workspaces
 
@@ -156,7 +162,7 @@ def test_a_first_linear_with_bias_takes_both_workspaces() -> None:
 
 def test_torch_2_15_frees_the_workspace_of_each_call() -> None:
     """`getCurrentCUDABlasHandleWithWorkspace`; cuBLASLt has a workspace of its own."""
-    workspaces = CublasWorkspaces(HOPPER, TORCH_2_15)
+    workspaces = on_hopper(TORCH_2_15)
     product = (meta(4, 8), meta(8, 16))
     linear = (meta(16), meta(4, 8), meta(16, 8).t())
     for _ in range(2):
@@ -181,7 +187,7 @@ def test_torch_2_15_frees_the_workspace_of_each_call() -> None:
 def test_environment_variables_change_the_kept_workspaces(
     release, environment, product, linear, monkeypatch
 ) -> None:
-    workspaces = CublasWorkspaces(HOPPER, release)
+    workspaces = on_hopper(release)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)  # torch reads the variables at the first product
     args = (meta(4, 8), meta(8, 16))

@@ -399,10 +399,10 @@ def test_two_traces_are_identical() -> None:
 def test_a_repeated_call_does_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without the recipes of earlier calls the events are the same."""
     quick = trace_tiny()
-    assert quick.mode.kernels._recipes
+    assert quick.mode.kernels.recipes
     monkeypatch.setattr(kernel_calls, "_can_repeat", lambda *args: False)
     full = trace_tiny()
-    assert not full.mode.kernels._recipes
+    assert not full.mode.kernels.recipes
 
     assert quick.events == full.events
     assert quick.storages == full.storages

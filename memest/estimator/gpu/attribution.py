@@ -107,7 +107,7 @@ class LiveModules:
         """Return the path of the module that runs, forward or backward; "" outside of all."""
         if self._stack:
             return self._names.get(id(self._stack[-1]), "")
-        return self._in_backward()[0]
+        return self.in_backward()[0]
 
     def models(self) -> list[nn.Module]:
         """Return the outermost modules that have run and still exist."""
@@ -125,17 +125,14 @@ class LiveModules:
         """Return the path of `module`; "" if it has not run."""
         return self._names.get(id(module), "")
 
-    def line_of_backward(self) -> str:
-        """Return the script's line whose forward made the autograd node that runs now."""
-        return self._in_backward()[1]
-
     def note_line(self, line: str) -> None:
         """Record `line` as the caller of the running forward."""
         if line != self._line:
             self._line = line
             self._note(-1)
 
-    def _in_backward(self) -> tuple[str, str]:
+    def in_backward(self) -> tuple[str, str]:
+        """Return module and line whose forward made the running autograd node; "" if unknown."""
         node = torch._C._current_autograd_node()
         if node is None:
             return "", ""
@@ -286,7 +283,7 @@ class Attribution:
         line, caller = self.lines.current(), ""
         if phase in ("setup", "forward"):
             self.modules.note_line(line)
-        elif phase == "backward" and (saved := self.modules.line_of_backward()):
+        elif phase == "backward" and (saved := self.modules.in_backward()[1]):
             line, caller = saved, line if line != saved else ""
         key = (func if isinstance(func, str) else id(func), module, phase, line, caller)
         site = self._sites.get(key)

@@ -30,7 +30,7 @@ from memest.estimator.tensors.placement import CPU, META, storage_key, tensors_i
 
 aten = torch.ops.aten
 
-NUMBER = 1.0  # guess of a loss or a norm: finite and positive
+NUMBER = 1.0  # guess of a loss, a norm or a tensor that is copied to the host
 FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
 TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
 MAX_IN_A_ROW = 100_000  # reads by one line without an optimizer step: a waiting loop
@@ -120,11 +120,6 @@ class Guesses:
     def stepped(self) -> None:
         """Record an optimizer step, after which repeated reads by a line are no waiting loop."""
         self._in_a_row = 0
-
-
-def guessed_number(dtype: torch.dtype) -> float:
-    """Return the value of unknown tensors that are copied to the host."""
-    return 0 if dtype is torch.bool else NUMBER
 
 
 _SELECTIONS = frozenset((
@@ -273,24 +268,21 @@ class GuessedValues:
             if not self._known.is_known(args[0]):
                 chosen = out[-1] if isinstance(out, tuple | list) else out
                 self._choose(func, args, kwargs, chosen)
-        elif (id(func) in _BY_SIZE or _to_bool(func, kwargs)) and not all(
-            map(layer.is_known, tensors_in(args))
-        ):
+            # `bool()` too: numbers differ from 0, as positions of beams do
+        elif (
+            id(func) in _BY_SIZE
+            or (func is aten._to_copy.default and kwargs.get("dtype") is torch.bool)
+        ) and not all(map(layer.is_known, tensors_in(args))):
             if 1 < out.numel() <= MAX_COMPARED:
                 layer.adopt_guess(out, torch.ones(out.shape, dtype=torch.bool, device=CPU))
             return
         if layer and any(map(layer.holds, tensors_in((*args, *kwargs.values())))):
             first = args[0]
-            if func._schema.is_mutable and isinstance(first, Tensor):
-                self._copy_up(first)
+            if func._schema.is_mutable and isinstance(first, Tensor) and not layer.holds(first):
+                known = self._known.storage_of(key := storage_key(first))
+                if known is not None:  # the operator writes to a copy in the layer
+                    layer.set_storage(key, known.clone())  # type: ignore[no-untyped-call]
             layer.follow(func, args, kwargs, out)
-
-    def _copy_up(self, tensor: Tensor) -> None:
-        """Copy the known storage of `tensor` into the layer, before an operator writes to it."""
-        key = storage_key(tensor)
-        known = self._known.storage_of(key)
-        if known is not None and not self._layer.holds(tensor):
-            self._layer.set_storage(key, known.clone())  # type: ignore[no-untyped-call]
 
     def _choose(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
@@ -312,11 +304,6 @@ class GuessedValues:
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
 
 
-def _to_bool(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the operator is `bool()`: numbers differ from 0, as positions of beams do."""
-    return func is aten._to_copy.default and kwargs.get("dtype") is torch.bool
-
-
 def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Dimension of the choice, or None for a choice among all elements."""
     if func is aten.multinomial.default:
@@ -324,8 +311,7 @@ def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     is_of_one = func in (aten.argmax.default, aten.argmin.default)
     place = 2 if func is aten.topk.default else 1
     is_given = func is not aten.sort.stable and len(args) > place
-    found: int | None = args[place] if is_given else kwargs.get("dim", None if is_of_one else -1)
-    return found
+    return args[place] if is_given else kwargs.get("dim", None if is_of_one else -1)
 
 
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -362,14 +348,14 @@ _UNIQUE = {
 }
 
 
-# Checks of a script, which end it: `assert`, and a condition before `raise`.
+# Conditions that end a script: `assert`, and a condition before `raise`.
 
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 _BETWEEN = ("TO_BOOL", "NOT_TAKEN", "NOP", "CACHE")  # a condition and its jump
 _ENDS = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
 
 
-def that_passes(guess: bool) -> bool:
+def guess_without_raise(guess: bool) -> bool:
     """Return `guess`, or its opposite if the running line raises on `guess` alone.
 
     The line is that of the innermost frame outside of torch.
@@ -389,7 +375,9 @@ def _raising(code: CodeType, offset: int) -> tuple[bool, ...]:
     found = list(dis.get_instructions(code))
     index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
     if not found[index:][:1] or "POP_JUMP" not in found[index].opname:
-        index = _after(found, index + 1)  # a call of `bool` or `item`, whose result a jump reads
+        index += 1  # a call of `bool` or `item`, whose result a jump reads
+        while index < len(found) and found[index].opname in _BETWEEN:
+            index += 1
     jump = found[index] if index < len(found) else None
     if jump is None or "POP_JUMP" not in jump.opname or "NONE" in jump.opname:
         return ()
@@ -397,12 +385,6 @@ def _raising(code: CodeType, offset: int) -> tuple[bool, ...]:
     jumps_on = jump.opname.endswith("TRUE")
     ways = ((jumps_on, target), (not jumps_on, index + 1))
     return tuple(value for value, start in ways if _raises(found, start))
-
-
-def _after(found: list[dis.Instruction], index: int) -> int:
-    while index < len(found) and found[index].opname in _BETWEEN:
-        index += 1
-    return index
 
 
 def _raises(found: list[dis.Instruction], start: int) -> bool:

@@ -105,18 +105,15 @@ class History:
         """Record that storage `index` got its block; its allocation is the last event."""
         allocator = self._allocator
         if site.phase != self.phase:
-            self._enter(site.phase)
+            self._close()
+            self.phase = site.phase
+            self.log.mark(site.phase)
             self._top_id = index
         if allocator.allocated_bytes > self._top:
             self._top = allocator.allocated_bytes
             self._top_at, self._top_id = len(self.log.open), index
         if allocator.reserved_bytes > self._top_reserved:
             self._top_reserved = allocator.reserved_bytes
-
-    def _enter(self, phase: str) -> None:
-        self._close()
-        self.phase = phase
-        self.log.mark(phase)
 
     def _close(self) -> None:
         """Add the highest recent level to the peaks of phase, step and run."""

@@ -83,11 +83,10 @@ class HostDraws:
             self._draw(count, None)
 
     def _draw(self, count: int, generator: torch.Generator | None) -> None:
-        if count > MANY_DRAWS:
-            with _disable_current_modes():
-                advance(generator or torch.default_generator, count)
-            return
         with _disable_current_modes():
+            if count > MANY_DRAWS:
+                advance(generator or torch.default_generator, count)
+                return
             scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8, device=CPU)
             while count:
                 part = scratch[:count]
@@ -201,16 +200,14 @@ class HostTensors:
         host_storages[key] = num_bytes
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        self._references[key] = weakref.ref(storage, self._left_host(key, num_bytes))
 
-    def _left_host(self, key: int, num_bytes: int) -> Any:
         def died(reference: Any) -> None:
             if host_storages.pop(key, None) is not None:
                 self.num_bytes -= num_bytes
             self._references.pop(key, None)
             self._values.forget(key)
 
-        return died
+        self._references[key] = weakref.ref(storage, died)
 
     def held(self) -> Iterator[tuple[int, bool]]:
         """Yield (bytes, is pinned) of every larger tensor on the host, with and without data."""
@@ -296,12 +293,9 @@ class HostTensors:
     def nonzero(self, mask: Tensor) -> Tensor:
         """Positions of the true entries of a mask on the host, with data or without."""
         value = self._values.value_of(mask)
-        found: Tensor = (
-            self.run_without_data(aten.nonzero.default, (mask,), {})
-            if value is None
-            else value.nonzero()
-        )
-        return found
+        if value is None:
+            return self.run_without_data(aten.nonzero.default, (mask,), {})
+        return value.nonzero()
 
     # --- operators on tensors with data
 
@@ -387,11 +381,8 @@ def _is_dummy(tensor: Tensor) -> bool:
 
 def _has_large_floats(args: tuple[Any, ...]) -> bool:
     """Return whether `args` are large enough for a result that is too large to be real."""
-    total = 0
-    for tensor in tensors_in(args):
-        if tensor.dtype is torch.uint8 or tensor.is_floating_point():
-            total += tensor.numel() * 4
-    return total >= VIRTUAL_HOST_BYTES
+    taken = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
+    return sum(t.numel() * 4 for t in taken) >= VIRTUAL_HOST_BYTES
 
 
 def _bare(value: Any) -> Any:
@@ -401,10 +392,6 @@ def _bare(value: Any) -> Any:
 
 def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace tensors by empty host tensors: arguments of `empty_like` with the host as target."""
-    made = [
-        torch.empty_strided(a.size(), a.stride(), dtype=a.dtype, device=CPU)
-        if isinstance(a, Tensor)
-        else a
-        for a in args
-    ]
-    return tuple(made)
+    return map_tensors(
+        lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=CPU), args
+    )

@@ -73,7 +73,7 @@ class KernelCalls:
         self._site_of = site_of
         self._value_of = value_of
         self._notes = notes
-        self._recipes: dict[Any, Recipe] = {}
+        self.recipes: dict[Any, Recipe] = {}
         self._repeatable: set[int] = set()
         self._searched: set[Recipe] = set()
         self._cublas = CublasWorkspaces(gpu.capability)
@@ -89,20 +89,16 @@ class KernelCalls:
         except RuntimeError:  # a sparse tensor has no strides
             return None
 
-    def known(self, key: Any) -> Recipe | None:
-        """Return the stored recipe of calls with this key, or None."""
-        return None if key is None else self._recipes.get(key)
-
     def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
         """Make the recipe of a call with result `out`, and keep it if others can share it."""
         self.coverage.has_convolutions |= op.is_convolution
-        before, num_recipes = gc.get_count()[0], len(self._recipes)
+        before, num_recipes = gc.get_count()[0], len(self.recipes)
         more = () if op.from_values is None else op.from_values(self._value_of, args)
         recipe = recipe_of(self._gpu, op, args, kwargs, out, more)
         if _can_repeat(op, args, out):
             self._repeatable.add(id(op.func))
-            self._recipes[key or _key(op.func, args, kwargs)] = recipe
-        if len(self._recipes) > num_recipes:
+            self.recipes[key or _key(op.func, args, kwargs)] = recipe
+        if len(self.recipes) > num_recipes:
             self._memory.pace.made(max(0, gc.get_count()[0] - before))
         return recipe
 

@@ -60,7 +60,7 @@ class GarbagePace:
         self._own, self._is_kept = 0, True
         self._threshold = gc.get_threshold()
         self._moved = self._threshold[0]
-        gc.callbacks.append(self._looked)
+        gc.callbacks.append(self._collected)
 
     def made(self, num_objects: int) -> None:
         """Count Python containers that memest creates, or frees if negative, beyond this call."""
@@ -78,12 +78,12 @@ class GarbagePace:
     def stop(self) -> None:
         """Restore the script's threshold."""
         self._is_kept = False
-        if self._looked in gc.callbacks:  # which the script may clear
-            gc.callbacks.remove(self._looked)
+        if self._collected in gc.callbacks:  # which the script may clear
+            gc.callbacks.remove(self._collected)
         if gc.get_threshold()[0] == self._moved:
             gc.set_threshold(*self._threshold)
 
-    def _looked(self, phase: str, info: dict[str, Any]) -> None:
+    def _collected(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "stop":
             if gc.get_threshold()[0] == self._moved:
                 self._moved = self._threshold[0]
@@ -175,7 +175,12 @@ class Memory:
             try:
                 self.blocks[index] = self.allocator.malloc(num_bytes, home)
             except OutOfMemory:
-                self._refuse(index, num_bytes)
+                self.num_ooms += 1
+                self.history.emptied()  # the allocator gave back its cache before it gave up
+                self.refused_id = index
+                self.refused = num_bytes, self.storages.sites[index], self.allocator.reserved_bytes
+                message = out_of_memory(self.gpu, self.allocator, num_bytes)
+                raise torch.OutOfMemoryError(message) from None
             if self._timeline.is_slow and self.allocator.reserved_bytes > before:
                 taken = self.allocator.reserved_bytes - before
                 self._timeline.host_spends(segment_us(taken), 0.0)
@@ -184,13 +189,6 @@ class Memory:
             self.storages.streams[index] = home
         if num_bytes:
             self.history.allocated(index, self.storages.sites[index])
-
-    def _refuse(self, index: int, num_bytes: int) -> None:
-        self.num_ooms += 1
-        self.history.emptied()  # the allocator gave back its cache before it gave up
-        self.refused_id = index
-        self.refused = num_bytes, self.storages.sites[index], self.allocator.reserved_bytes
-        raise torch.OutOfMemoryError(out_of_memory(self.gpu, self.allocator, num_bytes)) from None
 
     def try_workspace(self, num_bytes: int, site: Site) -> bool:
         """Allocate and free a workspace that a library omits if there is not enough memory.
@@ -344,14 +342,13 @@ class Memory:
         """Keep the storage with this id as `stash` does."""
         self._stashed[index] = done
 
-    def unstash(self) -> None:
-        """Release the stashes that NCCL's watchdog has seen by now; each collective does so."""
-        self.unstash_until(self._timeline.host_time[0] - BEST_SHARE * WATCHDOG_US)
+    def unstash(self, until: float | None = None) -> None:
+        """Release the stashes of collectives that ended by `until` microseconds.
 
-    def unstash_until(self, until: float) -> None:
-        """Release the stashes of collectives that ended by `until` microseconds."""
-        if not self._stashed:
-            return
+        None releases those that NCCL's watchdog has seen by now; each collective does so.
+        """
+        if until is None:
+            until = self._timeline.host_time[0] - BEST_SHARE * WATCHDOG_US
         late = sorted(index for index, done in self._stashed.items() if done <= until)
         for index in late:
             del self._stashed[index]

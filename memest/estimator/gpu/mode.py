@@ -26,8 +26,8 @@ from memest.estimator.gpu.guesses import (
     Guesses,
     bincount,
     guess_booleans,
+    guess_without_raise,
     is_check,
-    that_passes,
 )
 from memest.estimator.gpu.host import HostTensors, without_tensors
 from memest.estimator.gpu.kernel_calls import KernelCalls, Recipe
@@ -65,11 +65,11 @@ from memest.estimator.tensors.placement import (
     META,
     Place,
     dense,
-    few_tensors,
     host_storages,
     is_meta,
     is_on_real_gpu,
     local_foreach,
+    sample_tensors,
     storage_key,
     tensors_in,
 )
@@ -232,7 +232,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         on_gpu = on_host = is_real = no_place = False
         live = self.memory.live
-        for tensor in few_tensors(args, kwargs):
+        for tensor in sample_tensors(args, kwargs):
             if not is_meta(tensor):
                 if is_on_real_gpu(tensor):
                     raise UnsupportedError(
@@ -342,7 +342,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _adopt(self, func: Any, args: Args, kwargs: Any) -> None:
         is_copy = func is aten._to_copy.default
-        for tensor in (args[0],) if is_copy else few_tensors(args, kwargs):
+        for tensor in (args[0],) if is_copy else sample_tensors(args, kwargs):
             if is_meta(tensor) and self.host.place(tensor) is Place.META:
                 if is_copy:
                     raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -380,7 +380,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op.reads_value:
             return self._read(func, args, kwargs)
         key = self.kernels.key_of(func, args, kwargs)
-        recipe = self.kernels.known(key)
+        recipe = self.kernels.recipes.get(key)
         if recipe is None:
             out = self._result(op, args, kwargs)
             recipe = self.kernels.new_recipe(op, args, kwargs, out, key)
@@ -452,9 +452,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return True
             dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
             guess = self.guesses.scalar(dtype, name)
-            return that_passes(guess) if dtype is torch.bool else guess
+            return guess_without_raise(guess) if dtype is torch.bool else guess
         if self.values.guessed and self.values.is_guessed(args):
-            value = that_passes(value) if isinstance(value, bool) else value
+            value = guess_without_raise(value) if isinstance(value, bool) else value
             self.guesses.note(f"{value!r} from a comparison")
         return value
 
@@ -476,7 +476,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values.follow(func, args, kwargs, out)
         finite = known_without_values(func, args)
         if finite is not None and values.value_of(out) is None:
-            values.adopt(out, finite(out))
+            values.adopt(out, torch.full(out.shape, finite, device=CPU))
         if isinstance(out, Tensor) and out.dtype is torch.bool:
             guess_booleans(values, func, args, out)
 

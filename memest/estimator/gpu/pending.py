@@ -52,12 +52,6 @@ def _done_work() -> Any:
 DoneWork: Any = _done_work()
 
 
-def default_group_name() -> str:
-    """Return the name of the group of all ranks; "" if there is none."""
-    group = torch.distributed.distributed_c10d._world.default_pg
-    return "" if group is None else str(group.group_name)
-
-
 Communicator = tuple[str, int | None]
 """Name of a group, empty for the default one; of a pair outside of a batch also the other rank."""
 
@@ -117,9 +111,9 @@ class PendingWorks:
         """
         self.release_due()
         stream = self._timeline.stream
-        group_name = group.group_name
-        if group_name == default_group_name():  # a script may destroy it at its end
-            group_name = ""
+        default = torch.distributed.distributed_c10d._world.default_pg  # or None, after its end
+        is_default = default is not None and group.group_name == default.group_name
+        group_name = "" if is_default else group.group_name
         if group.size() < 2:
             self._alone |= {group_name} - {""}
             return stream
@@ -157,7 +151,7 @@ class PendingWorks:
     def release_due(self) -> None:
         """Begin a collective: release the stashes of earlier ones that are due."""
         self._last = None
-        self._memory.unstash()
+        self._memory.unstash()  # those that NCCL's watchdog has seen by now
 
     def register(self, results: Any) -> None:
         """Keep the last work until `wait_for` is called with one of its results."""

@@ -135,7 +135,7 @@ class Mailbox:
         return path.exists()
 
     def _awaits_this(self, source: int) -> bool:
-        """Return whether `source` waits for what is not posted, while this rank waits for it."""
+        """Return whether `source` waits for a message that is not posted, which is a deadlock."""
         assert self._folder is not None
         try:
             name = self._path("waits", source).read_text()

@@ -14,6 +14,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -31,20 +32,12 @@ _CPU_LIBRARY = "libbitsandbytes_cpu"
 _PARAM_NORM = 7  # position of `param_norm` in `optimizer_update_32bit`
 
 
-class _Kernel:
-    """Function of the library that does nothing but note its call, and returns success."""
-
-    argtypes: Any = None
-    restype: Any = None
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *args: Any) -> int:
-        # before 0.50, whose functions have `argtypes`, numbers are passed as `c_int`
-        numbers = tuple(a.value if isinstance(a, ctypes._SimpleCData) else a for a in args)
-        WorkLog.library_call = self._name, numbers
-        return 0
+def _note_call(name: str, *args: Any) -> int:
+    """Note the call of a function of the library, and return success."""
+    # before 0.50, whose functions have `argtypes`, numbers are passed as `c_int`
+    numbers = tuple(a.value if isinstance(a, ctypes._SimpleCData) else a for a in args)
+    WorkLog.library_call = name, numbers
+    return 0
 
 
 class KernelLibrary:
@@ -53,19 +46,16 @@ class KernelLibrary:
     def __init__(self, load: Callable[[str], Any], folder: str) -> None:
         self._load = load
         self._folder = folder
-        self._functions: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("has_"):  # a feature of the CPU library, absent from the CUDA one
             raise AttributeError(name)
-        found = self._functions.get(name)
-        if found is None:
-            found = self._functions[name] = self._on_cpu(name) if "_cpu" in name else _Kernel(name)
+        found: Any = partial(_note_call, name)
+        if "_cpu" in name:
+            suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+            found = getattr(self._load(os.path.join(self._folder, _CPU_LIBRARY + suffix)), name)
+        setattr(self, name, found)
         return found
-
-    def _on_cpu(self, name: str) -> Any:
-        suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-        return getattr(self._load(os.path.join(self._folder, _CPU_LIBRARY + suffix)), name)
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -82,8 +72,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         made: Any = torch.empty(shape, dtype=dtype, device=META)
         mode.host.put(made)
         made.is_paged, made.page_deviceid = True, 0
-        paged: Tensor = made
-        return paged
+        return made
 
     def library_beside(module: ModuleType) -> Any:
         library = KernelLibrary(load, os.path.dirname(str(module.__file__)))

@@ -20,7 +20,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.integrations import inductor
-from memest.estimator.tensors.patches import NOT_COMPILED, Patches, refusing
+from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
 
 TUNED = "`torch.compile` compiled with its defaults: what tuning kernels allocates is not simulated"
 CAPTURED = (
@@ -191,11 +191,11 @@ def _install_extensions(patches: Patches, mode: CudaSimMode, hooks: ImportHooks)
     """Make `torch.utils.cpp_extension` refuse code for a GPU's compiler."""
 
     def after(module: ModuleType) -> None:
-        patches.set(module, "load", _guarded(module.load, mode, _has_gpu_code))
-        patches.set(module, "load_inline", _guarded(module.load_inline, mode, _has_gpu_code))
-        patches.set(
-            module, "CUDAExtension", _guarded(module.CUDAExtension, mode, lambda *a, **k: True)
-        )
+        for name, has_gpu_code in (
+            ("load", _has_gpu_code), ("load_inline", _has_gpu_code),
+            ("CUDAExtension", constant(True)),
+        ):  # fmt: skip
+            patches.set(module, name, _guarded(getattr(module, name), mode, has_gpu_code))
 
     hooks.after("torch.utils.cpp_extension", after)
 

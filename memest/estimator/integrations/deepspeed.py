@@ -143,12 +143,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
         patches.set(module.OpBuilder, "load", load_extension)
 
-    def after_cpuinfo(module: ModuleType) -> None:
-        patches.set(module, "get_cpu_info", partial(_cpu_info, module.get_cpu_info))
-
-    def after_accelerator(module: ModuleType) -> None:
-        patches.set(module, "ds_accelerator", None)  # which looks for a GPU once
-
     def after_engine(module: ModuleType) -> None:
         step = module.DeepSpeedEngine.step
 
@@ -185,7 +179,13 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         "deepspeed.runtime.zero.stage_1_and_2", partial(_watch_stages_1_and_2, mode, patches)
     )
     hooks.after("deepspeed.ops.op_builder.builder", after_builder)
-    hooks.after("cpuinfo", after_cpuinfo)
+    hooks.after(
+        "cpuinfo",
+        lambda module: patches.set(module, "get_cpu_info", partial(_cpu_info, module.get_cpu_info)),
+    )
     hooks.after("deepspeed.utils.nvtx", lambda module: patches.set(module, "enable_nvtx", False))
-    hooks.after("deepspeed.accelerator.real_accelerator", after_accelerator)
+    hooks.after(  # it looks for a GPU once
+        "deepspeed.accelerator.real_accelerator",
+        lambda module: patches.set(module, "ds_accelerator", None),
+    )
     hooks.after("deepspeed.runtime.zero.partition_parameters", after_parameters)

@@ -7,6 +7,7 @@ that imports it. Libraries that only check for the package find the installed st
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -32,7 +33,11 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     Finder(mode).install(patches)
     stack = contextlib.ExitStack()
     patches.on_undo(stack.close)
-    is_replaced: list[bool] = []
+
+    @cache
+    def replace() -> None:
+        mode.notes.add(_NOTE)
+        stack.enter_context(flash_attention.replace_functions())
 
     def after(module: ModuleType) -> None:
         kind = module.PreTrainedModel
@@ -42,10 +47,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         check = kind._check_and_adjust_attn_implementation
 
         def checked(model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-            if attn_implementation == FLASH_ATTENTION_2 and not is_replaced:
-                is_replaced.append(True)
-                mode.notes.add(_NOTE)
-                stack.enter_context(flash_attention.replace_functions())
+            if attn_implementation == FLASH_ATTENTION_2:
+                replace()
             return check(model, attn_implementation, *args, **kwargs)
 
         patches.set(kind, "_check_and_adjust_attn_implementation", checked)

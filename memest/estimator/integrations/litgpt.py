@@ -7,7 +7,6 @@ release that was not measured.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +14,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
+from memest.estimator.versions import installed_versions
 
 MEASURED_RELEASE = "0.5.13"  # whose runs were compared with simulated ones: validation/scripts.md
 OFFER = (
@@ -44,22 +44,16 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         replace_everywhere(patches, original, checked(original))
 
     def after_import(module: ModuleType) -> None:
-        try:
-            release = version("litgpt")
-        except PackageNotFoundError:
-            return
-        if release != MEASURED_RELEASE:
+        release = installed_versions("litgpt").get("litgpt")
+        if release not in (None, MEASURED_RELEASE):
             mode.notes.add(
                 f"LitGPT {release} ran as it is; the release that was measured on a GPU is "
                 f"{MEASURED_RELEASE}"
             )
 
-    def after_thunder(module: ModuleType) -> None:
-        patches.set(module, "jit", _refuse_thunder)
-
     hooks.after("litgpt", after_import)
     hooks.after("litgpt.utils", after_utils)
-    hooks.after("thunder", after_thunder)
+    hooks.after("thunder", lambda module: patches.set(module, "jit", _refuse_thunder))
 
 
 def _refuse_thunder(*args: Any, **kwargs: Any) -> Any:

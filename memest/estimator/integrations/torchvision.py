@@ -45,14 +45,11 @@ def _after(module: ModuleType) -> None:
     make: Any = torch.library.Library  # untyped in torch
     library = make("torchvision", "IMPL")
     _library.append(library)
-    above = (
-        (ops.nms.default, _nms),
-        (ops.roi_align.default, _in_float32),
-        (ops.deform_conv2d.default, _in_float32),
-    )
-    for op, kernel in above:
-        name = op._schema.name.partition("::")[2]
-        library.impl(name, kernel_above(op, kernel), KEY_NAME, with_keyset=True)
+    for packet, kernel in (
+        (ops.nms, _nms), (ops.roi_align, _in_float32), (ops.deform_conv2d, _in_float32),
+    ):  # fmt: skip
+        op = packet.default
+        library.impl(op, kernel_above(op, kernel), KEY_NAME, with_keyset=True)
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:

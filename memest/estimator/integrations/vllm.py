@@ -16,13 +16,11 @@ GPU, torch's counters go on counting an engine that sleeps (vllm-project/vllm#33
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.metadata
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,6 +34,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, refusing
 from memest.estimator.tensors.placement import CPU
 from memest.estimator.tensors.storages import MemKind
+from memest.estimator.versions import installed_versions
 from memest.units import gib_or_mib
 
 VERSION = "0.31.0"  # offered where vLLM is not installed: the newest that TRL 1.16 accepts
@@ -48,13 +47,9 @@ _SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLL
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Offer the stub; refuse TRL's client of a server, which would wait for one."""
     Finder(mode).install(patches)
-
-    def after_client(module: ModuleType) -> None:
-        refused = refusing('`vllm_mode="server"` of TRL', _SERVER)
-        patches.set(module.VLLMClient, "__init__", refused)
-
+    refused = refusing('`vllm_mode="server"` of TRL', _SERVER)
     for name in ("trl.generation.vllm_client", "trl.extras.vllm_client"):
-        hooks.after(name, after_client)
+        hooks.after(name, lambda module: patches.set(module.VLLMClient, "__init__", refused))
 
 
 class Engine:
@@ -165,7 +160,9 @@ class LLM:
         self._describe(gpu_memory_utilization, weights if files else None, kv_cache_memory_bytes)
         torch.cuda.empty_cache()
         self._engine.take((WEIGHTS, KV_CACHE))
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=_load_weights))
+        # vLLM copies new weights into the memory that it holds
+        loader = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})
+        runner = SimpleNamespace(model=loader)
         executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         self.llm_engine = SimpleNamespace(
             model_executor=executor, reset_prefix_cache=self.reset_prefix_cache
@@ -276,11 +273,6 @@ def _completion(index: int, token: int, length: int, logprobs: int | None) -> An
     )  # fmt: skip
 
 
-def _load_weights(weights: Iterable[Any]) -> set[str]:
-    """Read the new weights; vLLM copies them into the memory that it holds."""
-    return {name for name, _ in weights}
-
-
 def files_bytes(model: str) -> int | None:
     """Return the size of the weights' files in a folder or in the Hub's cache; None if unknown."""
     folder = Path(model) if model else None
@@ -300,7 +292,7 @@ class Finder(StubFinder):
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
-        self._is_installed = importlib.machinery.PathFinder.find_spec("vllm") is not None
+        self._is_installed = PathFinder.find_spec("vllm") is not None
         engine = type("LLM", (LLM,), {"mode": mode, "__module__": "vllm"})
         of_params = {"SamplingParams": SamplingParams} | dict.fromkeys(
             ("StructuredOutputsParams", "GuidedDecodingParams", "RequestOutputKind"), Options
@@ -329,7 +321,7 @@ class Finder(StubFinder):
         name = module.__name__
         vars(module).update(self._contents.get(name, {}))
         if name == "vllm":
-            vars(module)["__version__"] = self._version()
+            vars(module)["__version__"] = installed_versions("vllm").get("vllm", VERSION)
 
         def missing(attribute: str) -> Any:
             if attribute.startswith("_"):
@@ -337,9 +329,3 @@ class Finder(StubFinder):
             return type(attribute, (), {"__init__": refusing(f"`{name}.{attribute}`")})
 
         vars(module)["__getattr__"] = missing
-
-    def _version(self) -> str:
-        try:
-            return importlib.metadata.version("vllm")
-        except importlib.metadata.PackageNotFoundError:
-            return VERSION

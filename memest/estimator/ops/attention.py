@@ -19,7 +19,6 @@ the values. N is the tokens of all rows without padding.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn.attention import SDPBackend
 
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu
@@ -55,16 +55,7 @@ from memest.units import ceil_div, round_up
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _NEWEST = (12, 1)  # last compute capability of the fused kernels (`sm121` in the source)
-_DEFAULT_ORDER = 1, 2, 0, 3  # `sdp_priority_order` of ATen/Context.h, as numbers of `SdpaBackend`
-
-
-class SdpaBackend(enum.Enum):
-    """The kernels, with the integers that `torch._fused_sdp_choice` returns for them."""
-
-    MATH = 0
-    FLASH = 1
-    EFFICIENT = 2
-    CUDNN = 3
+_DEFAULT_ORDER = 1, 2, 0, 3  # `sdp_priority_order` of ATen/Context.h, as numbers of `SDPBackend`
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +80,7 @@ class _Call:
         )
 
 
-def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
+def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
     """Return the backend that `_fused_sdp_choice` picks for a call with the fields of `_Call`.
 
     Order (`priority_order`): flash, efficient, math, cuDNN; cuDNN first where
@@ -103,11 +94,11 @@ def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
         RuntimeError: No backend that the user allows takes the call; `select_sdp_backend`.
     """
     call = _Call(*args, **kwargs)
-    takes: dict[SdpaBackend, Callable[[_Call], bool]] = {
-        SdpaBackend.CUDNN: _can_use_cudnn,
-        SdpaBackend.FLASH: _can_use_flash,
-        SdpaBackend.EFFICIENT: _can_use_efficient,
-        SdpaBackend.MATH: lambda call: bool(torch._C._get_math_sdp_enabled()),
+    takes: dict[SDPBackend, Callable[[_Call], bool]] = {
+        SDPBackend.CUDNN_ATTENTION: _can_use_cudnn,
+        SDPBackend.FLASH_ATTENTION: _can_use_flash,
+        SDPBackend.EFFICIENT_ATTENTION: _can_use_efficient,
+        SDPBackend.MATH: lambda call: bool(torch._C._get_math_sdp_enabled()),
     }
     for backend in _order(call):
         if takes[backend](call):
@@ -115,14 +106,14 @@ def choose_backend(*args: Any, **kwargs: Any) -> SdpaBackend:
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _order(call: _Call) -> tuple[SdpaBackend, ...]:
+def _order(call: _Call) -> tuple[SDPBackend, ...]:
     """Order of the backends: the user's (`sdpa_kernel(set_priority=True)`), or that of the GPU."""
     stored = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
     once = dict.fromkeys(stored)  # torch 2.6 has five places for four backends: the last is 0
-    order = tuple(SdpaBackend(number) for number in once if number in _DEFAULT_ORDER)
+    order = tuple(SDPBackend(number) for number in once if number in _DEFAULT_ORDER)
     prefers_cudnn = call.release.cudnn_version > 91500 and call.gpu.capability[0] in (9, 10)
     if prefers_cudnn and tuple(b.value for b in order) == _DEFAULT_ORDER:
-        return SdpaBackend.CUDNN, *order[:-1]
+        return SDPBackend.CUDNN_ATTENTION, *order[:-1]
     return order
 
 
@@ -200,19 +191,11 @@ def _efficient_takes_head_dims(call: _Call) -> bool:
     Mirrors `check_head_dim_size_mem_efficient` with `minimum_gemm_alignment`. Capability 7.x has
     tensor cores for half only, and no minimum otherwise.
     """
-    is_half = call.query.dtype in _HALF
     major = call.gpu.capability[0]
-    alignment = 4 if major >= 8 else 1
-    if major >= 8 or (major == 7 and is_half):
-        alignment = max(alignment, 8 if is_half else 4)
+    alignment = 8 if call.query.dtype in _HALF and major >= 7 else 4 if major >= 8 else 1
     head_dim, value_dim = call.query.size(-1), call.value.size(-1)
-    return (
-        head_dim == call.key.size(-1)
-        and head_dim > 0
-        and value_dim > 0
-        and head_dim % alignment == 0
-        and value_dim % alignment == 0
-    )
+    is_aligned = all(width > 0 and width % alignment == 0 for width in (head_dim, value_dim))
+    return is_aligned and head_dim == call.key.size(-1)
 
 
 def _cudnn_takes_shapes(call: _Call) -> bool:
@@ -224,10 +207,7 @@ def _cudnn_takes_shapes(call: _Call) -> bool:
     if call.release.cudnn_version >= 91100 and call.gpu.capability[0] == 10:
         limit = 192 if (head_dim, value_dim) == (192, 128) else limit
     return (
-        head_dim <= limit
-        and value_dim <= limit
-        and head_dim % 8 == 0
-        and value_dim % 8 == 0
+        all(width <= limit and width % 8 == 0 for width in (head_dim, value_dim))
         and call.key.size(2) != 1
         and not (call.query.size(2) == 1 and call.dropout_p != 0)
     )
@@ -304,16 +284,16 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, gpu=gpu
     )
     # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
-    masked_out = -65504.0 if backend is SdpaBackend.CUDNN else -math.inf
+    masked_out = -65504.0 if backend == SDPBackend.CUDNN_ATTENTION else -math.inf
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     how: tuple[Any, ...] = dropout_p, is_causal
-    if backend is SdpaBackend.CUDNN:
+    if backend == SDPBackend.CUDNN_ATTENTION:
         op, how = aten._scaled_dot_product_cudnn_attention, (attn_mask, needs_grad, *how, False)
         return _first_result(op.default, query, key, value, *how, scale=scale)
-    if backend is SdpaBackend.FLASH:
+    if backend == SDPBackend.FLASH_ATTENTION:
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if backend is SdpaBackend.EFFICIENT:
+    if backend == SDPBackend.EFFICIENT_ATTENTION:
         if attn_mask is not None:
             attn_mask = _aligned_mask(attn_mask, query, key)
         op, how = aten._scaled_dot_product_efficient_attention, (attn_mask, needs_grad, *how)
@@ -585,9 +565,7 @@ def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     if bias is not None and argument(args, kwargs, 10, "grad_input_mask", [False] * 4)[3]:
         rows = bias.numel() // bias.size(-1)
         gradients[3] = rows * round_up(bias.size(-1), 16) * bias.itemsize
-    delta_events = temporaries(shape.lse_bytes)
-    if not block.sums_rows:
-        delta_events = _row_sums(shape)
+    delta_events = temporaries(shape.lse_bytes) if block.sums_rows else _row_sums(shape)
     workspace = block.workspace_bytes(shape)
     return (
         temporaries(copy)
@@ -634,9 +612,7 @@ class _EfficientBlock:
     def workspace_bytes(self, shape: _Shape) -> int:
         """Bytes of the workspace: `Params::workspace_size` floats, rounded up to 4, for each head.
 
-        - query gradient: ceil(L / queries) * ceil(E / keys) * (4 + queries * keys)
-        - key gradient, half and not in registers: splits * keys * round_up(E, queries)
-        - value gradient, likewise: splits * keys * round_up(V, queries)
+        It has the gradient of the query, and those of key and value if registers are too few.
         """
         tiles = ceil_div(shape.L, self.queries) * ceil_div(shape.E, self.keys)
         floats = tiles * (4 + self.queries * self.keys)

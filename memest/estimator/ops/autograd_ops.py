@@ -10,7 +10,6 @@ state is that of `torch.autocast("cuda")`, which torch keeps per thread.
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -75,24 +74,14 @@ _dispatch: Any = HigherOrderOperator.dispatch
 _CUDA = "cuda"  # the device whose autocast state counts
 
 
-class _Inside(threading.local):
-    """State of this thread."""
-
-    autocast = False  # True inside an operator whose inputs autocast has already cast
-    autocast_block = False  # within `torch.autocast`, which a dispatch mode turns off
-
-
-_INSIDE = _Inside()
-
-
 def follow_autocast(patches: Patches) -> None:
-    """Expose to dispatch modes whether autocast is on, by a dead key that nothing else uses."""
+    """Record whether the script is in `torch.autocast`; a dispatch mode turns autocast off."""
 
     def set_enabled(*args: Any) -> None:
         torch._C.set_autocast_enabled(*args)
-        _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
+        INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
 
-    _INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
+    INSIDE.autocast_block = torch.is_autocast_enabled(_CUDA)
     patches.set(torch, "set_autocast_enabled", set_enabled)
     patches.set(
         torch._C,
@@ -128,7 +117,7 @@ def _is_left_out(operator: Any, mode: Any) -> bool:
 
 def is_in_autocast() -> bool:
     """Return whether the script is in `torch.autocast`, also inside of an operator."""
-    return _INSIDE.autocast_block
+    return INSIDE.autocast_block
 
 
 class CastCache:
@@ -189,7 +178,7 @@ def decisions_again() -> Iterator[None]:
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
-    torch._C.set_autocast_enabled(_CUDA, was_on or _INSIDE.autocast_block)
+    torch._C.set_autocast_enabled(_CUDA, was_on or INSIDE.autocast_block)
     try:
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield
@@ -248,13 +237,12 @@ def _register_once() -> None:
             kernel = _with_policy(op, policies[op], kernel)
         if op in since_2_12:
             kernel = partial(_by_release, kernel, _with_policy(op, _to_float32, kernel))
-        aten.impl(_name_of(op), kernel, KEY_NAME, with_keyset=True)
+        aten.impl(op, kernel, KEY_NAME, with_keyset=True)
     with warnings.catch_warnings():  # C++ warns once that a kernel replaces another
         warnings.simplefilter("ignore")
         for op, key in registered("vmap_key").items():
             if key:
-                kernel = _under_vmap(op, decisions[op])
-                aten.impl(_name_of(op), kernel, key)
+                aten.impl(op, _under_vmap(op, decisions[op]), key)
 
 
 def _by_release(
@@ -262,11 +250,6 @@ def _by_release(
 ) -> Any:
     """Run `rms_norm` as the autocast of the simulated release does."""
     return (cast if simulated().casts_rms_norm else plain)(keyset, *args, **kwargs)
-
-
-def _name_of(op: OpOverload) -> str:
-    name = op._schema.name.removeprefix("aten::")
-    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -305,10 +288,10 @@ def _with_policy(
     kernel: Callable[..., Any],
 ) -> Callable[..., Any]:
     def cast_then_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if _INSIDE.autocast or not torch.is_autocast_enabled(_CUDA):
+        if INSIDE.autocast or not torch.is_autocast_enabled(_CUDA):
             return kernel(keyset, *args, **kwargs)
         # as torch does, casts and the operators inside a composite run without autocast
-        _INSIDE.autocast = True
+        INSIDE.autocast = True
         try:
             cast_args, cast_kwargs = policy(op, args, kwargs)
             out = kernel(keyset, *cast_args, **cast_kwargs)
@@ -318,7 +301,7 @@ def _with_policy(
             cast_args.reverse()
             return out
         finally:
-            _INSIDE.autocast = False
+            INSIDE.autocast = False
 
     return cast_then_run
 
@@ -409,9 +392,7 @@ def decomposition_key(func: Any) -> Any:
     torch's dispatcher keeps the file in which each kernel was registered, Python or C++. With torch
     2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
     """
-    name = func._schema.name
-    if func._schema.overload_name:
-        name = f"{name}.{func._schema.overload_name}"
+    name = func.name()
     if name in _ONE_KERNEL_ON_CUDA:
         return None
     if func.namespace == "prims":
@@ -422,7 +403,7 @@ def decomposition_key(func: Any) -> Any:
     if name in _EXPLICIT or func.namespace == _FUNCTIONAL:
         key = next(key for key in _EXPLICIT_KEYS if has_kernel(name, key))
         return getattr(torch._C.DispatchKey, key)
-    if name.partition("::")[0] in _OF_TORCH:
+    if func.namespace in _OF_TORCH:
         is_composite = has_kernel(name, "CompositeImplicitAutograd") and not any(
             has_kernel(name, key) for key in _OWN_KERNEL
         )

@@ -43,7 +43,7 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         _pass(mode, name, args)
     else:
         _fill(mode, name, args)
-    work = mode.works.new_work(tensors if _goes_on(func, args) else (), stream)
+    work = mode.works.new_work(tensors if _is_asynchronous(func, args) else (), stream)
     returned = tuple(
         args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )
@@ -81,17 +81,17 @@ def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
                 mode.pass_workspaces(func, len(parts) * parts[0].nbytes)
 
 
-def _goes_on(func: Any, args: Args) -> bool:
-    """Return whether the host goes on at once; default arguments may be missing."""
-    found = _of_asynchronous(func)
+def _is_asynchronous(func: Any, args: Args) -> bool:
+    """Return whether the caller waits later; default arguments may be missing."""
+    found = _async_argument(func)
     if found is None:  # before torch 2.7, Python waits for a work that it does not return
-        return _of_asynchronous(torch.ops.c10d.allreduce_.default) is None
+        return _async_argument(torch.ops.c10d.allreduce_.default) is None
     position, default = found
     return bool(args[position] if position < len(args) else default)
 
 
 @cache
-def _of_asynchronous(func: Any) -> tuple[int, bool] | None:
+def _async_argument(func: Any) -> tuple[int, bool] | None:
     """Return the position and default of the argument for asynchronous calls, if it has one."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("asyncOp", "async_op"):
@@ -132,7 +132,7 @@ def _broadcast(mode: SimMode, args: Args) -> None:
     ranks = tuple(dist.get_process_group_ranks(group))
     for tensor in tensors:
         if group.rank() == root:
-            mode.rank.mailbox.post(("broadcast", ranks, root), _known(mode, tensor))
+            mode.rank.mailbox.post(("broadcast", ranks, root), mode.values.value_of(tensor))
         else:
             value = mode.rank.mailbox.fetch(("broadcast", ranks, root), ranks[root])
             _receive(mode, tensor, value)
@@ -159,7 +159,7 @@ def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
     for tensor in args[0]:
         has_integers = not (tensor.is_floating_point() or tensor.is_complex())
         if name == "send":
-            value = _known(mode, tensor) if has_integers else None
+            value = mode.values.value_of(tensor) if has_integers else None
             mailbox.post(("send", own, other, args[3]), value)
             mailbox.expect(("recv", other, own, args[3]), other, line)
             continue
@@ -170,10 +170,6 @@ def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
         is_known = has_integers and _receive(mode, tensor, mailbox.fetch(key, other))
         if is_meta(tensor) and not is_known:
             mode.values.forget(tensor.untyped_storage()._cdata)
-
-
-def _known(mode: SimMode, tensor: Tensor) -> Tensor | None:
-    return mode.values.value_of(tensor) if is_meta(tensor) else tensor
 
 
 def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
@@ -195,7 +191,7 @@ def _fill_flat(output: Tensor, given: Tensor, factor: int) -> None:
 
 
 def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> None:
-    known = given if not is_meta(given) else mode.values.value_of(given)
+    known = mode.values.value_of(given)
     if known is None or (is_meta(output) and known.shape != output.shape):
         if is_meta(output) and output is not given:
             mode.values.forget(output.untyped_storage()._cdata)

@@ -53,6 +53,7 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
+from memest.estimator.tensors.known_values import map_tensors
 from memest.estimator.versions import allows_tf32, simulated
 from memest.writing import cache_folder, write_whole
 
@@ -316,7 +317,11 @@ def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
     """Workspace of one direction; none for torch's own kernels, and on GPUs older than Ampere."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_by_library=_is_without_cudnn(c))
-    kernels = _kernels_for(c)
+    cudnn = torch.backends.cudnn
+    kernels = Kernels(
+        are_deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        are_without_tf32=c.dtype == torch.float32 and not allows_tf32("conv"),
+    )
     for calls in _RECORDED:
         calls.add((c, direction, kernels))
     return workspace(c, direction, gpu, kernels)
@@ -351,15 +356,6 @@ def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
     return gpu.chip == other.chip or on(gpu) == on(other)
 
 
-def _kernels_for(c: ConvolutionShapes) -> Kernels:
-    """Return the kernels that the script allows."""
-    cudnn = torch.backends.cudnn
-    return Kernels(
-        are_deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
-        are_without_tf32=c.dtype == torch.float32 and not allows_tf32("conv"),
-    )
-
-
 def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
     """Requests by which `torch.backends.cudnn.benchmark` tries one direction at its first call."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
@@ -386,7 +382,7 @@ def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: G
     measured calls without `torch.backends.cudnn.benchmark`.
     """
     if func is aten.convolution.default:
-        out = torch.ops.aten.convolution.default(*(_on_meta(a) for a in args))
+        out = aten.convolution.default(*map_tensors(lambda t: t.to("meta"), args))
         shapes, directions = _shapes_of(args, out, 0), [_of_forward(args)]
     else:
         shapes, both = _shapes_of(args, args[0], 1), (_of_input(args), "weight")
@@ -396,10 +392,6 @@ def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: G
     if gpu.capability != MEASURED_CAPABILITY or torch.backends.cudnn.benchmark:
         return False
     return all(_workspace(shapes, d, gpu).is_by_library for d in directions)
-
-
-def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 @registry.requests("convolution")
@@ -521,10 +513,6 @@ class _Call:
         )  # fmt: skip
 
 
-def _for_each(option: Any, num_dims: int) -> Any:
-    return option * num_dims if isinstance(option, list) and len(option) == 1 else option
-
-
 def _second_of_output(
     call: _Call,
     gg_input: Tensor | None,
@@ -604,7 +592,11 @@ def double_backward(
     if not x.numel():
         return then(gg_input, gg_weight, gg_bias, grad, weight, x, *options)
     num_dims = weight.dim() - 2
-    call = _Call(*(_for_each(option, num_dims) for option in options[:-1]))
+    each: list[Any] = [
+        option * num_dims if isinstance(option, list) and len(option) == 1 else option
+        for option in options[:-1]
+    ]
+    call = _Call(*each)
     if not call.transposed and x.dim() > 4:
         call = replace(call, groups=x.size(1) // weight.size(1))
     if gg_input is not None:

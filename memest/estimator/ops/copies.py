@@ -94,10 +94,8 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
         return made
     is_guessed = guess is not None or storage_key(source) in mode.values.guessed
     if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
-        what = f"a copy of {str(source.dtype).removeprefix('torch.')} to the host"
-        mode.guesses.note(what)
-    known: Tensor = args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
-    return known
+        mode.guesses.note(f"a copy of {str(source.dtype).removeprefix('torch.')} to the host")
+    return args[0].copy_(value) if is_copy_ else value.to(dtype).clone()
 
 
 @registry.requests("roll")
@@ -169,8 +167,6 @@ def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
         return then(given, *args, **kwargs)
 
 
-INTEGER_BYTES = 8
-
 BLOCK_THREADS = 128  # `BLOCK_SIZE`
 BLOCK_BYTES = 16 * BLOCK_THREADS  # copied by a block at once: `BYTES_PER_THREAD` per thread
 WAVES = 2  # waves of blocks per launch at most, when each thread copies several chunks
@@ -202,7 +198,7 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
     chunks_per_block = min(ceil(sqrt(factor)), num_chunks)
     rounds = ceil_div(factor, chunks_per_block)
     num_blocks = sum(ceil_div(chunk, BLOCK_BYTES * rounds) for chunk in chunks)
-    return Scratch(before=(INTEGER_BYTES * (4 * len(chunks) + 1 + num_blocks),))
+    return Scratch(before=(INDEX_BYTES * (4 * len(chunks) + 1 + num_blocks),))
 
 
 @registry.requests("_chunk_cat.out")
@@ -219,7 +215,7 @@ def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
         rows = ceil_div(tensor.shape[dim], num_chunks)
         num_bytes = rows * prod(tensor.shape[dim + 1 :]) * itemsize
         num_blocks += ceil_div(num_bytes, BLOCK_BYTES)
-    return Scratch(before=(INTEGER_BYTES * (6 * len(tensors) + 2 + num_blocks),))
+    return Scratch(before=(INDEX_BYTES * (6 * len(tensors) + 2 + num_blocks),))
 
 
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:

@@ -30,13 +30,6 @@ def _tile_states(num_tiles: int, state_bytes: int) -> int:
     return _aliased((num_tiles + _TILE_PADDING) * state_bytes)
 
 
-def _radix_sort_tile(gpu: Gpu, key_bytes: int) -> int:
-    """Return the (key, index) pairs of a tile; larger for short keys on capability 9.0."""
-    if gpu.capability[0] >= 9:
-        return 384 * {2: 15, 4: 14}.get(key_bytes, 12)
-    return 384 * 10 if gpu.capability[0] == 8 else 256 * 11
-
-
 def segmented_sort_bytes(num_items: int, key_bytes: int) -> int:
     """`DeviceSegmentedRadixSort::SortPairs` with int64 values: a second copy of both."""
     return _aliased(num_items * key_bytes, num_items * 8)
@@ -53,7 +46,9 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes:
     """
     if num_items <= _SINGLE_TILE:
         return 1
-    tile = _radix_sort_tile(gpu, key_bytes)
+    tile = 384 * 10 if gpu.capability[0] == 8 else 256 * 11
+    if gpu.capability[0] >= 9:
+        tile = 384 * {2: 15, 4: 14}.get(key_bytes, 12)
     sweeps = ceil_div(num_bits, 8)
     keys, values = (num_items * key_bytes, num_items * 8) if sweeps > 1 else (0, 0)
     return _aliased(

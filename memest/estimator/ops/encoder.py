@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.ops.sim_mode import SimMode
+from memest.estimator.ops.temporaries import INDEX_BYTES
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, on_gpu
-
-INDEX_BYTES = 8
 
 
 class Packed(Tensor):

@@ -30,6 +30,7 @@ SHARED = 32768  # largest transform that one block computes in shared memory, by
 FEW_PRIMES = 13  # largest prime factor of a length without a pass of its own
 LONGEST = 1024  # largest measured length of each dimension of a 2-D transform
 MOST, MOST_OF_TWO = 256, 512  # largest measured batches over one dimension, and two
+DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # measured
 
 
 def _largest_prime(n: int) -> int:
@@ -152,13 +153,7 @@ def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> b
     They have one dimension, or two of few points, and few of them at once.
     """
     lengths, batch = _split(args[0], args[1])
-    is_known = args[0].dtype in (
-        torch.float32, torch.float64, torch.complex64, torch.complex128,
-    )  # fmt: skip
-    if (
-        gpu.capability != (9, 0)
-        or not is_known
-        or batch > (MOST if len(lengths) == 1 else MOST_OF_TWO)
-    ):
+    is_measured = len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST)
+    if gpu.capability != (9, 0) or not is_measured or args[0].dtype not in DTYPES:
         return False
-    return len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST)
+    return batch <= (MOST if len(lengths) == 1 else MOST_OF_TWO)

@@ -114,16 +114,6 @@ def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(before=_copies_of_unlike_strides(index_tensors(args)))
 
 
-def _overwriting_scratch(args: Args) -> Scratch:
-    """Requests of `index_put` that overwrites: a number's copy, unlike indices; none of a mask."""
-    indices = index_tensors(args)
-    if not indices or any(i.dtype in MASK_DTYPES for i in indices):
-        return Scratch()
-    value = args[2]
-    number = (value.itemsize,) if value.device.type == "cpu" and not value.dim() else ()
-    return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
-
-
 @registry.modelled(aten.index.Tensor, *INDEX_PUT)
 def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the indices have no mask, or a mask for a single number.
@@ -170,21 +160,7 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
     """`embedding_dense_backward` (Embedding.cu, EmbeddingBackwardKernel.cu), which sorts the
     indices when there are more than 3072.
 
-    With S = min(n, V) segments and P = n // 10 + S partial sums, both bounds that do not depend on
-    the values of the indices:
-
-        sort      sorted and original positions, kept        2 * 8 * n
-                  a range and the sort's storage             8 * n + storage
-        gradient  V * D
-        segments  their starts, kept, and number             8 * n + 8
-                  unused keys and the storage of `unique`    8 * n + storage
-        partials  per segment, and their offsets             2 * 8 * S, and the storage of a scan
-                  their number, their starts                 8 + 8 * P
-                  the sums in the accumulator's dtype        acc * P * D
-
-    Where few rows are hit often, in place of the sums the segment of each partial (8 * P) and, for
-    16-bit gradients, a float32 gradient (4 * V * D). Left out: `scale_grad_by_freq` (counts of 8 *
-    n, and scans) and deterministic algorithms.
+    Left out: `scale_grad_by_freq` (counts of 8 * n, and scans) and deterministic algorithms.
     """
     grad, indices, num_rows = args[0], args[1], args[2]
     num_indices, width = indices.numel(), grad.shape[-1]
@@ -198,7 +174,10 @@ def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
 def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
-    """Requests of a sorted gradient, as the table of `embedding_backward_events` lists them."""
+    """Requests of a sorted gradient: a sort, the segments of equal indices, and partial sums.
+
+    Their numbers are bounds that do not depend on the values of the indices.
+    """
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES
@@ -208,16 +187,17 @@ def _sorted_gradient(
     accumulator = accumulator_bytes_of(grad.dtype)
     if not adds_atomically(num_indices, num_rows, width, gpu):
         sums: tuple[int, ...] = (partials * width * accumulator,)
-    elif accumulator != grad.itemsize:
-        sums = (per_partial, num_rows * width * accumulator)
-    else:
-        sums = (per_partial,)
+    else:  # the segment of each partial sum, and a float32 gradient in place of a 16-bit one
+        is_wide = accumulator != grad.itemsize
+        sums = (per_partial, num_rows * width * accumulator) if is_wide else (per_partial,)
     sorting = passing(row, radix_sort_bytes(num_indices, gpu))
     adding = around((INDEX_BYTES,), passing(per_partial, *sums))
+    # partial sums of each segment, and their offsets
     of_segments = around((per_segment, per_segment), passing(scan_bytes(segments)) + adding)
     unique = passing(row, unique_by_key_bytes(num_indices, gpu))
+    # starts of the segments, and their number
     found = sorting + gradient + around((row, INDEX_BYTES), unique + of_segments)
-    return around((*copies, row, row), found)
+    return around((*copies, row, row), found)  # sorted and original positions
 
 
 @registry.modelled("embedding_dense_backward")
@@ -301,15 +281,6 @@ def num_true(value_of: ValueOf, args: Args) -> tuple[int, ...]:
     return () if mask is None else (int(mask.sum()),)
 
 
-def _is_sorted(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether `index_put` sorts the indices: it accumulates, and no index is a mask."""
-    accumulate = argument(args, kwargs, 3, "accumulate", False)
-    indices = index_tensors(args)
-    if not accumulate or not indices or any(i.dtype in MASK_DTYPES for i in indices):
-        return False
-    return broadcast(indices)[0].numel() > 0
-
-
 def _sorted_events(args: Args, gpu: Gpu) -> Events:
     """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
 
@@ -351,8 +322,18 @@ def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
 
 @registry.requests(*INDEX_PUT)
 def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
-    """Requests of `index_put` (cuda/Indexing.cu): a sort where it accumulates, else overwriting."""
-    return _sorted_events(args, gpu) if _is_sorted(args, kwargs) else _overwriting_scratch(args)
+    """Requests of `index_put` (cuda/Indexing.cu): a sort where it accumulates, else overwriting.
+
+    The latter copies a number of the host and unlike indices. A mask takes nothing.
+    """
+    indices = index_tensors(args)
+    if not indices or any(i.dtype in MASK_DTYPES for i in indices):
+        return Scratch()
+    if argument(args, kwargs, 3, "accumulate", False) and broadcast(indices)[0].numel() > 0:
+        return _sorted_events(args, gpu)
+    value = args[2]
+    number = (value.itemsize,) if value.device.type == "cpu" and not value.dim() else ()
+    return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
 
 
 def normalize_indices(
@@ -378,27 +359,19 @@ def normalize_indices(
     taken: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
-        if is_mask:
-            index = _places(mode, types, index)
+        if is_mask and on_gpu(index):
+            index = mode.call(aten.nonzero.default, types, (index,), {})
+        elif is_mask:
+            index = mode.host.nonzero(index)
         if index is not None and not on_gpu(index):
             index = mode.call(aten._to_copy.default, types, (index,), {"device": META})
         taken += index.unbind(1) if is_mask else [index]
     return aten.index.Tensor if is_select else func, (source, taken, *args[2:])
 
 
-def _places(mode: SimMode, types: Any, mask: Tensor) -> Tensor:
-    if on_gpu(mask):
-        return mode.call(aten.nonzero.default, types, (mask,), {})
-    return mode.host.nonzero(mask)
-
-
 def _is_fill(args: Args) -> bool:
     """Return whether a single number is written, which does not accumulate."""
     return len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
-
-
-def _masks(args: Args) -> list[Tensor]:
-    return [index for index in index_tensors(args) if index.dtype in MASK_DTYPES]
 
 
 _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
@@ -454,7 +427,10 @@ register(
     aten.index.Tensor, aten._unsafe_index.Tensor, *INDEX_PUT[:3], aten.masked_scatter_.default,
     may_mix_devices=True,
 )  # fmt: skip
-register("index.Tensor", shaped_by=_masks)
+register(
+    "index.Tensor",
+    shaped_by=lambda args: [i for i in index_tensors(args) if i.dtype in MASK_DTYPES],
+)
 register("masked_select", shaped_by=lambda args: args[1:])
 register("nonzero", shaped_by=lambda args: args)
 register("masked_scatter_backward", shaped_by=lambda args: ())

@@ -57,7 +57,7 @@ class _Matrices:
     @property
     def checks(self) -> Events:
         """Requests of `_linalg_check_errors` for these matrices."""
-        return _checks(is_single=self.is_single)
+        return passing(1, 1) if self.is_single else passing(1)
 
     @property
     def is_factored_by_cublas(self) -> bool:
@@ -71,10 +71,6 @@ class _Matrices:
     def loop(self, num_bytes: int) -> Events:
         """Return a temporary of `num_bytes` for each matrix in turn."""
         return passing(num_bytes) * self.batch
-
-
-def _checks(*, is_single: bool) -> Events:
-    return passing(1, 1) if is_single else passing(1)
 
 
 def _of(tensor: Tensor) -> _Matrices:
@@ -216,7 +212,7 @@ def cholesky_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 @_measured("_linalg_check_errors")
 def check_errors_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `_linalg_check_errors`: comparisons with zero, and `any` of several matrices."""
-    return _checks(is_single=args[0].dim() == 0)
+    return passing(1, 1) if args[0].dim() == 0 else passing(1)
 
 
 @_measured("cholesky_solve")
@@ -334,15 +330,10 @@ def _solves_by_cublas(args: Args) -> bool:
     return a.is_factored_by_cublas or not a.is_solved_in_a_loop(num_right)
 
 
-def _qr_by_cublas(args: Args) -> bool:
-    a = _of(args[0])
-    return a.batch > 1 and a.n <= 64
-
-
 # `getCurrentCUDABlasHandle` of BatchLinearAlgebraLibBlas.cpp and CUDABlas.cpp
 for _names, _calls_cublas in (
     ("linalg_solve_triangular linalg_inv_ex", lambda args: True),
-    ("linalg_qr linalg_qr.out", _qr_by_cublas),
+    ("linalg_qr linalg_qr.out", lambda args: (a := _of(args[0])).batch > 1 and a.n <= 64),
     ("_linalg_solve_ex", _solves_by_cublas),
     ("linalg_lu_solve", lambda args: not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1])),
     (

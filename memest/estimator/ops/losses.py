@@ -125,13 +125,8 @@ def soft_margin_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     """Requests of the gradient in Loss.cpp: `exp(-target * input)` by way of two products."""
     size = out.nbytes
     oldest = KernelEvent(-size, OLDEST)
-    return [
-        *temporaries(size, size, size),
-        oldest,
-        oldest,
-        *outputs({0: size}),
-        *temporaries(-size),
-    ]
+    made = [*temporaries(size, size, size), oldest, oldest]
+    return made + outputs({0: size}) + temporaries(-size)
 
 
 def _samples(tensor: Tensor) -> int:

@@ -280,13 +280,12 @@ A thread's handle has one workspace per stream (`cublas_handle_stream_to_workspa
 class CublasWorkspaces:
     """Workspaces that exist so far in one process on one GPU, by thread and stream.
 
-    `release` is the torch that runs on the GPU; None is the simulated one. The environment is read
-    at the first call, as torch does.
+    The environment is read at the first call, as torch does.
     """
 
-    def __init__(self, capability: tuple[int, int], release: TorchRelease | None = None) -> None:
+    def __init__(self, capability: tuple[int, int]) -> None:
         self._capability = capability
-        self._release = release or simulated()
+        self._release = simulated()
         self._settings: CublasSettings | None = None
         self._with_handle: set[Caller] = set()
         self._with_lt: set[Caller] = set()
@@ -305,9 +304,13 @@ class CublasWorkspaces:
         if product is None:
             if op.calls_cublas is None or not op.calls_cublas(tuple(args)):
                 return (), ()
-        elif not _reaches_cublas(product, args):
-            return (), ()
-        temporary = () if product is None else _operand_copies(product, args)
+            temporary: tuple[int, ...] = ()
+        else:
+            # torch returns early if the result or the summed dimension is empty, except in `dot`
+            is_empty = not all(factor.numel() for factor in _factors(product, args))
+            if is_empty and product.kind != "dot":
+                return (), ()
+            temporary = _operand_copies(product, args)
         settings = self._settings
         if settings is None:
             settings = cublas_settings(self._capability, self._release, os.environ)
@@ -333,15 +336,6 @@ class CublasWorkspaces:
 def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """The two factors of the product; `addmm`, `baddbmm` and `addmv` have the summand first."""
     return args[product.first], args[product.first + 1]
-
-
-def _reaches_cublas(product: Product, args: Sequence[Any]) -> bool:
-    """False when the result or the summed dimension is empty: torch then returns early.
-
-    `dot` of two empty vectors still creates a handle.
-    """
-    left, right = _factors(product, args)
-    return product.kind == "dot" or (left.numel() > 0 and right.numel() > 0)
 
 
 def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -224,18 +224,6 @@ def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
     return np.choose(part, words[::2]), np.choose(part, words[1::2])
 
 
-def _normal(words: list[Words], part: Parts) -> Numbers:
-    """Normal numbers of float32 by Box and Muller (`curand_normal4`)."""
-    made = []
-    for first, second in (words[:2], words[2:]):
-        radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
-        turn = 2 * math.pi * 2.0**-32
-        angle = second.astype(np.float32) * np.float32(turn) + np.float32(turn / 2)
-        length = np.sqrt(np.float32(-2) * np.log(radius))
-        made += [length * np.sin(angle), length * np.cos(angle)]
-    return np.choose(part, made)
-
-
 def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
     """With a rate of 1 (`transformation::exponential`)."""
     uniform = _uniform(words, part, is_double)
@@ -266,7 +254,8 @@ class GpuDraws:
         """The numbers of a random operator that has made `out`, where they are few enough and
         known; the generator moves on in any case. `given` is the value of its first argument.
         """
-        generator = self._generator(kwargs)
+        chosen = kwargs.get("generator")  # Python has several objects for one generator
+        generator = self.of_script.get(getattr(chosen, "_cdata", 0), self.default)
         made: Tensor = out[0] if isinstance(out, tuple | list) else out
         count, func = made.numel(), op.func
         name = func._schema.name.removeprefix("aten::")
@@ -294,10 +283,6 @@ class GpuDraws:
                 numbers = _NUMBERS[name](words, part, made.dtype, *_given(func, args, kwargs))
         generator.offset += plan.offset
         return None if numbers is None else _in_shape(numbers, made)
-
-    def _generator(self, kwargs: Kwargs) -> GpuGenerator:
-        given = kwargs.get("generator")  # another object of Python's, of the same generator
-        return self.default if given is None else self.of_script.get(given._cdata, self.default)
 
     def _chosen(
         self, generator: GpuGenerator, args: Args, kwargs: Kwargs, odds: Any
@@ -358,7 +343,15 @@ def _uniform_of(
 def _normal_of(
     words: list[Words], part: Parts, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    return _typed(_normal(words, part) * np.float32(std) + np.float32(mean), dtype)
+    """Return normal numbers of float32 by Box and Muller (`curand_normal4`)."""
+    made = []
+    for first, second in (words[:2], words[2:]):
+        radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
+        turn = 2 * math.pi * 2.0**-32
+        angle = second.astype(np.float32) * np.float32(turn) + np.float32(turn / 2)
+        length = np.sqrt(np.float32(-2) * np.log(radius))
+        made += [length * np.sin(angle), length * np.cos(angle)]
+    return _typed(np.choose(part, made) * np.float32(std) + np.float32(mean), dtype)
 
 
 def _exponential_of(

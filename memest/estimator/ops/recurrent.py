@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,7 @@ def weight_offsets(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[li
             for j, shape in enumerate(one):
                 if (len(shape) == 2) is wants_matrix:
                     offsets[i][j] = position
-                    position += torch.Size(shape).numel()
+                    position += prod(shape)
     return offsets, position
 
 
@@ -116,11 +117,6 @@ def weight_shapes_of(layers: Layers) -> list[list[tuple[int, ...]]]:
         layers.mode, layers.input_size, layers.hidden_size, layers.proj_size, layers.num_layers,
         layers.directions,
     )  # fmt: skip
-
-
-def _matrix_elements(layers: Layers) -> int:
-    shapes = weight_shapes_of(layers)
-    return sum(torch.Size(s).numel() for one in shapes for s in one if len(s) == 2)
 
 
 def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
@@ -170,7 +166,8 @@ def _common_bytes(layers: Layers) -> int:
     """Bytes of matrices in another layout, room for matrix products, and sequence lengths."""
     lengths = 0 if layers.is_packed else 8 * layers.batch
     room = layers.num_layers * layers.directions * _LAYER_WORKSPACE_BYTES
-    return _matrix_elements(layers) * layers.dtype.itemsize + room + _ALIGN + lengths
+    matrices = (s for one in weight_shapes_of(layers) for s in one if len(s) == 2)
+    return sum(map(prod, matrices)) * layers.dtype.itemsize + room + _ALIGN + lengths
 
 
 def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
@@ -379,17 +376,11 @@ _dropout_states: list[Tensor] = []  # cuDNN's one generator state, made at the f
 def install(patches: Patches) -> None:
     """Let `flatten_parameters` of torch.nn find a cuDNN."""
     rnn: Any = import_module("torch.backends.cudnn.rnn")  # torch 2.9 has an object of that name
-
-    _dropout_states.clear()
+    patches.on_undo(_dropout_states.clear)
     patches.set(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
     patches.set(torch, "_cudnn_rnn_flatten_weight", flatten_weights)
     patches.set(rnn, "get_cudnn_mode", _MODES.__getitem__)
     patches.set(torch.backends.cudnn, "is_acceptable", is_acceptable)
-
-
-def forget() -> None:
-    """Drop the state of the generator: the session ends."""
-    _dropout_states.clear()
 
 
 def is_acceptable(tensor: Tensor) -> bool:

@@ -374,14 +374,10 @@ register(
 )
 
 
-def _welford_bytes(dtype: torch.dtype) -> int:
-    """Bytes of `WelfordData` (ReduceMomentKernel.cu), whose kernel loads 2 values at once."""
-    return 32 if dtype == torch.float64 else 16
-
-
+# `WelfordData` of ReduceMomentKernel.cu, which loads 2 values at once
 register(
     "std.correction var.correction var_mean.correction std_mean.correction",
-    requests=_reducing(_welford_bytes, input_vector=2),
+    requests=_reducing(lambda dtype: 32 if dtype == torch.float64 else 16, input_vector=2),
 )
 
 

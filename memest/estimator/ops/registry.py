@@ -15,12 +15,13 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._library.utils import lookup_op
 from torch._ops import OpOverload
 
 from memest.errors import PlanError
@@ -57,12 +58,8 @@ class Op:
     """
 
     func: Any
-    requests: RequestRule | None = None
-    """Returns the kernel's temporaries, or its requests in another order than its outputs."""
-
-    modelled: ModelledRule | None = None
-    """Returns whether `requests` holds for a call; other calls are reported as not modelled."""
-
+    requests: RequestRule | None = None  # temporaries, or all requests in their order
+    modelled: ModelledRule | None = None  # whether `requests` holds for a call; None for all calls
     from_values: Callable[[ValueOf, Args], tuple[int, ...]] | None = None
     """Returns the further arguments of `requests`, which depend on values; none if unknown."""
 
@@ -70,15 +67,11 @@ class Op:
     """Returns the results as meta tensors, if torch's meta kernel returns none or different ones.
     """
 
-    layout: Callable[[Args, Any], Any] | None = None
-    """Returns the results with the strides that CUDA gives them: `(args, out)`."""
-
+    layout: Callable[[Args, Any], Any] | None = None  # results with CUDA's strides: `(args, out)`
     composed: Callable[..., Any] | None = None
     """Runs the operators that the CUDA kernel consists of, below autograd, in its place."""
 
-    shaped_by: Callable[[Args], Any] | None = None
-    """Returns the arguments whose values decide the shape of the result."""
-
+    shaped_by: Callable[[Args], Any] | None = None  # arguments whose values decide the shape
     refuse: Callable[[Args, Kwargs], str] | None = None
     """Returns torch's message where the CUDA kernel refuses a call that meta takes, or ""."""
 
@@ -244,28 +237,25 @@ def outputs_only(names: str) -> None:
     OUTPUTS_ONLY.update(names.split())
 
 
-def _decorator(part: str) -> Callable[..., Callable[[Rule], Rule]]:
-    """Return the decorator that registers a function as `part` of the operators that it names."""
+def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
+    """Decorate a function that becomes `part` of `operators`; `others` are further parts."""
 
-    def decorator(*operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
-        def set_part(rule: Rule) -> Rule:
-            register(*operators, **{part: rule}, **others)
-            return rule
+    def set_part(rule: Rule) -> Rule:
+        register(*operators, **{part: rule}, **others)
+        return rule
 
-        return set_part
-
-    return decorator
+    return set_part
 
 
-requests = _decorator("requests")
-modelled = _decorator("modelled")
-result = _decorator("result")
-layout = _decorator("layout")
-refuse = _decorator("refuse")
-on_sparse = _decorator("on_sparse")
-random_offset = _decorator("random_offset")
-composed = _decorator("composed")
-above_autograd = _decorator("above_autograd")  # by the parts of `Op`, such as `vmap_key`
+requests = partial(_registering, "requests")
+modelled = partial(_registering, "modelled")
+result = partial(_registering, "result")
+layout = partial(_registering, "layout")
+refuse = partial(_registering, "refuse")
+on_sparse = partial(_registering, "on_sparse")
+random_offset = partial(_registering, "random_offset")
+composed = partial(_registering, "composed")
+above_autograd = partial(_registering, "above_autograd")
 
 
 def overloads_of(*packets: Any) -> list[OpOverload]:
@@ -344,7 +334,13 @@ def register_kernel(op: OpOverload | str) -> Callable[[KernelRule], KernelRule]:
         PlanError: there is no operator of this name.
     """
     load_families()
-    func = _operator(op) if isinstance(op, str) else op
+    try:
+        func = lookup_op(op) if isinstance(op, str) else op
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise PlanError(
+            f"there is no operator `{op}`",
+            hint="import what defines it first; the name is `namespace::name` or with `.overload`",
+        ) from error
     names = [argument.name for argument in func._schema.arguments]
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
 
@@ -359,18 +355,3 @@ def register_kernel(op: OpOverload | str) -> Callable[[KernelRule], KernelRule]:
         return rule
 
     return set_rule
-
-
-def _operator(name: str) -> OpOverload:
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    try:
-        found: OpOverload = getattr(
-            getattr(getattr(torch.ops, namespace), packet), overload or "default"
-        )
-    except (AttributeError, RuntimeError) as error:
-        raise PlanError(
-            f"there is no operator `{name}`",
-            hint="import what defines it first; the name is `namespace::name` or with `.overload`",
-        ) from error
-    return found

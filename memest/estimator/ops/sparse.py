@@ -28,9 +28,9 @@ from memest.estimator.tensors.placement import (
     INSIDE,
     META,
     Place,
-    few_tensors,
     is_meta,
     refused,
+    sample_tensors,
     storage_key,
 )
 from memest.units import ceil_div, round_up
@@ -95,13 +95,9 @@ def _on_host(
         if is_meta(values):
             values = torch.ones(values.shape, dtype=values.dtype, device=CPU)
         return torch.sparse_coo_tensor(
-            indices,
-            values,
-            tuple(shape),
-            is_coalesced=is_coalesced,
-            check_invariants=False,
+            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False,
             device=CPU,
-        )
+        )  # fmt: skip
 
 
 @on_sparse(FROM_PARTS)
@@ -134,8 +130,7 @@ def _places_left(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> tuple[
             return len(left), torch.stack(torch.unravel_index(left, sizes))
     if mode.memory.id_of(indices) in mode.sparse.distinct:
         return num_entries, None
-    what = f"coalesce as {num_entries} of {num_entries} entries"
-    mode.guesses.note(what)
+    mode.guesses.note(f"coalesce as {num_entries} of {num_entries} entries")
     mode.notes.add(LARGEST)
     return num_entries, None
 
@@ -205,14 +200,10 @@ def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
     return rule
 
 
-def _changed(function: Callable[..., Tensor]) -> SparseRule:
-    """Return a rule that changes the values in place."""
-
-    def rule(mode: SimMode, tensor: Tensor, *args: Any) -> Tensor:
-        function(_parts(tensor)[1], *args)
-        return tensor
-
-    return rule
+@on_sparse("div_.Tensor div_.Scalar")
+def _div_(mode: SimMode, tensor: Tensor, divisor: Any) -> Tensor:
+    _parts(tensor)[1].div_(divisor)
+    return tensor
 
 
 _multiplied = _elementwise(torch.mul)
@@ -291,13 +282,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
 
 @on_sparse("addmm _sparse_addmm")
 def _addmm(
-    mode: SimMode,
-    tensor: Tensor,
-    sparse: Tensor,
-    dense: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    mode: SimMode, tensor: Tensor, sparse: Tensor, dense: Tensor, **factors: float
 ) -> Tensor:
     """Multiply a sparse matrix (CSR rows) by a dense one; copy the column-ordered result."""
     if not is_sparse(sparse) or is_sparse(dense):
@@ -339,7 +324,7 @@ def _addmm(
 @on_sparse("mm")
 def _mm(mode: SimMode, sparse: Tensor, dense: Tensor) -> Tensor:
     zeros = dense.new_zeros((sparse.size(0), dense.size(1)))
-    return _addmm(mode, zeros, sparse, dense, beta=0)
+    return _addmm(mode, zeros, sparse, dense)
 
 
 @on_sparse("_to_dense")
@@ -382,11 +367,6 @@ def _transpose(mode: SimMode, tensor: Tensor, first: int, second: int) -> Tensor
     copied[second].copy_(row)
     del row
     return _made(copied, values, shape, is_coalesced=False)
-
-
-@on_sparse("t")
-def _transposed(mode: SimMode, tensor: Tensor) -> Tensor:
-    return _transpose(mode, tensor, 0, 1)
 
 
 def _as_it_is(function: Callable[..., Any]) -> SparseRule:
@@ -436,25 +416,20 @@ def _each(function: Callable[..., Any]) -> SparseRule:
     return rule
 
 
+register("t", on_sparse=lambda mode, tensor: _transpose(mode, tensor, 0, 1))
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
 register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
 register("pow.Tensor_Scalar", on_sparse=_elementwise(torch.pow))
-register("div_.Tensor div_.Scalar", on_sparse=_changed(torch.Tensor.div_))
 register("_foreach_mul_.Scalar", on_sparse=_each(torch.Tensor.mul_))
 register("_foreach_add_.List", on_sparse=_each(torch.Tensor.add_))
 register("_foreach_zero_", on_sparse=_each(torch.Tensor.zero_))
-register("zero_", on_sparse=_as_it_is(torch.Tensor.zero_))
-register("is_coalesced", on_sparse=_as_it_is(torch.Tensor.is_coalesced))
-register("_coalesced_", on_sparse=_as_it_is(torch.Tensor._coalesced_))
-register("_nnz", on_sparse=_as_it_is(torch.Tensor._nnz))
-register("sparse_dim", on_sparse=_as_it_is(torch.Tensor.sparse_dim))
-register("dense_dim", on_sparse=_as_it_is(torch.Tensor.dense_dim))
+for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim"):
+    register(_name, on_sparse=_as_it_is(getattr(torch.Tensor, _name)))
 
 _FROM_DENSE = frozenset((FROM_PARTS, aten._to_sparse.default))
 _ON_HOST_TOO = frozenset((FROM_PARTS, aten.addmm.default, aten._sparse_addmm.default))
-_MAKERS = frozenset(
-    map(id, (*_FROM_DENSE, aten._embedding_bag_backward.default, aten._to_copy.default))
-)
+_OF_EMBEDDINGS = frozenset((FROM_PARTS, aten._embedding_bag_backward.default))
+_MAKERS = frozenset(map(id, (*_FROM_DENSE, *_OF_EMBEDDINGS, aten._to_copy.default)))
 """Operators that make sparse tensors on the GPU, by identity, as in `registry`."""
 
 
@@ -470,7 +445,7 @@ class SparseTensors:
         """Return whether `func` has sparse tensors of the GPU; `UnsupportedError` if no rule."""
         if not self._is_any and id(func) not in _MAKERS:
             return False
-        tensors, mode = few_tensors(args, kwargs), self._mode
+        tensors, mode = sample_tensors(args, kwargs), self._mode
         if func is aten._embedding_bag_backward.default:
             is_one = bool(args[9])
         elif func in _FROM_DENSE:
@@ -482,8 +457,14 @@ class SparseTensors:
         target, places = getattr(kwargs.get("device"), "type", ""), map(mode.host.place, tensors)
         found = set(places)
         if target != "cuda" and Place.GPU not in found:
-            if Place.HOST in found and torch._C._current_graph_task_id() != -1:
-                self._refuse_on_host(func)
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            if Place.HOST in found and is_in_backward and func in _OF_EMBEDDINGS:
+                line = mode.attribution.lines.current()
+                raise UnsupportedError(
+                    f"{line or 'the script'}: a sparse gradient of an embedding on the host cannot "
+                    "be simulated",
+                    hint="move the embedding to the GPU, or make it with `sparse=False`",
+                )
             return func in _ON_HOST_TOO and Place.HOST in found
         op = op_of(func)
         if op.on_sparse is not None:
@@ -491,16 +472,6 @@ class SparseTensors:
         if op.is_view:  # of the parts
             return False
         raise refused(func, "sparse_coo", mode.attribution.lines.current())
-
-    def _refuse_on_host(self, func: Any) -> None:
-        """Raise if `func` makes the sparse gradient of an embedding on the host."""
-        if func in (FROM_PARTS, aten._embedding_bag_backward.default):
-            line = self._mode.attribution.lines.current()
-            raise UnsupportedError(
-                f"{line or 'the script'}: a sparse gradient of an embedding on the host cannot be "
-                "simulated",
-                hint="move the embedding to the GPU, or make it with `sparse=False`",
-            )
 
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run the rule of `func` and return its result; its requests are recorded."""

@@ -29,9 +29,7 @@ def like(number: int) -> Callable[[Args, Any], Any]:
         if isinstance(out, Tensor):
             return _strided(out, torch.empty_like(args[number]).stride())
         first, *rest = out
-        if first is not None:
-            first = _strided(first, torch.empty_like(args[number]).stride())
-        return (first, *rest)
+        return (first if first is None else rule(args, first), *rest)
 
     return rule
 

@@ -16,18 +16,12 @@ class Scratch:
     All of them are freed by the time the operation returns.
     """
 
-    before: tuple[int, ...] = ()
-    """Allocated before the outputs."""
-
-    after: tuple[int, ...] = ()
-    """Allocated after the outputs."""
-
-    outputs: tuple[int, ...] | None = None
-    """Requested bytes of each output, where they differ from those of its elements."""
+    before: tuple[int, ...] = ()  # allocated before the outputs
+    after: tuple[int, ...] = ()  # allocated after the outputs
+    outputs: tuple[int, ...] | None = None  # of each output, if not those of its elements
 
 
-INDEX_BYTES = 8
-"""Bytes of an int64 index."""
+INDEX_BYTES = 8  # of an int64
 
 OLDEST = -1
 """Mark in place of an output's position: frees the oldest temporary of the size, not the latest."""

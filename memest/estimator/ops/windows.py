@@ -111,17 +111,13 @@ def sliding_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
     return temporaries(first) + around(copies, outputs({0: wanted}) + temporaries(-first))
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    return suggest_memory_format(tensor) is not torch.contiguous_format
-
-
 @registry.modelled(_IMAGES, _COPYING, "upsample_bilinear2d_backward")
 def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the first argument is not channels-last.
 
     Kernels for channels-last differ by the number of channels.
     """
-    return not _is_channels_last(args[0])
+    return suggest_memory_format(args[0]) is torch.contiguous_format
 
 
 outputs_only(

@@ -54,15 +54,12 @@ class Patches:
         self._before: list[tuple[Any, str, Any]] = []
         self._afterwards: list[Callable[[], None]] = []
 
-    def set(self, owner: Any, name: str, value: Any) -> Any:
-        """Set `owner.name` to `value`; return the old value, or None if there was none."""
-        before = vars(owner).get(name, _ABSENT)
-        self._before.append((owner, name, before))
-        was = getattr(owner, name, None)
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.name` to `value`."""
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         if isinstance(owner, type) and isinstance(value, FunctionType):
             value.__name__ = name  # by which Dynamo recognizes a method of tensors
         setattr(owner, name, value)
-        return was
 
     def set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
         """Call `set` for each name in `values`."""

@@ -23,7 +23,6 @@ from memest.estimator.tensors.patches import Patches
 META = torch.device("meta")
 CPU = torch.device("cpu")
 _Device = torch.device  # torch's own class, also while another class replaces it
-_NO_DEVICE = (bool, torch.dtype)
 
 
 class _Gpu:
@@ -42,7 +41,6 @@ _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__ge
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 _is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__get__
 PLAIN = frozenset((Tensor, torch.nn.Parameter))  # without a `__torch_function__` of their own
-
 
 _has_mode = torch._C._is_torch_function_mode_enabled
 """Return whether a `TorchFunctionMode` is active: `torch.set_default_device` enters one.
@@ -92,23 +90,21 @@ def true_device(tensor: Tensor) -> torch.device:
     return _without_torch_function(_device_in_c, tensor)
 
 
+def _parsed(device: Any) -> torch.device | None:
+    """Return the device that a script has given as number, name or object; None for others."""
+    if isinstance(device, bool) or not isinstance(device, int | str | _Device):
+        return None
+    return _Device("cuda", device) if isinstance(device, int) else _Device(device)
+
+
 def resolve(device: Any) -> Any:
     """Return `device` with the index of `"cuda"`; None and everything else unchanged.
 
     Raises:
         RuntimeError: a GPU that this process does not have, with torch's message.
     """
-    if device is None or isinstance(device, _NO_DEVICE):
-        return device
-    if isinstance(device, int):
-        found = _Device("cuda", device)
-    elif isinstance(device, str):
-        found = _Device(device)
-    elif isinstance(device, _Device):
-        found = device
-    else:
-        return device
-    if found.type != "cuda":
+    found = _parsed(device)
+    if found is None or found.type != "cuda":
         return device
     GPU.is_chosen |= found.index is not None and device is not GPU.device
     if found.index is None or found.index == GPU.device.index or _is_own(found.index):
@@ -128,14 +124,10 @@ def _is_own(index: int) -> bool:
 
 def is_another(device: Any) -> bool:
     """Return whether `device` is a GPU of the host that belongs to another process."""
-    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+    found = _parsed(device)
+    if found is None or found.type != "cuda" or found.index in (None, GPU.device.index):
         return False
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type != "cuda" or found.index is None or found.index == GPU.device.index:
-        return False
-    if _is_own(found.index):
-        return False
-    return 0 <= found.index < GPU.num_visible
+    return 0 <= found.index < GPU.num_visible and not _is_own(found.index)
 
 
 class Place(Enum):
@@ -148,11 +140,14 @@ class Place(Enum):
 
 
 class _Inside(threading.local):
-    """Flag of a thread: true while it runs the mode's own code."""
+    """State of a thread."""
 
-    depth = 0
+    depth = 0  # number of nested calls of the mode; above 0 the mode's own code runs
     composite = False  # True while C++ makes tensors that are on the GPU, like those given to it
     compiles = False  # this thread runs torch's compiler, whose tensors without data are on GPU
+    moves = False  # True while a tensor subclass handles `Tensor.to`, and calls it again
+    autocast = False  # True inside an operator whose inputs autocast has already cast
+    autocast_block = False  # within `torch.autocast`, which a dispatch mode turns off
 
 
 INSIDE = _Inside()
@@ -182,7 +177,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def few_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def sample_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments, of a long list only the first and the last."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -253,7 +248,7 @@ def local_foreach(
     if not name.startswith("_foreach_") or name in FOREACH_REDUCTIONS or kwargs:
         return NotImplemented
     lists = [value for value in args if _is_tensors(value)]
-    if not lists or not all(map(_lie_alike, zip(*lists, strict=True))):
+    if not lists or not all(map(_are_sharded_alike, zip(*lists, strict=True))):
         return NotImplemented
     local = tuple([t._local_tensor for t in v] if _is_tensors(v) else v for v in args)
     if any(isinstance(value, Tensor) and hasattr(value, "_local_tensor") for value in local):
@@ -271,7 +266,7 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
 
 
-def _lie_alike(tensors: Sequence[Any]) -> bool:
+def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
     """Return whether the i-th tensors of all lists are DTensors of one shape and one sharding."""
     specs = [getattr(tensor, "_spec", None) for tensor in tensors]
     first = specs[0]

@@ -212,7 +212,7 @@ def test_an_unknown_key_of_a_recipe_is_told_by_litgpt(capsys: pytest.CaptureFixt
 def test_another_release_is_named_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     from memest.estimator.integrations import litgpt as stand_in
 
-    monkeypatch.setattr(stand_in, "version", lambda name: "0.5.7")
+    monkeypatch.setattr(stand_in, "installed_versions", lambda name: {name: "0.5.7"})
     ran = litgpt("generate", "checkpoints/pythia-14m", "--max_new_tokens", "1")
 
     assert ran.report is not None

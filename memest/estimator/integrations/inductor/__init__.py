@@ -2,8 +2,8 @@
 
 Graph breaks, guards, recompilations, dynamic shapes and checkpointing are torch's. The program that
 Inductor writes allocates buffers and calls operators, which the dispatch mode records; only the
-fused kernels do nothing (`kernels.py`). `dynamo.py` lets Dynamo trace code under the patches of
-memest. `fakes.py` makes fake tensors. `compiler.py` configures Inductor as if a GPU were present.
+fused kernels do nothing. `dynamo.py` lets Dynamo trace code under the patches of memest.
+`compiler.py` makes fake tensors and configures Inductor as if a GPU were present.
 """
 
 from __future__ import annotations

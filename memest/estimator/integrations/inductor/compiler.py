@@ -7,7 +7,7 @@ import inspect
 import linecache
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.abc import InspectLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -270,32 +270,30 @@ def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
 
 def place_on_gpu(graph: Any) -> None:
     """Place on the GPU the tensors of a graph whose C++ code named the device of a fake tensor."""
+    _set_devices(graph.graph.nodes, lambda device: GPU.device if device.type == "meta" else device)
+    graph.recompile()
+
+
+def _set_devices(nodes: Iterable[Any], choose: Callable[[torch.device], torch.device]) -> None:
+    """Replace each device among the arguments of `nodes` by what `choose` returns for it."""
     from torch.fx.node import map_aggregate
 
-    def device(value: Any) -> Any:
-        return GPU.device if isinstance(value, torch.device) and value.type == "meta" else value
+    def chosen(value: Any) -> Any:
+        return choose(value) if isinstance(value, torch.device) else value
 
-    for node in graph.graph.nodes:
-        node.args = map_aggregate(node.args, device)
-        node.kwargs = map_aggregate(node.kwargs, device)
-    graph.recompile()
+    for node in nodes:
+        node.args = map_aggregate(node.args, chosen)
+        node.kwargs = map_aggregate(node.kwargs, chosen)
 
 
 @contextmanager
 def _constants_on_the_host(graph: Any) -> Iterator[None]:
     """Create constants on the host until the block ends, because Inductor folds them there."""
-    from torch.fx.node import map_aggregate
-
-    def device(value: Any) -> Any:
-        return CPU if isinstance(value, torch.device) else value
-
     puts = torch.ops.prims.device_put.default
     constants = (aten.full.default, aten.scalar_tensor.default, puts)
     found = [node for node in graph.graph.nodes if node.target in constants]
     before = [(node, node.args, node.kwargs) for node in found]
-    for node in found:
-        node.args = map_aggregate(node.args, device)
-        node.kwargs = map_aggregate(node.kwargs, device)
+    _set_devices(found, lambda device: CPU)
     yield
     for node, args, kwargs in before:
         node.args, node.kwargs = args, kwargs
@@ -305,10 +303,7 @@ def _is_composite(operator: Any) -> bool:
     """Return whether C++ decomposes the operator above autograd, whatever Python has for meta."""
     if not isinstance(operator, torch._ops.OpOverload):  # it calls operators
         return False
-    name = str(operator._schema.name)
-    if operator._schema.overload_name:
-        name += f".{operator._schema.overload_name}"
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name, has = operator._name, torch._C._dispatch_has_kernel_for_dispatch_key
     return has(name, "CompositeImplicitAutograd") and not has(name, "Meta")
 
 

@@ -98,7 +98,8 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
             mode.guesses.warn(EAGERLY.format(name=name, why=why(error)))
             if not isinstance(error, exc.BackendCompilerFailed):
                 return getattr(convert_frame, "ConvertFrameReturn", constant(None))()
-            return compiled(code, *_with_eager_backend(args), **kwargs)
+            args = *args[:4], lambda graph, inputs: graph.forward, *args[5:]  # the eager backend
+            return compiled(code, *args, **kwargs)
         how = "estimated" if is_estimated() else "left out"
         mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=how))
         return made
@@ -119,11 +120,6 @@ def _install_breaks(patches: Patches, mode: CudaSimMode, broken: Any) -> None:
         init(self, msg, *args, **kwargs)
 
     patches.set(broken, "__init__", init_and_warn)
-
-
-def _with_eager_backend(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace the backend among the arguments of `_compile`: globals, locals, ..., backend."""
-    return *args[:4], lambda graph, inputs: graph.forward, *args[5:]
 
 
 def _is_of_dynamo(error: Exception) -> bool:

@@ -27,11 +27,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.attention import SdpaBackend, choose_backend
+from memest.estimator.ops.attention import choose_backend
 from memest.estimator.replay.interpolate.call_log import (
     GEMM_RULE,
     CallLog,
@@ -379,9 +380,9 @@ class _Source:
 # of the one run are then replaced by those of the other.
 
 FUSED = {
-    SdpaBackend.FLASH: "aten._scaled_dot_product_flash_attention",
-    SdpaBackend.EFFICIENT: "aten._scaled_dot_product_efficient_attention",
-    SdpaBackend.CUDNN: "aten._scaled_dot_product_cudnn_attention",
+    SDPBackend.FLASH_ATTENTION: "aten._scaled_dot_product_flash_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "aten._scaled_dot_product_efficient_attention",
+    SDPBackend.CUDNN_ATTENTION: "aten._scaled_dot_product_cudnn_attention",
 }
 """Attention kernels with one call forward and one backward."""
 

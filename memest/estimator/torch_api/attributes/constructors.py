@@ -47,7 +47,7 @@ class LegacyTensor:
 
 
 def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the tensor that an old constructor makes of sizes, a size, a tensor, or data."""
+    """Return the tensor of a legacy constructor, by sizes, a `torch.Size`, a tensor or data."""
     given = args[0] if len(args) == 1 else None
     if given is None or isinstance(given, int | torch.Size):
         sizes = given if isinstance(given, torch.Size) else args or (0,)
@@ -145,35 +145,27 @@ _Device = torch.device
 Constructor = Callable[..., Any]
 
 
-def _install_subclasses(patches: Patches) -> None:
+def install(patches: Patches) -> None:
+    """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
     make: Any = Tensor.as_subclass
 
     def as_subclass(tensor: Tensor, kind: type) -> Tensor:
         with _disable_current_modes():  # it is a view, so it stays where `tensor` is
             return make(tensor, kind)
 
-    patches.set(Tensor, "as_subclass", as_subclass)
-
-
-def install(patches: Patches) -> None:
-    """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
     if not makes_subclasses_under_modes():
-        _install_subclasses(patches)
-    data_functions = {torch.tensor, torch.as_tensor, torch.asarray}
-    functions = {f for f in _device_constructors() if f not in data_functions}
+        patches.set(Tensor, "as_subclass", as_subclass)
+    data_functions: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray}
+    functions: set[Any] = {f for f in _device_constructors() if f not in data_functions}
     functions |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
     functions |= {torch.rand_like, torch.randn_like, torch.randint_like}
-    copies = torch.tensor
-    for name in dir(torch):
-        function = getattr(torch, name)
-        try:
-            is_one, has_data = function in functions, function in data_functions
-        except TypeError:
-            continue
-        if has_data:
-            patches.set(torch, name, _from_data(function, copies=function is copies))
-        elif is_one:
-            patches.set(torch, name, _with_device(function))
+    for function in data_functions:
+        is_copy = function.__name__ == "tensor"
+        patches.set(torch, function.__name__, _from_data(function, copies=is_copy))
+    for function in functions:
+        name = function.__name__
+        if getattr(torch, name, None) is function:  # not one of `torch.fft`
+            patches.set(torch, name, _with_device(getattr(torch, name)))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
         patches.set(Tensor, name, _with_device(getattr(Tensor, name)))
     patches.set(Tensor, "new_tensor", _new_tensor)
@@ -217,9 +209,9 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
         if device is None or torch.device(device).type != "cuda":
             made = function(*args, device=device, **kwargs)
             made = made.pin_memory() if is_pinned else made
-            return made.requires_grad_() if wants_grad else made
-        moved = function(*args, device=CPU, **kwargs).to(GPU.device)
-        return moved.requires_grad_() if wants_grad else moved
+        else:
+            made = function(*args, device=CPU, **kwargs).to(GPU.device)
+        return made.requires_grad_() if wants_grad else made
 
     return call
 
@@ -228,13 +220,9 @@ def _numbers(data: Any) -> Any:
     """Return nested `data` with values for tensors that C++ would read one by one."""
     if isinstance(data, Tensor):
         return data.tolist() if is_meta(data) else data
-    if isinstance(data, list | tuple) and not all(map(_is_number, data)):
+    if isinstance(data, list | tuple) and not all(isinstance(n, int | float) for n in data):
         return [_numbers(item) for item in data]
     return data
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:

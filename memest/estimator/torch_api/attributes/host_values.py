@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.gpu.guesses import guessed_number
+from memest.estimator.gpu.guesses import NUMBER
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
@@ -28,12 +28,11 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         value = mode.values.value_of(tensor) if guess is None else None
         if value is not None:
             return value.clone()
-        what = f"values of {str(tensor.dtype).removeprefix('torch.')}"
-        mode.guesses.note(what)
+        mode.guesses.note(f"values of {str(tensor.dtype).removeprefix('torch.')}")
         if guess is not None:
             return guess.clone()
-        made = torch.full((1,), guessed_number(tensor.dtype), dtype=tensor.dtype, device=CPU)
-        return made.expand(tensor.shape) if tensor.dim() else made[0]
+        number = 0 if tensor.dtype is torch.bool else NUMBER
+        return torch.full((), number, dtype=tensor.dtype, device=CPU).expand(tensor.shape)
 
     _install_arrays(patches, mode, on_host)
     _install_text(patches, mode, on_host)
@@ -68,14 +67,10 @@ def _install_items(patches: Patches, mode: CudaSimMode) -> None:
 
     def set_(tensor: Tensor, index: Any, value: Any) -> None:
         is_number = isinstance(value, bool | int | float | complex)
-        if (
-            is_number
-            and type(tensor) in PLAIN
-            and is_meta(tensor)
-            and mode.host.place(tensor) is Place.GPU
-        ):
+        is_bare = type(tensor) in PLAIN and is_meta(tensor)
+        if is_number and is_bare and mode.host.place(tensor) is Place.GPU:
             with _disable_current_modes():
-                value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
+                value = torch.tensor(value, dtype=tensor.dtype, device=CPU)
         set_item(tensor, index, value)
 
     patches.set(Tensor, "__setitem__", set_)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,13 +35,12 @@ def install_places(patches: Patches, mode: CudaSimMode) -> None:
     """Install attributes of the place where the mode has put tensors and storages."""
     device = _device_of(mode)
 
-    def is_type(kind: str) -> property:
+    def is_on(kind: str) -> property:
         return property(lambda tensor: device(tensor).type == kind)
 
     patches.set(Tensor, "device", property(device))
-    patches.set(Tensor, "is_cuda", is_type("cuda"))
-    patches.set(Tensor, "is_meta", is_type("meta"))
-    patches.set(Tensor, "is_cpu", is_type("cpu"))
+    for kind in ("cuda", "meta", "cpu"):
+        patches.set(Tensor, f"is_{kind}", is_on(kind))
     patches.set(
         Tensor, "get_device", lambda t: GPU.device.index if device(t).type == "cuda" else -1
     )
@@ -145,15 +143,6 @@ def _address_of(mode: CudaSimMode, key: int) -> int:
 Move = Callable[..., Tensor]
 
 
-class _Asking(threading.local):
-    """True while a tensor subclass handles `to` and calls it again from there."""
-
-    now = False
-
-
-_asking = _Asking()
-
-
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Install moves of tensors and modules between the host and the virtual GPU."""
     to_: Move = Tensor.to
@@ -228,13 +217,13 @@ class _FromHost(torch.autograd.Function):
 def _mover(mode: CudaSimMode, to_: Move) -> Move:
     def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
         """Run `tensor.to(device, ...)` for a device of the script."""
-        if _asking.now:
+        if INSIDE.moves:
             return to_(tensor, device, *rest, **kwargs)
         device = resolve(device)
         place = mode.host.place(tensor)
         if device is None or mode.is_off:
             pass
-        elif _is_there(device, place):
+        elif torch.device(device).type == {Place.GPU: "cuda", Place.HOST: "cpu"}.get(place):
             if not rest and not kwargs:
                 return tensor
             return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
@@ -246,15 +235,12 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
                 run = functools.partial(to_, **kwargs)
                 return _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
         elif torch.device(device).type == "meta" and place in (Place.GPU, Place.HOST):
-            dtype = _dtype_of(tensor, rest, kwargs)
-            with _disable_current_modes():
-                size, stride = tensor.size(), tensor.stride()
-                return torch.empty_strided(size, stride, dtype=dtype, device=META)
+            return _empty(tensor, META, _dtype_of(tensor, rest, kwargs))
         if place is Place.GPU and device == META and not rest and not kwargs:
             return tensor
         if type(tensor) in PLAIN:
             return to_(tensor, device, *rest, **kwargs)
-        with setting(_asking, "now", True):
+        with setting(INSIDE, "moves", True):
             return to_(tensor, device, *rest, **kwargs)
 
     return move
@@ -264,32 +250,21 @@ def _parser(move: Move, to_: Move) -> Move:
     """Replace all forms of `Tensor.to`."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        is_alike = "other" in kwargs or (args and isinstance(args[0], Tensor))
-        if is_alike and INSIDE.compiles:  # fake tensors, which C++ has on one device
-            return to_(tensor, *args, **kwargs)
-        if args and isinstance(args[0], Tensor):
-            other, rest = args[0], args[1:]
-            return move(tensor, other.device, other.dtype, *rest, **kwargs)
         if "other" in kwargs:
-            other = kwargs.pop("other")
-            return move(tensor, other.device, other.dtype, **kwargs)
+            args = (kwargs.pop("other"), *args)
+        if args and isinstance(args[0], Tensor):
+            if INSIDE.compiles:  # fake tensors, which C++ has on one device
+                return to_(tensor, *args, **kwargs)
+            return move(tensor, args[0].device, args[0].dtype, *args[1:], **kwargs)
         if args and not isinstance(args[0], torch.dtype):
             return move(tensor, *args, **kwargs)
         if kwargs.get("device") is not None:
-            device = kwargs.pop("device")
-            dtype = args[0] if args else kwargs.pop("dtype", None)
-            if dtype is not None:
-                return move(tensor, device, dtype, *args[1:], **kwargs)
-            return move(tensor, device, **kwargs)
+            device, dtype = kwargs.pop("device"), args[0] if args else kwargs.pop("dtype", None)
+            rest = () if dtype is None else (dtype, *args[1:])
+            return move(tensor, device, *rest, **kwargs)
         return to_(tensor, *args, **kwargs)
 
     return to
-
-
-def _is_there(device: Any, place: Place) -> bool:
-    """Return whether a tensor at `place` is on `device` already."""
-    wanted = {Place.GPU: "cuda", Place.HOST: "cpu"}.get(place)
-    return wanted is not None and torch.device(device).type == wanted
 
 
 def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
@@ -308,7 +283,8 @@ def install_parameters(patches: Patches, mode: CudaSimMode) -> None:
     make = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if isinstance(data, Tensor) and not mode.is_off and _is_plain_on_host(data):
+        is_real = type(data) in PLAIN and not is_meta(data)
+        if is_real and not mode.is_off and true_device(data).type == "cpu":
             data = _without_data(data, mode)
         return make(cls, data, requires_grad)
 
@@ -324,32 +300,22 @@ def install_parameters(patches: Patches, mode: CudaSimMode) -> None:
         return mode.host.place(tensor if is_meta(tensor) else other) is not Place.META
 
     patches.set(torch, "_has_compatible_shallow_copy_type", can_replace)
-    _install_lazy(patches)
-
-
-_MOVES = "half float double char short int long cuda cpu to get_device".split()
-
-
-def _install_lazy(patches: Patches) -> None:
-    """Give parameters without a shape the replaced tensor methods."""
+    # parameters without a shape allow the replaced methods too
     lazy: Any = UninitializedParameter.__mro__[1]  # the class that buffers have, too
     known = [getattr(Tensor, name) for name in _MOVES]
     known += [Tensor.untyped_storage, torch._has_compatible_shallow_copy_type]
     patches.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *known])
 
 
+_MOVES = "half float double char short int long cuda cpu to get_device".split()
+
+
 def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
     """Return a host tensor like `data` without data; a small one gets known values."""
-    with _disable_current_modes():
-        size, stride = data.size(), data.stride()
-        bare = torch.empty_strided(size, stride, dtype=data.dtype, device=META)
+    bare = _empty(data, META)
     mode.host.put(bare)
     mode.values.adopt_small(bare, data)
     return bare
-
-
-def _is_plain_on_host(data: Tensor) -> bool:
-    return type(data) in PLAIN and not is_meta(data) and true_device(data).type == "cpu"
 
 
 def _install_data(patches: Patches, mode: CudaSimMode) -> None:
@@ -358,7 +324,9 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
     swap_tensors: Any = torch.utils.swap_tensors
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
-        if is_meta(tensor) and not is_meta(value) and _is_gradient(tensor):
+        # C++ holds a gradient, which cannot be swapped then
+        is_grad = tensor._use_count() > 1 and not tensor.requires_grad  # type: ignore[attr-defined]
+        if is_meta(tensor) and not is_meta(value) and is_grad:
             value = _without_data(value, mode)
         if is_meta(tensor) != is_meta(value):
             swapped = Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
@@ -371,7 +339,7 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
                     raise
                 data_of.__set__(tensor, _without_data(value, mode))
             if grad is not None and is_meta(grad) != is_meta(tensor):
-                tensor.grad = _dummy_grad(grad, is_meta(tensor))
+                tensor.grad = _empty(grad, META if is_meta(tensor) else CPU)
             return
         data_of.__set__(tensor, value)
 
@@ -403,18 +371,12 @@ def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
     part, has_no_data = local_part(grad), is_meta(local_part(weight))
     if is_meta(part) == has_no_data or mode.host.place(local_part(weight)) is Place.META:
         return grad
-    made = _without_data(part, mode) if has_no_data else _dummy_grad(part, has_no_data=False)
+    made = _without_data(part, mode) if has_no_data else _empty(part, CPU)
     return made if part is grad else type(grad)(made, grad._spec, requires_grad=False)  # type: ignore
 
 
-def _dummy_grad(grad: Tensor, has_no_data: bool) -> Tensor:
-    """Return a dummy gradient for `Module.to` on the parameter's device, as torch requires."""
-    where = META if has_no_data else CPU
+def _empty(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor with the size and strides of `like`, which no mode sees."""
     with _disable_current_modes():
-        return torch.empty_strided(grad.size(), grad.stride(), dtype=grad.dtype, device=where)
-
-
-def _is_gradient(tensor: Tensor) -> bool:
-    """Return whether C++ holds `tensor`, like a parameter's `grad`; it cannot be swapped then."""
-    use_count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return use_count > 1 and not tensor.requires_grad
+        size, stride, dtype = like.size(), like.stride(), dtype or like.dtype
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -228,19 +228,14 @@ def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
             positions: dict[Any, list[int]] = {}
             for position, tensor in enumerate(members[0]):
                 place = Place.META if tensor is None else mode.host.place(tensor)
-                positions.setdefault(_device_at(place), []).append(position)
+                where = {Place.GPU: GPU.device, Place.META: META}.get(place, CPU)
+                positions.setdefault(where, []).append(position)
             for where, chosen in positions.items():
                 picked = [[one[i] for i in chosen] if one else one for one in members]
                 _join(found, (where, dtype), picked, [indices[i] for i in chosen if indices])
         return found
 
     patches.set(torch._C, "_group_tensors_by_device_and_dtype", grouped)
-
-
-def _device_at(place: Place) -> torch.device:
-    if place is Place.GPU:
-        return GPU.device
-    return META if place is Place.META else CPU
 
 
 def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -> None:
@@ -306,9 +301,6 @@ _INDICES = {
 }  # fmt: skip
 """Functions that return the current GPU."""
 
-_DEVICES = {"_C": ("_get_accelerator", "_accelerator_getAccelerator")}
-"""Functions that return the kind of the accelerator, a device without an index."""
-
 
 def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     properties = properties_of(mode.gpu)
@@ -316,9 +308,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
         patches.set(torch._C, name, constant(value))
     for name, value in _FACTS_OF_CUDA.items():
         patches.set(torch.cuda, name, constant(value))
-    kind = torch.device("cuda")
-    answers = (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index), (_DEVICES, kind)
-    for names, answer in answers:
+    for names, answer in (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index):
         for owner, functions in names.items():
             for name in functions:
                 patches.set(getattr(torch, owner), name, constant(answer))
@@ -329,18 +319,15 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     def set_device(index: int) -> None:
         resolve(int(index)) if index >= 0 else None
 
-    def clear_workspaces(*args: Any) -> None:
-        mode.kernels.clear_workspaces()
-
-    def capability(*args: Any) -> dict[str, Any]:
-        return {"supported_dtypes": set(_DTYPES)}
-
+    accelerator = constant(torch.device("cuda"))
     in_c: dict[str, Any] = {
+        "_get_accelerator": accelerator,
+        "_accelerator_getAccelerator": accelerator,
         "_cuda_setDevice": set_device,
         "_cuda_synchronize": synchronize,
-        "_cuda_clearCublasWorkspaces": clear_workspaces,
+        "_cuda_clearCublasWorkspaces": lambda *args: mode.kernels.clear_workspaces(),
         "_accelerator_synchronizeDevice": synchronize,
-        "_accelerator_getDeviceCapability": capability,
+        "_accelerator_getDeviceCapability": lambda *args: {"supported_dtypes": set(_DTYPES)},
         "_has_cudnn": True,
         "has_cuda": True,
     }
@@ -389,8 +376,8 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
         switch(get, set_, getattr(c, get)(), note)
     note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
     switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
-    patches.set(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    patches.set(torch.backends.cuda, "is_built", lambda: True)
+    for name in ("is_flash_attention_available", "is_built"):
+        patches.set(torch.backends.cuda, name, constant(True))
     cudnn = {"is_available": True, "version": simulated().cudnn_version, "is_acceptable": True}
     for name, value in cudnn.items():
         patches.set(torch.backends.cudnn, name, constant(value))
@@ -438,11 +425,6 @@ _REFUSED = {
 """Functions of `torch._C` without a simulation, and their names for the script."""
 
 
-def _place(generator: Any) -> int:
-    """Return the C++ address; operators get another Python object for the same generator."""
-    return generator._cdata
-
-
 class Generator(torch.Generator):
     """`torch.Generator`, which makes an `OnGpu` for the virtual GPU."""
 
@@ -451,10 +433,10 @@ class Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> Generator:  # noqa: D102
         is_on_gpu = torch.device(resolve(device)).type == "cuda"
-        made: Generator = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
-        cls.draws.of_script.pop(_place(made), None)
-        if isinstance(made, OnGpu):
-            made.on_gpu = cls.draws.of_script[_place(made)] = GpuGenerator()
+        made: Any = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
+        cls.draws.of_script.pop(made._cdata, None)
+        if is_on_gpu:
+            made.on_gpu = cls.draws.of_script[made._cdata] = GpuGenerator()
         return made
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -513,7 +495,7 @@ def _install_generators(patches: Patches, draws: GpuDraws) -> None:
     generator: Any = type("Generator", (Generator,), {"draws": draws, "__module__": "torch"})
     generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})
     of_gpu = generator("cuda")
-    of_gpu.on_gpu = draws.of_script[_place(of_gpu)] = default
+    of_gpu.on_gpu = draws.of_script[of_gpu._cdata] = default
 
     def seed() -> None:
         default.manual_seed(torch.initial_seed())

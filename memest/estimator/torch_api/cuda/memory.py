@@ -210,7 +210,8 @@ class Stacks:
                 found.append((code, at.f_lasti))
                 at = at.f_back
                 continue
-            while found and _is_redispatch(found[-1][0]):  # a call from memest itself
+            # a call from memest itself
+            while found and getattr(found[-1][0], "co_filename", "") == _TORCH_OPS:
                 found.pop()
             if wants_operator and code.co_name == "__torch_dispatch__":
                 found.append((at.f_locals["func"]._schema.name, 0))
@@ -226,10 +227,6 @@ class Stacks:
         return frames
 
 
-def _is_redispatch(code: CodeType | str) -> bool:
-    return not isinstance(code, str) and code.co_filename == _TORCH_OPS
-
-
 def _frame(code: CodeType | str, at: int) -> dict[str, Any]:
     if isinstance(code, str):  # torch's own mark of a frame that has no file
         return {"filename": "??", "line": 0, "name": code}
@@ -238,11 +235,6 @@ def _frame(code: CodeType | str, at: int) -> dict[str, Any]:
         if start <= at < end and number is not None:
             line = number
     return {"filename": code.co_filename, "line": line, "name": code.co_name}
-
-
-_ENABLED = ("state", "all")
-_CONTEXTS = ("state", "alloc", "all")
-_STACKS = ("python", "all")
 
 
 class Recordings:
@@ -255,7 +247,7 @@ class Recordings:
     def __init__(self, mode: CudaSimMode, allocator: CountingAllocator) -> None:
         self._mode = mode
         self._allocator = allocator
-        self._metadata = ""
+        self.metadata = ""  # set by `torch._C._cuda_setMemoryMetadata`
 
     def record(
         self,
@@ -269,20 +261,32 @@ class Recordings:
         skip_actions: list[str] | None = None,
     ) -> None:
         """Replace `torch._C._cuda_record_memory_history`, with its `RuntimeError` for options."""
-        _check_word(enabled, _ENABLED, "expected state to be 'state', 'all', or None")
-        _check_word(context, _CONTEXTS, "expected context to be 'state', 'alloc', 'all', or None")
-        _check_word(stacks, _STACKS, "expected stacks to be 'python', or 'all'")
-        when = Context.NEVER if context is None else Context[context.upper()]
+        for word, known, message in (
+            (enabled, ("state", "all", None), "expected state to be 'state', 'all', or None"),
+            (
+                context, ("state", "alloc", "all", None),
+                "expected context to be 'state', 'alloc', 'all', or None",
+            ),
+            (stacks, ("python", "all"), "expected stacks to be 'python', or 'all'"),
+        ):  # fmt: skip
+            if word not in known:
+                raise RuntimeError(message)
+        self._mode.memory.settle()
+        before, self._allocator.history = self._allocator.history, None
+        self._follow_frees(enabled is not None and context == "all")
         if enabled is None:
-            self._stop()
             return
-        self._start(
-            when,
-            stacks == "all",
-            max_entries if enabled == "all" else 1,
-            frozenset(skip_actions or ()),
-            clear_history,
-        )
+        recorded = Stacks(has_operators=stacks == "all")
+        history = MemoryHistory(
+            recorded.gather, recorded.frames_of,
+            context=Context.NEVER if context is None else Context[context.upper()],
+            max_entries=max(1, max_entries) if enabled == "all" else 1,
+            skipped=frozenset(skip_actions or ()),
+        )  # fmt: skip
+        history.metadata = self.metadata
+        if before is not None:
+            history.continues(before, keeps_entries=not clear_history)
+        self._allocator.history = history
 
     def record_legacy(
         self,
@@ -297,40 +301,15 @@ class Recordings:
         skip_actions: list[str] | None = None,
     ) -> None:
         """Replace `torch._C._cuda_record_memory_history_legacy`, whose first argument is a bool."""
-        if not enabled:
-            self._stop()
-            return
-        when = Context.STATE if record_context else Context.NEVER
-        if trace_alloc_record_context:
-            when = Context.ALLOC
-        skipped = frozenset(skip_actions or ())
-        self._start(when, record_context_cpp, trace_alloc_max_entries, skipped, clear_history)
-
-    def _start(
-        self,
-        context: Context,
-        has_operators: bool,
-        max_entries: int,
-        skipped: frozenset[str],
-        clears: bool,
-    ) -> None:
-        before = self._allocator.history
-        self._mode.memory.settle()
-        stacks = Stacks(has_operators=has_operators)
-        history = MemoryHistory(
-            stacks.gather, stacks.frames_of,
-            context=context, max_entries=max(1, max_entries), skipped=skipped,
-        )  # fmt: skip
-        history.metadata = self._metadata
-        if before is not None:
-            history.continues(before, keeps_entries=not clears)
-        self._allocator.history = history
-        self._follow_frees(context is Context.ALL)
-
-    def _stop(self) -> None:
-        self._mode.memory.settle()
-        self._allocator.history = None
-        self._follow_frees(False)
+        context = "state" if record_context else None
+        self.record(
+            "all" if enabled else None,
+            "alloc" if trace_alloc_record_context else context,
+            "all" if record_context_cpp else "python",
+            trace_alloc_max_entries,
+            clear_history,
+            skip_actions=skip_actions,
+        )
 
     def _follow_frees(self, follows: bool) -> None:
         """Record the stack at which a storage is freed; its block is freed a little later."""
@@ -383,13 +362,9 @@ class Recordings:
 
     def set_metadata(self, text: str) -> None:
         """Replace `torch._C._cuda_setMemoryMetadata`."""
-        self._metadata = text
+        self.metadata = text
         if self._allocator.history is not None:
             self._allocator.history.metadata = text
-
-    def metadata(self) -> str:
-        """Replace `torch._C._cuda_getMemoryMetadata`."""
-        return self._metadata
 
 
 def _install_recordings(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
@@ -413,12 +388,7 @@ def _install_recordings(patches: Patches, mode: CudaSimMode, allocator: Counting
         "_cuda_memorySnapshot": recordings.snapshot,
         "_cuda_allocationTraceback": recordings.traceback_of,
         "_cuda_setMemoryMetadata": recordings.set_metadata,
-        "_cuda_getMemoryMetadata": recordings.metadata,
+        "_cuda_getMemoryMetadata": lambda: recordings.metadata,
         "_cuda_attach_out_of_memory_observer": attach,
     }
     patches.set_all(torch._C, in_c)
-
-
-def _check_word(word: str | None, known: tuple[str, ...], message: str) -> None:
-    if word is not None and word not in known:
-        raise RuntimeError(message)

@@ -75,10 +75,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     functions = _answers(mode, module)
     for name, value in list(vars(module).items()):
         if name.startswith("nvml") and callable(value) and not isinstance(value, type):
-            patches.set(module, name, functions.get(name) or _not_supported(module))
-    for name, function in functions.items():
-        if name not in vars(module):
-            patches.set(module, name, function)
+            patches.set(module, name, _not_supported(module))
+    patches.set_all(module, functions)
     nvidia_smi.install(patches, module)
     patches.set(torch.cuda, "pynvml", module)
     patches.set(torch.cuda, "_HAS_PYNVML", True)
@@ -138,9 +136,8 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
         return gpu.context_bytes + allocator.reserved_bytes
 
     def by_index(index: int) -> Handle:
-        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(
-            ","
-        )  # by a script, for its own machine
+        # a script may name GPUs of its own machine
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if index not in range(GPU.num_visible) and str(index) not in named:
             raise module.NVMLError(_INVALID_ARGUMENT)
         return handle

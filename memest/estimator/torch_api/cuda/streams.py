@@ -61,8 +61,7 @@ class CudaStream:
 
     def synchronize(self) -> None:
         """Let the host wait for this stream."""
-        timeline = self.session.timeline
-        timeline.synchronize(self.number)
+        self.session.timeline.synchronize(self.number)
 
     def query(self) -> bool:
         """Return whether all work is done."""
@@ -180,13 +179,12 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     tc: Any = torch.cuda
     stream, event = of_session(CudaStream, "Stream"), of_session(CudaEvent, "Event")
-    context = of_session(StreamContext, "StreamContext")
     for owner in (tc, tc.streams):
         patches.set(owner, "Stream", stream)
         patches.set(owner, "Event", event)
         patches.set(owner, "ExternalStream", of_session(ExternalStream, "ExternalStream"))
-    patches.set(tc, "StreamContext", context)
-    patches.set(tc, "stream", context)
+    patches.set(tc, "StreamContext", of_session(StreamContext, "StreamContext"))
+    patches.set(tc, "stream", tc.StreamContext)
     for name, of_cuda in (("Stream", stream), ("Event", event)):
         original = getattr(torch, name)
         generic = _Generic(name, (), {"of_cuda": of_cuda, "original": original})
@@ -268,11 +266,10 @@ class CudaGraph:
             raise RuntimeError(NOT_BEGUN)
         self.captures.mode.timeline.capture_into(None)
 
-    def instantiate(self) -> None:
+    def instantiate(self, *args: Any) -> None:
         """Do nothing: no memory is requested."""
 
-    def replay(self) -> None:
-        """Do nothing: no memory is requested."""
+    replay = enable_debug_mode = debug_dump = instantiate
 
     def reset(self) -> None:
         """Free the memory of the graph; that of other graphs in its pool stays."""
@@ -285,12 +282,6 @@ class CudaGraph:
         if self._pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool
-
-    def enable_debug_mode(self) -> None:
-        """Do nothing: no memory is requested."""
-
-    def debug_dump(self, debug_path: str) -> None:
-        """Do nothing: no file is written."""
 
     def __del__(self) -> None:
         self.reset()
@@ -317,9 +308,7 @@ class MemPool:
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
         """Return the segments of the pool, as `torch.cuda.memory_snapshot` returns all."""
-        options = (*self.id, include_traces)
-        segments: list[dict[str, Any]] = torch._C._cuda_memorySnapshot(options)["segments"]
-        return segments
+        return torch._C._cuda_memorySnapshot((*self.id, include_traces))["segments"]
 
     def __del__(self) -> None:
         if hasattr(self, "id"):
@@ -355,23 +344,17 @@ def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch.cuda.graph, "default_capture_stream", None)
 
 
-# `torch.profiler`: the host's side of a trace, without kernels.
-#
-# A profiler with CUDA activity runs for the CPU alone.
-
 NOTE = (
     "the profiler's CUDA activity has no kernels, no kernel times and no memory here; its CPU "
     "activity is of the simulation"
 )
-
-
 _IN_ITS_PLACE = (
     "use `torch.cuda.memory._record_memory_history`, which torch recommends in its place"
 )
 
 
 def install_profiler(patches: Patches, mode: CudaSimMode) -> None:
-    """Let profilers with CUDA activity run, and print once that kernels have no times."""
+    """Let profilers with CUDA activity record the CPU; print once that kernels have no times."""
 
     def tell() -> None:
         if NOTE not in mode.notes.texts:

@@ -2,8 +2,7 @@
 
 - `process_group` makes groups of torch's `fake` backend under the name of the requested one.
 - `ddp` lets torch's own reducer of `DistributedDataParallel` run on tensors without data.
-- `dtensor` propagates a DTensor's shapes without FakeTensors.
-- `fsdp` records storages that FSDP frees and allocates again.
+- `fsdp` records storages that FSDP frees and allocates again, and propagates shapes of DTensors.
 """
 
 from __future__ import annotations

@@ -110,17 +110,9 @@ class Reducer(_Reducer):  # type: ignore[misc]
 
     session: ClassVar[CudaSimMode]
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        bucket_indices: Sequence[Sequence[int]],
-        per_bucket_size_limits: Sequence[int],
-        process_group: Any,
-        expect_sparse_gradients: Sequence[bool],
-        *options: Any,
-        **more: Any,
-    ) -> None:
-        if any(expect_sparse_gradients):
+    def __init__(self, params: Sequence[nn.Parameter], *args: Any, **options: Any) -> None:
+        indices, limits, process_group, are_sparse, *others = args
+        if any(are_sparse):
             raise UnsupportedError(
                 "sparse gradients under `DistributedDataParallel` cannot be simulated",
                 hint="make the embeddings with `sparse=False`",
@@ -132,15 +124,7 @@ class Reducer(_Reducer):  # type: ignore[misc]
         self._accumulation = _Accumulation(mode, params)
         weakref.finalize(self, self._accumulation.remove)
         with self._buckets_on_gpu():
-            super().__init__(
-                params,
-                bucket_indices,
-                per_bucket_size_limits,
-                self._group,
-                expect_sparse_gradients,
-                *options,
-                **more,
-            )
+            super().__init__(params, indices, limits, self._group, are_sparse, *others, **options)
 
     @contextmanager
     def _buckets_on_gpu(self) -> Iterator[None]:
@@ -156,7 +140,7 @@ class Reducer(_Reducer):  # type: ignore[misc]
         """
         super().prepare_for_forward()
         if self._group.is_summed_again:
-            self.session.memory.unstash_until(self._group.summed_at)
+            self.session.memory.unstash(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets in the order of gradients; `NotFinished` if one is missing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,12 +57,10 @@ def _install_random(patches: Patches) -> None:
     def draw(start: Any, end: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
-    def region(*args: Any, **kwargs: Any) -> Any:
-        return nullcontext()
-
     if hasattr(_dispatch, "run_dtensor_rng_op"):
         patches.set(_dispatch, "run_dtensor_rng_op", draw)
-    patches.set(_random.OffsetBasedRNGTracker, "_distribute_region", region)
+    tracker = _random.OffsetBasedRNGTracker
+    patches.set(tracker, "_distribute_region", lambda *args, **kwargs: nullcontext())
 
 
 class _OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -140,15 +139,13 @@ def _install_first(patches: Patches, mode: CudaSimMode) -> None:
     from torch.distributed.fsdp import _flat_param, _init_utils, _runtime_utils
 
     resize = _resizer(mode)
+    free = partial(resize, num_bytes=0)
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
         mode.memory.record_stream(tensor, stream.number)
 
     def take(tensor: Tensor, size: torch.Size) -> None:
         resize(tensor, size.numel() * tensor.element_size())
-
-    def free(tensor: Tensor) -> None:
-        resize(tensor, 0)
 
     def needs_to_be_made(
         module: nn.Module, ignored: set[Any], ignored_modules: set[nn.Module]
@@ -221,13 +218,6 @@ def _install_second(patches: Patches, mode: CudaSimMode) -> None:
         )
 
     resize = _resizer(mode)
-
-    def take(tensor: Tensor) -> None:
-        resize(tensor, tensor.nbytes)
-
-    def free(tensor: Tensor) -> None:
-        resize(tensor, 0)
-
-    patches.set(_fsdp_param, "alloc_storage", take)
-    patches.set(_fsdp_param_group, "alloc_storage", take)
-    patches.set(_fsdp_param, "free_storage", free)
+    for module in (_fsdp_param, _fsdp_param_group):
+        patches.set(module, "alloc_storage", lambda tensor: resize(tensor, tensor.nbytes))
+    patches.set(_fsdp_param, "free_storage", partial(resize, num_bytes=0))

@@ -1,4 +1,4 @@
-"""`torch.distributed` of one rank: groups that know who is who, and send nothing."""
+"""`torch.distributed` of one rank: groups of torch's `fake` backend, which sends nothing."""
 
 from __future__ import annotations
 
@@ -25,24 +25,56 @@ FAKE = "fake"  # torch's own backend that sends nothing
 NCCL_VERSION = (2, 28, 9)  # of torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
 
 
-class _Names:
-    """Requested backends of groups; torch's own names all are `FAKE`."""
+class _Groups:
+    """Groups of the `FAKE` backend with their requested backends, by the functions' names."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
+        self._mode, self._rank = mode, rank
+        self._join: Any = c10d.init_process_group
+        self._make, self._true_backend = c10d.new_group, c10d.get_backend
         self._names: dict[int, str] = {}
         self._default = "nccl"
-        self.store: Any = None  # of the default group, whose C++ object does not keep it
+        self._store: Any = None  # store of the default group, kept alive for its C++ object
 
-    def give(self, group: Any, backend: Any, *, is_default: bool = False) -> None:
-        """Record the requested backend of `group`; None is that of the default group."""
+    def init_process_group(
+        self, backend: str | None = None, init_method: str | None = None, timeout: Any = None,
+        world_size: int = -1, rank: int = -1, store: Any = None, *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        import_module("torch.testing._internal.distributed.fake_pg")  # registers `FAKE`
+
+        own = self._rank
+        size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
+        number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
+        if (size, number) != (own.world_size, own.rank):
+            raise UnsupportedError(
+                f"`init_process_group` is called for rank {number} of {size}, and this is rank"
+                f" {own.rank} of {own.world_size}",
+                hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
+            )
+        self._mode.works.is_eager = kwargs.get("device_id") is not None
+        self._store = Store(own, self._mode.attribution.lines.current)
+        self._join(backend=FAKE, rank=own.rank, world_size=size, store=self._store)
+        self._default = self._record(c10d._get_default_group(), backend)
+        own.mailbox.arrive("init_process_group", range(size))
+
+    def new_group(
+        self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        kwargs.pop("device_id", None)
+        group = self._make(ranks, None, FAKE, None, *args, **kwargs)
+        self._record(group, backend)
+        return group
+
+    def get_backend(self, group: Any = None) -> Any:
+        known = self._names.get(id(group or c10d._get_default_group()))
+        return known or self._true_backend(group)
+
+    def _record(self, group: Any, backend: Any) -> str:
+        """Record and return the backend of `group`; None is that of the default group."""
         name = str(backend or self._default).lower()
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
-        if is_default:
-            self._default = name
-
-    def of(self, group: Any) -> str | None:
-        """Return `get_backend` of `group`; None for a group that was not made here."""
-        return self._names.get(id(group))
+        return name
 
 
 def check(rank: Rank) -> None:
@@ -57,26 +89,28 @@ def check(rank: Rank) -> None:
 def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
     """Let a script join the group of `rank`, which this process is."""
     was_initialized = dist.is_initialized()
-    names = _Names()
     mode.works.install(patches)
-    patches.set(sys, "excepthook", sys.excepthook)  # which a group replaces
+    patches.set(sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
 
     def set_both(name: str, value: Any) -> None:
         patches.set(c10d, name, value)
-        for owner in (dist, device_mesh):  # a mesh joins by itself where the script has not
+        for owner in (dist, device_mesh):  # a mesh calls `init_process_group` if the script did not
             if hasattr(owner, name):
                 patches.set(owner, name, value)
 
-    set_both("init_process_group", _joining(c10d.init_process_group, mode, rank, names))
-    set_both("new_group", _grouping(c10d.new_group, names))
-    set_both("get_backend", _backend_of(c10d.get_backend, names))
+    send_all = c10d.batch_isend_irecv
+
+    def batch_isend_irecv(operations: Any) -> Any:
+        with setting(mode.works, "is_batch", True):
+            return send_all(operations)
+
     set_both("barrier", _barrier(mode, rank))
     set_both("monitored_barrier", _barrier(mode, rank))
-    set_both("batch_isend_irecv", _batched(c10d.batch_isend_irecv, mode))
-    objects = _Objects(mode, rank)
-    for name in vars(_Objects):
-        if not name.startswith("_"):
-            set_both(name, getattr(objects, name))
+    set_both("batch_isend_irecv", batch_isend_irecv)
+    for functions in (_Groups(mode, rank), _Objects(mode, rank)):
+        for name in vars(type(functions)):
+            if not name.startswith("_"):
+                set_both(name, getattr(functions, name))
     set_both("is_nccl_available", lambda: True)
     patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
     if not was_initialized:
@@ -86,13 +120,6 @@ def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _backend_of(get_backend: Callable[..., Any], names: _Names) -> Callable[..., Any]:
-    def backend(group: Any = None) -> Any:
-        return names.of(group or c10d._get_default_group()) or get_backend(group)
-
-    return backend
 
 
 class Store(c10d.Store):
@@ -137,63 +164,6 @@ class Store(c10d.Store):
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
-
-
-def _batched(send_all: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
-    def batch_isend_irecv(operations: Any) -> Any:
-        with setting(mode.works, "is_batch", True):
-            return send_all(operations)
-
-    return batch_isend_irecv
-
-
-def _joining(
-    join: Callable[..., Any], mode: CudaSimMode, own: Rank, names: _Names
-) -> Callable[..., Any]:
-    def init_process_group(
-        backend: str | None = None,
-        init_method: str | None = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        rank: int = -1,
-        store: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        import_module("torch.testing._internal.distributed.fake_pg")  # registers `FAKE`
-
-        size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
-        number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
-        if (size, number) != (own.world_size, own.rank):
-            raise UnsupportedError(
-                f"`init_process_group` is called for rank {number} of {size}, and this is rank"
-                f" {own.rank} of {own.world_size}",
-                hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
-            )
-        mode.works.is_eager = kwargs.get("device_id") is not None
-        names.store = Store(own, mode.attribution.lines.current)
-        join(backend=FAKE, rank=own.rank, world_size=size, store=names.store)
-        names.give(c10d._get_default_group(), backend, is_default=True)
-        own.mailbox.arrive("init_process_group", range(size))
-
-    return init_process_group
-
-
-def _grouping(make: Callable[..., Any], names: _Names) -> Callable[..., Any]:
-    def new_group(
-        ranks: Any = None,
-        timeout: Any = None,
-        backend: Any = None,
-        pg_options: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        kwargs.pop("device_id", None)
-        group = make(ranks, None, FAKE, None, *args, **kwargs)
-        names.give(group, backend)
-        return group
-
-    return new_group
 
 
 class _Objects:

@@ -257,14 +257,11 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
     patches.set(Tensor, "_reduce_ex_internal", reduced)
     module: Any = torch.serialization
     patches.set(torch, "save", checkpoints.saving(module.save))
-    patches.set(torch.serialization, "save", torch.save)
+    patches.set(module, "save", torch.save)
 
-    def location_of(storage: Any) -> str | None:
-        return getattr(storage, _LOCATION, None)
-
-    packages = torch.serialization._package_registry
-    own = (_PRIORITY, location_of, checkpoints.restored)
-    patches.set(torch.serialization, "_package_registry", [own, *packages])
+    packages = module._package_registry
+    own = (_PRIORITY, lambda storage: getattr(storage, _LOCATION, None), checkpoints.restored)
+    patches.set(module, "_package_registry", [own, *packages])
 
 
 def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
@@ -525,7 +522,7 @@ class Writer:
     def _data(self, tensor: Tensor) -> bytes | None:
         """Return the values of `tensor` where they are known."""
         with _disable_current_modes():
-            value = self._mode.values.value_of(tensor) if is_meta(tensor) else tensor
+            value = self._mode.values.value_of(tensor)
             if value is None or not value.numel():
                 return None
             flat = value.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -81,12 +81,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         original = getattr(module, name)
         replace_everywhere(patches, original, make(original))
 
-    def hub(module: ModuleType) -> None:
-        replace(module, "cached_files", bundled.beside)
-
-    def loading(module: ModuleType) -> None:
-        patches.set(module, "ThreadPoolExecutor", InOrder)
-
     def models(module: ModuleType) -> None:
         replace(module, "_get_resolved_checkpoint_files", lambda f: _resolving(f, mode))
         old = not hasattr(module, "_get_dtype")  # before transformers 4.56
@@ -95,8 +89,13 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         load = _loading(model._load_pretrained_model, mode)
         patches.set(model, "_load_pretrained_model", staticmethod(load))
 
-    hooks.after("transformers.utils.hub", hub)
-    hooks.after("transformers.core_model_loading", loading)
+    hooks.after(
+        "transformers.utils.hub", lambda module: replace(module, "cached_files", bundled.beside)
+    )
+    hooks.after(
+        "transformers.core_model_loading",
+        lambda module: patches.set(module, "ThreadPoolExecutor", InOrder),
+    )
     hooks.after("transformers.modeling_utils", models)
 
 
