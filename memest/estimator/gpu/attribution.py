@@ -163,7 +163,7 @@ class LiveModules:
         self._owners.append(owner)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        module = getattr(module, "_orig_mod", module)  # of torch.compile's OptimizedModule
+        module = getattr(module, "_orig_mod", module)  # for torch.compile's OptimizedModule
         if not self._stack:
             self._call(module)
         self._stack.append(module)

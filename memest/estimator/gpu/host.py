@@ -126,14 +126,14 @@ class HostDraws:
 
 
 VIRTUAL_HOST_BYTES = 1 << 20  # smaller floating-point tensors are real, and not counted
-MAX_REAL_BYTES = 1 << 28  # of one real result: MNIST's images in float32 take 188 MB
+MAX_REAL_BYTES = 1 << 28  # largest real result: MNIST's images in float32 take 188 MB
 MAX_NOISE_BYTES = 1 << 25
 """Largest tensor of the host with real random numbers, bytes: it takes 100 ms. Masks are made of
 smaller ones (a batch of 2048 sequences of 4096 tokens is at the bound), random images of larger
 ones.
 """
 
-REAL_BYTES = 1 << 30  # of all counted real tensors at a time; a run stays below 2.5 GiB
+REAL_BYTES = 1 << 30  # all counted real tensors at a time; a run stays below 2.5 GiB
 _FACTORIES = frozenset((
     aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
     aten.full.default, aten.rand.default, aten.randn.default, aten.rand.generator,
@@ -266,10 +266,9 @@ class HostTensors:
             if func in (aten.index_put_.default, aten.masked_scatter_.default):
                 return args[0]
             if func is aten.masked_select.default and not is_meta(args[1]):
-                num_picked = int(
-                    args[1].expand_as(_bare(args[0]) if args[0].dim() else args[1]).sum()
-                )
-                return _bare(args[0]).new_empty(num_picked)
+                bare = _bare(args[0])
+                mask = args[1].expand_as(bare) if args[0].dim() else args[1]
+                return bare.new_empty(int(mask.sum()))
             op = op_of(func)
             made = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if made is None and op.result:

@@ -78,7 +78,7 @@ class GarbagePace:
     def stop(self) -> None:
         """Restore the script's threshold."""
         self._is_kept = False
-        if self._collected in gc.callbacks:  # which the script may clear
+        if self._collected in gc.callbacks:  # the script may have cleared them
             gc.callbacks.remove(self._collected)
         if gc.get_threshold()[0] == self._moved:
             gc.set_threshold(*self._threshold)

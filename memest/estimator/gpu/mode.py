@@ -442,7 +442,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             value = self.values.compute(func, args, kwargs)
         except ValueUnknown:
-            if func is aten.equal.default:  # of tensors that should be equal, such as tied weights
+            if func is aten.equal.default:  # tensors that should be equal: tied weights
                 is_alike: bool = args[0].shape == args[1].shape
                 self.guesses.note(f"{is_alike} from torch.equal")
                 return is_alike

@@ -151,7 +151,7 @@ class PendingWorks:
     def release_due(self) -> None:
         """Begin a collective: release the stashes of earlier ones that are due."""
         self._last = None
-        self._memory.unstash()  # those that NCCL's watchdog has seen by now
+        self._memory.unstash()
 
     def register(self, results: Any) -> None:
         """Keep the last work until `wait_for` is called with one of its results."""

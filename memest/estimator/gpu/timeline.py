@@ -71,7 +71,7 @@ class Timeline:
     def __init__(self, gpu: Gpu, log: WorkLog) -> None:
         self.log = log
         self.stream = MAIN
-        self.accumulates_on = MAIN  # of the parameters' `AccumulateGrad` nodes
+        self.accumulates_on = MAIN  # stream of the parameters' `AccumulateGrad` nodes
         self.leaf_streams: Any = WeakIdKeyDictionary()
         """Stream of a parameter's own `AccumulateGrad` node, where it is known."""
 

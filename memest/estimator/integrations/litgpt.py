@@ -16,7 +16,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.versions import installed_versions
 
-MEASURED_RELEASE = "0.5.13"  # whose runs were compared with simulated ones: validation/scripts.md
+MEASURED_RELEASE = "0.5.13"  # its runs were compared with simulated ones: validation/scripts.md
 OFFER = (
     "memest: without a download, `memest checkpoint NAME --format litgpt FOLDER` writes a dummy "
     "checkpoint that its scripts load here"

@@ -64,7 +64,7 @@ from memest.writing import cache_folder, write_whole
 # answers are stored in the user's cache folder (`Answers`). Without it, `cudnn_rules` estimates
 # the workspace.
 
-MEASURED_CAPABILITY = (9, 0)  # of the GPU with which the library's answers were compared
+MEASURED_CAPABILITY = (9, 0)  # GPU with which the library's answers were compared
 ANY_KERNELS = Kernels()
 
 
@@ -235,7 +235,7 @@ class Answers:
 
 aten = torch.ops.aten
 
-OLDEST_WITH_BFLOAT16 = (8, 0)  # of cuDNN's convolutions, and with tensor cores for float32
+OLDEST_WITH_BFLOAT16 = (8, 0)  # cuDNN also has tensor cores for float32 there
 NO_ENGINE = "GET was unable to find an engine to execute this computation"
 """`get_plans_from_heuristics` and `run_single_conv` of Conv_v8.cpp: cuDNN has no plan."""
 

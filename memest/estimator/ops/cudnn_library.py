@@ -82,7 +82,7 @@ REJECTED = re.compile(rb'"engineId":(\d+)((?:(?!engineConfig:).)*)', re.DOTALL)
 WITHOUT_DRIVER = b"CUDNN_STATUS_NOT_SUPPORTED_RUNTIME_PREREQUISITE_MISSING"
 """Status of an engine that is compiled when it runs, for which the CUDA driver is missing."""
 
-WITHOUT_WINOGRAD = b"ConvolutionEngine::getStatus()"  # of Winograd's engines on any GPU
+WITHOUT_WINOGRAD = b"ConvolutionEngine::getStatus()"  # reason for Winograd's engines
 COMPILED_ENGINES = {"forward": (5,), "input": (6,), "weight": (16, 19)}  # depthwise, small images
 SUMS_IN_PARTS = 16  # the compiled engine that `compiled_bytes` is about; the others take nothing
 FOURIER_ENGINES = {"forward": 3, "input": 50, "weight": 18}  # by transforms, which need a GPU

@@ -50,7 +50,7 @@ BACKWARD_ROWS, BACKWARD_HEADER = 96, 1056
 
 SUMS_BYTES = 2 * 4 * CHANNELS_PER_BLOCK  # two float32 sums for each channel of a block
 ROWS_PER_THREAD, BLOCK_THREADS = 16, 512
-MAX_BLOCKS, MIN_BLOCKS = 128, 8  # of a column: `MAX_H_BLOCK`, and the least that share sums
+MAX_BLOCKS, MIN_BLOCKS = 128, 8  # per column: `MAX_H_BLOCK`, and the least that share sums
 MAX_TRAINED_SAMPLES, MAX_EVALUATED_SAMPLES = 880801, 65535
 
 

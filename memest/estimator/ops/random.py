@@ -39,7 +39,7 @@ from memest.units import ceil_div, round_up
 
 Array = np.ndarray[Any, Any]
 
-WORDS, SHIFT, DEGREE = 624, 397, 19937  # of a state, of the recurrence, bits that count
+WORDS, SHIFT, DEGREE = 624, 397, 19937  # words of a state, recurrence, bits that count
 _UPPER, _LOWER, _MATRIX = np.uint32(1 << 31), np.uint32((1 << 31) - 1), np.uint32(0x9908B0DF)
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 """Slices of the state's bytes: number of words left, the next word, and the words, 8 bytes each."""

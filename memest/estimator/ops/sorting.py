@@ -292,5 +292,5 @@ def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tens
     if x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
         return then(grad, x, dim, output)
     products, is_zero = output * grad, x == 0
-    is_zero.any()  # which the host reads; none is taken to be
+    is_zero.any()  # the host reads it; False is assumed
     return products.flip(dim).cumsum(dim).flip(dim).div(x)

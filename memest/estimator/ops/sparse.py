@@ -336,8 +336,7 @@ def _to_dense(mode: SimMode, tensor: Tensor, dtype: Any = None, masked_grad: Any
 @on_sparse("_to_copy")
 def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
     """Copy to another type, to the GPU, or to the host, where unknown values are 1."""
-    with torch._C._DisableTorchDispatch():
-        indices, values, is_coalesced = tensor._indices(), tensor._values(), tensor.is_coalesced()
+    (indices, values), is_coalesced = _parts(tensor), _is_coalesced(tensor)
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if device is None:
         copied = _copied_indices(mode, indices)
@@ -469,7 +468,7 @@ class SparseTensors:
         op = op_of(func)
         if op.on_sparse is not None:
             return True
-        if op.is_view:  # of the parts
+        if op.is_view:  # its parts run it
             return False
         raise refused(func, "sparse_coo", mode.attribution.lines.current())
 

@@ -18,10 +18,10 @@ class Scratch:
 
     before: tuple[int, ...] = ()  # allocated before the outputs
     after: tuple[int, ...] = ()  # allocated after the outputs
-    outputs: tuple[int, ...] | None = None  # of each output, if not those of its elements
+    outputs: tuple[int, ...] | None = None  # bytes of outputs that differ from their elements
 
 
-INDEX_BYTES = 8  # of an int64
+INDEX_BYTES = 8  # size of an int64
 
 OLDEST = -1
 """Mark in place of an output's position: frees the oldest temporary of the size, not the latest."""

@@ -20,10 +20,10 @@ from memest.estimator.tensors.placement import CPU, is_meta, storage_key, tensor
 
 aten = torch.ops.aten
 
-MAX_BYTES = 1 << 26  # of a known value: a larger mask costs seconds, and scripts do not read it
-MAX_FLOAT_NUMEL = 1 << 18  # of known floating-point tensors: masks, scales, schedules
-MAX_SHOWN_NUMEL = 64  # of a copied tensor that a script is assumed to print or compare
-MAX_TOTAL_BYTES = 1 << 28  # of all known values; up to a 256th of it is always stored
+MAX_BYTES = 1 << 26  # largest known value: larger masks cost seconds, and scripts do not read them
+MAX_FLOAT_NUMEL = 1 << 18  # largest known floating-point tensor: masks, scales, schedules
+MAX_SHOWN_NUMEL = 64  # largest copied tensor that a script is assumed to print or compare
+MAX_TOTAL_BYTES = 1 << 28  # all known values; one of up to a 256th of it is always stored
 _CONSTANT_LIKE = frozenset(
     map(id, (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default))
 )

@@ -69,7 +69,7 @@ class ScriptLines:
 
     def _look(self, code: CodeType, frame: FrameType) -> bool:
         name = code.co_filename
-        if name == "<string>":  # of `python -c`, or made by a library
+        if name == "<string>":  # `python -c`, or code that a library made
             return bool(frame.f_globals.get("__name__") == "__main__")
         if name.startswith("<") and not name.startswith(("<ipython", "<stdin>")):
             return False

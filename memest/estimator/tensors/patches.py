@@ -58,7 +58,7 @@ class Patches:
         """Set `owner.name` to `value`."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         if isinstance(owner, type) and isinstance(value, FunctionType):
-            value.__name__ = name  # by which Dynamo recognizes a method of tensors
+            value.__name__ = name  # Dynamo recognizes methods of tensors by it
         setattr(owner, name, value)
 
     def set_all(self, owner: Any, values: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ _Device = torch.device  # torch's own class, also while another class replaces i
 class _Gpu:
     """Device of the virtual GPU in this process."""
 
-    device = torch.device("cuda", 0)  # of GPU tensors; another index among several GPUs of a host
+    device = torch.device("cuda", 0)  # device of GPU tensors; the index is the local rank
     num_visible = 1  # GPUs that `torch.cuda.device_count()` returns
     is_chosen = False  # the script has named a GPU by index; else all ranks are on GPU 0
 
@@ -227,10 +227,11 @@ def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
 def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> Callable[..., Any]:
     def refusing(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
-        is_for_gpu = device is not None and torch.device(device).type == "cuda"
-        if is_for_gpu or (
-            device is None and any(map(on_gpu, tensors_in((*args, *kwargs.values()))))
-        ):
+        if device is None:
+            is_for_gpu = any(map(on_gpu, tensors_in((*args, *kwargs.values()))))
+        else:
+            is_for_gpu = torch.device(device).type == "cuda"
+        if is_for_gpu:
             raise UnsupportedError(
                 f"{where() or 'the script'}: `{name}` on the GPU cannot be simulated",
                 hint=_HINT,

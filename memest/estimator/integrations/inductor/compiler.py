@@ -202,7 +202,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     run_folder = folder.run
     guards: Any = torch._C._dynamo.guards
     triton = importlib.import_module("triton")
-    utils.__dict__.setdefault("triton", triton)  # which it imports where there is CUDA
+    utils.__dict__.setdefault("triton", triton)  # imported there if there is CUDA
     patches.set(proxy_tensor, "unset_fake_temporarily", with_constants_on_the_gpu)
     patches.set(_ops, "resolve_key", key_of)
     if isinstance(vars(triton_utils).get("AttrsDescriptorWrapper"), type):  # Triton is a stub

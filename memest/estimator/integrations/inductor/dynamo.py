@@ -198,7 +198,7 @@ def _install_optimizers(patches: Patches, mode: CudaSimMode, dynamo: Any) -> Non
 
 def _install_device(patches: Patches, module: Any) -> None:
     """Replace functions of `torch.cuda` in a class that was imported with the original ones."""
-    patches.set(module, "caching_worker_device_properties", {})  # those of an earlier virtual GPU
+    patches.set(module, "caching_worker_device_properties", {})  # cached for an earlier GPU
     interface = module.CudaInterface
     replacements = {original: made for made, original in patches.originals().items()}
     for name, value in list(vars(interface).items()):

@@ -181,7 +181,7 @@ def _with_device(function: Constructor) -> Constructor:
             return function(*args, **kwargs)
         kwargs["device"] = device = resolve(device)
         is_like = args and isinstance(args[0], Tensor) and _Device(device).type == "meta"
-        if not is_like or INSIDE.compiles:  # whose modes trace the call
+        if not is_like or INSIDE.compiles:  # the modes of the compiler trace the call
             return function(*args, **kwargs)
         with _disable_current_modes():  # like a tensor that may be on the GPU
             return function(*args, **kwargs)

@@ -250,7 +250,7 @@ def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -
 
 CUDA_VERSION = "13.0"  # `torch.version.cuda` on a CPU build: that of torch 2.11.0+cu130
 DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was measured
-ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"  # of wheels for CUDA 13.0
+ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"  # wheels for CUDA 13.0
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:

@@ -99,7 +99,7 @@ def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllo
             allow_share(allocator, settings.memory_fraction, gpu.memory_bytes, most)
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        if is_another(device):  # which has as much as this one at first
+        if is_another(device):  # it has as much as this one at first
             return gpu.limit_bytes, gpu.memory_bytes
         resolve(device)
         mode.memory.settle()

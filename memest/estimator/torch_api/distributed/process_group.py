@@ -22,7 +22,7 @@ from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import GPU
 
 FAKE = "fake"  # torch's own backend that sends nothing
-NCCL_VERSION = (2, 28, 9)  # of torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
+NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
 
 
 class _Groups:

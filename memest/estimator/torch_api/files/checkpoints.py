@@ -360,7 +360,7 @@ def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
     return None
 
 
-_LENGTH_BYTES = 8  # of the header's length, and alignment (huggingface.co/docs/safetensors)
+_LENGTH_BYTES = 8  # size of the header's length, and alignment (huggingface.co/docs/safetensors)
 
 
 def install_safetensors(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
