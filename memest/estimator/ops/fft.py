@@ -141,7 +141,7 @@ def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
     work = _workspace(out, args[1], is_real=True, is_back=True)
-    strides = [*accumulate(reversed(args[0].shape[1:]), mul, initial=1)][::-1]  # a copy has
+    strides = [*accumulate(reversed(args[0].shape[1:]), mul, initial=1)][::-1]  # those of a copy
     copied = _gathered(args[0], strides, args[1])
     return outputs({0: out.nbytes}) + passing(args[0].nbytes, copied, work)
 

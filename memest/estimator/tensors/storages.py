@@ -89,7 +89,7 @@ class StorageTable:
     kinds: list[MemKind] = field(default_factory=list)
     streams: dict[int, int] = field(
         default_factory=dict
-    )  # stream or pool by id, if not the main stream
+    )  # stream or pool, if not the main one
     deferred: set[int] = field(default_factory=set)  # blocks return later than freed
     stashed: set[int] = field(default_factory=set)  # held by a collective until `return_of`
     tried: set[int] = field(default_factory=set)  # omitted or shrunk if memory lacks
