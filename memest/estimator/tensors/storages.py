@@ -87,9 +87,7 @@ class StorageTable:
     num_bytes: list[int] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     kinds: list[MemKind] = field(default_factory=list)
-    streams: dict[int, int] = field(
-        default_factory=dict
-    )  # stream or pool, if not the main one
+    streams: dict[int, int] = field(default_factory=dict)  # stream or pool, if not the main one
     deferred: set[int] = field(default_factory=set)  # blocks return later than freed
     stashed: set[int] = field(default_factory=set)  # held by a collective until `return_of`
     tried: set[int] = field(default_factory=set)  # omitted or shrunk if memory lacks
