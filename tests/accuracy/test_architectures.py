@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,3 +49,18 @@ def test_a_request_that_is_not_there_is_seen(compared: ModuleType) -> None:
     assert compared.compare([*sizes[:40], 5 << 20, *sizes[40:]], sizes)
     assert compared.compare(sizes[:-1], sizes)
     assert not compared.compare(sizes, sizes)
+
+
+@pytest.mark.parametrize("case", ["bloom/causal/bf16", "electra/causal/amp"])
+def test_a_small_training_has_the_measured_peaks(case: str) -> None:
+    scripts = ROOT / "validation/scripts"
+    peaks = json.loads((scripts / "architecture_peaks.json").read_text(encoding="utf-8"))
+    command = [sys.executable, "-m", "memest", "run", "--gpu", "h100-80gb"]
+    done = subprocess.run(
+        [*command, str(scripts / "train_architecture.py"), case],
+        capture_output=True, text=True, check=True, env={**os.environ, "MEMEST_TORCH": "2.11"},
+    )  # fmt: skip
+
+    assert [int(peak) for peak in done.stdout.splitlines()[0].split()] == peaks["cases"][case][
+        "measured"
+    ]

@@ -168,7 +168,8 @@ class _Unscripted(nn.Module):
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
     """Call `func` to trace it, then four times to check the trace (torch/jit/_trace.py, 2.11).
 
-    The check keeps the outputs of its last three calls until it ends.
+    The check keeps the outputs of its last three calls until it ends, and the first copy of a
+    module's inputs.
     """
 
     cloned: Any = _trace._clone_inputs
@@ -179,7 +180,10 @@ def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
     call(inputs)
     if checks:
         with torch.no_grad():
-            call(cloned(inputs))
+            copies = cloned(inputs)
+            call(copies)
+            if not isinstance(func, nn.Module):
+                del copies
             kept = [call(cloned(inputs)) for _ in range(3)]
             kept.clear()
 

@@ -390,6 +390,18 @@ def test_scripted_and_traced_functions_run_as_they_are(gpu: VirtualGpu) -> None:
         torch.jit.script(nn.Linear(2, 2)).save("model.pt")
 
 
+def test_the_check_of_a_traced_module_holds_two_copies_of_its_inputs(gpu: VirtualGpu) -> None:
+    x = torch.ones(1 << 20, device="cuda")
+
+    def peak_of(func: Any) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        torch.jit.trace(func, (x,))
+        return torch.cuda.max_memory_allocated() // x.nbytes
+
+    assert peak_of(nn.Identity()) == 1 + 1 + 3  # the copies of three calls are their outputs
+    assert peak_of(lambda x: x) == 1 + 3
+
+
 def test_a_script_module_runs_its_methods_as_they_are(gpu: VirtualGpu) -> None:
     class Block(torch.jit.ScriptModule):
         def __init__(self) -> None:
