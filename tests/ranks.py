@@ -20,7 +20,7 @@ from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.data import Feed
 from memest.loops.job import Job, Listener, Task, make_optimizer
 from memest.loops.lightning import fit
-from memest.loops.probe import CudaMemory
+from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.plan import TrainingPlan
 from memest.report import Phase
 
@@ -67,10 +67,8 @@ def run_rank(
     plan = TrainingPlan(model_name="m", **options)
     virtual = gpu_of_rank(rank, plan.world_size)
     watch = _Watch(virtual, None, lambda: None)  # type: ignore[arg-type]
-    recorder = virtual_run._PhaseRecorder(
-        CudaMemory(), plan.accumulate_grad_batches, on_row=watch.reached
-    )
-    recorder.on_start = watch.starts
+    recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
+    recorder.on_start, recorder.on_row = watch.starts, watch.reached
     job = watch.job = Job(
         plan,
         recorder,

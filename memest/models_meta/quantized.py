@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,26 +63,31 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str,
         PlanError: there are none.
     """
     from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers import quantizers_utils
 
     layers: list[tuple[str, nn.Module]] = [
         (name, module)
         for name, module in model.named_modules()
         if type(module) is nn.Linear or isinstance(module, Conv1D)
     ]
-    converts = getattr(quantizers_utils, "should_convert_module", None) or (
-        # before transformers 5 `_replace_with_bnb_linear` had the test inside
-        lambda name, skip: not any(f"{k}." in name or k == name for k in skip)
-    )
+    converts = _should_convert()
     found = [(name, module) for name, module in layers if converts(name, list(skip))]
     if not found:
         raise _nothing_to_quantize(model, [name for name, _ in layers])
     return found
 
 
+def _should_convert() -> Callable[[str, list[str]], bool]:
+    """Return transformers' test of a name against the modules that stay unquantised."""
+    from transformers.quantizers import quantizers_utils
+
+    found = getattr(quantizers_utils, "should_convert_module", None)
+    # before transformers 5 `_replace_with_bnb_linear` had the test inside
+    return found or (lambda name, skip: not any(f"{k}." in name or k == name for k in skip))
+
+
 def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
-    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)}
-    own = sorted(kinds - {"Linear"})
+    own = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)})
+    own = [name for name in own if name != "Linear"]
     if skipped:
         why = f"its only linear layers stay unquantised: {', '.join(f'`{n}`' for n in skipped[:3])}"
     elif own:
@@ -96,6 +101,24 @@ def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
 
 
 def quantize_in_place(model: nn.Module, plan: TrainingPlan) -> None:
+    """Replace the linear layers of `model` as `plan` specifies; `PlanError` without any."""
+    quantize(
+        model,
+        compute_dtype=compute_dtype(plan),
+        double_quant=plan.double_quant,
+        skip=skipped_modules(model, plan),
+        quant=plan.quant,
+    )
+
+
+def quantize(
+    model: nn.Module,
+    *,
+    compute_dtype: torch.dtype,
+    double_quant: bool = False,
+    skip: Sequence[str] = (),
+    quant: str = "nf4",
+) -> None:
     """Replace the linear layers of `model` by `bitsandbytes.nn.Linear4bit` (nf4) or `Linear8bitLt`.
 
     The list of layers holds the originals to the end, as a loop over `list(model.named_modules())`
@@ -105,17 +128,17 @@ def quantize_in_place(model: nn.Module, plan: TrainingPlan) -> None:
         PlanError: no layer is left to quantise.
     """
     original: Any
-    for name, original in layers_to_quantize(model, skipped_modules(model, plan)):
-        layer = _quantized(original, plan)
+    for name, original in layers_to_quantize(model, skip):
+        layer = _quantized(original, quant, compute_dtype, double_quant=double_quant)
         if original.bias is not None:
             layer.bias = nn.Parameter(original.bias.detach(), requires_grad=False)
         layer.train(original.training)
         model.set_submodule(name, layer)
         del layer
-    model.__dict__["is_loaded_in_8bit" if plan.quant == "int8" else "is_loaded_in_4bit"] = True
+    model.__dict__["is_loaded_in_8bit" if quant == "int8" else "is_loaded_in_4bit"] = True
 
 
-def _quantized(original: Any, plan: TrainingPlan) -> Any:
+def _quantized(original: Any, quant: str, compute_dtype: torch.dtype, *, double_quant: bool) -> Any:
     """Return a layer of bitsandbytes from `original`; the last move quantises it."""
     import bitsandbytes.nn as bnb
 
@@ -123,16 +146,15 @@ def _quantized(original: Any, plan: TrainingPlan) -> Any:
     weight = original.weight.data if isinstance(original, nn.Linear) else original.weight.data.T
     rows, columns = weight.shape
     options: dict[str, Any] = {"bias": original.bias is not None, "device": "meta"}
-    if plan.quant == "int8":
+    if quant == "int8":
         layer = bnb.Linear8bitLt(
             columns, rows, has_fp16_weights=False, threshold=THRESHOLD, **options
         )
         source = weight.to("cpu")  # transformers quantises int8 through the host
         packed = bnb.Int8Params(source, requires_grad=False, has_fp16_weights=False)
     else:
-        form: dict[str, Any] = {"compress_statistics": plan.double_quant, "quant_type": "nf4"}
-        options["compute_dtype"] = compute_dtype(plan)
-        layer = bnb.Linear4bit(columns, rows, **form, **options)
+        form: dict[str, Any] = {"compress_statistics": double_quant, "quant_type": "nf4"}
+        layer = bnb.Linear4bit(columns, rows, compute_dtype=compute_dtype, **form, **options)
         packed = bnb.Params4bit(weight, requires_grad=False, module=layer, **form)
     layer.weight = packed.to(weight.device)
     return layer

@@ -72,14 +72,20 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
     torch = sys.modules.get("torch")
     if torch is not None and _has_context(torch):
         return _of_this_process(torch)
-    try:
-        ctypes.CDLL(_DRIVER)
-    except OSError:
+    if not _has_driver():
         return None
     try:
         return _by_nvml(first, environment.get("CUDA_DEVICE_ORDER", ""))
     except _UnsureError:
         return _of_another_process()
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def _has_context(torch: Any) -> bool:

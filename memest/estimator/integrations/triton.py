@@ -25,7 +25,6 @@ from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
 from memest.estimator.tensors.placement import GPU
-from memest.units import ceil_div
 
 # Names of the package `triton`, for machines on which it cannot be installed.
 #
@@ -98,11 +97,6 @@ class Constexpr:
 class KernelInterface:
     """Kernel that takes a grid in brackets."""
 
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-        self.arg_names = getattr(fn, "arg_names", [])
-        self.__name__ = getattr(fn, "__name__", "kernel")
-
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Launch nothing."""
 
@@ -118,8 +112,9 @@ class KernelInterface:
 class JITFunction(KernelInterface):
     """`triton.JITFunction`: a kernel that is never compiled."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__(fn)
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        self.fn = fn
+        self.__name__ = getattr(fn, "__name__", "kernel")
         self.__doc__ = fn.__doc__
         self.__module__ = fn.__module__
         self.arg_names = list(inspect.signature(fn).parameters)
@@ -155,25 +150,31 @@ class Autotuner(KernelInterface):
     """Result of `triton.autotune`."""
 
     def __init__(self, fn: Any, configs: Sequence[Config], key: Sequence[str] = ()) -> None:
-        super().__init__(fn)
+        self.fn = fn
         self.base_fn = getattr(fn, "base_fn", None) or getattr(fn, "fn", fn)
+        self.arg_names = getattr(fn, "arg_names", [])
         self.configs = list(configs) or [Config({})]
         self.keys = list(key)
         self.cache: dict[Any, Config] = {}
         self.best_config = self.configs[0]
+        self.__name__ = getattr(fn, "__name__", "kernel")
 
 
 class Heuristics(KernelInterface):
     """Result of `triton.heuristics`."""
 
     def __init__(self, fn: Any, values: dict[str, Any]) -> None:
-        super().__init__(fn)
+        self.fn = fn
+        self.arg_names = getattr(fn, "arg_names", [])
         self.values = values
+        self.__name__ = getattr(fn, "__name__", "kernel")
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`triton.jit`, with options or without."""
-    return JITFunction if fn is None else JITFunction(fn)
+    if fn is None:
+        return lambda function: JITFunction(function, **options)
+    return JITFunction(fn)
 
 
 def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any) -> Any:
@@ -184,6 +185,11 @@ def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any)
 def heuristics(values: dict[str, Any]) -> Any:
     """`triton.heuristics`."""
     return lambda fn: Heuristics(fn, values)
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up."""
+    return (x + (y - 1)) // y
 
 
 def next_power_of_2(n: int) -> int:
@@ -291,7 +297,7 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
     jit_names, tuner_names, compiler_names = _of_runtime()
     active = SimpleNamespace(active=driver(GPUTarget), set_active=lambda driver: None)
     top = {
-        **jit_names, **tuner_names, "cdiv": ceil_div, "next_power_of_2": next_power_of_2,
+        **jit_names, **tuner_names, "cdiv": cdiv, "next_power_of_2": next_power_of_2,
         "compile": compiler_names["compile"], "set_allocator": lambda allocator: None,
         "must_use_result": _unchanged, **_ERRORS, "__version__": VERSION,
     }  # fmt: skip
