@@ -135,11 +135,11 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
         return as_written(obj)
 
     def trace(
-        func: Any, example_inputs: Any = (), *args: Any, check_trace: bool = True, **options: Any
+        func: Any, example_inputs: Any = None, *args: Any, check_trace: bool = True, **options: Any
     ) -> Any:
         """Call the function as often as `torch.jit.trace` does, and return it."""
         is_one = isinstance(example_inputs, (torch.Tensor, dict))
-        inputs = (example_inputs,) if is_one else tuple(example_inputs)
+        inputs = (example_inputs,) if is_one else tuple(example_inputs or ())
         _call_to_trace(func, options.get("example_kwarg_inputs") or inputs, check_trace)
         return as_written(func)
 

@@ -428,7 +428,7 @@ def test_a_trace_calls_the_function_and_its_check_four_times_more(gpu: VirtualGp
     x = torch.ones(8, device="cuda")
     torch.jit.trace(double, (x,))
     assert calls == [True, False, False, False, False]
-    torch.jit.trace(double, example_kwarg_inputs={"x": x}, check_trace=False)
+    torch.jit.trace(double, None, example_kwarg_inputs={"x": x}, check_trace=False)
     assert calls == [True, False, False, False, False, True]
 
 
