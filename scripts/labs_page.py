@@ -45,10 +45,10 @@ def page_of(rows: Sequence[Row], figures: Figures) -> str:
 def _table(rows: Sequence[Row], figures: Figures, has_plans: bool = False) -> str:
     plans = " plan: allocated, reserved |" if has_plans else ""
     lines = [
-        f"| experiment | `memest` ... | allocated | reserved |{plans} verdict | published | s |",
-        "|---|---|---|---|---|---|---|" + ("---|" if has_plans else ""),
+        f"| | experiment | allocated | reserved |{plans} verdict | published | s |",
+        "|--:|---|--:|--:|" + ("---|" if has_plans else "") + "---|---|--:|",
     ]
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
         found = figures.get(row.name)
         cells = ["-", "-", "-", "-"]
         if found is not None and "error" in found:
@@ -59,11 +59,20 @@ def _table(rows: Sequence[Row], figures: Figures, has_plans: bool = False) -> st
             cells += [_verdict(found), str(found["seconds"])]
         allocated, reserved, verdict, seconds = cells
         lines.append(
-            f"| {row.what} | {_command(row)} | {allocated} | {reserved} |"
+            f"| {number} | {row.what} | {allocated} | {reserved} |"
             f"{_of_plan(found) if has_plans else ''} {verdict} "
             f"| {row.published} | {seconds} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_commands(rows)])
+
+
+def _commands(rows: Sequence[Row]) -> list[str]:
+    """The command of each row, to be copied."""
+    lines = ["```sh"]
+    for number, row in enumerate(rows, start=1):
+        first = f"PYTHONPATH={row.packages} " if row.packages else ""
+        lines += [f"# {number}. {row.what}", f"{first}memest {shlex.join(row.command)}"]
+    return [*lines, "```"]
 
 
 def _of_plan(found: Mapping[str, Any] | None) -> str:
@@ -85,11 +94,11 @@ def in_training(found: Mapping[str, Any], peak: str) -> int:
 
 def _printed_table(rows: Sequence[Row], figures: Figures) -> str:
     lines = [
-        "| experiment | `memest` ... | printed: allocated, reserved "
+        "| | experiment | printed: allocated, reserved "
         "| published: allocated, reserved | verdict |",
-        "|---|---|---|---|---|",
+        "|--:|---|---|---|---|",
     ]
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
         found = figures.get(row.name, {})
         printed = verdict = "-"
         if found:
@@ -97,14 +106,8 @@ def _printed_table(rows: Sequence[Row], figures: Figures) -> str:
         if "printed" in found:
             batch, tokens, allocated, reserved = found["printed"]
             printed = f"{allocated:.2f}, {reserved:.2f} (batch of {batch:.0f} x {tokens:.0f})"
-        cells = row.what, _command(row), printed, row.published, verdict
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _command(row: Row) -> str:
-    first = f", with `PYTHONPATH={row.packages}`" if row.packages else ""
-    return f"`{shlex.join(row.command)}`{first}"
+        lines.append(f"| {number} | {row.what} | {printed} | {row.published} | {verdict} |")
+    return "\n".join([*lines, "", *_commands(rows)])
 
 
 def _verdict(found: Mapping[str, Any]) -> str:
