@@ -21,6 +21,11 @@ MATRICES = [
     (1000, 16, 5000), (2708, 7, 13264), (2708, 1433, 13264), (20000, 64, 200000), (4096, 1, 100000),
     (50000, 3, 77),
 ]  # fmt: skip
+COMPRESSED = [
+    (100, 4, 30), (1000, 16, 5000), (2708, 7, 13264), (4000, 1, 100000), (20000, 64, 200000),
+    (50000, 3, 77),
+]  # fmt: skip
+MASKED = [(100, 4, 30), (1000, 16, 5000), (2708, 7, 13264), (4096, 128, 200000)]
 TABLES = [(1000, 16, 8, 4), (100000, 64, 256, 20), (50000, 300, 512, 1)]
 OPTIMIZERS = {
     "SparseAdam": torch.optim.SparseAdam,
@@ -96,6 +101,133 @@ def products():
                     yield f"mm_gs/{tag}", partial(trained, c.clone().requires_grad_(), x)
 
 
+def rows(n, count, dtype=torch.float32, index=torch.int64):
+    """A square matrix in compressed rows with `count` entries at places that are drawn."""
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randperm(n * n if n < 5000 else 1 << 24, generator=generator)[:count]
+    crow = torch.zeros(n + 1, dtype=torch.int64)
+    row = places.sort().values // n % n
+    crow[1:] = row.sort().values.bincount(minlength=n).cumsum(0)
+    col = places.sort().values % n
+    values = torch.ones(count, dtype=dtype, device="cuda")
+    crow, col = crow.to(index).cuda(), col.to(index).cuda()
+    return torch.sparse_csr_tensor(crow, col, values, (n, n), check_invariants=False)
+
+
+def compressed():
+    """Names and calls: of matrices in compressed rows and columns (CSR, CSC)."""
+    for n, width, count in COMPRESSED:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            a, tag = rows(n, count, dtype), f"{str(dtype)[6:]}/{n}/{width}/{count}"
+            x = torch.ones(n, width, device="cuda", dtype=dtype)
+            yield f"csr_mm/{tag}", partial(torch.sparse.mm, a, x)
+            yield f"csr_matmul/{tag}", partial(torch.matmul, a, x)
+            yield f"csr_mm_xt/{tag}", partial(torch.sparse.mm, a, x.t().contiguous().t())
+            yield f"csr_mv/{tag}", partial(torch.mv, a, x[:, 0].contiguous())
+            if dtype != torch.float32:
+                continue
+            c = a.t()
+            yield f"csr_sliced/{tag}", partial(torch.sparse.mm, a, torch.cat([x, x], 1)[:, :width])
+            yield f"csr_int32/{tag}", partial(torch.sparse.mm, rows(n, count, index=torch.int32), x)
+            yield f"csr_t/{tag}", a.t
+            yield f"csc_mm/{tag}", partial(torch.sparse.mm, c, x)
+            yield f"csc_mv/{tag}", partial(torch.mv, c, x[:, 0].contiguous())
+            yield f"csr_addmm/{tag}", partial(torch.addmm, x, a, x)
+            yield f"csr_addmm_bias/{tag}", partial(torch.addmm, x[0], a, x)
+            yield f"csr_fb/{tag}", partial(trained, a, x.clone().requires_grad_())
+            yield f"csr_fb_matmul/{tag}", partial(multiplied, a, x.clone().requires_grad_())
+            yield f"csr_gs/{tag}", partial(trained, a.clone().requires_grad_(), x)
+            yield f"csr_gs_matmul/{tag}", partial(multiplied, a.clone().requires_grad_(), x)
+            yield f"csr_amp/{tag}", partial(autocast, torch.sparse.mm, a, x)
+            yield f"csr_amp_matmul/{tag}", partial(autocast, torch.matmul, a, x)
+            yield f"csr_to_csc/{tag}", a.to_sparse_csc
+            yield f"csc_to_csr/{tag}", c.to_sparse_csr
+            yield f"csr_to_coo/{tag}", a.to_sparse_coo
+            yield f"coo_to_csr/{tag}", a.to_sparse_coo().to_sparse_csr
+            yield f"csr_h2d/{tag}", a.cpu().cuda
+            yield f"csr_h2d_to/{tag}", partial(a.cpu().to, "cuda")
+            yield f"csr_d2h/{tag}", a.cpu
+            yield f"csr_clone/{tag}", a.clone
+            yield f"csr_detach/{tag}", a.detach
+            yield f"csr_half/{tag}", a.half
+            yield f"csr_mul/{tag}", partial(torch.mul, a, 2.0)
+            yield f"csr_mul_/{tag}", partial(in_place, a, "mul_", 2.0)
+            yield f"csr_neg/{tag}", a.neg
+            yield f"csr_abs/{tag}", a.abs
+            yield f"csr_relu/{tag}", a.relu
+            yield f"csr_sum/{tag}", a.sum
+            yield f"csr_values/{tag}", a.values
+            yield f"csr_crow/{tag}", a.crow_indices
+            yield f"csr_nnz/{tag}", a._nnz
+            yield f"csr_zeros/{tag}", partial(torch.zeros_like, a)
+            yield f"csr_coalesced/{tag}", partial(made, a)
+            yield f"csr_checked/{tag}", partial(made, a, check_invariants=True)
+            yield f"csc_made/{tag}", partial(made, a, torch.sparse_csc_tensor)
+            yield f"csr_to_csr/{tag}", a.to_sparse_csr
+            yield f"csr_layout/{tag}", partial(a.to_sparse, layout=torch.sparse_csc)
+            yield (
+                f"coo_from_index/{tag}",
+                partial(torch._convert_indices_from_csr_to_coo, a.crow_indices(), a.col_indices()),
+            )
+            yield (
+                f"index_from_coo/{tag}",
+                partial(torch._convert_indices_from_coo_to_csr, a.to_sparse_coo().indices()[0], n),
+            )
+            if n < 5000:
+                yield f"csr_to_dense/{tag}", a.to_dense
+                yield f"csc_to_dense/{tag}", c.to_dense
+                if n < 500:  # values that are not known are assumed to differ from zero
+                    dense = a.cpu().to_dense().cuda()
+                    yield f"csr_of_dense/{tag}", dense.to_sparse_csr
+                    yield f"csc_of_dense/{tag}", dense.to_sparse_csc
+                yield f"dense_csr/{tag}", partial(torch.matmul, x.t().contiguous(), a)
+                yield f"sampled/{tag}", partial(torch.sparse.sampled_addmm, a, x, x.t())
+                yield f"linear/{tag}", partial(torch.nn.functional.linear, x.t().contiguous(), a)
+            if 500 <= n < 5000:
+                yield f"csr_csr/{tag}", partial(torch.matmul, a, a)
+                yield f"csr_csc/{tag}", partial(torch.matmul, a, c)
+
+
+def masked():
+    """Names and calls: of a dense matrix and the places of a compressed one."""
+    for n, width, count in MASKED:
+        a, x = rows(n, count), torch.ones(n, width, device="cuda")
+        whole, tag = torch.ones(n, n, device="cuda"), f"float32/{n}/{width}/{count}"
+        yield f"csr_mask/{tag}", partial(whole.sparse_mask, a)
+        yield f"csc_mask/{tag}", partial(whole.sparse_mask, a.t())
+        yield f"csr_plus/{tag}", partial(torch.add, a, whole)
+        for name, multiply in (
+            ("csr_values_fb", torch.sparse.mm),
+            ("csr_values_fb_matmul", torch.matmul),
+        ):
+            yield (
+                f"{name}/{tag}",
+                partial(of_values, a, a.values().clone().requires_grad_(), multiply, x),
+            )
+
+
+def made(a, make=torch.sparse_csr_tensor, **kwargs):
+    """A matrix of the parts of another."""
+    return make(a.crow_indices(), a.col_indices(), a.values(), a.shape, **kwargs)
+
+
+def of_values(a, values, multiply, x):
+    """A product of a matrix of trained values, forward and backward."""
+    parts = a.crow_indices(), a.col_indices(), values
+    multiply(torch.sparse_csr_tensor(*parts, a.shape), x).sum().backward()
+
+
+def multiplied(sparse, dense):
+    """A product by `@`, forward and backward."""
+    (sparse @ dense).sum().backward()
+
+
+def autocast(function, *args):
+    """A call under autocast to bfloat16."""
+    with torch.autocast("cuda", torch.bfloat16):
+        return function(*args)
+
+
 def trained(sparse, dense):
     """A product, forward and backward."""
     torch.sparse.mm(sparse, dense).sum().backward()
@@ -139,6 +271,8 @@ def calls():
     yield from elementwise()
     yield from products()
     yield from tables()
+    yield from compressed()
+    yield from masked()
 
 
 def requests(call):
@@ -148,8 +282,8 @@ def requests(call):
     result = error = None
     try:
         result = call()
-    except NotImplementedError as raised:
-        error = str(raised)
+    except (NotImplementedError, RuntimeError) as raised:
+        error = f"{type(raised).__name__}: {str(raised).splitlines()[0]}"
     torch.cuda.synchronize()
     (events,) = torch.cuda.memory._snapshot()["device_traces"][:1]
     torch.cuda.memory._record_memory_history(enabled=None)

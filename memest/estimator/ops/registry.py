@@ -89,7 +89,8 @@ class Op:
 
     decides_on_host: bool = False  # True if `above_autograd` also runs for tensors of the host
     vmap_key: str = ""  # key at which `torch.vmap` decomposes it before this rule, or ""
-    on_sparse: Callable[..., Any] | None = None  # runs it for sparse: `(mode, *args, **kwargs)`
+    on_sparse: Callable[..., Any] | None = None  # runs it for COO: `(mode, *args, **kwargs)`
+    on_compressed: Callable[..., Any] | None = None  # the same for CSR and CSC
     random_offset: Callable[[Args, Kwargs, Tensor, Gpu], int | None] | None = None
     """Returns the step of the generator's offset; None where the kernel draws on a grid."""
 
@@ -253,6 +254,7 @@ result = partial(_registering, "result")
 layout = partial(_registering, "layout")
 refuse = partial(_registering, "refuse")
 on_sparse = partial(_registering, "on_sparse")
+on_compressed = partial(_registering, "on_compressed")
 random_offset = partial(_registering, "random_offset")
 composed = partial(_registering, "composed")
 above_autograd = partial(_registering, "above_autograd")

@@ -21,6 +21,13 @@ from memest.estimator.ops.autograd_ops import decisions_again
 from memest.estimator.ops.cub import merge_sort_bytes, thrust_unique_by_key_bytes
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
+from memest.estimator.ops.sparse_rows import (
+    VIEWS,
+    as_it_is,
+    is_compressed,
+    of_dense,
+    rows_of_coordinates,
+)
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import (
@@ -368,16 +375,6 @@ def _transpose(mode: SimMode, tensor: Tensor, first: int, second: int) -> Tensor
     return _made(copied, values, shape, is_coalesced=False)
 
 
-def _as_it_is(function: Callable[..., Any]) -> SparseRule:
-    """Rule that calls torch's meta device."""
-
-    def rule(mode: SimMode, tensor: Tensor, *args: Any) -> Any:
-        with torch._C._DisableTorchDispatch():
-            return function(tensor, *args)
-
-    return rule
-
-
 @on_sparse("_to_sparse")
 def _to_sparse(mode: SimMode, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the entries that are not zero, each with an index for every dimension."""
@@ -390,6 +387,25 @@ def _to_sparse(mode: SimMode, dense: Tensor, *args: Any, **kwargs: Any) -> Tenso
     mode.sparse.distinct.add(mode.memory.id_of(indices))
     del chosen, found
     return _made(indices, values, dense.shape, is_coalesced=True)
+
+
+@on_sparse("_to_sparse_csr")
+def _to_sparse_csr(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) -> Tensor:
+    """Return a matrix in compressed rows, of a dense one or of entries that it shares."""
+    if dense_dim is not None or tensor.dim() != 2:
+        raise NotImplementedError
+    if not is_sparse(tensor):
+        return of_dense(mode, tensor, torch.sparse_csr)
+    coalesced = _coalesced(mode, tensor)
+    return rows_of_coordinates(mode, *_parts(coalesced), tensor.shape)
+
+
+@on_sparse("_to_sparse_csc")
+def _to_sparse_csc(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) -> Tensor:
+    """Return a dense matrix in compressed columns."""
+    if dense_dim is not None or is_sparse(tensor):
+        raise NotImplementedError
+    return of_dense(mode, tensor, torch.sparse_csc)
 
 
 @on_sparse("_embedding_bag_backward")
@@ -423,9 +439,13 @@ register("_foreach_mul_.Scalar", on_sparse=_each(torch.Tensor.mul_))
 register("_foreach_add_.List", on_sparse=_each(torch.Tensor.add_))
 register("_foreach_zero_", on_sparse=_each(torch.Tensor.zero_))
 for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim"):
-    register(_name, on_sparse=_as_it_is(getattr(torch.Tensor, _name)))
+    register(_name, on_sparse=as_it_is(getattr(torch.Tensor, _name)))
 
-_FROM_DENSE = frozenset((FROM_PARTS, aten._to_sparse.default))
+_FROM_DENSE = frozenset((
+    FROM_PARTS, aten._to_sparse.default, aten._to_sparse_csr.default, aten._to_sparse_csc.default,
+    aten.sparse_compressed_tensor.comp_plain_value_size,
+    aten._sparse_compressed_tensor_unsafe.default,
+))  # fmt: skip
 _ON_HOST_TOO = frozenset((FROM_PARTS, aten.addmm.default, aten._sparse_addmm.default))
 _OF_EMBEDDINGS = frozenset((FROM_PARTS, aten._embedding_bag_backward.default))
 _MAKERS = frozenset(map(id, (*_FROM_DENSE, *_OF_EMBEDDINGS, aten._to_copy.default)))
@@ -450,7 +470,7 @@ class SparseTensors:
         elif func in _FROM_DENSE:
             is_one = True
         else:
-            is_one = any(map(is_sparse, tensors))
+            is_one = any(t.layout is not torch.strided for t in tensors)
         if not is_one:
             return False
         target, places = getattr(kwargs.get("device"), "type", ""), map(mode.host.place, tensors)
@@ -465,12 +485,11 @@ class SparseTensors:
                     hint="move the embedding to the GPU, or make it with `sparse=False`",
                 )
             return func in _ON_HOST_TOO and Place.HOST in found
-        op = op_of(func)
-        if op.on_sparse is not None:
+        if self._rule(func, tensors) is not None:
             return True
-        if op.is_view:  # its parts run it
-            return False
-        raise refused(func, "sparse_coo", mode.attribution.lines.current())
+        if op_of(func).is_view and (func in VIEWS or not any(map(is_compressed, tensors))):
+            return False  # its parts run it
+        raise self._refused(func, tensors)
 
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run the rule of `func` and return its result; its requests are recorded."""
@@ -478,15 +497,28 @@ class SparseTensors:
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
             with self._mode, torch.no_grad(), decisions_again():
-                rule = op_of(func).on_sparse
+                rule = self._rule(func, sample_tensors(args, kwargs))
                 assert rule is not None
                 return rule(self._mode, *args, **kwargs)
         except NotImplementedError as error:
             if error.args:
                 raise
-            raise refused(func, "sparse_coo", self._mode.attribution.lines.current()) from None
+            raise self._refused(func, sample_tensors(args, kwargs)) from None
         finally:
             INSIDE.depth = depth
+
+    def _rule(self, func: Any, tensors: list[Tensor]) -> SparseRule | None:
+        op, layouts = op_of(func), {t.layout for t in tensors} - {torch.strided}
+        if not layouts:  # it makes a sparse tensor of dense ones
+            return op.on_sparse or op.on_compressed
+        if layouts == {torch.sparse_coo}:
+            return op.on_sparse
+        return op.on_compressed if layouts <= {torch.sparse_csr, torch.sparse_csc} else None
+
+    def _refused(self, func: Any, tensors: list[Tensor]) -> UnsupportedError:
+        layouts = [str(t.layout) for t in tensors if t.layout is not torch.strided]
+        kind = layouts[0].removeprefix("torch.") if layouts else "strided"
+        return refused(func, kind, self._mode.attribution.lines.current())
 
 
 def install(patches: Patches) -> None:

@@ -157,9 +157,10 @@ host_storages: dict[int, int] = {}  # bytes on the simulated host, by storage ke
 
 def storage_key(tensor: Tensor) -> int:
     """Return the key of a live storage, of a sparse tensor that of its values, or raise."""
-    if tensor.layout is torch.sparse_coo:
+    if tensor.layout is not torch.strided:
+        is_coo = tensor.layout is torch.sparse_coo
         with torch._C._DisableTorchDispatch():
-            tensor = tensor._values()
+            tensor = tensor._values() if is_coo else tensor.values()
     return tensor.untyped_storage()._cdata
 
 
@@ -192,7 +193,7 @@ def sample_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor
 _HINT = "use tensors that are dense and padded"
 _MAKERS = {
     torch.nested: ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow"),
-    torch: [f"sparse_{name}_tensor" for name in ("csr", "csc", "bsr", "bsc", "compressed")],
+    torch: ("sparse_bsr_tensor", "sparse_bsc_tensor"),
 }
 
 
@@ -217,7 +218,7 @@ def refused(func: Any, kind: str, line: str) -> UnsupportedError:
 
 
 def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
-    """Raise where a nested or compressed tensor is made on the GPU, at the line of `where`."""
+    """Raise where a nested or block-sparse tensor is made on the GPU, at the line of `where`."""
     for owner, names in _MAKERS.items():
         for name in names:
             full = f"{owner.__name__}.{name}"

@@ -83,12 +83,15 @@ def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_other_layouts_than_dense_and_coordinates_are_refused_by_name(gpu: VirtualGpu) -> None:
-    with pytest.raises(UnsupportedError, match="sparse_csr"):
-        torch.eye(8, device="cuda").to_sparse_csr()
-    torch.eye(8).cuda(), torch.eye(8).cuda()
-    with pytest.raises(UnsupportedError, match="sparse_csr"):
-        torch.eye(8).to_sparse_csr().cuda()
+def test_nested_and_block_sparse_tensors_are_refused_by_name(gpu: VirtualGpu) -> None:
+    blocks = torch.eye(8).to_sparse_bsr((2, 2))
+    for make in (torch.eye(8, device="cuda").to_sparse_bsr, torch.eye(8).cuda().to_sparse_bsc):
+        with pytest.raises(UnsupportedError, match="to_sparse_bs"):
+            make((2, 2))
+    with pytest.raises(UnsupportedError, match="sparse_bsr"):
+        blocks.cuda()
+    with pytest.raises(UnsupportedError, match="sparse_bsr"):
+        torch.eye(8, device="cuda").to_sparse_csr().to_sparse_bsr((2, 2))
     rows = [torch.randn(5, 16, device="cuda"), torch.randn(7, 16, device="cuda")]
     with pytest.raises(UnsupportedError, match=r"torch\.nested\.nested_tensor"):
         torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -99,10 +102,6 @@ def test_other_layouts_than_dense_and_coordinates_are_refused_by_name(gpu: Virtu
         for move in (on_host.cuda, lambda made=on_host: made.to("cuda")):
             with pytest.raises(UnsupportedError, match="layout nested"):
                 move()
-    starts, columns = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
-    with pytest.raises(UnsupportedError, match=r"torch\.sparse_csr_tensor"):
-        torch.sparse_csr_tensor(starts, columns, torch.ones(2), device="cuda")
-    with pytest.raises(UnsupportedError, match=r"torch\.sparse_csr_tensor"):
-        torch.sparse_csr_tensor(starts.cuda(), columns.cuda(), torch.ones(2).cuda())
-    made = torch.sparse_csr_tensor(starts, columns, torch.ones(2), check_invariants=True)
-    assert made.layout is torch.sparse_csr
+    parts = blocks.crow_indices(), blocks.col_indices(), blocks.values()
+    with pytest.raises(UnsupportedError, match=r"torch\.sparse_bsr_tensor"):
+        torch.sparse_bsr_tensor(*parts, device="cuda")

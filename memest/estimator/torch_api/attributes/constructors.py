@@ -166,6 +166,8 @@ def install(patches: Patches) -> None:
         name = function.__name__
         if getattr(torch, name, None) is function:  # not one of `torch.fft`
             patches.set(torch, name, _with_device(getattr(torch, name)))
+    for name in ("sparse_csr_tensor", "sparse_csc_tensor", "sparse_compressed_tensor"):
+        patches.set(torch, name, _of_parts(getattr(torch, name)))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
         patches.set(Tensor, name, _with_device(getattr(Tensor, name)))
     patches.set(Tensor, "new_tensor", _new_tensor)
@@ -185,6 +187,20 @@ def _with_device(function: Constructor) -> Constructor:
             return function(*args, **kwargs)
         with _disable_current_modes():  # like a tensor that may be on the GPU
             return function(*args, **kwargs)
+
+    return call
+
+
+def _of_parts(function: Constructor) -> Constructor:
+    """Wrap a function that makes a compressed matrix: its parts are moved before the call."""
+
+    @functools.wraps(function)
+    def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        device = device if device is not None else _default_device()
+        if device is None:
+            return function(*args, **kwargs)
+        parts = [torch.as_tensor(part, device=device) for part in args[:3]]
+        return function(*parts, *args[3:], **kwargs)
 
     return call
 

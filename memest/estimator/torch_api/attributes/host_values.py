@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.guesses import NUMBER
 from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.ops.sparse_rows import is_compressed, matrix_of_parts, parts_of
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
 from memest.estimator.versions import returns_large_numbers
@@ -117,8 +118,11 @@ def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
     repr_: Callable[..., str] = Tensor.__repr__
 
     def whole(tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.sparse_coo:
+        if tensor.layout is torch.strided or not is_meta(tensor):
             return on_host(tensor)
+        if is_compressed(tensor):
+            offsets, indices, values = map(on_host, parts_of(tensor))
+            return matrix_of_parts((offsets, indices, values), tensor)
         parts = on_host(tensor._indices()), on_host(tensor._values())
         is_coalesced = tensor.is_coalesced()
         return torch.sparse_coo_tensor(
