@@ -85,7 +85,7 @@ def main() -> None:
     if options.write:
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.write or options.page:
-        write_between(START, END, summary(data))
+        write_between(START, END, f"\n{summary(data)}\n")
         CASES.write_text(cases_page(data), encoding="utf-8")
     print(summary(data))
 
