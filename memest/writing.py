@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from memest.errors import PlanError
@@ -67,11 +69,17 @@ def why_not_writable(path: Path) -> str:
     return ""
 
 
+@contextmanager
+def writing(path: Path, hint: str) -> Iterator[None]:
+    """Raise a `PlanError` that names `path` for an error of the system in the block."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise PlanError(f"`{path}` cannot be written: {reason}", hint=hint) from error
+
+
 def write_output(path: Path, content: str | bytes) -> None:
     """Write a file that the user named; `PlanError` if it cannot be written."""
-    try:
+    with writing(path, "name another file"):
         write_whole(path, content)
-    except OSError as error:
-        raise PlanError(
-            f"`{path}` cannot be written: {error.strerror}", hint="name another file"
-        ) from error

@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from memest.engines import Event, watched
-from memest.errors import MemestError, PlanError
+from memest.errors import MemestError
 from memest.estimator.search.suite import predict_each
 from memest.estimator.search.sweep import Grid, SweepPoint, sweep_grid
 from memest.estimator.versions import STACK, library_versions
 from memest.plan import TrainingPlan
 from memest.report import Prediction
-from memest.writing import is_stream
+from memest.writing import is_stream, writing
 
 
 class StoredResults:
@@ -68,13 +68,9 @@ class StoredResults:
     def add(self, plan: TrainingPlan, result: Any) -> None:
         """Write a result, as JSON values."""
         row = {"version": self._versions, "plan": plan_key(plan), "result": result}
-        try:
-            with self.path.open("w" if self._is_new else "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise PlanError(
-                f"`{self.path}` cannot be written: {error.strerror}", hint="name another folder"
-            ) from error
+        mode = "w" if self._is_new else "a"
+        with writing(self.path, "name another folder"), self.path.open(mode, encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
         self._is_new = False
         self.known[row["plan"]] = result
 

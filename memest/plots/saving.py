@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from memest.errors import PlanError, shown
 from memest.plots.style import FONT, PNG_DPI, plain_matplotlib
+from memest.writing import writing
 
 FORMATS = ("png", "svg", "pdf")
 _OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # formats a path may name
@@ -42,18 +43,14 @@ def save(
     targets = [stem.with_name(f"{stem.name}.{name}") for name in wanted]
     written: dict[Path, Path] = {}
     try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        for name, target in zip(wanted, targets, strict=True):
-            beside = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
-            written[beside] = target
-            beside.write_bytes(_rendered(figure, name))
-        for beside, target in written.items():
-            beside.replace(target)
-    except OSError as error:
-        raise PlanError(
-            f"`{targets[0]}` cannot be written: {error.strerror or error}",
-            hint="name a folder that you may write to",
-        ) from error
+        with writing(targets[0], "name a folder that you may write to"):
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            for name, target in zip(wanted, targets, strict=True):
+                beside = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+                written[beside] = target
+                beside.write_bytes(_rendered(figure, name))
+            for beside, target in written.items():
+                beside.replace(target)
     finally:
         for beside in written:
             beside.unlink(missing_ok=True)

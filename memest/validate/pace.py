@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, wo
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
+Case = Callable[[], Call]  # makes the tensors of a call, and returns it
 
 MAX_FLOPS = 4e12
 MAX_BYTES = 6e9  # largest measured call: its operations, and the bytes of its tensors
@@ -36,7 +37,8 @@ SLEEP_CYCLES_PER_CALL = 60_000  # for which the GPU sleeps per timed call: 30 us
 DIMS = (16, 128, 1024, 8192, 65536)
 INNER = (64, 256, 1024, 4096, 16384)
 MIB = 1 << 20
-HALF, FULL = torch.bfloat16, torch.float32
+HALF, FULL = DTYPES = torch.bfloat16, torch.float32
+OF_PRODUCTS = ((HALF, False), (FULL, True), (FULL, False))  # dtype, and whether TF32 is allowed
 
 
 class Observer(TorchDispatchMode):
@@ -93,7 +95,7 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     return found
 
 
-def measured(make: Callable[[], Call], heat: Callable[[], None]) -> tuple[Work, float, float]:
+def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
     """Return the work of a call, microseconds of its kernels, and the extra ones of its first.
 
     `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
@@ -158,9 +160,14 @@ def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=FULL if dtype is FULL else None).to(dtype)
 
 
-def products() -> Iterator[Callable[[], Call]]:
+def cases(make: Callable[..., Call], *axes: Iterable[Any]) -> Iterator[Case]:
+    """Return `make` with each combination of its arguments."""
+    return (partial(make, *each) for each in itertools.product(*axes))
+
+
+def products() -> Iterator[Case]:
     """Matrix products `x @ weight.T`, in three precisions, and some with odd sizes."""
-    for dtype, tf32 in ((HALF, False), (FULL, True), (FULL, False)):
+    for dtype, tf32 in OF_PRODUCTS:
         for m, n, k in itertools.product(DIMS, INNER, INNER):
             item = 2 if dtype is HALF else 4
             is_large = item * (m * n + m * k + n * k) > MAX_BYTES
@@ -178,9 +185,9 @@ def _product(m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Call:
     return lambda: aten.mm.default(x, weight.t())
 
 
-def batched_products() -> Iterator[Callable[[], Call]]:
+def batched_products() -> Iterator[Case]:
     """Products of many small matrices, as attention makes them without a fused kernel."""
-    for dtype, tf32 in ((HALF, False), (FULL, True), (FULL, False)):
+    for dtype, tf32 in OF_PRODUCTS:
         for b, n, d in itertools.product((32, 256), (64, 256, 1024, 2048), (64, 128)):
             for shape in ((b, n, n, d), (b, n, d, n)):
                 if b * n * n * 4 <= MAX_BYTES / 3:
@@ -193,7 +200,7 @@ def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> 
     return lambda: aten.bmm.default(x, y)
 
 
-def attention() -> Iterator[Callable[[], Call]]:
+def attention() -> Iterator[Case]:
     """The fused attention kernels, forward and backward."""
     kinds = [
         (SDPBackend.FLASH_ATTENTION, HALF),
@@ -203,9 +210,9 @@ def attention() -> Iterator[Callable[[], Call]]:
     ]
     for backend, dtype in kinds:
         for length, d, causal in itertools.product((128, 512, 2048, 8192), (64, 128), (0, 1)):
-            for heads in {max(8, 65536 // length), max(8, 524288 // length)}:
-                yield partial(_attention, backend, dtype, heads, length, d, bool(causal), False)
-                yield partial(_attention, backend, dtype, heads, length, d, bool(causal), True)
+            heads = {max(8, 65536 // length), max(8, 524288 // length)}
+            sizes = heads, [length], [d], [bool(causal)]
+            yield from cases(_attention, [backend], [dtype], *sizes, (False, True))
 
 
 def _attention(
@@ -241,18 +248,16 @@ CONVOLUTIONS = (
 """(samples, channels, side, output channels, window, stride, groups) of usual networks."""
 
 
-def convolutions() -> Iterator[Callable[[], Call]]:
+def convolutions() -> Iterator[Case]:
     """Convolutions forward and backward, in two precisions and two layouts."""
     masks = (None, (True, True), (False, True))
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
-        for sizes in CONVOLUTIONS:
-            yield partial(_convolution, sizes, 2, dtype, last, mask)
-        for sizes in () if last else SEQUENCES:
-            yield partial(_convolution, sizes, 1, dtype, last, mask)
+        yield from cases(_convolution, [dtype], [last], [mask], [2], CONVOLUTIONS)
+        yield from cases(_convolution, [dtype], [last], [mask], [1], () if last else SEQUENCES)
 
 
 def _convolution(
-    sizes: Any, dims: int, dtype: Any, last: bool, mask: tuple[bool, bool] | None
+    dtype: Any, last: bool, mask: tuple[bool, bool] | None, dims: int, sizes: Any
 ) -> Call:
     samples, channels, side, outputs, window, stride, groups = sizes
     layout = torch.channels_last if last else torch.contiguous_format
@@ -279,7 +284,6 @@ SEQUENCES = (
 ROWS = ((64, 768), (1024, 1024), (8192, 1024), (65536, 1024), (4096, 50304), (524288, 256))
 """(rows, columns) of what the kernels below read."""
 
-
 SHORT_ROWS = ((3136, 96), (65536, 96), (524288, 48), (65536, 384))
 BY_ROW = (
     "sum_rows", "sum_outer", "mean", "softmax", "softmax_backward", "layer_norm",
@@ -288,32 +292,35 @@ BY_ROW = (
 """Calls whose time depends on the length of a row."""
 
 
-def memory_kernels() -> Iterator[Callable[[], Call]]:
+def named(
+    calls: Callable[[Tensor], dict[str, Call]],
+    shapes: Iterable[tuple[int, int]],
+    names: Iterable[str] = (),
+) -> Iterator[Case]:
+    """Return those of `calls` with `names`, or all, on a tensor of each shape and precision."""
+
+    def call_of(dtype: torch.dtype, shape: tuple[int, int], name: str) -> Call:
+        return calls(random(*shape, dtype=dtype))[name]
+
+    return cases(call_of, DTYPES, shapes, names or calls(torch.zeros(64, 64)))
+
+
+def memory_kernels() -> Iterator[Case]:
     """Kernels that memory bounds."""
-    for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
-        for name in _memory_calls(torch.zeros(64, 2), 64, 2):
-            yield partial(_memory_kernel, name, rows, columns, dtype)
-    for dtype, (rows, columns), name in itertools.product((HALF, FULL), SHORT_ROWS, BY_ROW):
-        yield partial(_memory_kernel, name, rows, columns, dtype)
+    yield from named(_memory_calls, ROWS)
+    yield from named(_memory_calls, SHORT_ROWS, BY_ROW)
 
 
-def _memory_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
-    return _memory_calls(random(rows, columns, dtype=dtype), rows, columns)[name]
-
-
-def _memory_calls(x: Tensor, rows: int, columns: int) -> dict[str, Call]:
+def _memory_calls(x: Tensor) -> dict[str, Call]:
     device, dtype = x.device, x.dtype
+    rows, columns = x.shape
     other = torch.float32 if dtype is HALF else HALF
     wide = min(rows, 4096)
-
-    def labels() -> Tensor:
-        return torch.zeros(rows, dtype=torch.long, device=device)
-
     weight = torch.ones(columns, device=device, dtype=dtype)
     y = x.clone()
     mean = torch.ones(rows, 1, device=device)
     ids = torch.arange(rows, device=device) % wide
-    chosen, table = labels(), x[:wide]
+    chosen, table = torch.zeros(rows, dtype=torch.long, device=device), x[:wide]
     one = torch.ones((), device=device, dtype=dtype)
     keep = torch.ones_like(x, dtype=torch.bool)
     return {
@@ -362,18 +369,16 @@ IMAGES = (
 """(samples, channels, side) of images between convolutions."""
 
 
-def image_kernels() -> Iterator[Callable[[], Call]]:
+def image_kernels() -> Iterator[Case]:
     """Norms, pools and resizing of images, in two layouts."""
     names = (
         "batch_norm", "batch_norm_backward", "native", "native_backward", "group_norm",
         "group_norm_backward", "pool", "pool_backward", "upsample", "upsample_backward",
     )  # fmt: skip
-    for dtype, last, sizes in itertools.product((HALF, FULL), (False, True), IMAGES):
-        for name in names:
-            yield partial(_image_kernel, name, sizes, dtype, last)
+    return cases(_image_kernel, DTYPES, (False, True), IMAGES, names)
 
 
-def _image_kernel(name: str, sizes: tuple[int, int, int], dtype: Any, last: bool) -> Call:
+def _image_kernel(dtype: Any, last: bool, sizes: tuple[int, int, int], name: str) -> Call:
     samples, channels, side = sizes
     layout = torch.channels_last if last else torch.contiguous_format
     x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
@@ -423,26 +428,20 @@ def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Call:
     return lambda: aten.native_batch_norm_backward.default(y, x, *rest)
 
 
-def row_kernels() -> Iterator[Callable[[], Call]]:
+def row_kernels() -> Iterator[Case]:
     """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
-    names = (
-        "rms", "rms_backward", "heads", "heads_16", "half", "roll", "slice", "norm", "cumsum",
-        "argmax", "times_row", "times_column", "add_heads", "sum_last", "sum_middle",
-    )  # fmt: skip
-    for dtype, (rows, columns) in itertools.product((HALF, FULL), ROWS):
-        for name in names:
-            yield partial(_row_kernel, name, rows, columns, dtype)
+    return named(_row_calls, ROWS)
 
 
-def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
-    x = random(rows, columns, dtype=dtype)
-    y, weight = x.clone(), torch.ones(columns, device="cuda", dtype=dtype)
-    inverse = torch.ones(rows, 1, device="cuda")
+def _row_calls(x: Tensor) -> dict[str, Call]:
+    rows, columns = x.shape
+    y, weight = x.clone(), torch.ones(columns, device=x.device, dtype=x.dtype)
+    inverse = torch.ones(rows, 1, device=x.device)
     heads = x.view(rows // 64, 64, columns // 64, 64).transpose(1, 2)
     short = x.view(rows // 64, 64, columns // 16, 16).transpose(1, 2)
     half = x[:, : columns // 2]
-    turned, column = heads.contiguous(), inverse.to(dtype)
-    calls: dict[str, Call] = {
+    turned, column = heads.contiguous(), inverse.to(x.dtype)
+    return {
         "rms": lambda: aten._fused_rms_norm.default(x, [columns], weight, 1e-5),
         "rms_backward": lambda: aten._fused_rms_norm_backward.default(
             y, x, [columns], inverse, weight, [True, True]
@@ -461,24 +460,17 @@ def _row_kernel(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
         "sum_last": lambda: aten.sum.dim_IntList(x.view(-1, 64), [-1]),
         "sum_middle": lambda: aten.sum.dim_IntList(x.view(-1, 64, columns), [1]),
     }
-    return calls[name]
 
 
-def indexed() -> Iterator[Callable[[], Call]]:
+def indexed() -> Iterator[Case]:
     """Kernels that read or write rows in the order of random numbers."""
-    names = ("index_select", "index", "gather", "index_add", "index_put", "scatter_add")
-    for dtype, (rows, columns), name in itertools.product((HALF, FULL), INDEXED_ROWS, names):
-        yield partial(_indexed, name, rows, columns, dtype)
+    return named(_indexed_calls, ((2048, 64), (65536, 64), (1048576, 64), (65536, 1024)))
 
 
-INDEXED_ROWS = ((2048, 64), (65536, 64), (1048576, 64), (65536, 1024))
-
-
-def _indexed(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
-    x = random(rows, columns, dtype=dtype)
-    y, ids = torch.zeros_like(x), torch.randint(rows, (rows,), device="cuda")
+def _indexed_calls(x: Tensor) -> dict[str, Call]:
+    y, ids = torch.zeros_like(x), torch.randint(len(x), (len(x),), device=x.device)
     each = ids[:, None].expand_as(x).contiguous()
-    calls: dict[str, Call] = {
+    return {
         "index_select": lambda: aten.index_select.default(x, 0, ids),
         "index": lambda: aten.index.Tensor(x, [ids]),
         "gather": lambda: aten.gather.default(x, 0, each),
@@ -486,17 +478,16 @@ def _indexed(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
         "index_put": lambda: aten._index_put_impl_.default(y, [ids], x, True, True),
         "scatter_add": lambda: aten.scatter_add_.default(y, 0, each, x),
     }
-    return calls[name]
 
 
-def many_tensors() -> Iterator[Callable[[], Call]]:
+def many_tensors() -> Iterator[Case]:
     """Optimizers' kernels over lists of parameters."""
-    for count, numel in ((2, 1 << 20), (20, 1 << 22), (148, 1 << 20), (148, 768), (20, 1 << 25)):
-        for name in ("add", "mul", "sqrt", "addcdiv", "lerp", "adamw", "norm"):
-            yield partial(_many, name, count, numel)
+    sizes = ((2, 1 << 20), (20, 1 << 22), (148, 1 << 20), (148, 768), (20, 1 << 25))
+    return cases(_many, sizes, ("add", "mul", "sqrt", "addcdiv", "lerp", "adamw", "norm"))
 
 
-def _many(name: str, count: int, numel: int) -> Call:
+def _many(size: tuple[int, int], name: str) -> Call:
+    count, numel = size
     p, g, m, v = ([torch.rand(numel, device="cuda") for _ in range(count)] for _ in range(4))
     steps = [torch.ones((), device="cuda") for _ in range(count)]
     options: dict[str, Any] = {
@@ -514,10 +505,9 @@ def _many(name: str, count: int, numel: int) -> Call:
     }[name]
 
 
-def factorizations() -> Iterator[Callable[[], Call]]:
+def factorizations() -> Iterator[Case]:
     """Factorizations of matrices, as optimizers make them."""
-    for n, name in itertools.product((32, 128, 512, 2048), ("qr", "eigh", "svd", "cholesky_ex")):
-        yield partial(_factorization, n, name)
+    return cases(_factorization, (32, 128, 512, 2048), ("qr", "eigh", "svd", "cholesky_ex"))
 
 
 def _factorization(n: int, name: str) -> Call:
@@ -526,16 +516,16 @@ def _factorization(n: int, name: str) -> Call:
     return lambda: getattr(torch.linalg, name)(x)
 
 
-def quantized() -> Iterator[Callable[[], Call]]:
+def quantized() -> Iterator[Case]:
     """Kernels of bitsandbytes, if it is installed: 4-bit weights, LLM.int8, 8-bit optimizers."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        return
-    for rows, columns in ((256, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672)):
-        for dtype, name in itertools.product((HALF, FULL), ("weights", "adam", "int8", "quantize")):
-            yield partial(_quantized, name, rows, columns, dtype)
+        return iter(())
+    shapes = ((256, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
+    return cases(_quantized, shapes, DTYPES, ("weights", "adam", "int8", "quantize"))
 
 
-def _quantized(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
+def _quantized(shape: tuple[int, int], dtype: torch.dtype, name: str) -> Call:
+    rows, columns = shape
     functional: Any = importlib.import_module("bitsandbytes.functional")
     ops = torch.ops.bitsandbytes
     x = random(rows, columns, dtype=dtype)
@@ -559,11 +549,10 @@ def _quantized(name: str, rows: int, columns: int, dtype: torch.dtype) -> Call:
     return lambda: ops.optimizer_update_8bit_blockwise.default(*given)
 
 
-def recurrent() -> Iterator[Callable[[], Call]]:
+def recurrent() -> Iterator[Case]:
     """cuDNN's LSTM, forward and backward: one step follows another."""
-    sizes = itertools.product((32, 256), (8, 64, 256), (128, 512, 1024))
-    for dtype, size, backward in itertools.product((HALF, FULL), sizes, (False, True)):
-        yield partial(_recurrent, dtype, *size, backward)
+    sizes = (32, 256), (8, 64, 256), (128, 512, 1024)
+    return cases(_recurrent, DTYPES, *sizes, (False, True))
 
 
 def _recurrent(dtype: Any, length: int, samples: int, hidden: int, backward: bool) -> Call:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, read_measurements
-from memest.writing import write_whole
+from memest.writing import write_whole, writing
 
 SKIPPED = "skipped: "  # prefix of the note of an experiment that was skipped
 _OF_THE_DATA = ("seq_len", "image_size", "padded")  # set by a data set, not the plan
@@ -114,16 +114,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raise a `PlanError` for an error of the file in the block."""
-    try:
-        yield
-    except OSError as error:
-        raise PlanError(
-            f"`{path}` cannot be written: {error.strerror or ''}",
-            hint="name another file with `--results`",
-        ) from error
+_writing = partial(writing, hint="name another file with `--results`")
 
 
 SUITE_DIR = Path(__file__).with_name("suites")
