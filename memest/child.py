@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import pickle
@@ -161,7 +160,12 @@ def wait_any(children: Collection[Child], seconds: float) -> list[Child]:
 
 def fork(run: Callable[[], object]) -> Child:
     """Run `run` in a copy of this process, which ends when this process does."""
-    pid = _fork()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns when there are threads; those of the libraries' pools are idle here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid:
         return Child(pid)
     try:
@@ -240,7 +244,7 @@ def _redirect(path: str | Path, number: int) -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process without any teardown."""
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -248,18 +252,8 @@ def leave(code: int) -> NoReturn:
 
 def die_with_parent() -> None:
     """Make Linux end this process when its parent is killed; elsewhere it runs to its own end."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows
+    with suppress(OSError, AttributeError, TypeError):  # Windows
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _fork() -> int:
-    """Fork after flushing the output."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Python 3.12 warns when there are threads; those of the libraries' pools are idle here.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 T = TypeVar("T")

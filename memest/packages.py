@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from memest.errors import UnsupportedError
+
+T = TypeVar("T")
 
 EXTRAS = {
     "accelerate": "plans",
@@ -82,6 +86,22 @@ def how_to_install(package: str) -> str:
     """Return the command that installs an optional package."""
     extra = EXTRAS.get(package, "validate")
     return _BY_NAME.get(package, f"pip install 'memest-gpu[{extra}]'")
+
+
+def with_nvml(read: Callable[[Any], T]) -> T | None:
+    """Return `read(pynvml)` between its init and shutdown; None where NVML is not available."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return read(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
 
 
 def is_installed(package: str) -> bool:

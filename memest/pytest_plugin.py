@@ -148,10 +148,8 @@ def _faults(item: pytest.Item, report: RunReport) -> Iterator[str]:
         return
     if versions:
         item.user_properties.append((_NOTE, versions))
-    pairs = [
-        ("allocated", old.peak_allocated_bytes, peak.peak_allocated_bytes),
-        ("reserved", old.peak_reserved_bytes, peak.peak_reserved_bytes),
-    ]
+    names = {"allocated": "peak_allocated_bytes", "reserved": "peak_reserved_bytes"}
+    pairs = [(name, getattr(old, key), getattr(peak, key)) for name, key in names.items()]
     if any(after > before for _, before, after in pairs):
         yield "the peak grew: " + ", ".join(peaks_text(*pair) for pair in pairs)
         yield from since

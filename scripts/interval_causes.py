@@ -67,8 +67,8 @@ def main() -> int:
 def _run(out: Path, command: list[str]) -> int:
     """Run both ranks of a script, and write the causes of each to `out` with its number."""
     from memest.estimator.hardware.gpus import find_gpu
-    from memest.run.launcher import Ran, run_target
-    from memest.run.ranks import Rank, chosen_ranks, run_with_peers
+    from memest.run.launcher import RunResult, run_target
+    from memest.run.ranks import Rank, chosen_ranks, run_together
     from memest.run.session import Session
     from memest.run.target import find_module, find_script
 
@@ -78,7 +78,7 @@ def _run(out: Path, command: list[str]) -> int:
     lines: dict[int, str] = {}
     _watch(lines)
 
-    def one(rank: Rank) -> Ran:
+    def one(rank: Rank) -> RunResult:
         session = Session(find_gpu(GPU), name=target.label, roots=target.roots, rank=rank)
         ran = run_target(target, session)
         if ran.report is None or ran.exit_code:
@@ -88,8 +88,7 @@ def _run(out: Path, command: list[str]) -> int:
         Path(f"{out}.{rank.rank}").write_text(text, encoding="utf-8")
         return ran
 
-    for rank in chosen_ranks(2, 1):
-        run_with_peers(rank, one)
+    run_together(chosen_ranks(2, 1), one)
     return 0
 
 

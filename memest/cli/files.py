@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memest.cli.terminal import folded
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
@@ -54,10 +55,10 @@ def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:
     return plan if plan.gpu or plan.gpu_memory is not None else replace(plan, gpu=names)
 
 
-def print_or_write(text: str, output: Path | None) -> None:
-    """Print `text`, or write it to the file `output`."""
+def print_or_write(text: str, output: Path | None, *, is_folded: bool = False) -> None:
+    """Print `text`, wrapped to the terminal if it is to be folded, or write it to `output`."""
     if output is None:
-        click.echo(text)
+        click.echo(folded(text) if is_folded else text)
     else:
         write_output(output, text + "\n")
 

@@ -22,7 +22,7 @@ from memest.cli.options import (
     remote_code_option,
     training_options,
 )
-from memest.cli.terminal import folded, has_colour, progress_bar
+from memest.cli.terminal import has_colour, progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
 from memest.models_meta.registry import check_name
@@ -103,8 +103,7 @@ def predict(
         training = whole.of(reports[0].plan) if whole.is_given else None
         looks = {"colour": output is None and has_colour(), "verbose": verbose}
         text = render_text(reports[0], change=change, training=training, **looks)
-        text = folded(text) if output is None else text
-    print_or_write(text, output)
+    print_or_write(text, output, is_folded=not (as_json or summary or emit or suite))
     forget(output if suite else None)
     for error in (with_label(*each) for each in failed):
         print_error(str(error), error.hint)
@@ -224,5 +223,5 @@ def advise(
             plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
         )
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
-    print_or_write(text if as_json or output is not None else folded(text), output)
+    print_or_write(text, output, is_folded=not as_json)
     return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

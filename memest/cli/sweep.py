@@ -96,7 +96,7 @@ def max_batch(
         nothing_fits = any(row.value is None for row in found)
         as_rows = [row.to_dict() for row in found]
         text = json_lines(as_rows) if as_json else render_largest(found)
-    print_or_write(text if as_json or output is not None else folded(text), output)
+    print_or_write(text, output, is_folded=not as_json)
     return OOM_EXIT_CODE if check and nothing_fits else 0
 
 

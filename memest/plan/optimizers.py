@@ -55,22 +55,16 @@ _8_AND_32_BITS = (
 )  # fmt: skip
 _PAGED = ("Adam", "AdamW", "AdEMAMix", "Lion")
 
+_SAME_IN_THE_TRAINER = (
+    "sgd", "adagrad", "rmsprop", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit",
+    "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "ademamix_8bit", "paged_ademamix_8bit",
+)  # fmt: skip
 _OF_THE_TRAINER = {
+    **{name: name for name in _SAME_IN_THE_TRAINER},
     "adamw": "adamw_torch",
     "adamw_fused": "adamw_torch_fused",
-    "sgd": "sgd",
-    "adagrad": "adagrad",
-    "rmsprop": "rmsprop",
     "adamw_8bit": "adamw_bnb_8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "paged_adamw_32bit": "paged_adamw_32bit",
-    "lion_8bit": "lion_8bit",
-    "lion_32bit": "lion_32bit",
-    "paged_lion_8bit": "paged_lion_8bit",
-    "paged_lion_32bit": "paged_lion_32bit",
-    "ademamix_8bit": "ademamix_8bit",
     "ademamix_32bit": "ademamix",
-    "paged_ademamix_8bit": "paged_ademamix_8bit",
     "rmsprop_8bit": "rmsprop_bnb_8bit",
     "rmsprop_32bit": "rmsprop_bnb_32bit",
 }

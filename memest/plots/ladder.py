@@ -20,6 +20,7 @@ from memest.plots.style import (
     WIDTH,
     Canvas,
     Panel,
+    name_and_tag,
     require,
     row_size,
     shortened,
@@ -250,8 +251,7 @@ def _own_limit(report: Row, layout: _Layout) -> float | None:
 def _write_name(panel: Panel, row: int, words: tuple[str, str], layout: _Layout) -> None:
     room, (name, detail) = layout.left - _LEFT - 0.12, words
     tag = name[name.rindex(" (") :] if name.endswith(("(predicted)", "(measured)")) else ""
-    wide = text_width(tag, layout.name, bold=True)
-    name = shortened(name.removesuffix(tag), layout.name, room - wide, bold=True) + tag
+    name = name_and_tag(name.removesuffix(tag), tag, layout.name, room, bold=True)
     panel.write_in_row(
         -0.12, row + (-0.19 if detail else 0.0), name, ha="right", size=layout.name, weight="bold",
         gid=f"{row}:name",

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from memest.plots.style import (
+    DASHES,
     HEIGHT,
     KINDS,
     LABEL,
@@ -163,7 +164,10 @@ def _draw_column(
                 color=text_on(color),
             )  # fmt: skip
         base += height
-    panel.dashed_box((x - width / 2, base, width, peak - base), f"{gid}:peak")
+    panel.fill(
+        (x - width / 2, base, width, peak - base), fill=False, edgecolor=theme.ink, linewidth=1.6,
+        linestyle=DASHES, gid=f"{gid}:peak",
+    )  # fmt: skip
     panel.write_number(x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
 
 

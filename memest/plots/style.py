@@ -88,9 +88,9 @@ def first_size(text: str, sizes: Sequence[float], inches: float, *, bold: bool =
     return next((s for s in sizes if text_width(text, s, bold=bold) <= inches), sizes[-1])
 
 
-def name_and_tag(name: str, tag: str, size: float, inches: float) -> str:
+def name_and_tag(name: str, tag: str, size: float, inches: float, *, bold: bool = False) -> str:
     """Return `name` and `tag`, the name cut where both together are wider than `inches`."""
-    return shortened(name, size, inches - text_width(tag, size)) + tag
+    return shortened(name, size, inches - text_width(tag, size, bold=bold), bold=bold) + tag
 
 
 def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
@@ -280,11 +280,6 @@ class Panel:
         places = [(True, True), (True, False), (False, True), (False, False)]
         is_right, is_over = min(places, key=crossings)
         self.draw_limit(limit_bytes / GIB, text, is_right=is_right, is_over=is_over)
-
-    def dashed_box(self, box: Box, gid: str) -> None:
-        """Draw a dashed outline: memory that is not in use."""
-        ink = self.theme.ink
-        self.fill(box, fill=False, edgecolor=ink, linewidth=1.6, linestyle=DASHES, gid=gid)
 
     def fill(self, box: Box, **style: Any) -> None:
         """Draw a rectangle."""

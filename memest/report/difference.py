@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
-from memest.report import (
-    HeldRow,
-    Outcome,
-    SimulatedReport,
-    Term,
-    read_lines,
-)
+from memest.report import HeldRow, Outcome, SimulatedReport, Term, read_lines
 from memest.report.answer import summary_line
 from memest.units import format_bytes
 

@@ -81,6 +81,14 @@ class Step:
         return self.after.needs_bytes - self.before.needs_bytes
 
     @property
+    def distance(self) -> float:
+        """Distance of the two plans: changed kinds, and doublings of the batch."""
+        old, new = self.before.plan, self.after.plan
+        kinds = sum(30 if key == "model" else 10 for key in self.changes if key not in _NUMBERS)
+        counts = new.accumulate_grad_batches / old.accumulate_grad_batches
+        return kinds + sum(abs(math.log2(r)) for r in (new.batch_size / old.batch_size, counts))
+
+    @property
     def words(self) -> list[str]:
         """The kinds of change in words, or the numbers if nothing else changes."""
         main = [new for key, (_, new) in self.changes.items() if key not in _NUMBERS]
@@ -112,24 +120,13 @@ class Lecture:
 
     def _step(self, index: int) -> Step | None:
         """Return a row with the row before it that differs least; None if memory cannot differ."""
-        row = self.rows.rows[index]
-        best: tuple[float, Row, dict[str, tuple[str, str]]] | None = None
-        for other in self.rows.rows[:index]:
-            changes = self._changes(other.plan, row.plan)
-            ratios = (
-                row.plan.batch_size / other.plan.batch_size,
-                row.plan.accumulate_grad_batches / other.plan.accumulate_grad_batches,
-            )
-            far = sum(30 if key == "model" else 10 for key in changes if key not in _NUMBERS)
-            far_off = far + sum(abs(math.log2(ratio)) for ratio in ratios)
-            if best is None or far_off < best[0]:
-                best = far_off, other, changes
-        if best is None or not best[2]:
-            return None
-        return Step(before=best[1], after=row, changes=best[2])
+        *others, row = self.rows.rows[: index + 1]
+        steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
+        nearest = min(steps, key=lambda step: step.distance, default=None)
+        return nearest if nearest is not None and nearest.changes else None
 
-    def _changes(self, a: TrainingPlan, b: TrainingPlan) -> dict[str, tuple[str, str]]:
-        old, new = self._words(a), self._words(b)
+    def _changes(self, before: Row, after: Row) -> dict[str, tuple[str, str]]:
+        old, new = self._words(before.plan), self._words(after.plan)
         return {key: (old[key], new[key]) for key in old if old[key] != new[key]}
 
     def _words(self, plan: TrainingPlan) -> dict[str, str]:

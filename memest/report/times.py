@@ -149,15 +149,12 @@ def time_cells(
         if tokens:
             row.append(f"{tokens / time.seconds:,.0f}")
         if training is not None:
-            row += _whole(training, gpu, time)[: 1 + has_price]
+            hours, price = training.hours(time), training.price_of(gpu)
+            row.append(_interval(*hours))
+            if has_price:
+                row.append("" if price is None else _interval(*(price * each for each in hours)))
         rows.append(row)
     return rows
-
-
-def _whole(training: Training, gpu: str, time: StepTime) -> list[str]:
-    hours, price = training.hours(time), training.price_of(gpu)
-    cost = "" if price is None else _interval(*(price * each for each in hours))
-    return [_interval(*hours), cost]
 
 
 def _interval(middle: float, low: float, high: float) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memest.estimator.hardware.gpus import Gpu, match_device, nearest_gpu
+from memest.packages import with_nvml
 
 _QUESTION = (
     "import json, torch; p = torch.cuda.get_device_properties(0); "
@@ -74,10 +75,12 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
         return _of_this_process(torch)
     if not _has_driver():
         return None
-    try:
-        return _by_nvml(first, environment.get("CUDA_DEVICE_ORDER", ""))
-    except _UnsureError:
-        return _of_another_process()
+    order = environment.get("CUDA_DEVICE_ORDER", "")
+    with suppress(_UnsureError):
+        found = with_nvml(lambda nvml: [_read(nvml, first, order)])
+        if found is not None:
+            return found[0]
+    return _of_another_process()
 
 
 def _has_driver() -> bool:
@@ -123,30 +126,15 @@ _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class _UnsureError(Exception):
-    """NVML cannot identify the GPU, or nvidia-ml-py is not installed."""
+    """NVML cannot identify the GPU."""
 
 
-def _by_nvml(visible: str | None, order: str) -> DeviceAtHand | None:
+def _read(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
     """Return the GPU that `CUDA_VISIBLE_DEVICES` names first; None if there is none.
 
     Raises:
         _UnsureError: another process has to identify it.
     """
-    try:
-        import pynvml
-    except ImportError as error:
-        raise _UnsureError from error
-    try:
-        pynvml.nvmlInit()
-        try:
-            return _read(pynvml, visible, order)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise _UnsureError from error
-
-
-def _read(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
     if visible is not None and not visible.isdecimal():
         handle = nvml.nvmlDeviceGetHandleByUUID(visible)
     else:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from memest.errors import UnsupportedError
 from memest.estimator.versions import installed_versions
-
-T = TypeVar("T")
+from memest.packages import with_nvml
 
 _PACKAGES = (
     "torch", "transformers", "lightning", "peft", "bitsandbytes", "accelerate", "deepspeed",
@@ -73,7 +71,7 @@ def query_device(index: int = 0) -> Device:
         memory_bytes=properties.total_memory,
         capability=(properties.major, properties.minor),
         num_sms=properties.multi_processor_count,
-        driver=_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or "unknown",
+        driver=with_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or "unknown",
         num_devices=torch.cuda.device_count(),
     )
 
@@ -90,12 +88,12 @@ def measured_versions() -> dict[str, str]:
 
 def device_used_bytes(index: int = 0) -> int | None:
     """Return memory of all processes by NVML, or None. Opens no CUDA context."""
-    return _nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
+    return with_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
 def device_clock_mhz(index: int = 0) -> int | None:
     """Return the clock of the multiprocessors by NVML, MHz, or None."""
-    return _nvml(
+    return with_nvml(
         lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_handle(nvml, index), nvml.NVML_CLOCK_SM))
     )
 
@@ -109,7 +107,7 @@ def process_figures(used_before: int | None, index: int = 0) -> dict[str, int]:
     import torch
 
     figures: dict[str, int] = {}
-    own = _nvml(lambda nvml: _own_bytes(nvml, index))
+    own = with_nvml(lambda nvml: _own_bytes(nvml, index))
     if own:
         figures["NVML, this process"] = own
     used = device_used_bytes(index)
@@ -136,19 +134,3 @@ def _handle(nvml: Any, index: int) -> Any:
     if chosen.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(chosen))
     return nvml.nvmlDeviceGetHandleByUUID(chosen)
-
-
-def _nvml(read: Callable[[Any], T]) -> T | None:
-    """Return `read(pynvml)` between its init and shutdown; None where NVML is not available."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        try:
-            return read(pynvml)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
