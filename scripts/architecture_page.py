@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from pages import ROOT, with_part
+
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- tree: scripts/architecture_page.py -->\n", "<!-- end of tree -->\n"
 COLUMN = 34
@@ -61,16 +61,9 @@ def tree(folder: Path, known: Mapping[str, str], above: str = "") -> list[str]:
 
 def page(text: str) -> str:
     """Return the page with a tree of the files as they are now."""
-    head, _, rest = text.partition(BEGIN)
     made = "\n".join(tree(ROOT / "memest", glosses(text)))
-    return f"{head}{BEGIN}```\n{made}\n```\n{END}{rest.partition(END)[2]}"
-
-
-def main() -> int:
-    """Write the page."""
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
+    return with_part(text, BEGIN, END, f"```\n{made}\n```\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -21,10 +21,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pages
 import yaml
-from compare_times import write_between
+from compare_times import PAGE
+from pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "validation" / "litgpt_a10g.json"
 START, END = "<!-- table: scripts/compare_litgpt.py -->", "<!-- end of LitGPT's table -->"
 NUM_ROWS = 2000
@@ -53,7 +54,7 @@ def main() -> None:
             if options.write:
                 DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.write or options.page:
-        write_between(START, END, table(data))
+        pages.write_part(PAGE, START, END, f"\n{table(data)}")
     print(summary(data["rows"]))
 
 
@@ -117,24 +118,20 @@ def _memest(arguments: list[str], folder: str) -> None:
 
 def table(data: dict[str, Any]) -> str:
     """Return the Markdown table, with a summary."""
-    lines = [summary(data["rows"]), ""]
-    lines += ["| recipe | published | estimated | error | published | allocated | error |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    rows = []
     for row in data["rows"]:
         if "allocated_bytes" in row:
-            real, gb = row["minutes"], row["allocated_bytes"] / 1e9
-            times = f"{real:.2f} min | | "
+            real, gb, times = row["minutes"], row["allocated_bytes"] / 1e9, ["", ""]
             if "estimated_minutes" in row:
                 made, low, high = row["estimated_minutes"]
-                times = f"{real:.2f} min | {made:.2f} ({low:.1f} to {high:.1f}) | "
-                times += _error(made, real)
-            memory = f"{row['gb']:.2f} GB | {gb:.2f} | {100 * (gb / row['gb'] - 1):+z.1f} %"
-            lines.append(f"| {row['recipe'].removesuffix('.yaml')} | {times} | {memory} |")
-    return "\n".join(lines)
-
-
-def _error(made: float, real: float) -> str:
-    return f"{100 * (made / real - 1):+.0f} %"
+                times = [
+                    f"{made:.2f} ({low:.1f} to {high:.1f})",
+                    f"{100 * (made / real - 1):+.0f} %",
+                ]
+            memory = f"{row['gb']:.2f} GB", f"{gb:.2f}", f"{100 * (gb / row['gb'] - 1):+z.1f} %"
+            rows.append([row["recipe"].removesuffix(".yaml"), f"{real:.2f} min", *times, *memory])
+    head = ["recipe", "published", "estimated", "error", "published", "allocated", "error"]
+    return f"{summary(data['rows'])}\n\n{pages.table(head, rows)}"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -10,10 +10,8 @@ validation/scripts/simulated_ranks.json and writes validation/ranks.md; with `--
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import compare_scripts
-from compare_scripts import FOLDERS, GPU, RESULTS, ROOT, STAYS_THERE, TIMEOUT_S, Case, read
+from compare_scripts import GPU, ROOT, Case, read
 
 os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
 
@@ -88,17 +86,9 @@ from the first. The column `outside` has the distance of the worst rank from its
 
 def main() -> int:
     """Run what is asked for; 1 where a case could not be run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--given", type=Path, help="the folder of scripts that are not ours")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--write", action="store_true", help="keep the intervals, write the page")
-    parser.add_argument("--page", action="store_true", help="write the page of what is kept")
-    options = parser.parse_args()
+    options, given = compare_scripts.parsed(__doc__)
     cases = read("measured_ranks")["cases"]
-    has_given = bool(options.given)
-    wanted = compare_scripts.chosen(cases, options.names, has_given=has_given)
-    given = options.given and options.given.resolve()
+    wanted = compare_scripts.chosen(cases, options.names, has_given=bool(given))
     done = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         todo = {} if options.page else wanted
@@ -106,7 +96,7 @@ def main() -> int:
         for name, found in runs:
             done[name] = found
             if options.write and "error" not in found:
-                keep(name, found)
+                compare_scripts.keep({name: found}, "_ranks")
             print(f"{name:28}", found.get("error") or line_of(cases[name], found), flush=True)
     if options.write or options.page:
         PAGE.write_text(page(), encoding="utf-8")
@@ -117,16 +107,8 @@ def simulate(case: Case, given: Path | None = None) -> dict[str, Any]:
     """`[low, high]` of the bytes allocated and reserved by each of two ranks, and the seconds."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        stays = given is not None and case["origin"] in STAYS_THERE
-        done = subprocess.run(
-            [*RUN, "--json", str(report), *compare_scripts.watched(case, given, folder)],
-            cwd=given / FOLDERS[case["origin"]] if given and stays else folder,
-            env={**compare_scripts.environment(case, given), "LAB_SAMPLES": "400"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
+        command = [*RUN, "--json", str(report), *compare_scripts.watched(case, given, folder)]
+        done = compare_scripts.run(command, case, given, folder, LAB_SAMPLES="400")
         told = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
         if done.returncode or not told:
             return {"error": done.stderr[-400:] or f"exit code {done.returncode}"}
@@ -160,19 +142,6 @@ def line_of(case: Case, found: Mapping[str, Any]) -> str:
         outside = outside_percent(case, found, key)
         told.append(f"{key} {_ranges(found[key])} MiB, {outside:.2f} % outside")
     return "; ".join(told)
-
-
-def keep(name: str, found: Mapping[str, Any]) -> None:
-    """Put an interval into simulated_ranks.json, in the order of measured_ranks.json."""
-    path = RESULTS / "simulated_ranks.json"
-    kept = read("simulated_ranks")["cases"] if path.is_file() else {}
-    kept[name] = found
-    rows = [
-        f"  {json.dumps(n)}: {json.dumps(kept[n])}"
-        for n in read("measured_ranks")["cases"]
-        if n in kept
-    ]
-    path.write_text('{\n "cases": {\n' + ",\n".join(rows) + "\n }\n}\n", encoding="utf-8")
 
 
 def page() -> str:

@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -58,16 +58,9 @@ Case = Mapping[str, Any]
 
 def main() -> int:
     """Run what is asked for; 1 where a case could not be run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--given", type=Path, help="the folder of scripts that are not ours")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--write", action="store_true", help="keep the figures, write the page")
-    parser.add_argument("--page", action="store_true", help="write the page of what is kept")
-    options = parser.parse_args()
+    options, given = parsed(__doc__)
     cases = read("measured")["cases"]
-    wanted = {} if options.page else chosen(cases, options.names, has_given=bool(options.given))
-    given = options.given and options.given.resolve()
+    wanted = {} if options.page else chosen(cases, options.names, has_given=bool(given))
     absent = [name for name, case in wanted.items() if not is_here(case, given)]
     if absent:
         print(f"left out, for what they run is not in {given}: {', '.join(absent)}")
@@ -88,6 +81,18 @@ def main() -> int:
     if options.write or options.page:
         PAGE.write_text(page(), encoding="utf-8")
     return int(any(figures["status"] == "failed" for figures in done.values()))
+
+
+def parsed(doc: str) -> tuple[argparse.Namespace, Path | None]:
+    """The options of the command line, and the folder of scripts that are not ours."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--given", type=Path, help="the folder of scripts that are not ours")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--write", action="store_true", help="keep the figures, write the page")
+    parser.add_argument("--page", action="store_true", help="write the page of what is kept")
+    options = parser.parse_args()
+    return options, options.given and options.given.resolve()
 
 
 def read(name: str) -> dict[str, Any]:
@@ -128,16 +133,7 @@ def simulate(case: Case, given: Path | None = None) -> dict[str, Any]:
         out, report = Path(folder, "figures.json"), Path(folder, "report.json")
         command = [sys.executable, "-m", "memest", "run", "--gpu", GPU, "--json", str(report)]
         command += [str(RESULTS / "watch.py"), "--out", str(out), *watched(case, given, folder)]
-        stays = given is not None and case["origin"] in STAYS_THERE
-        done = subprocess.run(
-            command,
-            cwd=given / FOLDERS[case["origin"]] if given and stays else folder,
-            env=environment(case, given),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
+        done = run(command, case, given, folder)
         if not out.is_file():
             return {"status": "failed", "error": done.stderr[-400:], "steps": []}
         figures: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -147,6 +143,22 @@ def simulate(case: Case, given: Path | None = None) -> dict[str, Any]:
             told = json.loads(report.read_text(encoding="utf-8"))
             figures["unmodelled"] = told["coverage"]["unmodelled"]
         return figures
+
+
+def run(
+    command: Sequence[str], case: Case, given: Path | None, folder: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command on a case, in `folder` or where its script has to stay."""
+    stays = given is not None and case["origin"] in STAYS_THERE
+    return subprocess.run(
+        command,
+        cwd=given / FOLDERS[case["origin"]] if given and stays else folder,
+        env={**environment(case, given), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
 
 
 def watched(case: Case, given: Path | None, out: str) -> list[str]:
@@ -182,14 +194,17 @@ def environment(case: Case, given: Path | None) -> dict[str, str]:
     }
 
 
-def keep(done: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put simulated figures into simulated.json, in the order of measured.json."""
-    path = RESULTS / "simulated.json"
-    kept = read("simulated")["cases"] if path.is_file() else {}
+def keep(done: Mapping[str, Mapping[str, Any]], of: str = "") -> None:
+    """Put simulated figures into simulated.json, in the order of measured.json.
+
+    With `of`, such as `_ranks`, the files are simulated_ranks.json and measured_ranks.json.
+    """
+    path = RESULTS / f"simulated{of}.json"
+    kept = read(path.stem)["cases"] if path.is_file() else {}
     kept |= done
     rows = [
         f"  {json.dumps(name)}: {json.dumps(kept[name])}"
-        for name in read("measured")["cases"]
+        for name in read(f"measured{of}")["cases"]
         if name in kept
     ]
     path.write_text('{\n "cases": {\n' + ",\n".join(rows) + "\n }\n}\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import compare_scripts as scripts
+import pages
 
 from memest.estimator.hardware.pace import SPREAD
 
@@ -85,16 +86,9 @@ def main() -> None:
     if options.write:
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.write or options.page:
-        write_between(START, END, f"\n{summary(data)}\n")
+        pages.write_part(PAGE, START, END, f"\n{summary(data)}\n")
         CASES.write_text(cases_page(data), encoding="utf-8")
     print(summary(data))
-
-
-def write_between(start: str, end: str, text: str) -> None:
-    """Replace what docs/time.md has between two marks."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(start)
-    tail = rest.partition(end)[2]
-    PAGE.write_text(f"{head}{start}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def estimated(name: str, given: Path | None) -> dict[str, Any] | None:

@@ -27,7 +27,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import pages
+from pages import ROOT
+
 DATA = ROOT / "validation" / "torchtitan.json"
 PAGE = ROOT / "docs" / "torchrun.md"
 BEGIN, END = "<!-- torchtitan: scripts/compare_torchtitan.py -->\n", "<!-- end of torchtitan -->\n"
@@ -60,9 +62,7 @@ def main() -> None:
             if not options.rows or row["name"] in options.rows:
                 row["simulated"] = on_four(row, folders[row["benchmark"]], data)
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    tables = table(data) + four_table(data)
-    PAGE.write_text(f"{head}{BEGIN}{tables}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    pages.write_part(PAGE, BEGIN, END, table(data) + four_table(data))
 
 
 def reserved(row: dict[str, Any], benchmark: dict[str, Any], checkout: Path) -> int:
@@ -108,25 +108,25 @@ def words() -> list[bytes]:
 
 def table(data: dict[str, Any]) -> str:
     """Return the Markdown table."""
-    lines = ["| Llama 3.1 | GPUs | published, GiB | simulated | error |", "|---|---|---|---|---|"]
+    rows = []
     for row in data["rows"]:
         made, published = row["reserved_bytes"] / GIB, row["published_gib"]
-        lines.append(
-            f"| {row['what']} | {row['gpus']} {data['benchmarks'][row['benchmark']]['label']}"
-            f" | {published} | {made:.2f} | {100 * (made / published - 1):+.2f} % |"
-        )
-    return "\n" + "\n".join(lines) + "\n\n"
+        gpus = f"{row['gpus']} {data['benchmarks'][row['benchmark']]['label']}"
+        error = f"{100 * (made / published - 1):+.2f} %"
+        rows.append([row["what"], gpus, f"{published}", f"{made:.2f}", error])
+    head = ["Llama 3.1", "GPUs", "published, GiB", "simulated", "error"]
+    return f"\n{pages.table(head, rows)}\n"
 
 
 def four_table(data: dict[str, Any]) -> str:
     """Return the Markdown table of what ran on four GPUs: the largest errors of any rank."""
-    lines = [f"| torchtitan on four {data['four']['gpu']}s | GiB | allocated | reserved |"]
-    lines.append("|---|---|---|---|")
+    rows = []
     for row in data["four"]["rows"]:
         most = max(peaks[1] for peaks in row["measured"].values()) / GIB
         off = [f"{error:+.2f} %" if error else "exact" for error in errors_of(row)]
-        lines.append(f"| {row['what']} | {most:.2f} | {off[0]} | {off[1]} |")
-    return "\n".join(lines) + "\n\n"
+        rows.append([row["what"], f"{most:.2f}", *off])
+    head = [f"torchtitan on four {data['four']['gpu']}s", "GiB", "allocated", "reserved"]
+    return f"{pages.table(head, rows)}\n"
 
 
 def errors_of(row: dict[str, Any]) -> list[float]:

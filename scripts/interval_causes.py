@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any
 
 import compare_scripts
 from compare_ranks import CAUSES, FIGURES, is_wide
-from compare_scripts import GPU, RESULTS, TIMEOUT_S, read
+from compare_scripts import GPU, RESULTS, read
 
 
 def main() -> int:
@@ -42,15 +41,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "causes")
             command = [sys.executable, __file__, "--run", str(out)]
-            done = subprocess.run(
-                [*command, *compare_scripts.watched(cases[name], None, folder)],
-                cwd=folder,
-                env={**compare_scripts.environment(cases[name], None), "LAB_SAMPLES": "400"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=TIMEOUT_S,
-            )
+            command += compare_scripts.watched(cases[name], None, folder)
+            done = compare_scripts.run(command, cases[name], None, folder, LAB_SAMPLES="400")
             ranks = [Path(f"{out}.{rank}") for rank in range(2)]
             if not all(rank.is_file() for rank in ranks):
                 failed = True

@@ -25,9 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from scripts import smoke  # noqa: E402
+import smoke
+from pages import ROOT, table, with_part
 
 STORED = ROOT / "validation" / "matrix.json"
 PAGE = ROOT / "docs" / "versions.md"
@@ -182,32 +181,27 @@ def differs(name: str, case: dict[str, Any]) -> bool:
 
 def page(text: str) -> str:
     """Return the text of the page with its tables made again."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "\n" + section(load()) + "\n" + END + rest.partition(END)[2]
+    return with_part(text, BEGIN, END, f"\n{section(load())}\n")
 
 
 def section(content: dict[str, Any]) -> str:
     """Return the generated part of the page."""
     rows, causes = content["rows"], content["causes"]
-    lines = [
-        _line("environment", "date", "Python", *LIBRARIES),
-        "|---" * (3 + len(LIBRARIES)) + "|",
+    versions = [
+        [name, row["date"], *(row["versions"][each] for each in ("python", *LIBRARIES))]
+        for name, row in rows.items()
     ]
-    for name, row in rows.items():
-        versions = row["versions"]
-        numbers = [versions[library] for library in LIBRARIES]
-        lines.append(_line(name, row["date"], versions["python"], *numbers))
-    lines += ["", _line("case", "developed", *rows), "|---" * (2 + len(rows)) + "|"]
-    for name, peaks in developed().items():
-        cells = (_cell(row["cases"].get(name), peaks) for row in rows.values())
-        lines.append(_line(name, " / ".join(f"{peak / MIB:,.1f}" for peak in peaks), *cells))
-    lines.append("")
-    lines += [f"- **{letter}**: {text}" for letter, text in causes.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    cases = [
+        [name, " / ".join(f"{peak / MIB:,.1f}" for peak in peaks),
+         *(_cell(row["cases"].get(name), peaks) for row in rows.values())]
+        for name, peaks in developed().items()
+    ]  # fmt: skip
+    parts = [
+        table(["environment", "date", "Python", *LIBRARIES], versions),
+        table(["case", "developed", *rows], cases),
+        "".join(f"- **{letter}**: {text}\n" for letter, text in causes.items()),
+    ]
+    return "\n".join(parts)
 
 
 def _cell(case: dict[str, Any] | None, expected: tuple[int, ...]) -> str:

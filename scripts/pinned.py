@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from pages import ROOT, table, with_part
+
 STORED = ROOT / "validation" / "pinned.json"
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN = "<!-- pinned: scripts/pinned.py -->\n"
@@ -124,10 +125,7 @@ def load() -> list[dict[str, Any]]:
 
 def section(entries: list[dict[str, Any]]) -> str:
     """Return the generated part of the page; repositories that did not run yet are left out."""
-    lines = [
-        "| repository | Python | " + " | ".join(SHOWN) + " | moved by memest | script | MiB |",
-        "|---" * (5 + len(SHOWN)) + "|",
-    ]
+    rows = []
     shown = [item for item in entries if "found" in item]
     for entry in sorted(shown, key=lambda item: item["repository"].casefold()):
         found = entry["found"]
@@ -137,16 +135,15 @@ def section(entries: list[dict[str, Any]]) -> str:
         what = f"`{entry['command']}`"
         result = peaks or f"fails: {found['failed']}"
         cells = [f"{entry['repository']}@{entry['commit'][:9]}", entry["python"], *versions]
-        lines.append(f"| {' | '.join([*cells, moved, what, result])} |")
-    lines.append("")
-    lines += [f"- {e['repository']}: {e['note']}" for e in shown if e.get("note")]
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, moved, what, result])
+    head = ["repository", "Python", *SHOWN, "moved by memest", "script", "MiB"]
+    notes = [f"- {e['repository']}: {e['note']}\n" for e in shown if e.get("note")]
+    return f"{table(head, rows)}\n{''.join(notes)}"
 
 
 def page(text: str) -> str:
     """Return the text of the page with its table made again."""
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "\n" + section(load()) + "\n" + END + rest.partition(END)[2]
+    return with_part(text, BEGIN, END, f"\n{section(load())}\n")
 
 
 if __name__ == "__main__":

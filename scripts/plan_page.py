@@ -9,13 +9,14 @@ import ast
 import inspect
 import re
 from itertools import groupby, pairwise
-from pathlib import Path
+
+from pages import ROOT, table, with_part
 
 from memest.plan import TrainingPlan, keys
 from memest.plan.keys import Key
 from memest.plan.training_plan import PLAN_KEYS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
+PAGE = ROOT / "docs" / "plan.md"
 BEGIN, END = "<!-- keys: scripts/plan_page.py -->\n", "<!-- end of keys -->\n"
 
 
@@ -26,24 +27,23 @@ def main() -> None:
 
 def page(text: str) -> str:
     """Return the page `text` with new tables."""
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return f"{before}{BEGIN}{tables()}\n{END}{after}"
+    return with_part(text, BEGIN, END, f"{tables()}\n")
 
 
 def tables() -> str:
     """Return one table for each section of `memest predict --help`."""
     meanings = docstrings()
-    lines: list[str] = []
+    parts: list[str] = []
     sections = list(dict.fromkeys(row.section for row in PLAN_KEYS.values()))
     rows = sorted(PLAN_KEYS.values(), key=lambda row: sections.index(row.section))
     for section, members in groupby(rows, key=lambda row: row.section):
-        lines += [f"\n## {section}\n", "| key | flag | default | meaning |", "|---|---|---|---|"]
-        for row in members:
-            flag = f"`{row.flags[0]}`" if row.flag else ""
-            cells = (f"`{row.name}`", flag, default_of(row), meanings[row.name] + more(row))
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        cells = [
+            (f"`{row.name}`", f"`{row.flags[0]}`" if row.flag else "", default_of(row),
+             meanings[row.name] + more(row))
+            for row in members
+        ]  # fmt: skip
+        parts.append(f"\n## {section}\n\n{table(['key', 'flag', 'default', 'meaning'], cells)}")
+    return "".join(parts)
 
 
 def docstrings() -> dict[str, str]:

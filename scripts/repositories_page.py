@@ -13,14 +13,13 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from pages import ROOT, table, with_part
 
-ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "validation" / "repositories.json"
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN = "<!-- repositories: scripts/repositories_page.py -->\n"
@@ -85,13 +84,10 @@ def share(entries: list[dict[str, Any]], bounds: Bounds) -> str:
 def section(entries: list[dict[str, Any]]) -> str:
     """Return the generated part of the page."""
     core, plans = memest_requires(), memest_requires("plans")
-    lines = ["| lowest torch | core | `[plans]` |", "|---|---|---|"]
+    shares, rows = [], []
     for floor in FLOORS:
         bounds = {**core, "torch": SpecifierSet(f">={floor}")}
-        both = {**bounds, **plans}
-        lines.append(f"| {floor} | {share(entries, bounds)} | {share(entries, both)} |")
-    lines += ["", "| repository | date | file | Python, torch, transformers, NumPy | in the way |"]
-    lines.append("|---|---|---|---|---|")
+        shares.append([floor, share(entries, bounds), share(entries, {**bounds, **plans})])
     every = {**core, "torch": SpecifierSet(f">={FLOORS[0]}"), **plans}
     for entry in sorted(entries, key=lambda e: e["repository"].casefold()):
         pins = pins_of(entry)
@@ -101,16 +97,16 @@ def section(entries: list[dict[str, Any]]) -> str:
             if str(pins.get(name, ""))
         ]
         path = entry["file"] and f"`{entry['file']}`"
-        cells = [entry["repository"], entry["date"], path, ", ".join(named)]
-        lines.append(f"| {' | '.join(cells)} | {', '.join(in_the_way(pins, every))} |")
-    return "\n".join(lines) + "\n"
+        found = ", ".join(in_the_way(pins, every))
+        rows.append([entry["repository"], entry["date"], path, ", ".join(named), found])
+    head = ["repository", "date", "file", "Python, torch, transformers, NumPy", "in the way"]
+    return f"{table(['lowest torch', 'core', '`[plans]`'], shares)}\n{table(head, rows)}"
 
 
 def page(text: str) -> str:
     """Return the text of the page with its table made again."""
     entries = json.loads(LIST.read_text(encoding="utf-8"))
-    before, _, rest = text.partition(BEGIN)
-    return before + BEGIN + "\n" + section(entries) + END + rest.partition(END)[2]
+    return with_part(text, BEGIN, END, f"\n{section(entries)}")
 
 
 if __name__ == "__main__":
