@@ -86,7 +86,7 @@ def main() -> None:
     if options.write:
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if options.write or options.page:
-        pages.write_part(PAGE, START, END, f"\n{summary(data)}\n")
+        pages.write_part(PAGE, START, END, f"\n\n{summary(data)}\n\n")
         CASES.write_text(cases_page(data), encoding="utf-8")
     print(summary(data))
 
