@@ -310,7 +310,8 @@ class Ray(Engine):
                     except ray.exceptions.RayTaskError as error:  # no result that can be sent
                         yield place, _Failure(error)
                     except ray.exceptions.RayError as error:
-                        yield place, _Death(f"as Ray reports: {_first_line(error)}")
+                        first, *_ = [*str(error).strip().splitlines(), ""]
+                        yield place, _Death(f"as Ray reports: {first.strip()[:200]}")
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
@@ -395,10 +396,6 @@ def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engi
             hint="run it on a machine that submits to Slurm, or use `--engine local`",
         )
     return ENGINES[name](workers=workers, gpus=gpus)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
 MADE_BETWEEN_COLLECTIONS = 100_000

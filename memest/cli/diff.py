@@ -10,12 +10,11 @@ from pathlib import Path
 import click
 
 from memest import plots
-from memest.cli.files import make_folder, print_or_write
+from memest.cli.files import make_folder, only_one, print_or_write
 from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH, jobs_option
 from memest.cli.run import with_project
 from memest.cli.terminal import folded, progress_bar
-from memest.errors import PlanError
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
 from memest.report.difference import (
@@ -58,8 +57,7 @@ def diff(
     memest run --json after.json train.py --bs 16
     memest diff before.json after.json --html diff.html
     """
-    if as_json and as_markdown:
-        raise PlanError("`--json` and `--markdown` are given together", hint="choose one")
+    only_one({"--json": as_json, "--markdown": as_markdown})
     reports = read_reports(before), read_reports(after)
     found = differences(*reports)
     for line in unpaired(*reports, found):
@@ -149,8 +147,7 @@ def compare(
     memest compare validation/runs/lab-h200.jsonl
     memest compare validation/runs/*.jsonl --check --tolerance allocated=0.2
     """
-    if as_json and as_markdown:
-        raise PlanError("`--json` and `--markdown` are given together", hint="choose one")
+    only_one({"--json": as_json, "--markdown": as_markdown})
     tolerances = parse_tolerances(tolerance)
     measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     plans = [plan_of(m) for m in measured]

@@ -8,7 +8,7 @@ from statistics import mode
 
 import click
 
-from memest.cli.files import make_folder
+from memest.cli.files import make_folder, only_one
 from memest.cli.group import main
 from memest.cli.options import (
     OUT,
@@ -78,8 +78,7 @@ def explore(
     memest explore --suite lab-a100 -o explorer.html
     memest explore --model gpt2 --model opt-125m --seq-len 512 --gpu rtx-4090
     """
-    if suite is not None and models:
-        raise PlanError("`--suite` and `--model` are given together", hint="choose one")
+    only_one({"--suite": suite, "--model": models})
     if output.suffix not in ("", ".html", ".htm"):
         raise PlanError(f"`{output}` is no .html file", hint="the page is HTML: `explorer.html`")
     sizes = parse_values("batch_size", batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from memest.estimator.replay.recording import Recording
 
 
+def only_one(options: Mapping[str, Any]) -> str:
+    """Return the name of the only option that is given, or an empty text; refuse a second one."""
+    given = [name for name, value in options.items() if value]
+    if len(given) > 1:
+        raise PlanError(f"`{given[0]}` and `{given[1]}` are given together", hint="choose one")
+    return "".join(given)
+
+
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that have a value."""
     return {k: v for k, v in flags.items() if v is not None and v != ()}
@@ -33,8 +41,7 @@ def read_plans(
 
     A command that `tries_lora` also reads options of adapters for a full fine-tune.
     """
-    if config is not None and suite is not None:
-        raise PlanError("`--config` and `--suite` are given together", hint="choose one")
+    only_one({"--config": config, "--suite": suite})
     if suite is not None:
         plans = read_suite(suite, given)
     else:

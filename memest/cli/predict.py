@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memest.cli.files import given_only, print_or_write, read_plans, with_gpus, write_pages
+from memest.cli.files import (
+    given_only,
+    only_one,
+    print_or_write,
+    read_plans,
+    with_gpus,
+    write_pages,
+)
 from memest.cli.group import OOM_EXIT_CODE, main, print_error
 from memest.cli.options import (
     OUT,
@@ -123,15 +130,12 @@ def _check_output(
     whole: WholeTraining,
 ) -> None:
     """Refuse options of the output that exclude each other, or would do nothing."""
-    forms = {"--json": as_json, "--summary": summary, "--emit": emit}
-    given = [name for name, value in forms.items() if value]
-    if len(given) > 1:
-        raise PlanError(f"`{given[0]}` and `{given[1]}` are given together", hint="choose one")
+    form = only_one({"--json": as_json, "--summary": summary, "--emit": emit})
     if resume and (suite is None or output is None):
         raise PlanError("`--resume` needs `--suite` and `-o`", hint="results are stored next to it")
-    if whole.is_given and (given or suite is not None):
+    if whole.is_given and (form or suite is not None):
         raise PlanError(
-            f"hours and prices are not part of `{[*given, '--suite'][0]}`",
+            f"hours and prices are not part of `{form or '--suite'}`",
             hint="leave it out, or use `memest cheapest --json`",
         )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from memest.child import signals_once
-from memest.cli.files import write_pages
+from memest.cli.files import only_one, write_pages
 from memest.cli.group import OOM_EXIT_CODE, main, print_error
 from memest.cli.options import (
     OUT,
@@ -226,11 +226,9 @@ def run(
 
 def _check_form(output: Mapping[str, Any]) -> None:
     """Refuse forms of the report that exclude each other, and prices in one without them."""
-    forms = [f"--{name}" for name in ("summary", "emit") if output[name]]
-    if len(forms) > 1:
-        raise PlanError("`--summary` and `--emit` are given together", hint="choose one")
-    if forms and output["whole"].is_given:
-        raise PlanError(f"hours and prices are not part of `{forms[0]}`", hint="leave one out")
+    form = only_one({f"--{name}": output[name] for name in ("summary", "emit")})
+    if form and output["whole"].is_given:
+        raise PlanError(f"hours and prices are not part of `{form}`", hint="leave one out")
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:

@@ -170,8 +170,7 @@ def _check_shards(plan: TrainingPlan) -> None:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "int | None": (int,), "str": (str,), "str | None": (str,), "bool": (bool,),
-    "bool | None": (bool,), "float": (float, int), "float | None": (float, int),
+    "int": (int,), "str": (str,), "bool": (bool,), "float": (float, int),
     "tuple[str, ...]": (tuple,), "tuple[int, ...]": (tuple,),
     "tuple[tuple[str, Any], ...]": (tuple,),
 }  # fmt: skip
@@ -182,7 +181,7 @@ _KIND_NAMES = {
 
 
 def _check_type(row: Key, value: Any) -> None:
-    kinds = _KINDS[row.type]
+    kinds = _KINDS[row.type.removesuffix(" | None")]
     is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if value is None and "None" in row.type:
         is_right = True

@@ -7,6 +7,7 @@ from typing import Any
 
 from memest import __version__
 from memest.report import Report
+from memest.units import GIB, counted
 
 MINUS = "\N{MINUS SIGN}"  # as wide as a plus
 DOT = " \N{MIDDLE DOT} "
@@ -60,44 +61,32 @@ def label_of(strategy: str) -> str:
 
 
 def setting_words(plan: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a plan within its model: precision, batch, optimizer, technique.
+    """Return the settings of a plan within its model: precision, batch, optimizer and others that
+    are not the default.
 
     >>> setting_words({"precision": "bf16-true", "batch_size": 16, "accumulate_grad_batches": 4,
     ...                "optim": "adamw", "use_lora": True, "lora_r": 8})
     ['bf16-true', 'batch 16 x 4', 'adamw', 'LoRA 8']
     """
-    words = []
-    if plan.get("precision"):
-        words.append(str(plan["precision"]))
-    if plan.get("batch_size"):
-        count = plan.get("accumulate_grad_batches") or 1
-        words.append(f"batch {plan['batch_size']}{f' x {count}' if count > 1 else ''}")
-    if plan.get("optim"):
-        words.append(str(plan["optim"]))
-    return words + technique_words(plan)
-
-
-def technique_words(plan: Mapping[str, Any]) -> list[str]:
-    """Return adapters, quantisation, checkpointing, strategy and attention if not default."""
-    words = []
-    adapter = "QLoRA" if plan.get("use_qlora") else "LoRA" if plan.get("use_lora") else ""
-    if adapter:
-        words.append(f"{adapter} {plan.get('lora_r', '')}".strip())
-    if plan.get("use_dora"):
-        words.append("DoRA")
-    if plan.get("act_ckpt"):
-        words.append("checkpointing")
-    if plan.get("freeze"):
-        words.append("frozen parts")
-    if plan.get("attn_implementation") not in (None, "", "sdpa"):
-        words.append(str(plan["attn_implementation"]))
+    count, batch = plan.get("accumulate_grad_batches") or 1, plan.get("batch_size")
+    adapter = "QLoRA" if plan.get("use_qlora") else "LoRA"
     strategy, devices = plan.get("strategy") or "auto", plan.get("devices") or 1
-    if strategy != "auto" or devices > 1:
-        name = label_of("ddp" if strategy == "auto" else strategy)
-        words.append(f"{name} on {devices} GPU{'s' if devices > 1 else ''}")
-    if plan.get("memory_limit"):
-        words.append(f"capped at {plan['memory_limit'] / 2**30:.4g} GiB")
-    return words
+    name = label_of("ddp" if strategy == "auto" else strategy)
+    limit, attention = plan.get("memory_limit"), plan.get("attn_implementation")
+    words = {
+        str(plan.get("precision")): plan.get("precision"),
+        f"batch {batch}{f' x {count}' if count > 1 else ''}": batch,
+        str(plan.get("optim")): plan.get("optim"),
+        f"{adapter} {plan.get('lora_r', '')}".strip(): plan.get("use_qlora")
+        or plan.get("use_lora"),
+        "DoRA": plan.get("use_dora"),
+        "checkpointing": plan.get("act_ckpt"),
+        "frozen parts": plan.get("freeze"),
+        str(attention): attention not in (None, "", "sdpa"),
+        f"{name} on {counted(devices, 'GPU')}": strategy != "auto" or devices > 1,
+        f"capped at {(limit or 0) / GIB:.4g} GiB": limit,
+    }
+    return [text for text, is_said in words.items() if is_said]
 
 
 def token_words(reports: Sequence[Report]) -> str:

@@ -155,14 +155,9 @@ def _heading_of_plan(prediction: Prediction) -> list[str]:
     lines = ["  ".join(facts)]
     if prediction.name != plan["model_name"]:
         lines.append(f"model {plan['model_name']}")
-    lines.append(f"{model['class']}: {parameters_of(model)}")
+    counts = map(format_count, (model["num_params"], model["num_trainable_params"]))
+    lines.append("{}: {} parameters, {} trained".format(model["class"], *counts))
     return lines
-
-
-def parameters_of(model: Mapping[str, Any]) -> str:
-    """Parameters of a model and how many are trained, for a report."""
-    trained = format_count(model["num_trainable_params"])
-    return f"{format_count(model['num_params'])} parameters, {trained} trained"
 
 
 def _strategy(plan: Mapping[str, Any]) -> str:
