@@ -50,7 +50,7 @@ def plot_fragmentation(
             title = f"out of memory in step {runs[0].failed_step + 1}"
         lengths = report.plan.get("lengths")
         span = f"{min(lengths)} to {max(lengths)} tokens" if lengths else ""
-        canvas.write_title(f"{report.name}: {title}", plan_line([report], span))
+        canvas.write_title(f"{report.name}: {title}", plan_line(report, span))
         canvas.write(0.4, 1.2, _reason(runs[0], gpu_limit_bytes), size=VALUE, gid="reason")
     return canvas.figure
 

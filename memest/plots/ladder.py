@@ -20,7 +20,6 @@ from memest.plots.style import (
     WIDTH,
     Canvas,
     Panel,
-    name_and_tag,
     require,
     row_size,
     shortened,
@@ -37,85 +36,49 @@ from memest.plots.words import (
     token_words,
     version_words,
 )
-from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, StepTime
+from memest.report import Outcome, Prediction, StepTime
 from memest.units import GIB
 
 CACHED = "cached"  # reserved at the peak and not allocated
 UNKNOWN = "unknown"  # kind of the need beyond a failure, whose contents were not predicted
 
 
-def peak_parts(report: Prediction | Measurement) -> dict[str, int]:
-    """Return bytes at the peak by the kinds of `KINDS`; they add up to the peak allocated.
-
-    A measurement has only the probe's figures at the two phases around the peak. Memory alive at
-    either counts, except for gradients that may be missing inside the first backward. The rest is
-    `rest`, or activations in a forward that ran out of memory.
-    """
-    if isinstance(report, Prediction):
-        parts = dict.fromkeys(KINDS, 0)
-        for term in report.terms:
-            parts[term.kind if term.kind in parts else "rest"] += term.num_bytes
-        return {k: n for k, n in parts.items() if n or k not in OF_STRATEGIES}
-    around = _around_peak(report)
-    left, parts = report.peak_allocated_bytes, {}
-    for kind in KINDS[:4]:
-        parts[kind] = min(left, max((row.kinds[kind] for row in around), default=0))
-        left -= parts[kind]
-    if len(around) == 1 and around[0].phase is Phase.BEFORE_FORWARD:
-        return parts | {"activations": parts["activations"] + left, "rest": 0}
-    return parts | {"rest": left}
+def peak_parts(report: Prediction) -> dict[str, int]:
+    """Return bytes at the peak by the kinds of `KINDS`; they add up to the peak allocated."""
+    parts = dict.fromkeys(KINDS, 0)
+    for term in report.terms:
+        parts[term.kind if term.kind in parts else "rest"] += term.num_bytes
+    return {k: n for k, n in parts.items() if n or k not in OF_STRATEGIES}
 
 
-def _around_peak(report: Measurement) -> list[PhaseRow]:
-    """Return the phases before and after the peak; the last alone if the run ended in between."""
-    rows = report.phases
-    highest = max(rows, key=lambda row: row.peak_allocated_bytes, default=None)
-    if highest is None or highest.peak_allocated_bytes < report.peak_allocated_bytes:
-        return list(rows[-1:])
-    index = rows.index(highest)
-    return list(rows[max(0, index - 1) : index + 1])
-
-
-def need_parts(
-    report: Prediction | Measurement, unlimited: Prediction | None = None
-) -> dict[str, int]:
+def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[str, int]:
     """Return `needs_bytes` of a report by kind, including the cache; they add up.
 
     `unlimited` is the same plan on a GPU that holds it, for a plan that does not fit. Without it,
     bytes beyond the failure are `UNKNOWN`.
     """
-    if report.verdict is Outcome.OOM and isinstance(report, Prediction) and unlimited is not None:
-        parts, beyond = peak_parts(unlimited), CACHED
-    else:
-        parts = peak_parts(report)
-        beyond = UNKNOWN if report.verdict is Outcome.OOM else CACHED
+    is_oom = report.verdict is Outcome.OOM
+    parts = peak_parts(unlimited if is_oom and unlimited is not None else report)
     left = report.needs_bytes
     for kind, size in parts.items():
         parts[kind] = min(size, left)
         left -= parts[kind]
-    return parts | {beyond: left}
+    return parts | {UNKNOWN if is_oom and unlimited is None else CACHED: left}
 
 
-def word_on(report: Prediction | Measurement, limit_bytes: int, gpu: str = "") -> str:
+def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
     """Return the verdict's word on a GPU that can reserve `limit_bytes`; `?` if unknown.
 
     A stored verdict has this limit. Otherwise a run fits its peak reserved, and not less than its
-    peak allocated. A run that fitted one GPU is assumed to fit a larger one.
+    peak allocated.
     """
-    if report.verdict is Outcome.FAILED:
-        return "?"
     for name, verdict in report.verdicts.items():
         is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")
         if is_gpu or verdict.limit_bytes == limit_bytes:
             return verdict.word
     if report.peak_allocated_bytes > limit_bytes:
         return Outcome.OOM.word
-    reserved = report.peak_reserved_bytes
-    if isinstance(report, Prediction):
-        reserved = report.unlimited_reserved_bytes
-    elif report.verdict is Outcome.OOM:
-        return "?"  # how much it would have needed was not measured
-    return Outcome.FITS.word if reserved <= limit_bytes else "?"
+    return Outcome.FITS.word if report.unlimited_reserved_bytes <= limit_bytes else "?"
 
 
 MAX_ROWS = 18  # above which the slide becomes taller instead of the type smaller
@@ -126,8 +89,6 @@ _FAR = 1.5  # a GPU that holds this many times the longest bar has only a column
 _LINES = 0.30  # inches of a line of words over the chart
 _BAR = 0.78  # of the height of a row
 _ROW = 0.62  # inches of a row at most
-
-Row = Prediction | Measurement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +116,7 @@ class _Layout:
 
 
 def plot_ladder(
-    reports: Sequence[Row],
+    reports: Sequence[Prediction],
     *,
     limits: Mapping[str, int],
     dark: bool = False,
@@ -194,7 +155,7 @@ def plot_ladder(
 
 
 def _layout(
-    reports: Sequence[Row], words: Sequence[tuple[str, str]], gpus: Sequence[tuple[str, int]]
+    reports: Sequence[Prediction], words: Sequence[tuple[str, str]], gpus: Sequence[tuple[str, int]]
 ) -> _Layout:
     """Choose sizes so that all rows and columns have room."""
     longest = max(report.needs_bytes for report in reports)
@@ -219,9 +180,8 @@ def _layout(
     )  # fmt: skip
 
 
-def _words(report: Row, reports: Sequence[Row]) -> tuple[str, str]:
+def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
     """Return the name of an experiment, and in small type its distinguishing settings."""
-    is_mixed = len({r.kind for r in reports}) > 1
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
     first = re.sub(r"\W|_", "", report.name.split()[0] if report.name.split() else "").casefold()
@@ -229,7 +189,7 @@ def _words(report: Row, reports: Sequence[Row]) -> tuple[str, str]:
         details.insert(0, model)
     if len({r.plan.get("seq_len") for r in reports}) > 1 and report.plan.get("seq_len"):
         details.append(f"{report.plan['seq_len']} tokens")
-    return report.name + (f" ({report.kind})" if is_mixed else ""), dotted(*details)
+    return report.name, dotted(*details)
 
 
 def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:
@@ -238,7 +198,7 @@ def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = Fa
     return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
 
 
-def _own_limit(report: Row, layout: _Layout) -> float | None:
+def _own_limit(report: Prediction, layout: _Layout) -> float | None:
     """Return GiB of the GPU of the report, if it is out of memory there."""
     if report.verdict is not Outcome.OOM:
         return None
@@ -250,11 +210,9 @@ def _own_limit(report: Row, layout: _Layout) -> float | None:
 
 def _write_name(panel: Panel, row: int, words: tuple[str, str], layout: _Layout) -> None:
     room, (name, detail) = layout.left - _LEFT - 0.12, words
-    tag = name[name.rindex(" (") :] if name.endswith(("(predicted)", "(measured)")) else ""
-    name = name_and_tag(name.removesuffix(tag), tag, layout.name, room, bold=True)
     panel.write_in_row(
-        -0.12, row + (-0.19 if detail else 0.0), name, ha="right", size=layout.name, weight="bold",
-        gid=f"{row}:name",
+        -0.12, row + (-0.19 if detail else 0.0), shortened(name, layout.name, room, bold=True),
+        ha="right", size=layout.name, weight="bold", gid=f"{row}:name",
     )  # fmt: skip
     panel.write_in_row(
         -0.12, row + 0.27, shortened(detail, layout.detail, room), ha="right", size=layout.detail,
@@ -263,7 +221,7 @@ def _write_name(panel: Panel, row: int, words: tuple[str, str], layout: _Layout)
 
 
 def _draw_bar(
-    panel: Panel, row: int, report: Row, parts: Mapping[str, int], layout: _Layout
+    panel: Panel, row: int, report: Prediction, parts: Mapping[str, int], layout: _Layout
 ) -> None:
     axes, theme = panel.axes, panel.theme
     own, base = _own_limit(report, layout), 0.0
@@ -327,7 +285,7 @@ def _draw_limits(panel: Panel, layout: _Layout) -> None:
         )  # fmt: skip
 
 
-def _draw_columns(panel: Panel, reports: Sequence[Row], layout: _Layout) -> None:
+def _draw_columns(panel: Panel, reports: Sequence[Prediction], layout: _Layout) -> None:
     """Write the needs as numbers, then a column per GPU: fits, tight, OOM, or ? where unknown."""
     right = panel.width + _TOTAL - 0.1
     _write_head(panel, "needs", right, align="right")
@@ -369,15 +327,14 @@ def _write_head(panel: Panel, text: str, x: float, *, align: str) -> None:
 
 
 def _write_title(
-    canvas: Canvas, reports: Sequence[Row], limits: Mapping[str, int], suite: str
+    canvas: Canvas, reports: Sequence[Prediction], limits: Mapping[str, int], suite: str
 ) -> None:
     several = any((r.plan.get("devices") or 1) > 1 for r in reports)
     noun = "experiment" if len(reports) == 1 else "experiments"
     of_suite = f" of {suite}" if suite else ""
-    kinds = " and ".join(dict.fromkeys(report.kind for report in reports))
     taken = max((_taken_bytes(report, limits) for report in reports), default=0)
     subtitle = dotted(
-        f"{len(reports)} {noun}{of_suite}, {kinds} for {gpu_words(reports)}",
+        f"{len(reports)} {noun}{of_suite}, predicted for {gpu_words(reports)}",
         token_words(reports),
         f"NCCL takes up to {taken / GIB:.1f} GiB off each line" if taken and several else "",
         version_words(reports),
@@ -386,7 +343,7 @@ def _write_title(
     canvas.write_title(f"What {own} has to hold at the peak, GiB", subtitle)
 
 
-def _taken_bytes(report: Row, limits: Mapping[str, int]) -> int:
+def _taken_bytes(report: Prediction, limits: Mapping[str, int]) -> int:
     """Return the bytes by which libraries of several GPUs lower a GPU's limit."""
     if report.plan.get("memory_limit"):
         return 0
@@ -394,7 +351,9 @@ def _taken_bytes(report: Row, limits: Mapping[str, int]) -> int:
     return max((limits[gpu] - n for gpu, n in usable.items() if gpu in limits), default=0)
 
 
-def _write_keys(canvas: Canvas, reports: Sequence[Row], parts: Sequence[Mapping[str, int]]) -> None:
+def _write_keys(
+    canvas: Canvas, reports: Sequence[Prediction], parts: Sequence[Mapping[str, int]]
+) -> None:
     theme = canvas.theme
     used = {kind for row in parts for kind, size in row.items() if size}
     names = {"rest": "temporaries, rest"}

@@ -222,7 +222,7 @@ def _write_words(canvas: Canvas, reports: Sequence[Report], step: int, micro_bat
     else:
         end = ", ".join(f"{r.kind}: {r.word}" for r in reports)
     title = f"{reports[0].name}: step {step + 1}"
-    canvas.write_title(title, plan_line(reports[:1], which, end))
+    canvas.write_title(title, plan_line(reports[0], which, end))
 
 
 def _write_keys(canvas: Canvas, *, is_distributed: bool) -> None:

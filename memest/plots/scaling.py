@@ -238,7 +238,7 @@ def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
 def subtitle_of(report: Prediction) -> str:
     """Return a description of the plan, whatever the number of GPUs."""
     plan = {**report.plan, "devices": 1, "strategy": "auto"}
-    return plan_line([replace(report, plan=plan)], "per GPU, predicted")
+    return plan_line(replace(report, plan=plan), "per GPU, predicted")
 
 
 def _missing_words(lines: Sequence[ScalingLine]) -> str:

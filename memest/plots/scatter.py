@@ -16,9 +16,9 @@ from memest.plots.style import (
     VALUE,
     WIDTH,
     Canvas,
-    name_and_tag,
     require,
     row_size,
+    shortened,
     slide,
     text_width,
 )
@@ -127,7 +127,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     rows = _listed(pairs)
     height = HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = row_size(len(rows), height)
-    names = [name_and_tag(m.name, _tag(p, m), size, 3.4) for p, m in rows]
+    names = [_name(*pair, size) for pair in rows]
     left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
     width = WIDTH - 0.3 - 2 * _COLUMN - left
     panel = canvas.panel(left, _ERRORS_BOTTOM, width, height, grid="x")
@@ -215,7 +215,8 @@ def _listed(pairs: Sequence[Pair]) -> list[Pair]:
     return [pairs[index] for index in sorted(kept)]
 
 
-def _tag(predicted: Prediction, measured: Measurement) -> str:
-    if predicted.verdict is not measured.verdict:
-        return " (verdicts differ)"
-    return " (OOM)" if measured.verdict is Outcome.OOM else ""
+def _name(predicted: Prediction, measured: Measurement, size: float) -> str:
+    """Return the name of a run, cut if it is long, and a remark on its verdict."""
+    tag = " (OOM)" if measured.verdict is Outcome.OOM else ""
+    tag = tag if predicted.verdict is measured.verdict else " (verdicts differ)"
+    return shortened(measured.name, size, 3.4 - text_width(tag, size)) + tag

@@ -88,11 +88,6 @@ def first_size(text: str, sizes: Sequence[float], inches: float, *, bold: bool =
     return next((s for s in sizes if text_width(text, s, bold=bold) <= inches), sizes[-1])
 
 
-def name_and_tag(name: str, tag: str, size: float, inches: float, *, bold: bool = False) -> str:
-    """Return `name` and `tag`, the name cut where both together are wider than `inches`."""
-    return shortened(name, size, inches - text_width(tag, size, bold=bold), bold=bold) + tag
-
-
 def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
     """Return the name of a GPU's line, shortened to `inches`."""
     text = f"{gpu_label(gpu)}: {limit_bytes / GIB:.1f} GiB usable"

@@ -109,12 +109,11 @@ def version_words(reports: Sequence[Report] = ()) -> str:
     return f"memest {', '.join(versions) or __version__}"
 
 
-def plan_line(reports: Sequence[Report], *others: str) -> str:
-    """Return plan, GPU and tokens of reports of one plan, the other words, and the version."""
-    plan = reports[0].plan
-    model = str(plan.get("model_name", ""))
-    said = [] if model and model in reports[0].name else [model.rsplit("/", 1)[-1]]
+def plan_line(report: Report, *others: str) -> str:
+    """Return plan, GPU and tokens of a report, the other words, and the version."""
+    model = str(report.plan.get("model_name", ""))
+    said = [] if model and model in report.name else [model.rsplit("/", 1)[-1]]
     return dotted(
-        *said, *setting_words(plan), token_words(reports), gpu_words(reports), *others,
-        version_words(reports),
+        *said, *setting_words(report.plan), token_words([report]), gpu_words([report]), *others,
+        version_words([report]),
     )  # fmt: skip

@@ -455,9 +455,6 @@ class Measurement(Report):
 
     kind: ClassVar[str] = "measured"
 
-    verdicts: ClassVar[Mapping[str, Verdict]] = {}
-    """Only predictions have verdicts on other GPUs."""
-
     device: Mapping[str, Any]
     """Fields of the machine: `name` and `memory_bytes` of the GPU, `driver`, `sm_clock_mhz` after
     the last step.
@@ -482,11 +479,6 @@ class Measurement(Report):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the report that `to_dict` wrote, also before plans had `quant_load`."""
         return super().from_dict({**values, "plan": _plan_as_run(values["plan"])})
-
-    @property
-    def needs_bytes(self) -> int:
-        """Reserved bytes; for a run out of memory, a lower bound of the unknown need."""
-        return max(self.peak_reserved_bytes, self.peak_allocated_bytes)
 
 
 class Ending(StrEnum):

@@ -198,7 +198,7 @@ class PredictionTable(list[Prediction]):
             ".memest td.may{background:#7a5c00;color:#fff}"
         )
         rows = _suite_rows(self)
-        return f'<style>{style}</style><div class="memest">{html_table(rows, text=1)}</div>'
+        return f'<style>{style}</style><div class="memest">{html_table(rows)}</div>'
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
@@ -235,7 +235,7 @@ def _times(report: SimulatedReport) -> str:
     if not report.times:
         return ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in time_notes(report))
-    rows = html_table(time_cells(report), text=1)
+    rows = html_table(time_cells(report))
     return f'<h2>Estimated time of a step</h2>{rows}<ul class="muted">{notes}</ul>'
 
 
@@ -255,23 +255,23 @@ def _of_plan(report: Prediction) -> list[str]:
         lambda dark: plots.plot_phases(report, None, gpu_limit_bytes=limit, dark=dark),
         "params, grads, optimizer and activations at the four phases of a step",
     )
-    return ["<h2>At the four phases</h2>", drawn, html_table(phase_rows(report), text=1)]
+    return ["<h2>At the four phases</h2>", drawn, html_table(phase_rows(report))]
 
 
 def _of_script(report: RunReport) -> list[str]:
     return [
         RANKS + _ranks(report),
         "<h2>By line of the script</h2>"
-        + html_table(_line_rows(report.lines, unit_in(report)), text=1, notes=True),
-        "<h2>By module</h2>" + html_table(module_rows(report), text=1),
-        "<h2>Phases and steps</h2>" + html_table(level_rows(report), text=1),
+        + html_table(_line_rows(report.lines, unit_in(report)), notes=True),
+        "<h2>By module</h2>" + html_table(module_rows(report)),
+        "<h2>Phases and steps</h2>" + html_table(level_rows(report)),
     ]
 
 
 def _ranks(report: RunReport) -> str:
     if not report.ranks:
         return ""
-    return "<h2>By rank</h2>" + html_table(rank_rows(report), text=1, notes=True)
+    return "<h2>By rank</h2>" + html_table(rank_rows(report), notes=True)
 
 
 def with_all_ranks(rendered: str, report: RunReport) -> str:
@@ -355,7 +355,7 @@ def _many(reports: Sequence[Prediction]) -> str:
         [
             f"<h1>GPU memory of {len(reports)} experiments</h1>",
             f'<p class="muted">Predicted; GiB at the peak on {escape(reports[0].gpu)}.</p>',
-            html_table(_suite_rows(reports), text=1),
+            html_table(_suite_rows(reports)),
             "<h2>Against the GPUs</h2>",
             chart(
                 lambda dark: plots.plot_ladder(reports, limits=limits, dark=dark),
@@ -434,7 +434,7 @@ def _terms(report: SimulatedReport) -> str:
     note = "" if report.is_script else "arithmetic"
     rows = [["held for", unit_in(report).name, "share", note], *term_cells(report)]
     rows.append(["peak allocated", unit_in(report).of(report.peak_allocated_bytes), "100.0 %", ""])
-    return html_table(rows, text=1, notes=True)
+    return html_table(rows, notes=True)
 
 
 def _assumed(report: SimulatedReport) -> str:
@@ -448,15 +448,15 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
-def html_table(rows: Iterable[Sequence[str]], *, text: int, notes: bool = False) -> str:
-    """A table whose first `text` columns, and the last if it holds `notes`, are words."""
+def html_table(rows: Iterable[Sequence[str]], *, notes: bool = False) -> str:
+    """A table whose first column, and the last if it holds `notes`, are words."""
     head, *body = rows
     last = len(head) - 1
 
     def kind(column: int, cell: str) -> str:
         if notes and column == last:
             return ' class="note"'
-        if column < text:
+        if column == 0:
             return ' class="text"'
         kinds = {"OOM": "bad", "tight": "tight", "may": "may"}
         return f' class="{kinds[cell]}"' if cell in kinds else ""
