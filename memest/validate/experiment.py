@@ -36,12 +36,6 @@ from memest.validate.device import (
 )
 from memest.writing import write_whole
 
-_OF_PROCESS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin")
-_OF_MACHINE = ("MemAvailable", "MemFree", "Cached", "Shmem")
-
-_EXPLAINING = ("moment", "RssAnon", "RssShmem", "pinned_allocated", "MemAvailable")
-"""Keys of `explaining`; free memory of the whole machine checks the sum over the ranks."""
-
 BEFORE_MODEL = "before the model"
 AFTER_SETUP = "after the strategy's setup"
 
@@ -49,11 +43,12 @@ AFTER_SETUP = "after the strategy's setup"
 def sample_host(moment: str) -> dict[str, Any]:
     """Return bytes by the names of `/proc/self/status` and `/proc/meminfo`, where they exist.
 
-    Once CUDA is open, torch's pinned memory is added, which need not count as the process's.
+    Once CUDA is open, torch's pinned memory is added, which need not count as the process's. Free
+    memory of the whole machine checks the sum over the ranks.
     """
-    found: dict[str, Any] = {"moment": moment}
-    found |= _read("/proc/self/status", _OF_PROCESS)
-    return found | _read("/proc/meminfo", _OF_MACHINE) | _pinned()
+    of_process = _read("/proc/self/status", ("RssAnon", "RssShmem"))
+    of_machine = _read("/proc/meminfo", ("MemAvailable",))
+    return {"moment": moment, **of_process, **_pinned(), **of_machine}
 
 
 def _peak_host_bytes() -> int:
@@ -80,14 +75,13 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
 
 
 def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples behind `held_bytes` and of the strategy's setup, with few keys."""
+    """Return the samples behind `held_bytes` and of the strategy's setup."""
     if not samples:
         return []
     by_moment = {s["moment"]: s for s in reversed(samples)}  # the first of each
     highest = max(samples, key=_own_bytes)
     chosen = [by_moment[m] for m in (BEFORE_MODEL, AFTER_SETUP) if m in by_moment]
-    chosen += [] if any(s is highest for s in chosen) else [highest]
-    return [{k: s[k] for k in _EXPLAINING if k in s} for s in chosen]
+    return chosen + ([] if any(s is highest for s in chosen) else [highest])
 
 
 def _own_bytes(sample: dict[str, Any]) -> int:
@@ -110,14 +104,8 @@ def _pinned() -> dict[str, int]:
     read = getattr(torch.cuda, "host_memory_stats", None)
     if read is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
-    stats = read()
-    names = {
-        "allocated_bytes.current": "pinned_allocated",
-        "allocated_bytes.peak": "pinned_allocated_peak",
-        "active_bytes.current": "pinned_active",
-        "active_bytes.peak": "pinned_active_peak",
-    }
-    return {name: int(stats[key]) for key, name in names.items() if key in stats}
+    stats, key = read(), "allocated_bytes.current"
+    return {"pinned_allocated": int(stats[key])} if key in stats else {}
 
 
 ACTIONS = {
