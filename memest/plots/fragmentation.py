@@ -115,13 +115,13 @@ def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) ->
 
 def _draw_limit(panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int) -> None:
     """Draw the GPU's line, with its name where the fewest lines pass."""
-    limit, top = limit_bytes / GIB, panel.axes.get_ylim()[1]
-    if limit > top:
+    top = panel.axes.get_ylim()[1]
+    if limit_bytes / GIB > top:
         return
     across, up = panel.width / len(runs[0].reserved), panel.height / (GIB * top)
     curves = [*(run.reserved for run in runs), runs[0].allocated]
     points = [(step * across, size * up) for curve in curves for step, size in enumerate(curve)]
-    panel.draw_limit_apart(report.gpu, limit_bytes, limit / top * panel.height, points)
+    panel.draw_limit_apart(report.gpu, limit_bytes, points)
 
 
 def _draw_column(panel: Panel, runs: Sequence[Growth]) -> None:

@@ -163,35 +163,24 @@ def _draw_line(panel: Panel, line: ScalingLine) -> None:
 
 def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw the GPU's line, its name over or under it where no strategy passes, if there is room."""
-    limit_bytes = _limits(lines)[0]
-    x_low, x_high = (log2(edge) for edge in panel.axes.get_xlim())
-    y_low, y_high = (log2(edge) for edge in panel.axes.get_ylim())
-    per_x, per_y = panel.width / (x_high - x_low), panel.height / (y_high - y_low)
-    limit = (log2(limit_bytes / GIB) - y_low) * per_y
     points: list[tuple[float, float]] = []
     for line in lines:
-        ends = [
-            ((log2(n) - x_low) * per_x, (log2(r.needs_bytes / GIB) - y_low) * per_y)
-            for n, r in line.reports.items()
-        ]
+        ends = panel.inches((n, r.needs_bytes / GIB) for n, r in line.reports.items())
         for (x0, y0), (x1, y1) in pairwise([ends[0], *ends]):
             points += [(x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40) for i in range(41)]
-    panel.draw_limit_apart(_last(lines[0]).gpu, limit_bytes, limit, points)
+    panel.draw_limit_apart(_last(lines[0]).gpu, _limits(lines)[0], points)
 
 
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw a block for each strategy, next to the end of its line where others leave room."""
     axes, width, height = panel.axes, panel.width, panel.height
-    first, last = (log2(limit) for limit in axes.get_xlim())
-    low, high = (log2(limit) for limit in axes.get_ylim())
-    ends = [(log2(_last(line).needs_bytes / GIB) - low) / (high - low) * height for line in lines]
+    ends = panel.inches((max(line.reports), _last(line).needs_bytes / GIB) for line in lines)
     block = min(_BLOCK, height / len(lines))
-    places = spread(ends, block, height)
+    places = spread([end for _, end in ends], block, height)
     size = min(LABEL, 72 * block / 2.6)
-    for line, end, place in zip(lines, ends, places, strict=True):
+    for line, (start, end), place in zip(lines, ends, places, strict=True):
         look = look_of(line.strategy, panel.theme)
-        start = ((log2(max(line.reports)) - first) / (last - first) + 0.02) * width
-        panel.lead((start, end), (width + 0.25, place), (width + 0.34, place),
+        panel.lead((start + 0.02 * width, end), (width + 0.25, place), (width + 0.34, place),
                    color=look.color, linewidth=1.6)  # fmt: skip
         axes.plot(
             [1 + 0.47 / width], [place / height], transform=axes.transAxes, marker=look.marker,

@@ -210,6 +210,11 @@ class Panel:
         low, high = sorted(self.axes.get_ylim())
         return self.height / (high - low)
 
+    def inches(self, points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Return points of the data in inches from the lower left corner."""
+        to_shares = self.axes.transData + self.axes.transAxes.inverted()
+        return [(x * self.width, y * self.height) for x, y in to_shares.transform(list(points))]
+
     def write(self, x: float, y: float, text: str, **style: Any) -> None:
         """Write a text with its middle at `y`, in inches from the lower left corner."""
         style = {"va": "center_baseline", **style}
@@ -257,14 +262,15 @@ class Panel:
         )  # fmt: skip
 
     def draw_limit_apart(
-        self, gpu: str, limit_bytes: int, inches: float, points: Iterable[tuple[float, float]]
+        self, gpu: str, limit_bytes: int, points: Iterable[tuple[float, float]]
     ) -> None:
-        """Draw a GPU's line `inches` up, with its name where the fewest `points` are.
+        """Draw a GPU's line, with its name where the fewest `points` are.
 
         `points` are those of the curves, in inches from the lower left corner.
         """
         text = limit_text(gpu, limit_bytes, self.width - 0.2)
         wide, found = text_width(text, VALUE, bold=True), list(points)
+        ((_, inches),) = self.inches([(1, limit_bytes / GIB)])
 
         def crossings(place: tuple[bool, bool]) -> int:
             is_right, is_over = place
