@@ -276,7 +276,7 @@ def _limit_labels(
 
 def _draw_limits(panel: Panel, layout: _Layout) -> None:
     """Draw a line per GPU, with its label over it."""
-    color = panel.theme.limit
+    color = panel.theme.ink
     for (name, limit), (text, x, level) in zip(layout.drawn, layout.labels, strict=True):
         panel.axes.axvline(limit / GIB, color=color, linewidth=3.0, zorder=7, gid=f"limit:{name}")
         panel.write_in_column(

@@ -201,7 +201,7 @@ def _draw_limit(
     if is_far:
         y, offset, anchor, text = panel.axes.get_ylim()[1], -2, "top", f"{text}, above this chart ↑"
     else:
-        panel.axes.axhline(y, color=panel.theme.limit, linewidth=3.0, zorder=4, gid="limit")
+        panel.axes.axhline(y, color=panel.theme.ink, linewidth=3.0, zorder=4, gid="limit")
     if highest > limit_bytes:  # two lines over the lowest bars
         highest = min(tops)
         x, align, text = tops.index(highest), "center", text.replace(": ", ":\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import log2, nan
 from typing import Any
@@ -54,24 +54,19 @@ _FAMILIES = {
 """Colour (empty is the ink) and marker of each strategy, the same in all charts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Look of a strategy; markers and dashes work without colour too."""
+def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
+    """Return the look of a strategy's line, for matplotlib: it works without colour too.
 
-    color: str
-    marker: str
-    dashes: str | tuple[int, tuple[int, ...]]
-    fill: str
-
-
-def look_of(strategy: str, theme: Theme) -> Look:
-    """Return a family's colour and marker; offload, and DDP's search, are dashed and hollow."""
+    Offload, and DDP's search for unused parameters, are dashed and hollow.
+    """
     base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
     color, marker = _FAMILIES[base]
-    color = color or theme.ink
-    if base == strategy:
-        return Look(color, marker, "-", color)
-    return Look(color, marker, (0, (4, 2)), theme.background)
+    color, is_plain = color or theme.ink, base == strategy
+    return {
+        "color": color, "linestyle": "-" if is_plain else (0, (4, 2)), "marker": marker,
+        "markersize": 11, "markerfacecolor": color if is_plain else theme.background,
+        "markeredgewidth": 2.2, "markeredgecolor": color,
+    }  # fmt: skip
 
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
@@ -144,14 +139,13 @@ def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, An
 
 
 def _draw_line(panel: Panel, line: ScalingLine) -> None:
-    axes, look = panel.axes, look_of(line.strategy, panel.theme)
+    axes = panel.axes
     sizes = {number: report.needs_bytes / GIB for number, report in line.reports.items()}
     numbers = sorted({*sizes, *line.missing})  # a line is broken where a figure is missing
     axes.plot(
         numbers, [sizes.get(number, nan) for number in numbers],
-        color=look.color, linewidth=3.2, linestyle=look.dashes,
-        marker=look.marker, markersize=11, markerfacecolor=look.fill, markeredgewidth=2.2,
-        markeredgecolor=look.color, zorder=4, gid=f"line:{line.strategy}", clip_on=False,
+        **look_of(line.strategy, panel.theme), linewidth=3.2, zorder=4, clip_on=False,
+        gid=f"line:{line.strategy}",
     )  # fmt: skip
     for word, mark in _marks(panel.theme, [line]).items():
         marked = [number for number, report in line.reports.items() if report.word == word]
@@ -173,7 +167,7 @@ def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw a block for each strategy, next to the end of its line where others leave room."""
-    axes, width, height = panel.axes, panel.width, panel.height
+    width, height = panel.width, panel.height
     ends = panel.inches((max(line.reports), _last(line).needs_bytes / GIB) for line in lines)
     block = min(_BLOCK, height / len(lines))
     places = spread([end for _, end in ends], block, height)
@@ -181,12 +175,8 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     for line, (start, end), place in zip(lines, ends, places, strict=True):
         look = look_of(line.strategy, panel.theme)
         panel.lead((start + 0.02 * width, end), (width + 0.25, place), (width + 0.34, place),
-                   color=look.color, linewidth=1.6)  # fmt: skip
-        axes.plot(
-            [1 + 0.47 / width], [place / height], transform=axes.transAxes, marker=look.marker,
-            color=look.color, markersize=11, markerfacecolor=look.fill, markeredgewidth=2.2,
-            linestyle="none", clip_on=False,
-        )  # fmt: skip
+                   color=look["color"], linewidth=1.6)  # fmt: skip
+        panel.lead((width + 0.47, place), **(look | {"linestyle": "none"}))
         report, left = _last(line), width + _BEFORE
         text = f"{label_of(line.strategy)}  {format_size(report.needs_bytes)}"
         text += "" if report.word == "fits" else f"  {report.word}"

@@ -129,10 +129,10 @@ def _draw_limit(panel: Panel, chart: Chart) -> None:
         return
     axes, theme = panel.axes, panel.theme
     if chart.is_upright:
-        axes.axhline(chart.limit, color=theme.limit, linewidth=3)
+        axes.axhline(chart.limit, color=theme.ink, linewidth=3)
         place, offset = (axes.get_xlim()[1], chart.limit), (0, 5)
     else:
-        axes.axvline(chart.limit, color=theme.limit, linewidth=3)
+        axes.axvline(chart.limit, color=theme.ink, linewidth=3)
         place, offset = (chart.limit, -0.6), (0, 4)
     axes.annotate(
         chart.limit_name, place, offset, textcoords="offset points", annotation_clip=False,

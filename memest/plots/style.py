@@ -125,10 +125,9 @@ class Theme:
     """Colours of light or of dark slides."""
 
     background: str
-    ink: str
+    ink: str  # colour of text and of the lines of GPUs
     muted: str  # colour of secondary text: subtitles, grids, the limits' names
     grid: str
-    limit: str  # colour of a GPU's line; the GPU's name is next to the line
     band: tuple[str, str]  # colours of the wide and the narrow error band
     kinds: Mapping[str, str]
     markers: tuple[str, str]  # markers of peak allocated and of peak reserved
@@ -163,7 +162,6 @@ LIGHT = Theme(
     ink="#111111",
     muted="#444444",
     grid="#D0D0D0",
-    limit="#111111",
     band=("#ECECEC", "#CFCFCF"),
     kinds=_STATES | {"rest": "#3C3C3C"},
     markers=("#0072B2", "#D55E00"),
@@ -173,7 +171,6 @@ DARK = Theme(
     ink="#F5F5F5",
     muted="#C4C8CC",
     grid="#3A3F45",
-    limit="#F5F5F5",
     band=("#23282D", "#3B434A"),
     kinds=_STATES | {"rest": "#F2F2F2"},
     markers=("#56B4E9", "#E69F00"),
@@ -253,7 +250,7 @@ class Panel:
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
         """Draw the line of a GPU at `limit`, with its name over or under it."""
         axes = self.axes
-        axes.axhline(limit, color=self.theme.limit, linewidth=3.0, zorder=3, gid="limit")
+        axes.axhline(limit, color=self.theme.ink, linewidth=3.0, zorder=3, gid="limit")
         axes.annotate(
             text, (0.995 if is_right else 0.005, limit), (0, 5 if is_over else -5),
             xycoords=axes.get_yaxis_transform(), textcoords="offset points",

@@ -144,7 +144,7 @@ def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, flo
         place = (at - 4.0, top - 0.42, 4.0, 0.36)
     line = page.shapes.add_connector(MSO_CONNECTOR.STRAIGHT, *map(Inches, ends))
     line.shadow.inherit = False
-    line.line.color.rgb, line.line.width = _rgb(theme.limit), Pt(3)
+    line.line.color.rgb, line.line.width = _rgb(theme.ink), Pt(3)
     box = page.shapes.add_textbox(*map(Inches, place))
     _write(box.text_frame, chart.limit_name, 16, theme.ink, bold=True)
     box.text_frame.paragraphs[0].alignment = PP_ALIGN.RIGHT

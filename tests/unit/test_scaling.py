@@ -139,7 +139,7 @@ def test_every_strategy_looks_different_without_colour() -> None:
 
     looks = [look_of(name, LIGHT) for name in STRATEGIES if name != "auto"]
 
-    assert len({(look.marker, look.dashes) for look in looks}) == len(looks)
+    assert len({(look["marker"], look["linestyle"]) for look in looks}) == len(looks)
 
 
 def names_of_bars(figure: Any) -> list[str]:
