@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -353,25 +352,23 @@ class Slurm(Engine):
             slurm_array_parallelism=self.workers or max(1, len(tasks)),
         )  # fmt: skip
         jobs = executor.map_array(partial(_do, one), tasks)
-        for place in range(len(tasks)):
+        places = {job: place for place, job in enumerate(jobs)}
+        for place in places.values():
             begins(place)
-        running = dict(enumerate(jobs))
         deaths = 0
         try:
-            while running:
-                for place in [place for place, job in running.items() if job.done()]:
-                    job = running.pop(place)
-                    try:
-                        yield place, job.result()
-                    except submitit.core.utils.FailedJobError as error:
-                        yield place, _Failure(error)
-                    except submitit.core.utils.UncompletedJobError:
-                        deaths += 1
-                        yield place, _Death(f"state {job.state} (log: {job.paths.stderr})")
-                time.sleep(POLL_S)
+            for job in submitit.helpers.as_completed(jobs, poll_frequency=POLL_S):
+                try:
+                    yield places[job], job.result()
+                except submitit.core.utils.FailedJobError as error:
+                    yield places[job], _Failure(error)
+                except submitit.core.utils.UncompletedJobError:
+                    deaths += 1
+                    yield places[job], _Death(f"state {job.state} (log: {job.paths.stderr})")
         finally:
-            for job in running.values():
-                job.cancel()
+            for job in jobs:
+                if not job.done():
+                    job.cancel()
             if not deaths:
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from pathlib import Path
@@ -22,7 +21,6 @@ from memest.packages import require
 from memest.report import RunReport
 
 MAX_OUTPUT = 4000  # characters of a script's output in an answer: its end
-_POLL_S = 0.05
 
 
 @main.command()
@@ -142,18 +140,16 @@ async def _memest(
     """
     if not Path(folder).is_dir():
         raise MemestError(f"no such folder: {shown(folder)}")
-    deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="memest-") as temporary:
         file, log = Path(temporary, "answer"), Path(temporary, "output")
         memest = [sys.executable, "-P", "-m", "memest", command, option, str(file)]
         child = spawn([*memest, *words], log, cwd=folder)
         try:
-            while (code := child.poll()) is None:
-                if time.monotonic() > deadline:
-                    raise MemestError(f"the run did not end within {seconds:g} s")
-                await asyncio.sleep(_POLL_S)
+            code = await asyncio.to_thread(child.wait, seconds)
         finally:
             child.kill()  # also what the script has started
+        if code is None:
+            raise MemestError(f"the run did not end within {seconds:g} s")
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
         return code, text, log.read_text(encoding="utf-8", errors="replace")
 

@@ -64,8 +64,8 @@ def test_a_run_without_an_end_is_given_up_with_its_processes(
     )
     pid = script.parent / "pid"
     # The time passes once the script has started its process, however long that takes.
-    clock = SimpleNamespace(monotonic=lambda: 9.0 if has_text(pid) else 0.0)
-    monkeypatch.setattr(mcp, "time", clock)
+    clock = SimpleNamespace(monotonic=lambda: 9.0 if has_text(pid) else 0.0, sleep=time.sleep)
+    monkeypatch.setattr("memest.child.time", clock)
 
     with pytest.raises(MemestError, match="did not end within 8 s"):
         asyncio.run(mcp.run("train.py", folder=str(script.parent), time_limit_s=8))
