@@ -250,7 +250,7 @@ def with_project(arguments: Sequence[str]) -> list[str]:
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
     """Run the script in its own environment; None if that is the environment of this process."""
     if python is not None:
-        return run_elsewhere(python, _without_python(arguments))
+        return run_elsewhere(python, arguments)
     active = active_environment()
     if active is None:
         return None
@@ -259,20 +259,6 @@ def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
     except PlanError as error:
         click.echo(f"note: VIRTUAL_ENV is not used: {error}", err=True)
         return None
-
-
-def _without_python(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without memest's first `--python` and its value.
-
-    >>> _without_python(["--gpu", "h200", "--python", "bin/python", "train.py", "--python"])
-    ['--gpu', 'h200', 'train.py', '--python']
-    """
-    for place, argument in enumerate(arguments):
-        if argument == "--python":
-            return [*arguments[:place], *arguments[place + 2 :]]
-        if argument.startswith("--python="):
-            return [*arguments[:place], *arguments[place + 1 :]]
-    return list(arguments)
 
 
 def _print_errors(ran: RunResult) -> None:

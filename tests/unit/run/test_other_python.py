@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -52,6 +53,15 @@ def test_the_script_runs_in_its_own_environment(environment: Path, tmp_path: Pat
     assert f"MEMEST {tmp_path / 'memest'}" in done.stdout
     assert "fits h200" in done.stdout
     assert "train.py:2 " in done.stdout  # the script's line, and no line of memest
+
+
+def test_the_named_environment_wins_over_the_active_one(environment: Path, tmp_path: Path) -> None:
+    shutil.copytree(environment, tmp_path / "active", symlinks=True)
+    python = str(environment / "bin" / "python")
+    done = run(tmp_path, "--gpu=h200", f"--python={python}", VIRTUAL_ENV=str(tmp_path / "active"))
+
+    assert done.returncode == 0, done.stderr
+    assert f"PREFIX {environment}" in done.stdout
 
 
 def test_an_active_environment_is_found(environment: Path, tmp_path: Path) -> None:
