@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memest.estimator.allocator.blocks import AddressSpace, Block
+from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator
 
 FOLDER = Path(__file__).parent / "driver"
@@ -23,32 +23,29 @@ RUNS: dict[str, dict[str, Any]] = json.loads((FOLDER / "manifest.json").read_tex
 ALLOC, FREE, SEGMENT_ALLOC, SEGMENT_FREE = range(4)
 
 
-class Noted(AddressSpace):
-    """Address space that notes its segments in order."""
+class Noted(CachingAllocator):
+    """Allocator that notes its segments in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.segments: list[tuple[int, int]] = []
 
-    def take(self, num_bytes: int) -> int:
-        address = super().take(num_bytes)
-        self.segments.append((num_bytes, address))
-        return address
+    def taken(self, block: Block) -> None:
+        self.segments.append((block.num_bytes, block.address))
 
 
-def replay(name: str) -> tuple[CachingAllocator, Noted, list[tuple[int, int]]]:
-    """Return the allocator and the address space after a run, and the recorded segments."""
+def replay(name: str) -> tuple[Noted, list[tuple[int, int]]]:
+    """Return the allocator after a run, and the recorded segments."""
     with gzip.open(FOLDER / f"{name}.npy.gz") as file:
         events = np.load(file, allow_pickle=False).T.tolist()
-    space = Noted()
-    allocator = CachingAllocator(addresses=space)
+    allocator = Noted()
     live: dict[int, Block] = {}
     recorded = []
     for index, (action, address, size) in enumerate(events):
         if index == RUNS[name]["first_kernel"]:
-            space.load_first_kernel()
+            allocator.addresses.load_first_kernel()
         if index in RUNS[name]["handles"]:
-            space.create_cublas_handle()
+            allocator.addresses.create_cublas_handle()
         if action == ALLOC:
             live[address] = allocator.malloc(size)
         elif action == FREE:
@@ -57,12 +54,12 @@ def replay(name: str) -> tuple[CachingAllocator, Noted, list[tuple[int, int]]]:
             recorded.append((size, address))
         else:
             raise AssertionError("none of these scripts empties the cache")
-    return allocator, space, recorded
+    return allocator, recorded
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_script_has_its_peaks_to_the_byte(name: str) -> None:
-    allocator, _, recorded = replay(name)
+    allocator, recorded = replay(name)
 
     assert allocator.peak_allocated_bytes == RUNS[name]["peak_allocated_bytes"]
     assert allocator.peak_reserved_bytes == RUNS[name]["peak_reserved_bytes"]
@@ -73,9 +70,9 @@ def test_segments_are_in_the_order_of_the_recorded_addresses() -> None:
     """All but 2.7 % of the pairs; 45 % are in another order without the driver's memory."""
     num_pairs = num_wrong = 0
     for name in RUNS:
-        _, space, recorded = replay(name)
+        allocator, recorded = replay(name)
         for (one, other), (like_one, like_other) in zip(
-            combinations(space.segments, 2), combinations(recorded, 2), strict=True
+            combinations(allocator.segments, 2), combinations(recorded, 2), strict=True
         ):
             assert (one[0], other[0]) == (like_one[0], like_other[0])
             num_pairs += 1

@@ -149,24 +149,16 @@ class AddressSpace:
 
     def load_first_kernel(self) -> None:
         """Move the driver's own memory, as the first kernel does that a process launches."""
-        self._place(self.CODE_BYTES)
+        self.take(self.CODE_BYTES)
         self._own(self.LATER_BYTES, self.LATER_ROOM)
-        self._remove(self._first, self.FIRST_BYTES)
+        self.give_back(self._first, self.FIRST_BYTES)
         self._has_kernels = True
 
     def create_cublas_handle(self) -> None:
         """Take the memory of a handle of cuBLAS, and of the library with the first one."""
-        self._place(self.HANDLE_BYTES)
-        self._place(self.CODE_BYTES if self._has_handle else self.LIBRARY_BYTES)
+        self.take(self.HANDLE_BYTES)
+        self.take(self.CODE_BYTES if self._has_handle else self.LIBRARY_BYTES)
         self._has_handle = True
-
-    def take(self, num_bytes: int) -> int:
-        """Return the address of a new segment of `num_bytes`; recorders override this."""
-        return self._place(num_bytes)
-
-    def give_back(self, address: int, num_bytes: int) -> None:
-        """Free a segment of `cudaFree`; its range stays in use while it holds another segment."""
-        self._remove(address, num_bytes)
 
     def _own(self, num_bytes: int, room: int) -> int:
         """Map a range for memory of the driver, with `room` free behind it; return the address."""
@@ -177,7 +169,8 @@ class AddressSpace:
             self._add_hole(_Hole(hole.address + num_bytes, room, hole.range_at))
         return hole.address
 
-    def _place(self, num_bytes: int) -> int:
+    def take(self, num_bytes: int) -> int:
+        """Return the address of a new segment of `num_bytes`."""
         hole = self._lowest_hole(num_bytes) or self._map(num_bytes)
         rest = hole.num_bytes - num_bytes
         if rest:
@@ -186,7 +179,8 @@ class AddressSpace:
         self._num_segments[hole.range_at] += 1
         return hole.address
 
-    def _remove(self, address: int, num_bytes: int) -> None:
+    def give_back(self, address: int, num_bytes: int) -> None:
+        """Free a segment of `cudaFree`; its range stays in use while it holds another segment."""
         range_at = self._range_of.pop(address)
         self._num_segments[range_at] -= 1
         if self._ranges_stay:
@@ -201,12 +195,6 @@ class AddressSpace:
                 del self._holes[bisect_left(self._holes, hole)]
                 address, num_bytes = min(address, hole.address), num_bytes + hole.num_bytes
         self._add_hole(_Hole(address, num_bytes, range_at))
-
-    def mapped(self, address: int, num_bytes: int) -> None:
-        """Hook for recorders: memory was mapped to addresses of an expandable segment."""
-
-    def unmapped(self, address: int, num_bytes: int) -> None:
-        """Hook for recorders: memory was unmapped from an expandable segment."""
 
     def _lowest_hole(self, num_bytes: int) -> _Hole | None:
         """Remove and return the hole for a segment."""

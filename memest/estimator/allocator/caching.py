@@ -273,9 +273,7 @@ class CachingAllocator:
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Hook for subclasses: memory was mapped to addresses that are part of `block` now."""
         self._reserve(num_bytes)
-        self.addresses.mapped(address, num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Hook for subclasses: memory was unmapped from addresses that are part of `block`."""
         self.reserved_bytes -= num_bytes
-        self.addresses.unmapped(address, num_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -17,7 +17,6 @@ from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.allocator.memory_history import POOL, segment_of, settings_entry
 from memest.estimator.allocator.settings import DEFAULT
-from memest.estimator.replay.program import ended_by
 from memest.estimator.replay.replay import Player, Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
 from memest.report import Phase
@@ -50,6 +49,7 @@ class Action:
     address: int
     num_bytes: int  # bytes of the block or segment; for an `oom` the requested bytes
     storage: int
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +126,82 @@ def sign_of(action: Action) -> int:
 
 
 class _RecordedAllocator(CachingAllocator):
-    """Allocator that calls `on_return` with each deferred block that returns to its pool."""
+    """Allocator that records its actions; `player` has the storage that requests a block.
 
-    on_return: Callable[[Block], None]
+    An expandable segment that grows is recorded as one that is freed and a larger one.
+    """
+
+    player: RecordingPlayer
+
+    def __init__(self, recording: Recording, ranges_stay: bool) -> None:
+        super().__init__(recording.limit_bytes, AddressSpace(ranges_stay=ranges_stay))
+        self._actions = recording.actions
+        self._owners: dict[int, int] = {}  # storages, by the identity of their blocks
+        self._ends: dict[int, int] = {}  # of mapped ranges, by their beginning
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         block = super().malloc(num_bytes, stream)
         block.requested_bytes = num_bytes
+        self._owners[id(block)] = self.player.storage
+        self._add(Act.ALLOC, block)
         return block
+
+    def free(self, block: Block) -> None:
+        if id(block) in self._owners:  # else it was deferred, and is complete
+            self._add(Act.FREE, block)
+            del self._owners[id(block)]
+        super().free(block)
+
+    def defer(self, block: Block) -> None:
+        self._add(Act.FREE_REQUESTED, block)
+        super().defer(block)
 
     def complete(self, block: Block) -> None:
         if id(block) in self._deferred:
-            self.on_return(block)
+            self._add(Act.FREE_COMPLETED, block)
+            del self._owners[id(block)]
         super().complete(block)
+
+    def taken(self, block: Block) -> None:
+        self._add_segment(Act.SEGMENT_ALLOC, block.address, block.num_bytes, block.stream)
+
+    def release(self, block: Block) -> None:
+        self._add_segment(Act.SEGMENT_FREE, block.address, block.num_bytes, block.stream)
+        super().release(block)
+
+    def mapped(self, address: int, num_bytes: int, block: Block) -> None:
+        super().mapped(address, num_bytes, block)
+        begin, end = address, address + num_bytes
+        for first, last in list(self._ends.items()):
+            if first == end or last == begin:
+                self._drop(first, block.stream)
+                begin, end = min(begin, first), max(end, last)
+        self._keep(begin, end, block.stream)
+
+    def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
+        super().unmapped(address, num_bytes, block)
+        end = address + num_bytes
+        first = next(f for f, last in self._ends.items() if f <= address and end <= last)
+        last = self._drop(first, block.stream)
+        self._keep(first, address, block.stream)
+        self._keep(end, last, block.stream)
+
+    def _drop(self, first: int, stream: int) -> int:
+        last = self._ends.pop(first)
+        self._add_segment(Act.SEGMENT_FREE, first, last - first, stream)
+        return last
+
+    def _keep(self, first: int, last: int, stream: int) -> None:
+        if first < last:
+            self._ends[first] = last
+            self._add_segment(Act.SEGMENT_ALLOC, first, last - first, stream)
+
+    def _add(self, act: Act, block: Block) -> None:
+        storage = self._owners[id(block)]
+        self._actions.append(Action(act, block.address, block.num_bytes, storage, block.stream))
+
+    def _add_segment(self, act: Act, address: int, num_bytes: int, stream: int) -> None:
+        self._actions.append(Action(act, address, num_bytes, -1, stream))
 
 
 class RecordingPlayer(Player):
@@ -147,31 +210,10 @@ class RecordingPlayer(Player):
     plays_repetitions = True
 
     def __init__(self, recording: Recording, *, ranges_stay: bool = False) -> None:
-        addresses = _RecordedAddresses(recording.actions, ranges_stay)
-        allocator = _RecordedAllocator(recording.limit_bytes, addresses)
-        allocator.on_return = lambda block: self._add(
-            Act.FREE_COMPLETED, block, self._freed[id(block)]
-        )
+        allocator = _RecordedAllocator(recording, ranges_stay)
         super().__init__(allocator, recording.storages)
         self.recording = recording
-        recording.player = self
-        self._freed: dict[int, int] = {}  # storages, by the identity of their blocks
-
-    def play(self, events: Sequence[int]) -> None:
-        """Apply the events as `Player` does, and record them."""
-        deferred = self.storages.deferred
-        for event in events:
-            ended = (
-                ended_by(event, self.storages, is_immediate=self.is_immediate) if event < 0 else -1
-            )
-            if ended in self.blocks:
-                block = self.blocks[ended]
-                self._freed[id(block)] = ended
-                self._add(Act.FREE_REQUESTED if ended in deferred else Act.FREE, block, ended)
-            is_new = event >= 0 and event not in self.blocks
-            super().play((event,))
-            if is_new and event in self.blocks:
-                self._add(Act.ALLOC, self.blocks[event], event)
+        recording.player = allocator.player = self
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
         """Record a probe."""
@@ -180,59 +222,8 @@ class RecordingPlayer(Player):
 
     def refused(self, storage: int, num_bytes: int) -> None:
         """Record a failed request, which ends the run."""
-        self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage))
-
-    def _add(self, act: Act, block: Block, storage: int) -> None:
-        self.recording.actions.append(Action(act, block.address, block.num_bytes, storage))
-
-
-class _RecordedAddresses(AddressSpace):
-    """Address space that records each segment as an action.
-
-    An expandable segment that grows is recorded as one that is freed and a larger one.
-    """
-
-    def __init__(self, actions: list[Action], ranges_stay: bool) -> None:
-        super().__init__(ranges_stay=ranges_stay)
-        self._actions = actions
-        self._ends: dict[int, int] = {}  # of mapped ranges, by their beginning
-
-    def take(self, num_bytes: int) -> int:
-        address = super().take(num_bytes)
-        self._add(Act.SEGMENT_ALLOC, address, num_bytes)
-        return address
-
-    def give_back(self, address: int, num_bytes: int) -> None:
-        self._add(Act.SEGMENT_FREE, address, num_bytes)
-        super().give_back(address, num_bytes)
-
-    def mapped(self, address: int, num_bytes: int) -> None:
-        begin, end = address, address + num_bytes
-        for first, last in list(self._ends.items()):
-            if first == end or last == begin:
-                self._drop(first)
-                begin, end = min(begin, first), max(end, last)
-        self._keep(begin, end)
-
-    def unmapped(self, address: int, num_bytes: int) -> None:
-        end = address + num_bytes
-        first = next(f for f, last in self._ends.items() if f <= address and end <= last)
-        last = self._drop(first)
-        self._keep(first, address)
-        self._keep(end, last)
-
-    def _drop(self, first: int) -> int:
-        last = self._ends.pop(first)
-        self._add(Act.SEGMENT_FREE, first, last - first)
-        return last
-
-    def _keep(self, first: int, last: int) -> None:
-        if first < last:
-            self._ends[first] = last
-            self._add(Act.SEGMENT_ALLOC, first, last - first)
-
-    def _add(self, act: Act, address: int, num_bytes: int) -> None:
-        self._actions.append(Action(act, address, num_bytes, -1))
+        stream = self.storages.streams.get(storage, 0)
+        self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage, stream))
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +483,6 @@ class _Snapshot:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._storages = recording.storages
-        self._streams = _streams(recording)
         self._frames_of = cache(_frames_of)
 
     def _frames(self, storage: int) -> list[dict[str, Any]]:
@@ -506,7 +496,7 @@ class _Snapshot:
                 Act.FREE_REQUESTED, Act.FREE_COMPLETED,
             ]  # fmt: skip
             for act in acts:
-                yield entry | {"action": str(act), "stream": self._streams[index]}
+                yield entry | {"action": str(act), "stream": action.stream}
 
     def _entry(self, action: Action, index: int) -> dict[str, Any]:
         storage, recording = action.storage, self._recording
@@ -545,21 +535,6 @@ class _Snapshot:
             segment_of(first, allocator.is_deferred, lambda address: self._frames(live[address]))
             for first in allocator.segments(list(player.blocks.values()))
         ]
-
-
-def _streams(recording: Recording) -> list[int]:
-    """Return the stream of every action; a segment has that of the block that requested it."""
-    streams, of_segments = recording.storages.streams, dict[int, int]()
-    found = []
-    for index, action in enumerate(recording.actions):
-        stream = streams.get(action.storage, 0)
-        if action.act is Act.SEGMENT_ALLOC:
-            stream = streams.get(recording.actions[index + 1].storage, 0)
-            of_segments[action.address] = stream
-        elif action.act is Act.SEGMENT_FREE:
-            stream = of_segments[action.address]
-        found.append(stream)
-    return found
 
 
 _AFTER = _STRETCH | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}
