@@ -62,7 +62,6 @@ class VirtualGpu:
         is_strict: refuse to guess values.
         roots: folders whose code is the script's, wherever they are.
         lines: finds the line of the script; None searches outside of libraries and in `roots`.
-        watch: called with the dispatch mode before anything runs.
         rank: rank of this GPU among several.
         settings: of the allocator; None reads the environment at the first use.
     """
@@ -78,7 +77,6 @@ class VirtualGpu:
         is_strict: bool = False,
         roots: tuple[Path, ...] = (),
         lines: ScriptLines | None = None,
-        watch: Callable[[CudaSimMode], object] = lambda mode: None,
         rank: Rank = ALONE,
         settings: AllocatorSettings | None = None,
         is_immediate: bool = False,
@@ -99,7 +97,6 @@ class VirtualGpu:
         lines = lines or ScriptLines(roots)
         self.guesses = Guesses(is_strict, lines.current)
         self.mode = CudaSimMode(gpu, self.allocator, self.guesses, lines)
-        watch(self.mode)
         self.mode.rank = rank
         rank.mailbox.begin_rank(rank.rank)
         self.mode.timeline.is_slow = rank.may_wait

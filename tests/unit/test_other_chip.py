@@ -10,12 +10,11 @@ import pytest
 
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.replay import simulated_plan
-from memest.estimator.replay.interpolate.call_log import LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.reuse import NotInterpolable, on_other_chip
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.simulated_plan import trace_plan
-from memest.estimator.replay.virtual_run import canonical
+from memest.estimator.replay.virtual_run import canonical, logged_trace
 from memest.plan import TrainingPlan
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -50,14 +49,14 @@ def requests(traced: TracedPlan) -> Counter[Any]:
 
 
 @pytest.fixture(scope="module", params=PLANS)
-def logged(request: pytest.FixtureRequest) -> tuple[TrainingPlan, LoggedTrace]:
+def logged(request: pytest.FixtureRequest) -> tuple[TrainingPlan, TracedPlan]:
     plan = plan_of(PLANS[request.param])
     return plan, logged_trace(plan, H200)
 
 
 @pytest.mark.parametrize("name", ["a100-80gb", "rtx-4090", "h100-80gb"])
 def test_a_program_is_that_of_its_own_run(
-    logged: tuple[TrainingPlan, LoggedTrace], name: str
+    logged: tuple[TrainingPlan, TracedPlan], name: str
 ) -> None:
     plan, trace = logged
     gpu = find_gpu(name)
@@ -67,7 +66,7 @@ def test_a_program_is_that_of_its_own_run(
             on_other_chip(trace, H200, gpu)
         return
 
-    made, run = on_other_chip(trace, H200, gpu), logged_trace(plan, gpu).traced
+    made, run = on_other_chip(trace, H200, gpu), logged_trace(plan, gpu)
 
     assert figures(made) == figures(run)
     assert requests(made) == requests(run)
@@ -81,7 +80,7 @@ def test_the_other_way_round() -> None:
 
     made = on_other_chip(logged_trace(plan, a100), a100, H200)
 
-    assert figures(made) == figures(logged_trace(plan, H200).traced)
+    assert figures(made) == figures(logged_trace(plan, H200))
 
 
 def test_a_chip_that_makes_other_calls_has_its_own_run() -> None:
@@ -94,7 +93,7 @@ def test_a_chip_that_makes_other_calls_has_its_own_run() -> None:
 
     trace_plan(plan, H200)
 
-    assert figures(trace_plan(plan, t4)) == figures(logged_trace(plan, t4).traced)
+    assert figures(trace_plan(plan, t4)) == figures(logged_trace(plan, t4))
 
 
 def test_code_that_reads_the_capability_has_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +101,10 @@ def test_code_that_reads_the_capability_has_its_own_run(monkeypatch: pytest.Monk
     runs: list[Gpu] = []
     run_on = simulated_plan.logged_trace
 
-    def counted(plan: TrainingPlan, gpu: Gpu, **options: Any) -> LoggedTrace:
+    def counted(plan: TrainingPlan, gpu: Gpu, **options: Any) -> TracedPlan:
         runs.append(gpu)
         trace = run_on(plan, gpu, **options)
-        trace.log.is_for_one_chip = True
+        trace.calls.is_for_one_chip = True
         return trace
 
     monkeypatch.setattr(simulated_plan, "logged_trace", counted)

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from memest.estimator.tensors.storages import RETURNED, Coverage, StorageTable, free_of, return_of
+from memest.estimator.tensors.storages import (
+    RETURNED,
+    Coverage,
+    Site,
+    StorageTable,
+    free_of,
+    return_of,
+)
 from memest.report import Phase, Term
 
 if TYPE_CHECKING:
     from memest.estimator.hardware.work import WorkLog
+    from memest.estimator.replay.interpolate.call_log import CallLog
     from memest.models_meta.geometry import LayerGeometry
 
 Shift = Mapping[int, int]  # renames before a span is replayed: those it made -> those it frees
@@ -212,4 +221,22 @@ class TracedPlan:
     work: WorkLog | None = field(default=None, compare=False)
     """Launches of the plan's steps; None if the program was interpolated."""
 
+    calls: CallLog | None = field(default=None, compare=False)
+    """Calls of the run, from which programs at other sizes are made; None without a record."""
+
     others: tuple[TracedPlan, ...] = ()  # other traced ranks, of which this is the worst
+
+
+_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Names under which torch puts a module into a wrapper."""
+
+
+@cache
+def within_model(site: Site, root: str = "") -> Site:
+    """Return `site` with its module named by the path within the model `root`."""
+    module = site.module
+    inside = module.removeprefix(f"{root}.")
+    if not root or inside == module:  # outside of the model, or there is nothing around it
+        inside = "" if f"{root}.".startswith(f"{module}.") else module.partition(".")[2]
+    names = (name for name in inside.split(".") if name not in _WRAPPERS)
+    return Site(site.op, ".".join(names), site.phase)

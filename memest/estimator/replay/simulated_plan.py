@@ -10,12 +10,17 @@ from dataclasses import replace
 from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES, Gpu, libraries_bytes
 from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorded_calls
-from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.reuse import NotInterpolable, on_other_chip
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.replay import Run
 from memest.estimator.replay.scenarios import describe_deferred_blocks
-from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, canonical, rank_of, run_plan
+from memest.estimator.replay.virtual_run import (
+    UNLIMITED_BYTES,
+    canonical,
+    logged_trace,
+    rank_of,
+    run_plan,
+)
 from memest.estimator.tensors.storages import StorageTable
 from memest.estimator.versions import TorchRelease, simulated
 from memest.plan import TrainingPlan
@@ -104,7 +109,7 @@ def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[st
         yield f"between low and high of a figure: {kept}"
 
 
-_Traces = list[tuple[Gpu, LoggedTrace, Calls]]
+_Traces = list[tuple[Gpu, TracedPlan, Calls]]
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
@@ -122,21 +127,20 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
     for other, trace, calls in traces:
         is_same = replace(other, chip="") == replace(gpu, chip="")
         if is_same and has_same_workspaces(calls, gpu, other):
-            return trace.traced
+            return trace
     for other, trace, calls in traces:
         with suppress(NotInterpolable):
             traced = on_other_chip(trace, other, gpu)
-            traces.append((gpu, LoggedTrace(traced, CallLog(is_for_one_chip=True)), calls))
+            traces.append((gpu, traced, calls))
             return traced
     with recorded_calls() as calls:
         if plan.is_distributed:
             worst, *others = run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
-            of_ranks = replace(worst, others=tuple(others))
-            trace = LoggedTrace(of_ranks, CallLog(is_for_one_chip=True))
+            trace = replace(worst, others=tuple(others))
         else:
             trace = logged_trace(plan, gpu, trust_remote_code=trust_remote_code)
     traces.append((gpu, trace, calls))
-    return trace.traced
+    return trace
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,8 +10,8 @@ import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from types import FunctionType
@@ -23,10 +23,10 @@ from torch import nn
 
 from memest.errors import MemestError, PlanError, TraceError, UnsupportedError
 from memest.estimator.allocator.settings import DEFAULT
-from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import Gpu, libraries_bytes
 from memest.estimator.ops.attention import check_gpu
+from memest.estimator.replay.interpolate.call_log import CallRecorder
 from memest.estimator.replay.program import (
     Part,
     Probe,
@@ -34,9 +34,10 @@ from memest.estimator.replay.program import (
     StateBytes,
     TracedPlan,
     find_shifts,
+    within_model,
 )
 from memest.estimator.tensors.lines import ScriptLines
-from memest.estimator.tensors.storages import MemKind, Site, StorageTable
+from memest.estimator.tensors.storages import MemKind, StorageTable
 from memest.estimator.torch_api.distributed.ddp import NotFinished
 from memest.estimator.virtual_gpu import GRADS_LIVE_ON, VirtualGpu
 from memest.loops.job import Job, Listener, RunOptions, run_job
@@ -150,7 +151,7 @@ class _Watch:
 
     virtual: VirtualGpu
     config: ModelConfig
-    at_cut: Callable[[], None]
+    calls: CallRecorder | None
     job: Any = None
     model: Any = None
     num_setup: int = 0
@@ -165,7 +166,8 @@ class _Watch:
         """Close a span of events; return their number."""
         mode = self.virtual.mode
         mode.memory.settle()
-        self.at_cut()
+        if self.calls is not None:
+            self.calls.cut()
         self.num_storages = len(mode.memory.storages.num_bytes)
         return len(mode.memory.log.events)
 
@@ -237,9 +239,8 @@ def run_plan(
     *,
     num_ahead: int = 0,
     trust_remote_code: bool = False,
-    observe: Callable[[CudaSimMode], object] = lambda mode: None,
-    at_cut: Callable[[], None] = lambda: None,
     rank: Rank | None = None,
+    records_calls: bool = False,
 ) -> TracedPlan:
     """Return the program of `plan`, all of which is run: see `shortened`.
 
@@ -248,9 +249,8 @@ def run_plan(
         gpu: GPU whose kernels run.
         num_ahead: micro-batches of a step that are loaded and not run.
         trust_remote_code: whether code that comes with a model may run.
-        observe: called with the dispatch mode before anything runs.
-        at_cut: called at the beginning of the training and at each probe.
         rank: rank of the plan's devices; None is the first.
+        records_calls: whether `calls` of the result has the calls of the run.
     """
     config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
     seq_len = sequence_length(plan, config)
@@ -261,11 +261,11 @@ def run_plan(
         gpu,
         limit_bytes=UNLIMITED_BYTES,
         lines=NoLines(),
-        watch=observe,
         rank=rank,
         settings=DEFAULT,
     )
-    watch = _Watch(virtual, config, at_cut)
+    calls = CallRecorder(virtual.mode) if records_calls else None
+    watch = _Watch(virtual, config, calls)
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     recorder.on_start, recorder.on_row = watch.starts, watch.reached
     watch.job = job = Job(
@@ -278,7 +278,8 @@ def run_plan(
         rank=rank.rank,
         where=f"cuda:{rank.local_rank}",
     )
-    _run(job, virtual, watch)
+    with nullcontext() if calls is None else calls.watching():
+        _run(job, virtual, watch)
     return TracedPlan(
         program=_program(watch),
         model=job.model,
@@ -291,6 +292,15 @@ def run_plan(
         libraries_bytes=libraries_bytes(plan),
         geometry=watch.geometry,
         work=virtual.mode.work,
+        calls=None if calls is None else calls.calls,
+    )
+
+
+def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
+    """Run the part of `plan` that differs on `gpu`, and record its calls."""
+    plan, num_ahead = shortened(plan)
+    return run_plan(
+        plan, gpu, num_ahead=num_ahead, trust_remote_code=trust_remote_code, records_calls=True
     )
 
 
@@ -444,18 +454,3 @@ def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
         deferred={index for index in storages.deferred if index < count},
         stashed={index for index in storages.stashed if index < count},
     )
-
-
-_WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Names under which torch puts a module into a wrapper."""
-
-
-@cache
-def within_model(site: Site, root: str = "") -> Site:
-    """Return `site` with its module named by the path within the model `root`."""
-    module = site.module
-    inside = module.removeprefix(f"{root}.")
-    if not root or inside == module:  # outside of the model, or there is nothing around it
-        inside = "" if f"{root}.".startswith(f"{module}.") else module.partition(".")[2]
-    names = (name for name in inside.split(".") if name not in _WRAPPERS)
-    return Site(site.op, ".".join(names), site.phase)

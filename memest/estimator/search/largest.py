@@ -312,7 +312,7 @@ class _Search:
         if not sizes or not self._is_batch:  # the next length often has another form
             sizes.append(abs(value))
         guessed = {v: self.series.guess(v) for v in sizes}
-        return all(self.series.trace(v).traced == traced for v, traced in guessed.items())
+        return all(self.series.trace(v) == traced for v, traced in guessed.items())
 
     def _report(self, value: int, elapsed_s: float) -> Largest:
         shown = abs(value)

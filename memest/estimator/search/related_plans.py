@@ -12,7 +12,6 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.replay.interpolate.call_log import CallLog, LoggedTrace, logged_trace
 from memest.estimator.replay.interpolate.reuse import (
     DEGREE,
     Interpolation,
@@ -23,7 +22,7 @@ from memest.estimator.replay.interpolate.reuse import (
 )
 from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
-from memest.estimator.replay.virtual_run import repeats_micro_batches
+from memest.estimator.replay.virtual_run import logged_trace, repeats_micro_batches
 from memest.plan import TrainingPlan
 
 SPACING = {"batch_size": 1, "seq_len": 64}  # of a guess's samples: attention pads to 8 and 32
@@ -44,21 +43,18 @@ class TraceSeries:
         self.plan, self.gpu, self.key = plan, gpu, key
         self.num_traces = 0
         self.trust_remote_code = trust_remote_code
-        self._traces: dict[int, LoggedTrace] = {}
+        self._traces: dict[int, TracedPlan] = {}
         self._covered: dict[int, Interpolation] = {}
         self._interpolations: dict[tuple[int, int], Interpolation] = {}
         self._broken: set[tuple[int, int]] = set()  # starts and spacings without an interpolation
 
-    def trace(self, value: int) -> LoggedTrace:
+    def trace(self, value: int) -> TracedPlan:
         """Return the trace at `value`, made once."""
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
+            trace = trace_plan if self.is_alone else logged_trace
             trust = self.trust_remote_code
-            if self.is_alone:
-                traced = trace_plan(plan, self.gpu, trust_remote_code=trust)
-                self._traces[value] = LoggedTrace(traced, CallLog())
-            else:
-                self._traces[value] = logged_trace(plan, self.gpu, trust_remote_code=trust)
+            self._traces[value] = trace(plan, self.gpu, trust_remote_code=trust)
             self.num_traces += 1
         return self._traces[value]
 
@@ -69,12 +65,12 @@ class TraceSeries:
 
     def at(self, value: int) -> TracedPlan:
         """Return the traced plan at `value`: interpolated if that covers it, or traced."""
-        return self.known(value) or self.trace(value).traced
+        return self.known(value) or self.trace(value)
 
     def known(self, value: int) -> TracedPlan | None:
         """Return the traced plan at `value` if existing traces suffice."""
         if value in self._traces:
-            return self._traces[value].traced
+            return self._traces[value]
         if value in self._covered:
             with suppress(NotInterpolable):
                 return self._with_length(self._covered[value].at(value), value)
@@ -87,16 +83,16 @@ class TraceSeries:
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
         is_own = self.is_alone or value == 1 or value % spacing
         if value in self._traces or is_own or is_short:
-            return self.trace(value).traced
+            return self.trace(value)
         for interpolation in reversed(self._interpolations.values()):
             with suppress(NotInterpolable):
                 return self._with_length(interpolation.at(value), value)
         if self._is_special(value):
-            return self.trace(value).traced
+            return self.trace(value)
         for start in dict.fromkeys((min(traced, default=value), value)):
             with suppress(NotInterpolable, PlanError):
                 return self._with_length(self.interpolation(start, spacing).at(value), value)
-        return self.trace(value).traced
+        return self.trace(value)
 
     def _is_special(self, value: int) -> bool:
         """Return whether `value` needs a trace, because other sizes take other decisions."""
@@ -169,7 +165,7 @@ class TraceSeries:
     def agrees(self, interpolation: Interpolation, value: int) -> bool:
         """Return whether `interpolation` and a trace agree at `value`."""
         with suppress(NotInterpolable):
-            return self._with_length(interpolation.at(value), value) == self.trace(value).traced
+            return self._with_length(interpolation.at(value), value) == self.trace(value)
         return False
 
     def _with_length(self, traced: TracedPlan, value: int) -> TracedPlan:

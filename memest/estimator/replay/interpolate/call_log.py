@@ -25,11 +25,9 @@ from memest.estimator.ops import attention
 from memest.estimator.ops.matmul import CublasWorkspaces
 from memest.estimator.ops.registry import Op, op_of
 from memest.estimator.ops.temporaries import OLDEST
-from memest.estimator.replay.program import Part, Program, Shift, TracedPlan
-from memest.estimator.replay.virtual_run import run_plan, shortened, within_model
+from memest.estimator.replay.program import Part, Program, Shift, TracedPlan, within_model
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, free_of
-from memest.plan import TrainingPlan
 
 aten = torch.ops.aten
 
@@ -201,35 +199,6 @@ class CallRecorder:
         return watched
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedTrace:
-    """A traced plan with the calls that made it."""
-
-    traced: TracedPlan
-    log: CallLog
-
-
-def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> LoggedTrace:
-    """Run `plan` on `gpu` and keep its calls."""
-    with ExitStack() as stack:
-        made: list[CallRecorder] = []
-
-        def observe(mode: CudaSimMode) -> None:
-            made.append(CallRecorder(mode))
-            stack.enter_context(made[0].watching())
-
-        plan, num_ahead = shortened(plan)
-        traced = run_plan(
-            plan,
-            gpu,
-            num_ahead=num_ahead,
-            trust_remote_code=trust_remote_code,
-            observe=observe,
-            at_cut=lambda: made[0].cut(),
-        )
-    return LoggedTrace(traced, made[0].calls)
-
-
 def take_numbers(value: Any) -> Template:
     """Split nested values into a template and its whole numbers."""
     numbers: list[int] = []
@@ -364,18 +333,19 @@ class _Rebuilder:
     """
 
     def __init__(
-        self, sample: LoggedTrace, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]]
+        self, sample: TracedPlan, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]]
     ) -> None:
-        self.base = sample.traced.program
+        assert sample.calls is not None
+        self.base = sample.program
         self.storages = StorageTable()
         self.slots: list[tuple[int, int]] = []
         self.ids: dict[int, int] = {}
         self.unmodelled: Counter[str] = Counter()
         self._orders = orders
         self._dropped = dropped
-        self._templates = sample.log.templates
+        self._templates = sample.calls.templates
         self._workspaces: dict[tuple[bool, int], int] = {}
-        self.streams = [self._stream(span) for span in sample.log.spans]
+        self.streams = [self._stream(span) for span in sample.calls.spans]
 
     def _stream(self, span: Span) -> list[int]:
         events: list[int] = []
@@ -462,22 +432,22 @@ class Rebuilt:
     program: Program
     slots: tuple[tuple[int, int], ...]
 
-    def with_bytes(self, requests: Sequence[Requests], sample: LoggedTrace) -> Program:
+    def with_bytes(self, requests: Sequence[Requests], sample: TracedPlan) -> Program:
         """Return the program with the bytes of `requests`, one for each template of `sample`."""
         tables: list[Sequence[int]] = [each.num_bytes for each in requests]
-        tables += [(0,), sample.traced.program.storages.num_bytes]  # at `ZERO` and `NO_CALL`
+        tables += [(0,), sample.program.storages.num_bytes]  # at `ZERO` and `NO_CALL`
         num_bytes = [tables[i][position] for i, position in self.slots]
         return replace(self.program, storages=replace(self.program.storages, num_bytes=num_bytes))
 
 
 def rebuild(
-    sample: LoggedTrace, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]] = NOTHING
+    sample: TracedPlan, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]] = NOTHING
 ) -> Rebuilt:
     """Rebuild the program of `sample` with `orders`, one for each template of its log.
 
     `dropped` has the positions of outputs, by template, that are freed at the end of the call.
     """
-    base = sample.traced.program
+    base = sample.program
     rebuilder = _Rebuilder(sample, orders, dropped)
     streams = iter(rebuilder.streams)
     setup = next(streams)

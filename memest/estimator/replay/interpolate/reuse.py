@@ -38,7 +38,6 @@ from memest.estimator.replay.interpolate.call_log import (
     CallLog,
     CallRecorder,
     Choice,
-    LoggedTrace,
     Rebuilt,
     RequestOrder,
     Requests,
@@ -129,7 +128,7 @@ class Interpolation:
 
     def __init__(
         self,
-        samples: Sequence[LoggedTrace],
+        samples: Sequence[TracedPlan],
         gpu: Gpu,
         start: int,
         spacing: int,
@@ -140,15 +139,16 @@ class Interpolation:
         self._gpu = gpu
         self._rebuilt: dict[tuple[RequestOrder, ...], Rebuilt] = {}
         _check_alike(samples)
-        self._numbers, calls = _match(samples)
-        self._sample = LoggedTrace(samples[0].traced, calls)
-        if len({len(sample.log.choices) for sample in samples}) > 1:
+        logs = [sample.calls for sample in samples if sample.calls is not None]
+        self._numbers, calls = _match(logs)
+        self._sample = replace(samples[0], calls=calls)
+        if len({len(log.choices) for log in logs}) > 1:
             raise NotInterpolable("other things are decided")
-        rows = zip(*(sample.log.choices for sample in samples), strict=True)
+        rows = zip(*(log.choices for log in logs), strict=True)
         self._choices = {row[0]: _numbers([choice.template for choice in row]) for row in rows}
         for position, sample in enumerate(samples):
             value = start + position * spacing
-            if self.at(value).program != sample.traced.program:
+            if self.at(value).program != sample.program:
                 raise NotInterpolable(f"the calls at {value} are not all that its trace did")
 
     def at(self, value: int) -> TracedPlan:
@@ -169,7 +169,7 @@ class Interpolation:
         if rebuilt is None:
             rebuilt = self._rebuilt[orders] = rebuild(self._sample, orders)
         program = rebuilt.with_bytes(requests, self._sample)
-        return replace(self._sample.traced, program=program, work=None)
+        return replace(self._sample, program=program, work=None, calls=None)
 
     def chooses_alike(self, value: int) -> bool:
         """Return whether every decision by shapes is the same at `value` as in the samples."""
@@ -211,21 +211,20 @@ def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
         return choose_backend(*args, **kwargs, gpu=gpu)
 
 
-def _check_alike(samples: Sequence[LoggedTrace]) -> None:
+def _check_alike(samples: Sequence[TracedPlan]) -> None:
     """Check that the properties of the whole plan are the same at all sizes."""
-    first = samples[0].traced
-    for other in (sample.traced for sample in samples[1:]):
+    first = samples[0]
+    for other in samples[1:]:
         same = replace(other, program=first.program, seq_len=first.seq_len)
         if same != first:
             raise NotInterpolable("the model differs")
 
 
-def _match(samples: Sequence[LoggedTrace]) -> tuple[list[_Numbers], CallLog]:
+def _match(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
     """The calls of the samples side by side: calls that differ in one sample differ in all.
 
     Returns the polynomials of each distinct call, and the first sample's log in terms of them.
     """
-    logs = [sample.log for sample in samples]
     known: dict[tuple[int, ...], int] = {}
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):
@@ -387,16 +386,17 @@ FUSED = {
 """Attention kernels with one call forward and one backward."""
 
 
-def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
+def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     """Return the program on `gpu` of `sample`, which ran on `first`.
 
     Raises:
         NotInterpolable: the plan makes other calls on `gpu`, and has to be run there.
     """
-    if sample.log.is_for_one_chip:
+    log = sample.calls
+    if log is None or log.is_for_one_chip:
         raise NotInterpolable("calls can differ by the compute capability")
-    templates = sample.log.templates
-    replaced, extra = _replaced_attention(sample.log, first, gpu)
+    templates = log.templates
+    replaced, extra = _replaced_attention(log, first, gpu)
     try:
         calls = [replaced.get(template, template) for template in templates]
         requests = [requests_of(gpu, call, call.numbers) for call in calls]
@@ -410,7 +410,7 @@ def on_other_chip(sample: LoggedTrace, first: Gpu, gpu: Gpu) -> TracedPlan:
     program = rebuilt.with_bytes(requests, sample)
     sites = [replace(s, op=renamed.get(s.op, s.op)) for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
-    return replace(sample.traced, program=program)
+    return replace(sample, program=program, calls=None)
 
 
 def _replaced_attention(
@@ -493,18 +493,11 @@ def _run_alone(
 
     Return its calls, and the strides of the output and of the gradients.
     """
-    made: list[CallRecorder] = []
-    virtual = VirtualGpu(
-        gpu,
-        limit_bytes=UNLIMITED_BYTES,
-        lines=NoLines(),
-        watch=lambda mode: made.append(CallRecorder(mode)),
-        settings=DEFAULT,
-    )
+    virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
+    recorder = CallRecorder(virtual.mode)
     args, kwargs = put_numbers(choice.template, choice.template.numbers)
     grad = None if backward is None else put_numbers(backward, backward.numbers)[1][0]
-    with virtual, made[0].watching():
-        recorder = made[0]
+    with virtual, recorder.watching():
         args, grad = [_on_gpu(arg) for arg in args], _on_gpu(grad)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for tensor, needs_grad in zip(tensors, choice.grads, strict=False):
