@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -161,25 +161,18 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
 
 def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
     """Return the results on GPUs of one chip; their rates are taken to be those of the first."""
-    from memest.estimator.replay.scenarios import scenarios_of, verdict_over
-
-    rates = gpus[0].memory_gb_s
-    by_trace: dict[int, list[Scenario]] = {}
     found = _Predicted()
+    trials: dict[int, Trial] = {}
     for gpu in gpus:
-        like_first = replace(gpu, memory_gb_s=rates)
+        like_first = replace(gpu, memory_gb_s=gpus[0].memory_gb_s)
         traced = _trace(plan, like_first, trust_remote_code)
-        if id(traced) not in by_trace:
-            by_trace[id(traced)] = scenarios_of(plan, traced)
-        scenarios = by_trace[id(traced)]
-        limit, spread = usable_and_spread(plan, gpu)
-        results = tuple(scenario.under(limit) for scenario in scenarios)
-        found.scenarios = found.scenarios or scenarios
-        found.results[gpu.name] = results
-        time_of_step = _time_of(plan, scenarios[0].traced, gpu)
+        trial = trials[id(traced)] = Trial(traced, plan, gpu, trials.get(id(traced)))
+        found.scenarios = found.scenarios or trial.scenarios
+        found.results[gpu.name] = trial.results
+        found.verdicts[gpu.name] = trial.verdict
+        time_of_step = _time_of(plan, trial.scenarios[0].traced, gpu)
         if time_of_step is not None:
             found.times[gpu.name] = time_of_step
-        found.verdicts[gpu.name] = verdict_over(scenarios, results, limit, spread)
     return found
 
 
@@ -243,7 +236,41 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
     return min(usable, int(share * gpu.memory_bytes), plan.memory_limit or usable)
 
 
-def usable_and_spread(plan: TrainingPlan, gpu: Gpu) -> tuple[int, int]:
-    """Return `usable_bytes`, and its difference between drivers."""
-    usable = usable_bytes(plan, gpu)
-    return usable, gpu.spread_under(usable, libraries_bytes(plan))
+class Trial:
+    """Result of a traced plan on one GPU; replayed as far as it is read.
+
+    `like` is the trial of the same program on another GPU, whose replays are shared.
+    """
+
+    def __init__(
+        self, traced: TracedPlan, plan: TrainingPlan, gpu: Gpu, like: Trial | None = None
+    ) -> None:
+        self.traced, self._plan, self._gpu = traced, plan, gpu
+        self._limit = usable_bytes(plan, gpu)
+        if like is not None:
+            self.scenarios = like.scenarios
+
+    @cached_property
+    def scenarios(self) -> list[Scenario]:
+        """Scenarios of ranks and free timings; the one that reserves most is first."""
+        from memest.estimator.replay.scenarios import scenarios_of
+
+        return scenarios_of(self._plan, self.traced)
+
+    @cached_property
+    def results(self) -> tuple[Replayed, ...]:
+        """Replays of the scenarios on the GPU."""
+        return tuple(scenario.under(self._limit) for scenario in self.scenarios)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The verdict on the GPU."""
+        from memest.estimator.replay.scenarios import verdict_over
+
+        spread = self._gpu.spread_under(self._limit, libraries_bytes(self._plan))
+        return verdict_over(self.scenarios, self.results, self._limit, spread)
+
+    @property
+    def fits(self) -> bool:
+        """True if the run fits in every scenario."""
+        return all(result.failed is None for result in self.results)

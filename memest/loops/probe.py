@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from memest.report import Phase, PhaseRow
 
@@ -19,23 +19,13 @@ class Reading:
     peak_reserved_bytes: int  # highest since the previous reading
 
 
-class Memory(Protocol):
-    """A device whose allocator can be read."""
-
-    device_type: str
-
-    def read(self) -> Reading:
-        """Return the figures now and reset the peaks."""
-        ...
-
-
 class CudaMemory:
     """The caching allocator of torch on the current CUDA device."""
 
     device_type = "cuda"
 
     def read(self) -> Reading:
-        """Return the figures of `torch.cuda`; kernels in flight do not change them."""
+        """Return the figures now, and reset the peaks; kernels in flight do not change them."""
         import torch
 
         reading = Reading(
@@ -52,7 +42,7 @@ class CudaMemory:
 class PhaseRecorder:
     """Rows of one run, and the highest figures so far."""
 
-    memory: Memory
+    memory: CudaMemory
     num_micro_batches: int
     rows: list[PhaseRow] = field(default_factory=list)
     peak_allocated_bytes: int = 0

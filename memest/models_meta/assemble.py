@@ -25,7 +25,7 @@ from memest.models_meta.flash_attention import mark_quantized
 from memest.models_meta.quantized import (
     compute_dtype,
     layers_to_quantize,
-    quantize_in_place,
+    quantize,
     skipped_modules,
 )
 from memest.models_meta.registry import ModelConfig
@@ -74,7 +74,7 @@ def assemble(
     if initialise is not None:
         initialise(model)
     if plan.quant_load == IN_PLACE:
-        quantize_in_place(model, plan)
+        quantize(model, plan, skipped_modules(model, plan))
         mark_quantized(model)
     if plan.use_qlora:
         _prepare_for_kbit_training(model, plan)

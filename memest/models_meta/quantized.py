@@ -100,45 +100,27 @@ def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
     )
 
 
-def quantize_in_place(model: nn.Module, plan: TrainingPlan) -> None:
-    """Replace the linear layers of `model` as `plan` specifies; `PlanError` without any."""
-    quantize(
-        model,
-        compute_dtype=compute_dtype(plan),
-        double_quant=plan.double_quant,
-        skip=skipped_modules(model, plan),
-        quant=plan.quant,
-    )
-
-
-def quantize(
-    model: nn.Module,
-    *,
-    compute_dtype: torch.dtype,
-    double_quant: bool = False,
-    skip: Sequence[str] = (),
-    quant: str = "nf4",
-) -> None:
-    """Replace the linear layers of `model` by `bitsandbytes.nn.Linear4bit` (nf4) or `Linear8bitLt`.
+def quantize(model: nn.Module, plan: TrainingPlan, skip: Sequence[str] = ()) -> None:
+    """Replace the linear layers of `model` by bitsandbytes' `Linear4bit` (nf4) or `Linear8bitLt`.
 
     The list of layers holds the originals to the end, as a loop over `list(model.named_modules())`
-    does.
+    does. `skip` has patterns of modules to leave alone.
 
     Raises:
         PlanError: no layer is left to quantise.
     """
     original: Any
     for name, original in layers_to_quantize(model, skip):
-        layer = _quantized(original, quant, compute_dtype, double_quant=double_quant)
+        layer = _quantized(original, plan)
         if original.bias is not None:
             layer.bias = nn.Parameter(original.bias.detach(), requires_grad=False)
         layer.train(original.training)
         model.set_submodule(name, layer)
         del layer
-    model.__dict__["is_loaded_in_8bit" if quant == "int8" else "is_loaded_in_4bit"] = True
+    model.__dict__["is_loaded_in_8bit" if plan.quant == "int8" else "is_loaded_in_4bit"] = True
 
 
-def _quantized(original: Any, quant: str, compute_dtype: torch.dtype, *, double_quant: bool) -> Any:
+def _quantized(original: Any, plan: TrainingPlan) -> Any:
     """Return a layer of bitsandbytes from `original`; the last move quantises it."""
     import bitsandbytes.nn as bnb
 
@@ -146,15 +128,15 @@ def _quantized(original: Any, quant: str, compute_dtype: torch.dtype, *, double_
     weight = original.weight.data if isinstance(original, nn.Linear) else original.weight.data.T
     rows, columns = weight.shape
     options: dict[str, Any] = {"bias": original.bias is not None, "device": "meta"}
-    if quant == "int8":
+    if plan.quant == "int8":
         layer = bnb.Linear8bitLt(
             columns, rows, has_fp16_weights=False, threshold=THRESHOLD, **options
         )
         source = weight.to("cpu")  # transformers quantises int8 through the host
         packed = bnb.Int8Params(source, requires_grad=False, has_fp16_weights=False)
     else:
-        form: dict[str, Any] = {"compress_statistics": double_quant, "quant_type": "nf4"}
-        layer = bnb.Linear4bit(columns, rows, compute_dtype=compute_dtype, **form, **options)
+        form: dict[str, Any] = {"compress_statistics": plan.double_quant, "quant_type": "nf4"}
+        layer = bnb.Linear4bit(columns, rows, compute_dtype=compute_dtype(plan), **form, **options)
         packed = bnb.Params4bit(weight, requires_grad=False, module=layer, **form)
     layer.weight = packed.to(weight.device)
     return layer

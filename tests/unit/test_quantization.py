@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,16 @@ def layers(*, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(K, N, bias=bias), nn.LayerNorm(N)).to("cuda", BF16)
 
 
-def in_4_bits(model: nn.Module, *, double_quant: bool = False, dtype: torch.dtype = BF16) -> None:
-    quantize(model, compute_dtype=dtype, double_quant=double_quant)
+IN_4_BITS = TrainingPlan(model_name="any", use_qlora=True, precision="bf16-true")
+IN_8_BITS = replace(IN_4_BITS, quant="int8")
+
+
+def in_4_bits(model: nn.Module, *, double_quant: bool = False) -> None:
+    quantize(model, replace(IN_4_BITS, double_quant=double_quant))
 
 
 def in_8_bits(model: nn.Module) -> None:
-    quantize(model, compute_dtype=BF16, quant="int8")
+    quantize(model, IN_8_BITS)
 
 
 def kinds(model: nn.Module) -> dict[str, tuple[torch.dtype, str, bool]]:
@@ -148,7 +153,8 @@ def test_a_4_bit_layer_dequantises_its_weight_twice_and_keeps_none(
     loaded, and casts from there.
     """
     model = layers(bias=False)
-    in_4_bits(model, double_quant=double_quant, dtype=torch.float32)
+    in_4_bits(model, double_quant=double_quant)
+    model[0].compute_dtype = torch.float32
     x = torch.empty(M, K, device="cuda", requires_grad=True)
     out: list[torch.Tensor] = []
 
@@ -275,14 +281,14 @@ def test_named_modules_are_left_alone(requests: Requests) -> None:
 
     model = nn.ModuleDict({"wo": nn.Linear(K, N), "wi": nn.Linear(K, N)}).to("cuda", BF16)
 
-    quantize(model, compute_dtype=BF16, skip=["wo"])
+    quantize(model, IN_4_BITS, skip=["wo"])
 
     assert [type(m) for m in model.values()] == [nn.Linear, bitsandbytes.nn.Linear4bit]
 
 
 def test_a_model_without_a_layer_to_quantise_is_refused() -> None:
     with pytest.raises(PlanError, match=re.escape("`LayerNorm` has no linear layer to quantise")):
-        quantize(nn.LayerNorm(8), compute_dtype=BF16)
+        quantize(nn.LayerNorm(8), IN_4_BITS)
 
 
 def test_layers_of_a_class_of_their_own_are_named_where_nothing_else_can_be_quantised() -> None:
@@ -292,7 +298,7 @@ def test_layers_of_a_class_of_their_own_are_named_where_nothing_else_can_be_quan
         pass
 
     with pytest.raises(PlanError) as raised:
-        quantize(nn.Sequential(OwnLinear(8, 8)), compute_dtype=BF16, quant="int8")
+        quantize(nn.Sequential(OwnLinear(8, 8)), IN_8_BITS)
 
     assert raised.value.hint.startswith("transformers converts no `OwnLinear`; ")
     assert "use_lora" in raised.value.hint
@@ -320,7 +326,7 @@ def test_a_plan_leaves_the_output_embedding_and_wo_of_t5(requests: Requests) -> 
     )  # fmt: skip
     model = T5ForConditionalGeneration(config).to("cuda", BF16)
 
-    quantize(model, compute_dtype=BF16, skip=["lm_head", "wo"])
+    quantize(model, IN_4_BITS, skip=["lm_head", "wo"])
 
     left = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
     packed = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]

@@ -1,8 +1,7 @@
 """Counters of `torch.cuda.memory_stats` for the simulated allocator.
 
 `CountingAllocator` updates `DeviceStats` (`c10/core/CachingDeviceAllocator.h`) where
-`c10/cuda/CUDACachingAllocator.cpp` does, torch 2.11. A request appends three integers to a list,
-which is added up when a figure is read, or when it is long.
+`c10/cuda/CUDACachingAllocator.cpp` does, torch 2.11.
 """
 
 from __future__ import annotations
@@ -11,25 +10,17 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
-from memest.estimator.allocator.blocks import (
-    SMALL_REQUEST_BYTES,
-    AddressSpace,
-    Block,
-    round_request,
-)
+from memest.estimator.allocator.blocks import Block, round_request
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.memory_history import MemoryHistory
 
 POOLS = ("all", "small_pool", "large_pool")  # `StatType`, in its order
-_REQUESTS = (
-    "allocation", "allocated_bytes", "active", "active_bytes", "requested_bytes",
-    "inactive_split", "inactive_split_bytes",
+_ALLOCATED = ("allocation", "allocated_bytes")
+_ACTIVE = (
+    "active", "active_bytes", "requested_bytes", "inactive_split", "inactive_split_bytes",
 )  # fmt: skip
+_REQUESTS = (*_ALLOCATED, *_ACTIVE)
 _SEGMENTS = ("segment", "reserved_bytes")
-_LONGEST_LOG = 3 * 4096
-_SPLIT_CYCLE = 512  # divides all block sizes, so one integer holds changes of bytes and blocks
 _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up once: they are hot
 
 
@@ -43,23 +34,13 @@ class Stat:
 
     def change(self, amount: int) -> None:
         """Add `amount`, which may be negative."""
-        self.current += amount
+        current = self.current = self.current + amount
         if amount > 0:
             self.allocated += amount
-            self.peak = max(self.peak, self.current)
+            if current > self.peak:
+                self.peak = current
         else:
             self.freed -= amount
-
-    def change_by_each(self, amounts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """Add each of `amounts` in order."""
-        if not amounts.size:
-            return
-        sums = np.cumsum(amounts)
-        self.peak = max(self.peak, self.current + int(sums.max()))
-        total, gained = int(sums[-1]), int(np.maximum(amounts, 0).sum())
-        self.current += total
-        self.allocated += gained
-        self.freed += gained - total
 
     def as_dict(self) -> dict[str, int]:
         """Return the figure in torch's Python form."""
@@ -72,14 +53,8 @@ class CountingAllocator(CachingAllocator):
     `gpu_bytes` is the memory that the GPU leaves it, whatever the limit; None is the limit.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None = None,
-        addresses: AddressSpace | None = None,
-        *,
-        gpu_bytes: int | None = None,
-    ) -> None:
-        super().__init__(limit_bytes, addresses)
+    def __init__(self, limit_bytes: int | None = None, *, gpu_bytes: int | None = None) -> None:
+        super().__init__(limit_bytes)
         self.gpu_bytes = limit_bytes if gpu_bytes is None else gpu_bytes
         self.observers: list[Callable[[int, int], None]] = []
         """Called when no memory is left: with the bytes of the block, and those that are free."""
@@ -87,7 +62,6 @@ class CountingAllocator(CachingAllocator):
         self.num_ooms = self.num_syncs = self.num_segments = self.num_segments_freed = 0
         self.history: MemoryHistory | None = None  # records every action while it is set
         self._stats = {name: [Stat() for _ in POOLS] for name in (*_REQUESTS, *_SEGMENTS)}
-        self._log: list[int] = []  # of each request: +-block, requested bytes, change of splits
         self._retries_forgotten = 0
         self._oversize = {name: Stat() for name in ("allocations", "segments")}
 
@@ -103,20 +77,18 @@ class CountingAllocator(CachingAllocator):
             raise
         size, after = block.num_bytes, block.next
         if self._tuning is not None and self._is_outside_splits(size, 1):
-            change = 0
+            split = 0, 0  # change of the free blocks that are parts of segments: number, bytes
         elif after is None:
-            change = 0 if block.previous is None else -size - 1
+            split = (0, 0) if block.previous is None else (-1, -size)
         elif not after.is_free:
-            change = -size - 1
+            split = -1, -size
         elif block.previous is not None or after.next is not None:  # the rest was split off before
-            change = -size
+            split = 0, -size
         else:
-            change = after.num_bytes + 1
+            split = 1, after.num_bytes
         block.requested_bytes = num_bytes
-        log = self._log
-        log += (size, num_bytes, change)
-        if len(log) > _LONGEST_LOG:
-            self._add_up()
+        amounts = (1, size, 1, size, num_bytes, *split)
+        self._count(block.is_small, _REQUESTS, amounts)
         if history is not None:
             history.allocated(block, num_bytes)
         return block
@@ -126,51 +98,39 @@ class CountingAllocator(CachingAllocator):
         if self.history is not None:
             self.history.free_requested(block)
             self.history.free_completed(block)
-        size = block.num_bytes
-        before, after = block.previous, block.next
-        change = 0
-        if before is not None and before.is_free:
-            change = -before.num_bytes - 1
-        if after is not None and after.is_free:
-            change -= after.num_bytes + 1
+        self._count(block.is_small, _ALLOCATED, (-1, -block.num_bytes))
+        self._end(block)
+
+    def _end(self, block: Block) -> None:
+        """Free a block that is not allocated any more."""
+        size, before, after = block.num_bytes, block.previous, block.next
+        num_split = split_bytes = 0
+        for free in (before, after):
+            if free is not None and free.is_free:
+                num_split, split_bytes = num_split - 1, split_bytes - free.num_bytes
         _free(self, block)
         if block.previous is not None or block.next is not None:
-            change += block.num_bytes + 1
+            num_split, split_bytes = num_split + 1, split_bytes + block.num_bytes
         if self._tuning is not None and self._is_outside_splits(size, -1):
-            change = 0
-        self._log += (-size, block.requested_bytes, change)
+            num_split = split_bytes = 0
+        amounts = (-1, -size, -block.requested_bytes, num_split, split_bytes)
+        self._count(block.is_small, _ACTIVE, amounts)
 
     def defer(self, block: Block) -> None:
         """Count a deferred block, which is not allocated any more but active."""
         if self.history is not None:
             self.history.free_requested(block)
         super().defer(block)
-        self._add_up()
-        self._change(block.is_small, allocation=-1, allocated_bytes=-block.num_bytes)
+        self._count(block.is_small, _ALLOCATED, (-1, -block.num_bytes))
 
     def complete(self, block: Block) -> None:
         """Count and free a deferred block; see `CachingAllocator.complete`."""
         if self._deferred.pop(id(block), None) is None:
             return
-        history, self.history = self.history, None
-        if history is not None:
-            history.free_completed(block)
-        is_small = block.is_small
+        if self.history is not None:
+            self.history.free_completed(block)
         self.allocated_bytes += block.num_bytes
-        self._add_up()
-        self.free(block)
-        minus_size, requested_bytes, change = self._log
-        self._log.clear()  # of a free, only the second half happens now
-        self.history = history
-        num_blocks, num_bytes = _parts(change)
-        self._change(
-            is_small,
-            active=-1,
-            active_bytes=minus_size,
-            requested_bytes=-requested_bytes,
-            inactive_split=num_blocks,
-            inactive_split_bytes=num_bytes,
-        )
+        self._end(block)
 
     def empty_cache(self) -> None:
         """Free the cache, as `release_cached_blocks` does."""
@@ -181,7 +141,7 @@ class CountingAllocator(CachingAllocator):
         """Count a returned segment."""
         self.num_segments_freed += 1
         super().release(block)
-        self._change(block.is_small, segment=-1, reserved_bytes=-block.num_bytes)
+        self._count(block.is_small, _SEGMENTS, (-1, -block.num_bytes))
         self._count_oversize("segments", block.num_bytes, -1)
         if self.history is not None:
             self.history.segment_freed(block)
@@ -189,7 +149,7 @@ class CountingAllocator(CachingAllocator):
     def taken(self, block: Block) -> None:
         """Count a new segment."""
         self.num_segments += 1
-        self._change(block.is_small, segment=1, reserved_bytes=block.num_bytes)
+        self._count(block.is_small, _SEGMENTS, (1, block.num_bytes))
         self._count_oversize("segments", block.num_bytes, 1)
         if self.history is not None:
             self.history.segment_allocated(block)
@@ -198,7 +158,7 @@ class CountingAllocator(CachingAllocator):
         """Count mapped memory."""
         super().mapped(address, num_bytes, block)
         self.num_segments += 1
-        self._change(block.is_small, reserved_bytes=num_bytes)
+        self._count(block.is_small, _SEGMENTS[1:], (num_bytes,))
         if self.history is not None:
             self.history.segment_mapped(address, num_bytes, block)
 
@@ -206,7 +166,7 @@ class CountingAllocator(CachingAllocator):
         """Count unmapped memory."""
         super().unmapped(address, num_bytes, block)
         self.num_segments_freed += 1
-        self._change(block.is_small, reserved_bytes=-num_bytes)
+        self._count(block.is_small, _SEGMENTS[1:], (-num_bytes,))
         if self.history is not None:
             self.history.segment_unmapped(address, num_bytes, block)
 
@@ -224,7 +184,6 @@ class CountingAllocator(CachingAllocator):
     def memory_stats(self) -> dict[str, Any]:
         """Return the dict of `torch._C._cuda_memoryStats`."""
         self.read_settings()
-        self._add_up()
         max_split = self.settings.max_split_bytes
         tables: dict[str, Any] = {
             name: {pool: stat.as_dict() for pool, stat in zip(POOLS, stats, strict=True)}
@@ -244,13 +203,11 @@ class CountingAllocator(CachingAllocator):
 
     def reset_peak_stats(self) -> None:
         """Reset peaks as `torch.cuda.reset_peak_memory_stats`, except those of the run itself."""
-        self._add_up()
         for stat in self._all():
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
         """Reset counters, as `torch.cuda.reset_accumulated_memory_stats` does."""
-        self._add_up()
         for stat in self._all():
             stat.allocated = stat.freed = 0
         self._retries_forgotten = self.num_retries
@@ -272,36 +229,13 @@ class CountingAllocator(CachingAllocator):
         if max_split is not None and num_bytes >= max_split:
             self._oversize[name].change(sign)
 
-    def _change(self, is_small: bool, **amounts: int) -> None:
-        for name, amount in amounts.items():
+    def _count(self, is_small: bool, names: tuple[str, ...], amounts: tuple[int, ...]) -> None:
+        """Add amounts to the figures of these names, for all blocks and for the pool's."""
+        for name, amount in zip(names, amounts, strict=True):
             if amount:
                 stats = self._stats[name]
                 stats[0].change(amount)
                 stats[1 if is_small else 2].change(amount)
-
-    def _add_up(self) -> None:
-        """Add the log to the figures."""
-        if not self._log:
-            return
-        rows = np.array(self._log, dtype=np.int64).reshape(-1, 3)
-        self._log.clear()
-        sizes, signs = rows[:, 0], np.sign(rows[:, 0])
-        num_blocks, num_bytes = _parts(rows[:, 2])
-        is_small = np.abs(sizes) <= SMALL_REQUEST_BYTES  # a block of the large pool is larger
-        requested = signs * rows[:, 1]
-        columns = (signs, sizes, signs, sizes, requested, num_blocks, num_bytes)
-        for name, column in zip(_REQUESTS, columns, strict=True):
-            both, small, large = self._stats[name]
-            both.change_by_each(column)
-            small.change_by_each(column[is_small])
-            large.change_by_each(column[~is_small])
-
-
-def _parts(change: Any) -> tuple[Any, Any]:
-    """Return (blocks, bytes) of a change in which both are added up."""
-    half = _SPLIT_CYCLE // 2
-    num_blocks = (change + half) % _SPLIT_CYCLE - half
-    return num_blocks, change - num_blocks
 
 
 def allow_share(

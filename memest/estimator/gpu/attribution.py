@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -195,12 +195,7 @@ class LiveModules:
 
 def _is_called_by(name: str) -> bool:
     """Return whether a function of this name is running in this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == name:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == name for frame, _ in walk_stack(sys._getframe(1)))
 
 
 class Labels:

@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType
 from typing import Any
 
@@ -55,12 +57,8 @@ _CHECKS = "" if "_is_all_true" in _VALIDATE.co_names else _VALIDATE.co_filename
 
 def is_check(depth: int = 12) -> bool:
     """Return whether the running code is a check of `torch.distributions`."""
-    frame = sys._getframe(1) if _CHECKS else None
-    while frame is not None and depth:
-        if frame.f_code.co_filename == _CHECKS:
-            return True
-        frame, depth = frame.f_back, depth - 1
-    return False
+    frames = islice(walk_stack(sys._getframe(1)), depth) if _CHECKS else ()
+    return any(frame.f_code.co_filename == _CHECKS for frame, _ in frames)
 
 
 @dataclass(slots=True)
@@ -360,13 +358,11 @@ def guess_without_raise(guess: bool) -> bool:
 
     The line is that of the innermost frame outside of torch.
     """
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_FOREIGN):
-        if frame.f_back is None:
-            return guess
-        frame = frame.f_back
-    raises = _raising(frame.f_code, frame.f_lasti)
-    return not guess if guess in raises and (not guess) not in raises else guess
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith(_FOREIGN):
+            raises = _raising(frame.f_code, frame.f_lasti)
+            return not guess if guess in raises and (not guess) not in raises else guess
+    return guess
 
 
 @cache

@@ -117,12 +117,11 @@ class HostDraws:
             self.num_waiting = 0
             return seed()
 
-        for name, function in (
-            ("get_rng_state", get_rng_state), ("set_rng_state", set_rng_state),
-            ("manual_seed", manual_seed), ("seed", seed_randomly),
-        ):  # fmt: skip
-            patches.set(torch, name, function)
-            patches.set(torch.random, name, function)
+        functions = {
+            "get_rng_state": get_rng_state, "set_rng_state": set_rng_state,
+            "manual_seed": manual_seed, "seed": seed_randomly,
+        }  # fmt: skip
+        patches.set_all(functions, torch, torch.random)
 
 
 VIRTUAL_HOST_BYTES = 1 << 20  # smaller floating-point tensors are real, and not counted

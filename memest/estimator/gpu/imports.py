@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from traceback import walk_stack
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -142,10 +143,8 @@ class StubFinder(MetaPathFinder, Loader):
 
     def importing_frame(self) -> FrameType | None:
         """Return the frame whose import statement looks for a module."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             is_finders = frame.f_locals.get("self") is self
             if not is_finders and "importlib" not in frame.f_code.co_filename:
-                break
-            frame = frame.f_back
-        return frame
+                return frame
+        return None

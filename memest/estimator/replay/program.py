@@ -134,7 +134,7 @@ class Program:
         """Return the storages that are not freed when these streams end."""
         alive: dict[int, None] = {}
         for events in streams:
-            _play(events, alive, self.storages)
+            play(events, alive, self.storages)
         return set(alive)
 
     def streams(self) -> Iterator[Sequence[int]]:
@@ -149,7 +149,7 @@ class Program:
 def find_shifts(program: Program) -> None:
     """Fill in the renames for parts of `program` that are played again."""
     alive: dict[int, None] = {}
-    _play(program.setup, alive, program.storages)
+    play(program.setup, alive, program.storages)
     program.micro_shifts = []
     for step in program.steps:
         before_step = set(alive)
@@ -159,7 +159,7 @@ def find_shifts(program: Program) -> None:
             for part in batch:
                 if part.is_optimizers and number == 1:  # one in the middle ends here
                     shift = _pairs(program.storages, before, alive)
-                _play(part.events, alive, program.storages)
+                play(part.events, alive, program.storages)
             if number == 1 and not any(part.is_optimizers for part in batch):
                 shift = _pairs(program.storages, before, alive)
         program.micro_shifts.append(shift)
@@ -167,12 +167,19 @@ def find_shifts(program: Program) -> None:
             program.step_shift = _pairs(program.storages, before_step, alive)
 
 
-def _play(events: Sequence[int], alive: dict[int, None], storages: StorageTable) -> None:
+def play(
+    events: Sequence[int],
+    alive: dict[int, None],
+    storages: StorageTable,
+    *,
+    is_immediate: bool = False,
+) -> None:
+    """Add the storages that `events` allocate to `alive`, and remove those that end."""
     for event in events:
         if event >= 0:
             alive[event] = None
         else:
-            alive.pop(ended_by(event, storages), None)
+            alive.pop(ended_by(event, storages, is_immediate=is_immediate), None)
 
 
 def ended_by(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:

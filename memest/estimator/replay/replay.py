@@ -10,7 +10,7 @@ from typing import Any
 from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
-from memest.estimator.replay.program import MicroBatch, Probe, Program, Shift, ended_by
+from memest.estimator.replay.program import MicroBatch, Probe, Program, Shift, ended_by, play
 from memest.estimator.tensors.storages import (
     EMPTIED,
     FIRST_KERNEL,
@@ -52,21 +52,16 @@ def live_at(
     program: Program, num_micro_batches: int, moment: Moment, timing: FreeTiming = FreeTiming.LATEST
 ) -> list[int]:
     """Return the ids of the storages alive just after the event of `moment`."""
-    storages = program.storages
     alive: dict[int, None] = {}
-    count = 0
+    num_left = moment.index
     for step in range(moment.step + 1):
         is_immediate = timing.is_immediate(step)
         for shift, events in streams_of(program, step, num_micro_batches):
             rename(alive, shift)
-            for event in events:
-                count += 1
-                if event >= 0:
-                    alive[event] = None
-                else:
-                    alive.pop(ended_by(event, storages, is_immediate=is_immediate), None)
-                if count == moment.index:
-                    return list(alive)
+            play(events[:num_left], alive, program.storages, is_immediate=is_immediate)
+            if num_left <= len(events):
+                return list(alive)
+            num_left -= len(events)
     return list(alive)
 
 

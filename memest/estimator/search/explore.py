@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error
 from memest.estimator.hardware.gpus import Gpu, find_gpu
+from memest.estimator.predict import Trial
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import PhaseRow, Term, Verdict
@@ -131,7 +132,6 @@ def _group(
 ) -> list[list[Explored] | MemestError]:
     """Return the points of plans that differ in batch size and micro-batches only."""
     from memest.estimator.search.related_plans import RelatedPlans
-    from memest.estimator.search.sweep import frozen_garbage
 
     steps = _progression(batches)
     chips = {gpu.chip: RelatedPlans(gpu, steps, batches) for gpu in reversed(targets)}
@@ -141,8 +141,7 @@ def _group(
         sized = (replace(plan, accumulate_grad_batches=n, batch_size=b) for n, b in grid)
         return [_point(each, chips, targets) for each in sized]
 
-    with frozen_garbage():
-        return [result_or_error(points, plan) for plan in plans]
+    return [result_or_error(points, plan) for plan in plans]
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
@@ -155,7 +154,6 @@ def _progression(batches: Sequence[int]) -> Sequence[int]:
 def _point(
     plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], targets: Sequence[Gpu]
 ) -> Explored:
-    from memest.estimator.search.largest import Trial
     from memest.estimator.summary import peak_terms
 
     traced = {chip: related.at(plan) for chip, related in chips.items()}
@@ -166,7 +164,7 @@ def _point(
         trials[chip] = Trial(traced[chip], plan, gpu, trials.get(chip))
         verdicts[gpu.name] = trials[chip].verdict
     first = targets[0].chip
-    whole = trials[first].free
+    whole = trials[first].scenarios[0].free
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
     return point_of(plan, terms, whole.peak_reserved_bytes, whole.rows, verdicts)
 

@@ -18,18 +18,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from memest.engines import Event, find_engine, notify
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error
 from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.predict import usable_and_spread, usable_bytes
+from memest.estimator.predict import Trial, usable_bytes
 from memest.estimator.replay.interpolate.reuse import NotInterpolable, with_value
 from memest.estimator.replay.program import Program, TracedPlan
-from memest.estimator.replay.replay import Replayed, rename, streams_of
-from memest.estimator.replay.scenarios import Scenario, scenarios_of, verdict_over
+from memest.estimator.replay.replay import rename, streams_of
 from memest.estimator.search.related_plans import GROWTH, SPACING, TraceSeries
 from memest.estimator.tensors.storages import free_of
 from memest.models_meta.assemble import sequence_length
@@ -43,56 +42,6 @@ SCHEMA = "memest.largest/1"
 NUM_NEIGHBOURS = {"batch_size": 16, "seq_len": 2}  # sizes above the answer that are tried
 NUM_ANCHORS = 3  # searches from traces near the answer, before every size is traced
 FIRST_SEQ_LEN = 64  # first sequence length of the search
-
-
-class Trial:
-    """Result of a traced plan on one GPU; replayed as far as it is read.
-
-    `like` is the trial of the same program on another GPU, whose replays are shared.
-    """
-
-    def __init__(
-        self, traced: TracedPlan, plan: TrainingPlan, gpu: Gpu, like: Trial | None = None
-    ) -> None:
-        self._traced, self._plan, self._gpu = traced, plan, gpu
-        if like is not None:
-            self._scenarios = like._scenarios
-
-    @cached_property
-    def _scenarios(self) -> list[Scenario]:
-        """Scenarios of ranks and free timings; the one that reserves most is first."""
-        return scenarios_of(self._plan, self._traced)
-
-    @cached_property
-    def _results(self) -> tuple[Replayed, ...]:
-        limit = usable_bytes(self._plan, self._gpu)
-        return tuple(scenario.under(limit) for scenario in self._scenarios)
-
-    @property
-    def free(self) -> Replayed:
-        """The run on an unlimited GPU."""
-        return self._scenarios[0].free
-
-    @property
-    def result(self) -> Replayed:
-        """The run on the GPU."""
-        return self._results[0]
-
-    @cached_property
-    def verdict(self) -> Verdict:
-        """The verdict of `predict`."""
-        limit, spread = usable_and_spread(self._plan, self._gpu)
-        return verdict_over(self._scenarios, self._results, limit, spread)
-
-    @cached_property
-    def requested_bytes(self) -> int:
-        """Most bytes requested at one moment, each as its block: no allocator can reserve less."""
-        return peak_requested(self._traced.program, self._plan.accumulate_grad_batches)
-
-    @property
-    def fits(self) -> bool:
-        """True if the run fits in every scenario."""
-        return all(result.failed is None for result in self._results)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,11 +235,10 @@ class _Search:
 
     def _secant(self, low: int, high: int) -> int:
         """Return the value at which linearly interpolated reserved bytes cross the limit."""
-        below, above = self.trial(low), self.trial(high)
-        assert below is not None
-        assert above is not None
-        room = self.limit - below.free.peak_reserved_bytes
-        growth = above.free.peak_reserved_bytes - below.free.peak_reserved_bytes
+        trials = (self.trial(low), self.trial(high))
+        below, above = (t.scenarios[0].free.peak_reserved_bytes for t in trials if t is not None)
+        growth = above - below
+        room = self.limit - below
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
@@ -300,7 +248,10 @@ class _Search:
         while value - largest < num_neighbours:
             value += 1
             found = self.trial(value)
-            if found is None or found.requested_bytes > self.limit:
+            if found is None:
+                break
+            num_micro_batches = self.plan.accumulate_grad_batches
+            if peak_requested(found.traced.program, num_micro_batches) > self.limit:
                 break
             if found.fits:
                 largest = value
@@ -320,7 +271,7 @@ class _Search:
         assert found is not None
         above = self.trial(value + 1) if value > 0 else found
         error = self._trials.get(value + 1)
-        used = found.result if found.fits else found.free
+        used = found.results[0] if found.fits else found.scenarios[0].free
         return Largest(
             plan=with_value(self.plan, self.series.key, shown),
             gpu=self.gpu.name,

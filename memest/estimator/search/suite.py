@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from memest.engines import find_engine
 from memest.errors import MemestError, result_or_error
@@ -14,8 +14,6 @@ from memest.estimator.predict import predict, target_gpus
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
-
-T = TypeVar("T")
 
 MIN_PLANS_FOR_PROCESSES = 4  # below which starting processes costs more than it saves
 
@@ -36,9 +34,25 @@ def predict_each(
     Raises:
         MemestError: a plan names a model or a GPU that does not exist.
     """
+    for plan in plans:  # what can be refused at once is refused before anything heavy is imported
+        target_gpus(plan)
+        check_name(plan.model_name)
     alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
     one = partial(result_or_error, predict, trust_remote_code=trust_remote_code, jobs=alone)
-    return _over_processes(one, plans, jobs)
+    groups = list(_alike(plans).values())
+    if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
+        jobs = 1
+    found = find_engine("local", jobs).map(
+        partial(_each, one=one), [[plans[i] for i in group] for group in groups],
+        died=lambda plans, error: [error] * len(plans), weight=len,
+        label=lambda plans: plans[0].label + f" and {len(plans) - 1} alike" * (len(plans) > 1),
+    )  # fmt: skip
+    by_index = {
+        index: result
+        for group, results in zip(groups, found, strict=True)
+        for index, result in zip(group, results, strict=True)
+    }
+    return [by_index[i] for i in range(len(plans))]
 
 
 def partition(
@@ -57,28 +71,6 @@ def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
     return made
 
 
-def _over_processes(
-    one: Callable[[TrainingPlan], T], plans: Sequence[TrainingPlan], jobs: int | None
-) -> list[T]:
-    for plan in plans:  # what can be refused at once is refused before anything heavy is imported
-        target_gpus(plan)
-        check_name(plan.model_name)
-    groups = list(_alike(plans).values())
-    if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
-        jobs = 1
-    found = find_engine("local", jobs).map(
-        partial(_each, one=one), [[plans[i] for i in group] for group in groups],
-        died=lambda plans, error: [error] * len(plans), weight=len,
-        label=lambda plans: plans[0].label + f" and {len(plans) - 1} alike" * (len(plans) > 1),
-    )  # fmt: skip
-    by_index = {
-        index: result
-        for group, results in zip(groups, found, strict=True)
-        for index, result in zip(group, results, strict=True)
-    }
-    return [by_index[i] for i in range(len(plans))]
-
-
 def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
     """Return positions of plans by their common trace; the slowest first."""
     groups: dict[TrainingPlan, list[int]] = {}
@@ -88,5 +80,5 @@ def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
     return dict(sorted(groups.items(), key=lambda item: not item[0].is_distributed))
 
 
-def _each(plans: Sequence[TrainingPlan], *, one: Callable[[TrainingPlan], T]) -> list[T]:
+def _each(plans: Sequence[TrainingPlan], *, one: Callable[[TrainingPlan], Any]) -> list[Any]:
     return [one(plan) for plan in plans]

@@ -12,8 +12,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from memest.child import forked
 from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error, shown
-from memest.estimator.predict import target_gpus
+from memest.estimator.predict import Trial, target_gpus
 from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
@@ -270,29 +270,21 @@ def _sweep_group(
     plans, key = task
     values = [getattr(plan, key) for plan in plans]
     all_series: dict[str, TraceSeries] = {}
-    with frozen_garbage():
-        try:
-            for gpu in target_gpus(plans[0]):
-                chip = gpu.chip
-                if chip not in all_series:
-                    series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
-                    all_series[chip] = series
-                    series.cover(value for value in values if value is not None)
-        except MemestError:
-            pass  # each point is predicted below, where its own error is found
-        gc.freeze()
+    try:
+        for gpu in target_gpus(plans[0]):
+            chip = gpu.chip
+            if chip not in all_series:
+                series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
+                all_series[chip] = series
+                series.cover(value for value in values if value is not None)
+    except MemestError:
+        pass  # each point is predicted below, where its own error is found
+    gc.freeze()  # collections pass over the traces, which are many objects
+    try:
         found = _replay_in_parallel(plans, key, all_series, jobs)
         missing = [plan for plan, points in zip(plans, found, strict=True) if points is None]
         rest: Any = iter([result_or_error(_points, plan, key, all_series) for plan in missing])
         return [points or next(rest) for points in found]
-
-
-@contextmanager
-def frozen_garbage() -> Iterator[None]:
-    """Exclude older objects, which are many, from garbage collections in the block."""
-    gc.freeze()
-    try:
-        yield
     finally:
         gc.unfreeze()
 
@@ -326,8 +318,6 @@ def _points(
     plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], may_trace: bool = True
 ) -> list[SweepPoint] | None:
     """Return a plan's points; None if one needs a trace that is not there, and may not be made."""
-    from memest.estimator.search.largest import Trial
-
     points: list[SweepPoint] = []
     trials: dict[Any, Trial] = {}
     for gpu in target_gpus(plan):
@@ -343,9 +333,9 @@ def _points(
                 plan=plan,
                 gpu=gpu.name,
                 verdict=found.verdict,
-                peak_allocated_bytes=found.result.peak_allocated_bytes,
+                peak_allocated_bytes=found.results[0].peak_allocated_bytes,
                 process_bytes=found.verdict.reserved_bytes + outside_bytes,
-                unlimited_reserved_bytes=found.free.peak_reserved_bytes,
+                unlimited_reserved_bytes=found.scenarios[0].free.peak_reserved_bytes,
             )
         )
     return points

@@ -218,7 +218,7 @@ class KnownValues:
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
-        results = [o for o in _flat(out) if isinstance(o, Tensor)]
+        results = list(tensors_in((out,)))
         if func in _UNWRITTEN:
             for result in filter(self.may_hold, results):
                 room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8, device=CPU)
@@ -232,8 +232,8 @@ class KnownValues:
             for tensor in written:
                 self.drop(tensor.untyped_storage()._cdata)
             return
-        for result, value in zip(results, _flat(values), strict=False):
-            if self.may_hold(result) and isinstance(value, Tensor):
+        for result, value in zip(results, tensors_in((values,)), strict=False):
+            if self.may_hold(result):
                 self.adopt_like(result, value)
 
     def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
@@ -307,7 +307,3 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
     if func is aten.ne.Scalar and args[1] == float("inf"):  # the next one
         return True
     return None
-
-
-def _flat(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else (value,)

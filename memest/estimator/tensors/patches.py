@@ -17,6 +17,11 @@ def constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def constants(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return functions by name that return `values` for all arguments."""
+    return {name: constant(value) for name, value in values.items()}
+
+
 _WITHOUT = "run the script without it; see docs/run.md"
 
 NOT_COMPILED = "nothing is compiled on the virtual GPU"  # hint for calls of compilers
@@ -61,10 +66,11 @@ class Patches:
             value.__name__ = name  # Dynamo recognizes methods of tensors by it
         setattr(owner, name, value)
 
-    def set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
-        """Call `set` for each name in `values`."""
+    def set_all(self, values: Mapping[str, Any], *owners: Any) -> None:
+        """Call `set` for each name in `values` and each of `owners`."""
         for name, value in values.items():
-            self.set(owner, name, value)
+            for owner in owners:
+                self.set(owner, name, value)
 
     def on_undo(self, action: Callable[[], None]) -> None:
         """Run `action` after everything has been restored."""

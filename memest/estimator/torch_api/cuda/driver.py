@@ -14,7 +14,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.random import GpuDraws, GpuGenerator
-from memest.estimator.tensors.patches import Patches, constant, refusing, unsupported
+from memest.estimator.tensors.patches import Patches, constant, constants, refusing, unsupported
 from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_another, resolve
 from memest.estimator.torch_api.cuda import streams
 from memest.estimator.versions import simulated
@@ -304,10 +304,8 @@ _INDICES = {
 
 def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     properties = properties_of(mode.gpu)
-    for name, value in _FACTS.items():
-        patches.set(torch._C, name, constant(value))
-    for name, value in _FACTS_OF_CUDA.items():
-        patches.set(torch.cuda, name, constant(value))
+    patches.set_all(constants(_FACTS), torch._C)
+    patches.set_all(constants(_FACTS_OF_CUDA), torch.cuda)
     for names, answer in (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index):
         for owner, functions in names.items():
             for name in functions:
@@ -331,7 +329,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
         "_has_cudnn": True,
         "has_cuda": True,
     }
-    patches.set_all(torch._C, in_c)
+    patches.set_all(in_c, torch._C)
     patches.set(torch.cuda, "_initialized", True)
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
     patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))
@@ -376,17 +374,15 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
         switch(get, set_, getattr(c, get)(), note)
     note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
     switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
-    for name in ("is_flash_attention_available", "is_built"):
-        patches.set(torch.backends.cuda, name, constant(True))
+    yes = {"is_flash_attention_available": True, "is_built": True}
+    patches.set_all(constants(yes), torch.backends.cuda)
     cudnn = {"is_available": True, "version": simulated().cudnn_version, "is_acceptable": True}
-    for name, value in cudnn.items():
-        patches.set(torch.backends.cudnn, name, constant(value))
+    patches.set_all(constants(cudnn), torch.backends.cudnn)
     cudart = Cudart(lambda device: torch.cuda.mem_get_info(device))
     patches.set(c, "_cudart", cudart)
     patches.set(torch.cuda, "_cudart", cudart)
     patches.set(torch.cuda, "cudart", lambda: cudart)
-    for name in _NVTX:
-        patches.set(torch.cuda.nvtx._nvtx, name, lambda *args: 0)  # type: ignore[attr-defined]
+    patches.set_all(constants(dict.fromkeys(_NVTX, 0)), torch.cuda.nvtx._nvtx)  # type: ignore[attr-defined]
 
 
 _NVTX = (
@@ -514,9 +510,7 @@ def _install_generators(patches: Patches, draws: GpuDraws) -> None:
         "get_rng_state_all": lambda: [default.state()],
         "set_rng_state_all": lambda new: set_state(new[0]) if len(new) else None,
     }
-    for name, function in functions.items():
-        patches.set(torch.cuda, name, function)
-        patches.set(torch.cuda.random, name, function)
+    patches.set_all(functions, torch.cuda, torch.cuda.random)
     patches.set(torch, "Generator", generator)
     patches.set(torch.cuda, "default_generators", (of_gpu,) * GPU.num_visible)
     if hasattr(torch._C, "_accelerator_getDefaultGenerator"):  # since 2.14

@@ -66,7 +66,7 @@ def _install_statistics(patches: Patches, mode: CudaSimMode, allocator: Counting
         "_accelerator_resetAccumulatedStats": reset_accumulated,
         "_accelerator_emptyCache": empty_cache,
     }
-    patches.set_all(torch._C, in_c)
+    patches.set_all(in_c, torch._C)
 
 
 def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllocator) -> None:
@@ -113,9 +113,8 @@ def _install_limits(patches: Patches, mode: CudaSimMode, allocator: CountingAllo
         "_accelerator_setAllocatorSettings": change_settings,
         "_accelerator_getAllocatorSettings": lambda: allocator.settings.text,
     }
-    patches.set_all(torch._C, in_c)
-    patches.set(torch.cuda, "mem_get_info", mem_get_info)
-    patches.set(torch.cuda.memory, "mem_get_info", mem_get_info)
+    patches.set_all(in_c, torch._C)
+    patches.set_all({"mem_get_info": mem_get_info}, torch.cuda, torch.cuda.memory)
 
 
 def _install_raw_allocations(patches: Patches, mode: CudaSimMode) -> None:
@@ -145,10 +144,11 @@ def _install_raw_allocations(patches: Patches, mode: CudaSimMode) -> None:
         if not is_enabled:
             raise unsupported("an allocator without a cache")
 
-    patches.set(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", allocate)
-    patches.set(torch._C, "_cuda_cudaCachingAllocator_raw_delete", delete)
-    patches.set(torch._C, "_cuda_cudaCachingAllocator_enable", enable)
-    patches.set(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True)
+    in_c: dict[str, Any] = {
+        "raw_alloc": allocate, "raw_delete": delete, "enable": enable, "is_enabled": lambda: True,
+    }  # fmt: skip
+    for name, function in in_c.items():
+        patches.set(torch._C, f"_cuda_cudaCachingAllocator_{name}", function)
 
 
 def _install_host(patches: Patches) -> None:
@@ -169,9 +169,8 @@ def _install_refusals(patches: Patches) -> None:
     name = "CUDAPluggableAllocator"
     stands_for = type(name, (), {"__init__": refusing(f"torch.cuda.{name}")})
     refused = refusing("torch.cuda.change_current_allocator")
-    for owner in (torch.cuda.memory, torch.cuda):
-        patches.set(owner, name, stands_for)
-        patches.set(owner, "change_current_allocator", refused)
+    made = {name: stands_for, "change_current_allocator": refused}
+    patches.set_all(made, torch.cuda.memory, torch.cuda)
 
 
 def _check(device: Any) -> None:
@@ -391,4 +390,4 @@ def _install_recordings(patches: Patches, mode: CudaSimMode, allocator: Counting
         "_cuda_getMemoryMetadata": lambda: recordings.metadata,
         "_cuda_attach_out_of_memory_observer": attach,
     }
-    patches.set_all(torch._C, in_c)
+    patches.set_all(in_c, torch._C)

@@ -19,7 +19,7 @@ import torch
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.tensors.patches import Patches, constant
+from memest.estimator.tensors.patches import Patches, constant, constants
 from memest.estimator.tensors.placement import GPU
 from memest.estimator.torch_api.cuda import nvidia_smi
 from memest.estimator.torch_api.cuda.driver import UUID, driver_version
@@ -76,13 +76,12 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     for name, value in list(vars(module).items()):
         if name.startswith("nvml") and callable(value) and not isinstance(value, type):
             patches.set(module, name, _not_supported(module))
-    patches.set_all(module, functions)
+    patches.set_all(functions, module)
     nvidia_smi.install(patches, module)
     patches.set(torch.cuda, "pynvml", module)
     patches.set(torch.cuda, "_HAS_PYNVML", True)
     patches.set(torch.cuda, "_raw_device_uuid_nvml", lambda: [f"GPU-{UUID}"])
-    for owner in (torch.cuda, torch.cuda.memory):
-        patches.set(owner, "_get_nvml_device_index", _index_of)
+    patches.set_all({"_get_nvml_device_index": _index_of}, torch.cuda, torch.cuda.memory)
 
 
 def _put_back(found: ModuleType | None) -> None:
@@ -163,8 +162,7 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
             )
         ]  # fmt: skip
 
-    answers = {name: constant(value) for name, value in _facts(gpu).items()}
-    return answers | {
+    return constants(_facts(gpu)) | {
         "nvmlDeviceGetHandleByIndex": by_index,
         "nvmlDeviceGetHandleByIndex_v2": by_index,
         "nvmlDeviceGetHandleByUUID": by_uuid,

@@ -179,10 +179,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     tc: Any = torch.cuda
     stream, event = of_session(CudaStream, "Stream"), of_session(CudaEvent, "Event")
-    for owner in (tc, tc.streams):
-        patches.set(owner, "Stream", stream)
-        patches.set(owner, "Event", event)
-        patches.set(owner, "ExternalStream", of_session(ExternalStream, "ExternalStream"))
+    external = of_session(ExternalStream, "ExternalStream")
+    classes = {"Stream": stream, "Event": event, "ExternalStream": external}
+    patches.set_all(classes, tc, tc.streams)
     patches.set(tc, "StreamContext", of_session(StreamContext, "StreamContext"))
     patches.set(tc, "stream", tc.StreamContext)
     for name, of_cuda in (("Stream", stream), ("Event", event)):
@@ -202,9 +201,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         if chosen is not None:
             mode.timeline.switch(chosen.number)
 
-    for owner in (tc, getattr(torch, "accelerator", tc)):  # torch 2.5 has no `accelerator`
-        patches.set(owner, "current_stream", current_stream)
-        patches.set(owner, "set_stream", set_stream)
+    functions = {"current_stream": current_stream, "set_stream": set_stream}
+    patches.set_all(functions, tc, getattr(torch, "accelerator", tc))  # not in torch 2.5
     patches.set(tc, "default_stream", default_stream)
     patches.set(tc, "get_stream_from_external", tc.ExternalStream)
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index=0: mode.timeline.stream)
@@ -335,9 +333,8 @@ def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
             if hasattr(owner, name):
                 patches.set(owner, name, value)
     graph = type("CUDAGraph", (CudaGraph,), {"captures": captures, "__module__": "torch.cuda"})
-    for owner in (torch.cuda, torch.cuda.graphs):
-        patches.set(owner, "CUDAGraph", graph)
-        patches.set(owner, "graph_pool_handle", captures.new_pool)
+    of_graphs = {"CUDAGraph": graph, "graph_pool_handle": captures.new_pool}
+    patches.set_all(of_graphs, torch.cuda, torch.cuda.graphs)
     patches.set(
         torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing
     )

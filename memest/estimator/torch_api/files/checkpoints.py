@@ -55,10 +55,10 @@ class _State(threading.local):
     """State of a thread that saves or loads."""
 
     placeholders: dict[Any, torch.UntypedStorage] | None = None
-    """Placeholders of the running `torch.save`, by storage and dtype."""
+    """Placeholders of the running `torch.save`, which tensors of one storage and dtype share."""
 
     is_mapped = False  # True while `torch.load` maps its file
-    is_old = False  # True while a file of the old format is read
+    is_old = False  # True while a file of the old format is read, which has the values last
 
 
 class Checkpoints:
@@ -67,6 +67,15 @@ class Checkpoints:
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
         self._state = _State()
+
+    def within(self, function: Any, name: str, make: Callable[[], Any]) -> Any:
+        """Wrap a function of torch, during which the state `name` is a result of `make`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with setting(self._state, name, make()):
+                return function(*args, **kwargs)
+
+        return call
 
     # --- writing
 
@@ -100,15 +109,6 @@ class Checkpoints:
             memo[key] = made
         return made
 
-    def saving(self, save: Any) -> Any:
-        """Wrap `torch.save`, so that tensors with one storage share its placeholder."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with setting(self._state, "placeholders", {}):
-                return save(*args, **kwargs)
-
-        return call
-
     # --- reading
 
     def loading(self, load: Any) -> Any:
@@ -120,15 +120,6 @@ class Checkpoints:
                 kwargs["mmap"] = True
             with setting(self._state, "is_mapped", is_mapped):
                 return load(f, *args, **kwargs)
-
-        return call
-
-    def loading_old(self, load: Any) -> Any:
-        """Wrap the reader of the old format, which has the values only after the tensors."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with setting(self._state, "is_old", True):
-                return load(*args, **kwargs)
 
         return call
 
@@ -256,7 +247,7 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
 
     patches.set(Tensor, "_reduce_ex_internal", reduced)
     module: Any = torch.serialization
-    patches.set(torch, "save", checkpoints.saving(module.save))
+    patches.set(torch, "save", checkpoints.within(module.save, "placeholders", dict))
     patches.set(module, "save", torch.save)
 
     packages = module._package_registry
@@ -292,7 +283,7 @@ def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
     patches.set(_weights_only_unpickler, "_get_allowed_globals", allowed.__wrapped__)
     patches.set(torch, "load", checkpoints.loading(torch.load))
     patches.set(torch.serialization, "load", torch.load)
-    old = checkpoints.loading_old(torch.serialization._legacy_load)
+    old = checkpoints.within(torch.serialization._legacy_load, "is_old", lambda: True)
     patches.set(torch.serialization, "_legacy_load", old)
 
 

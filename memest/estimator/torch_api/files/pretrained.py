@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import CPU, META
 from memest.models_meta.registry import find_entry
 
@@ -37,45 +37,28 @@ class NoWeights(str):
 
 
 class OnDemand(Future):  # type: ignore[type-arg]
-    """Future that runs its function in `result`, instead of in a thread."""
+    """Future that runs its function in `result`, instead of in a thread.
 
-    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    The four threads with which transformers reads weights ahead (`GLOBAL_WORKERS` of
+    core_model_loading.py) allocate in random order; here it is fixed.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        self._call = function, args, kwargs
+        self._function = function
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the function's result, or raise its exception."""
         if not self.done():
-            function, args, kwargs = self._call
-            del self._call
-            try:
-                self.set_result(function(*args, **kwargs))
-            except BaseException as error:
-                self.set_exception(error)
+            self.set_result(self._function())
+            del self._function
         return super().result(timeout)
-
-
-class InOrder:
-    """The pool with which transformers reads weights ahead, without threads.
-
-    Its four threads (`core_model_loading.GLOBAL_WORKERS`) allocate in random order; here it is
-    fixed.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> OnDemand:
-        """Submit, as `Executor.submit` does."""
-        return OnDemand(function, *args, **kwargs)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing."""
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let transformers, where a script uses it, load models without weights here."""
     bundled = BundledConfigs(mode, hooks)
+    pool = SimpleNamespace(submit=OnDemand, shutdown=constant(None))
 
     def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(module, name)
@@ -94,7 +77,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     )
     hooks.after(
         "transformers.core_model_loading",
-        lambda module: patches.set(module, "ThreadPoolExecutor", InOrder),
+        lambda module: patches.set(module, "ThreadPoolExecutor", constant(pool)),
     )
     hooks.after("transformers.modeling_utils", models)
 
