@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from memest.estimator.replay.program import (
     MicroBatch,
     Part,
-    Probe,
     Program,
     StateBytes,
     find_shifts,
@@ -49,12 +48,12 @@ def lightning_program(
             freed = [] if number else [~index for index in grads]
             without = kept if number else StateBytes(kept.params, 0, kept.optimizer)
             parts = [
-                Part((), Probe(Phase.BEFORE_FORWARD, held)),
-                Part([*forward, *freed], Probe(Phase.AFTER_FORWARD, without)),
-                Part(list(backward), Probe(Phase.AFTER_BACKWARD, kept)),
+                Part((), Phase.BEFORE_FORWARD, held),
+                Part([*forward, *freed], Phase.AFTER_FORWARD, without),
+                Part(list(backward), Phase.AFTER_BACKWARD, kept),
             ]
             if number == len(streams) - 1:
-                parts.append(Part(list(optimizer), Probe(Phase.AFTER_OPTIMIZER_STEP, after)))
+                parts.append(Part(list(optimizer), Phase.AFTER_OPTIMIZER_STEP, after))
             batches.append([*parts, Part(list(release))])
         program.steps.append(batches)
     find_shifts(program)

@@ -66,7 +66,7 @@ def run_rank(
     """What `rank` does for the steps of a plan with these `options`; inputs are of `shape`."""
     plan = TrainingPlan(model_name="m", **options)
     virtual = gpu_of_rank(rank, plan.world_size)
-    watch = _Watch(virtual, None, lambda: None)  # type: ignore[arg-type]
+    watch = _Watch(virtual, None, None)  # type: ignore[arg-type]
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     recorder.on_start, recorder.on_row = watch.starts, watch.reached
     job = watch.job = Job(
@@ -108,7 +108,7 @@ def events_until(program: Program, step: int, micro_batch: int, phase: Phase) ->
         for micro, batch in enumerate(batches):
             for part in batch:
                 found += part.events
-                if part.probe and (number, micro, part.probe.phase) == (step, micro_batch, phase):
+                if (number, micro, part.phase) == (step, micro_batch, phase):
                     return found
     raise LookupError(phase)
 

@@ -150,7 +150,7 @@ def event_phases(plan: TrainingPlan, program: Program) -> list[list[int]]:
         for step in range(plan.steps)
         for micro in range(num_micro_batches)
         for part in program.play(step, micro, num_micro_batches)
-        if part.probe is not None
+        if part.phase is not None
     ][1:]
 
 

@@ -78,8 +78,8 @@ def traced(widths: Widths, *, rank: int = 0, num_steps: int = 1, **options: Any)
 
 def states(program: Program, phase: report.Phase) -> list[StateBytes]:
     """What the first step's probes of this phase read."""
-    probes = [part.probe for batch in program.steps[0] for part in batch if part.probe]
-    return [probe.state for probe in probes if probe.phase is phase]
+    parts = [part for batch in program.steps[0] for part in batch]
+    return [part.state for part in parts if part.phase is phase]
 
 
 def after_backward(program: Program) -> StateBytes:

@@ -60,8 +60,8 @@ def events(program: Program) -> list[list[int]]:
 
 
 def grads_alive(program: Program, phase: Phase) -> list[int]:
-    probes = [part.probe for step in program.steps for batch in step for part in batch]
-    return [probe.state.grads for probe in probes if probe and probe.phase is phase]
+    parts = [part for step in program.steps for batch in step for part in batch]
+    return [part.state.grads for part in parts if part.phase is phase]
 
 
 # --- the order of a step
@@ -89,7 +89,7 @@ def test_every_loop_is_read_at_the_same_phases(loop: str, run: Callable[..., Pro
     program = run(loop=loop, accumulate_grad_batches=5)
 
     phases = [
-        [(step, micro, part.probe.phase) for part in program.play(step, micro, 5) if part.probe]
+        [(step, micro, part.phase) for part in program.play(step, micro, 5) if part.phase]
         for step in range(2)
         for micro in range(5)
     ]

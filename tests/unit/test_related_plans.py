@@ -15,7 +15,7 @@ from memest.estimator.replay.interpolate.reuse import (
     OptimizerStep,
     of_one_micro_batch,
 )
-from memest.estimator.replay.program import Part, Probe, TracedPlan
+from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search.related_plans import RelatedPlans, TraceSeries
 from memest.plan import TrainingPlan
@@ -107,8 +107,8 @@ def test_a_micro_batch_that_keeps_more_than_it_frees_is_not_left_out() -> None:
     program = two.program
     _, last = program.steps[1]
     kept = max(e for part in last for e in part.events if e >= 0 and ~e not in part.events)
-    leaking = Part([*last[1].events, program.storages.add(512, program.storages.sites[kept],
-                    program.storages.kinds[kept])], last[1].probe)  # fmt: skip
+    more = program.storages.add(512, program.storages.sites[kept], program.storages.kinds[kept])
+    leaking = replace(last[1], events=[*last[1].events, more])
     steps = [program.steps[0], [program.steps[1][0], [last[0], leaking, *last[2:]]]]
 
     with pytest.raises(NotInterpolable, match="keeps other things"):
@@ -120,13 +120,8 @@ def test_a_step_frees_nothing_that_was_made_outside() -> None:
     own = trace_plan(plan, GPU)
     first = own.program.steps[0][0]
     stranger = next(e for e in first[2].events if e >= 0)
-    parts = [*first[:-1], Part([~stranger, *first[-1].events], _same_probe(first[-1]))]
+    parts = [*first[:-1], replace(first[-1], events=[~stranger, *first[-1].events])]
     steps = [[parts], own.program.steps[1]]
 
     with pytest.raises(NotInterpolable):
         OptimizerStep(replace(own, program=replace(own.program, steps=steps)), own)
-
-
-def _same_probe(part: Part) -> Probe:
-    assert part.probe is not None
-    return part.probe

@@ -56,8 +56,8 @@ def adamw(folder: Path) -> TracedPlan:
 
 
 def states(program: Program, phase: Phase) -> list[StateBytes]:
-    probes = [part.probe for step in program.steps for batch in step for part in batch]
-    return [probe.state for probe in probes if probe is not None and probe.phase is phase]
+    parts = [part for step in program.steps for batch in step for part in batch]
+    return [part.state for part in parts if part.phase is phase]
 
 
 def alive(program: Program) -> list[int]:

@@ -82,6 +82,12 @@ _COPIES = frozenset((aten.copy_.default, aten._to_copy.default, aten.clone.defau
 _SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd engine sums gradients
 
 
+def _has_own_dispatch(kind: type) -> bool:
+    """Return whether `kind` is a class of tensors with its own `__torch_dispatch__`."""
+    disabled = torch._C._disabled_torch_dispatch_impl
+    return kind is not Tensor and getattr(kind, "__torch_dispatch__", disabled) is not disabled
+
+
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operators as on a CUDA GPU, on tensors without data."""
 
@@ -112,7 +118,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_off = False  # flag: operators run as without the simulated GPU
         self.memory.on_free = self.values.forget
         self.memory.on_fold = self._before_fold
-        self._has_own_dispatch: dict[type, bool] = {}
+        self._has_own_dispatch = cache(_has_own_dispatch)
         self._decomposes_under = cache(decomposition_key)
         self._last_recipe: Recipe | None = None
         self._has_kernels = False  # flag: a kernel was launched
@@ -141,7 +147,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not types and isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)
         for kind in types:
-            if self._is_subclass(kind):
+            if self._has_own_dispatch(kind):
                 return local_foreach(self, func, args, kwargs)
         if func is aten.to.device:  # inference mode passes composite operators on
             func, args, kwargs = as_dtype_layout(args, kwargs)
@@ -159,16 +165,6 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kernel = kernels.get(DispatchKey.CUDA) or kernels[DispatchKey.CompositeExplicitAutograd]
         with self:
             return kernel(*args, **kwargs)
-
-    def _is_subclass(self, kind: type) -> bool:
-        """Return whether `kind` is a class of tensors with its own `__torch_dispatch__`."""
-        known = self._has_own_dispatch.get(kind)
-        if known is None:
-            disabled = torch._C._disabled_torch_dispatch_impl
-            own = getattr(kind, "__torch_dispatch__", disabled)
-            known = own is not disabled and kind is not Tensor
-            self._has_own_dispatch[kind] = known
-        return known
 
     def _dispatch(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator where its tensors are: on the GPU, on the host, or between the two."""

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.metadata
 import inspect
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -209,13 +210,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refusing(f"`{name}`", NOT_COMPILED)
 
 
-@dataclass(eq=False)
-class GPUTarget:
-    """`triton.backends.compiler.GPUTarget`."""
-
-    backend: str
-    arch: Any
-    warp_size: int
+GPUTarget = namedtuple("GPUTarget", ("backend", "arch", "warp_size"))
 
 
 @dataclass(eq=False)

@@ -30,30 +30,18 @@ Shift = Mapping[int, int]  # renames before a span is replayed: those it made ->
 class StateBytes:
     """Bytes that a probe sums over the model and the optimizer."""
 
-    params: int
-    grads: int
-    optimizer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Probe: a point where memory is read, with the states of model and optimizer."""
-
-    phase: Phase
-    state: StateBytes
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Events in order, then a probe or none."""
+    """Events in order, then a probe at a phase, or none."""
 
     events: Sequence[int]
-    probe: Probe | None = None
-
-    @property
-    def phase(self) -> Phase | None:
-        """Phase of the probe."""
-        return None if self.probe is None else self.probe.phase
+    phase: Phase | None = None
+    state: StateBytes = StateBytes()
 
     @property
     def is_optimizers(self) -> bool:
@@ -115,8 +103,7 @@ class Program:
     def most_held_bytes(self, *states: str) -> int:
         """Return the most bytes that these states of `StateBytes` have together at a probe."""
         parts = (part for step in self.steps for batch in step for part in batch)
-        held = (part.probe.state for part in parts if part.probe is not None)
-        return max((sum(getattr(each, name) for name in states) for each in held), default=0)
+        return max((sum(getattr(p.state, name) for name in states) for p in parts), default=0)
 
     def forward_held_bytes(self) -> int:
         """Return the bytes held at the end of the first forward, of all kinds."""

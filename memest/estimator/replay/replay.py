@@ -10,7 +10,7 @@ from typing import Any
 from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.settings import DEFAULT, AllocatorSettings
-from memest.estimator.replay.program import MicroBatch, Probe, Program, Shift, ended_by, play
+from memest.estimator.replay.program import MicroBatch, Part, Program, Shift, ended_by, play
 from memest.estimator.tensors.storages import (
     EMPTIED,
     FIRST_KERNEL,
@@ -263,19 +263,19 @@ class _Replay:
         self._played = batch
         for part in batch:
             player.play(part.events)
-            if part.probe is not None:
-                self._probe(part.probe, micro)
+            if part.phase is not None:
+                self._probe(part, part.phase, micro)
         return batch
 
-    def _probe(self, probe: Probe, micro_batch: int) -> None:
-        allocator, state = self.allocator, probe.state
+    def _probe(self, part: Part, phase: Phase, micro_batch: int) -> None:
+        allocator, state = self.allocator, part.state
         states = state.params + state.grads + state.optimizer
         self.close_peaks()
         self.result.rows.append(
             PhaseRow(
                 step=self.step,
                 micro_batch=micro_batch,
-                phase=probe.phase,
+                phase=phase,
                 params_bytes=state.params,
                 grads_bytes=state.grads,
                 optimizer_bytes=state.optimizer,
@@ -286,7 +286,7 @@ class _Replay:
             )
         )
         allocator.peak_allocated_bytes = allocator.allocated_bytes
-        self.player.reached(self.step, micro_batch, probe.phase)
+        self.player.reached(self.step, micro_batch, phase)
 
     def close_peaks(self) -> None:
         """Copy the allocator's peaks to the result."""

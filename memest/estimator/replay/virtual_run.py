@@ -29,7 +29,6 @@ from memest.estimator.ops.attention import check_gpu
 from memest.estimator.replay.interpolate.call_log import CallRecorder
 from memest.estimator.replay.program import (
     Part,
-    Probe,
     Program,
     StateBytes,
     TracedPlan,
@@ -258,11 +257,7 @@ def run_plan(
         check_gpu(gpu)
     rank = rank or rank_of(plan)
     virtual = VirtualGpu(
-        gpu,
-        limit_bytes=UNLIMITED_BYTES,
-        lines=NoLines(),
-        rank=rank,
-        settings=DEFAULT,
+        gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), rank=rank, settings=DEFAULT
     )
     calls = CallRecorder(virtual.mode) if records_calls else None
     watch = _Watch(virtual, config, calls)
@@ -427,7 +422,7 @@ def _program(watch: _Watch) -> Program:
     start = watch.num_setup
     for end, row in watch.rows:
         state = StateBytes(row.params_bytes, row.grads_bytes, row.optimizer_bytes)
-        part = Part(events[start:end].tolist(), Probe(row.phase, state))
+        part = Part(events[start:end].tolist(), row.phase, state)
         start = end
         if row.step == len(program.steps):
             program.steps.append([])

@@ -48,35 +48,16 @@ class ValueUnknown(Exception):
     """An operator needs a value that is not known."""
 
 
-class _Copies(dict[int, torch.UntypedStorage]):
-    """CPU storages by the key of the meta storage, with their bytes in total."""
-
-    num_bytes = 0
-
-    def __setitem__(self, key: int, copy: torch.UntypedStorage) -> None:
-        self.pop(key, None)
-        self.num_bytes += copy.nbytes()
-        super().__setitem__(key, copy)
-
-    def pop(self, key: int, default: Any = None) -> Any:
-        """Remove and return a copy, as `dict.pop`."""
-        copy = super().pop(key, default)
-        if copy is not None:
-            self.num_bytes -= copy.nbytes()
-        return copy
-
-
 class KnownValues:
     """CPU copies of meta storages whose values are known; `below` has those of others."""
 
     def __init__(self, below: KnownValues | None = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
-        self._copies = _Copies()
+        self._copies: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the meta storage's key
         self._below = below
         self._above: KnownValues | None = None
         if below is not None:
             below._above = self
-        self._is_mutable: dict[int, bool] = {}
         self._random_state: Tensor | None = None
 
     def __bool__(self) -> bool:
@@ -196,9 +177,7 @@ class KnownValues:
 
         Most operators end here at an argument whose value is not known.
         """
-        is_mutable = self._is_mutable.get(id(func))
-        if is_mutable is None:
-            is_mutable = self._is_mutable[id(func)] = func._schema.is_mutable
+        is_mutable = func._schema.is_mutable
         first = args[0] if args else None
         if is_mutable and isinstance(first, list | tuple):
             self._drop_all(func, first)
@@ -218,7 +197,7 @@ class KnownValues:
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
-        results = list(tensors_in((out,)))
+        results = [o for o in _flat(out) if isinstance(o, Tensor)]
         if func in _UNWRITTEN:
             for result in filter(self.may_hold, results):
                 room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8, device=CPU)
@@ -232,8 +211,8 @@ class KnownValues:
             for tensor in written:
                 self.drop(tensor.untyped_storage()._cdata)
             return
-        for result, value in zip(results, tensors_in((values,)), strict=False):
-            if self.may_hold(result):
+        for result, value in zip(results, _flat(values), strict=False):
+            if self.may_hold(result) and isinstance(value, Tensor):
                 self.adopt_like(result, value)
 
     def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
@@ -254,8 +233,9 @@ class KnownValues:
             return num_bytes <= MAX_FLOAT_NUMEL * 4
         if result.is_complex() or num_bytes > MAX_BYTES:
             return False
-        is_small = num_bytes <= MAX_TOTAL_BYTES >> 8
-        return is_small or self._copies.num_bytes + num_bytes <= MAX_TOTAL_BYTES
+        if num_bytes <= MAX_TOTAL_BYTES >> 8:
+            return True
+        return num_bytes + sum(copy.nbytes() for copy in self._copies.values()) <= MAX_TOTAL_BYTES
 
     def adopt_like(self, result: Tensor, value: Tensor) -> None:
         """Adopt `value` in the geometry of `result`, unless their shapes differ."""
@@ -307,3 +287,7 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
     if func is aten.ne.Scalar and args[1] == float("inf"):  # the next one
         return True
     return None
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else (value,)

@@ -18,14 +18,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memest.estimator.gpu.kernel_calls import Recipe, dense_bytes, recipe_of
+from memest.estimator.gpu.kernel_calls import Recipe, dense_bytes, recipe_of, results_of
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import attention
 from memest.estimator.ops.matmul import CublasWorkspaces
 from memest.estimator.ops.registry import Op, op_of
 from memest.estimator.ops.temporaries import OLDEST
-from memest.estimator.replay.program import Part, Program, Shift, TracedPlan, within_model
+from memest.estimator.replay.program import Program, Shift, TracedPlan, within_model
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, free_of
 
@@ -292,35 +292,6 @@ def _tensor(shape: _TensorShape, numbers: Iterator[int]) -> Tensor:
     return flat.as_strided(size, stride, shape.offset)
 
 
-def storage_bytes(shape: Any, numbers: Iterator[int]) -> list[int]:
-    """Bytes of the storage of each tensor in `shape`, which is a result or a tuple of them."""
-    if isinstance(shape, _TensorShape):
-        size = [next(numbers) for _ in range(shape.num_dims)]
-        stride = [next(numbers) for _ in range(shape.num_dims)]
-        num_bytes = next(numbers)
-        return [dense_bytes(size, stride, shape.dtype.itemsize) if shape.is_dense else num_bytes]
-    if isinstance(shape, _Items):
-        return [b for item in shape.items for b in (storage_bytes(item, numbers) or [0])]
-    if shape is _INT:
-        next(numbers)
-    return []
-
-
-def count_numbers(shape: Any) -> int:
-    """Count the whole numbers that were taken out of `shape`."""
-    if isinstance(shape, _TensorShape):
-        return 2 * shape.num_dims + 1
-    if isinstance(shape, _Items):
-        return sum(map(count_numbers, shape.items))
-    return int(shape is _INT)
-
-
-def on_gpu(shape: Any) -> list[bool]:
-    """Return, for each result in `shape`, whether it is a tensor on the GPU."""
-    items = shape.items if isinstance(shape, _Items) else (shape,)
-    return [isinstance(item, _TensorShape) and item.device == "meta" for item in items]
-
-
 NO_CALL = -1  # mark in place of a template: a storage that existed before the trace
 ZERO = -2  # mark in place of a template: an output that meta makes and CUDA does not
 NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
@@ -452,7 +423,7 @@ def rebuild(
     streams = iter(rebuilder.streams)
     setup = next(streams)
     steps: list[Any] = [
-        [[Part(next(streams), part.probe) for part in batch] for batch in step]
+        [[replace(part, events=next(streams)) for part in batch] for batch in step]
         for step in base.steps
     ]
     program = Program(
@@ -487,28 +458,21 @@ class RequestOrder(NamedTuple):
 
 def requests_of(gpu: Gpu, template: Template, numbers: Sequence[int]) -> Requests:
     """Return the requests of a call with these numbers on `gpu`, by the rules of its kernel."""
-    items = template.shape.items
-    start = sum(map(count_numbers, items[:3]))
-    own = storage_bytes(items[3], iter(numbers[start:]))
-    op = op_of(items[0])
-    if is_plain(op):
-        positions = [i for i, is_made in enumerate(on_gpu(items[3])) if is_made]
-        order = RequestOrder(tuple(positions), 0, 0, False)
-        return Requests(order, tuple(own[i] for i in positions))
     func, args, kwargs, out, more = put_numbers(template, numbers)
+    op = op_of(func)
     recipe = recipe_of(gpu, op, args, kwargs, out, more)
     cublas: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
     if op.takes_handle:
         fresh = CublasWorkspaces(gpu.capability)
         cublas, copies = fresh.bytes_for(func, args, kwargs, ("main", 0))
-    requests, num_bytes = _requests(recipe, own)
+    requests, num_bytes = _requests(recipe, results_of(out))
     order = RequestOrder(requests, len(copies), len(cublas), recipe.is_partial)
     return Requests(order, (*num_bytes, *copies, *cublas))
 
 
 def _requests(
-    recipe: Recipe, own: Sequence[int]
+    recipe: Recipe, out: Sequence[Tensor]
 ) -> tuple[tuple[int | tuple[int] | None, ...], list[int]]:
     """Return the order of a recipe's requests, and the bytes of each allocation."""
     requests: list[int | tuple[int] | None] = []
@@ -517,7 +481,7 @@ def _requests(
     for n, position in recipe.events:
         if position is not None and position != OLDEST:
             requests.append(position)
-            num_bytes.append(own[position] if n is None else n)
+            num_bytes.append(out[position].untyped_storage().nbytes() if n is None else n)
         elif n is not None and n < 0:
             among = temporary if position == OLDEST else reversed(temporary)
             freed = next(t for t in among if t[1] == -n)

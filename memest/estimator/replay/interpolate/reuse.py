@@ -51,7 +51,6 @@ from memest.estimator.replay.interpolate.call_log import (
 from memest.estimator.replay.program import (
     MicroBatch,
     Part,
-    Probe,
     Program,
     TracedPlan,
     find_shifts,
@@ -260,9 +259,9 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     setup = source.again(program.setup)
     steps: list[list[MicroBatch]] = []
     for number, (first, last) in enumerate(program.steps):
-        parts = [Part(source.again(part.events), part.probe) for part in first]
+        parts = [replace(part, events=source.again(part.events)) for part in first]
         source.skip([p.events for p in last if not p.is_optimizers], program.micro_shifts[number])
-        parts += [Part(source.again(p.events), p.probe) for p in last if p.is_optimizers]
+        parts += [replace(p, events=source.again(p.events)) for p in last if p.is_optimizers]
         steps.append([parts])
     return replace(traced, program=_finished(made, setup, steps, program), work=None)
 
@@ -311,12 +310,12 @@ class OptimizerStep:
     ) -> Iterator[Part]:
         for part in parts:
             own = self._parts[step].get(part.phase)
-            if part.probe is None or own is None or own.probe is None:
+            if part.phase is None or own is None:
                 raise NotInterpolable("the loop has other phases")
             is_step = part.is_optimizers
             events = ours.again(own.events) if is_step else theirs.again(part.events)
-            state = replace(part.probe.state, optimizer=own.probe.state.optimizer)
-            yield Part(events, Probe(part.probe.phase, state))
+            state = replace(part.state, optimizer=own.state.optimizer)
+            yield Part(events, part.phase, state)
 
 
 def _finished(
