@@ -136,6 +136,17 @@ def test_a_product_of_unknown_matrices_is_assumed_and_counted(virtual: VirtualGp
     assert any("product of sparse matrices" in what for _, what in virtual.guesses.counts)
 
 
+def test_cusparse_refuses_two_dtypes(virtual: VirtualGpu) -> None:
+    """Measured: the backward of `torch.sparse.mm` under autocast fails outside of autocast."""
+    matrix = torch.eye(3).to_sparse_csr().cuda()
+    dense = torch.ones(3, 2, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = torch.sparse.mm(matrix, dense).float().sum()
+
+    with pytest.raises(RuntimeError, match="operation not supported"):
+        loss.backward()
+
+
 COMPRESSED_CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "add.Tensor": lambda s: s + s,
     "select.int": lambda s: s[0],

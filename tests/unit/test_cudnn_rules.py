@@ -17,7 +17,6 @@ from memest.estimator.ops.cudnn_rules import (
     is_product,
     is_winograd,
     product_bytes,
-    strided_fourier_bytes,
     winograd_bytes,
     workspace_bytes,
 )
@@ -135,16 +134,68 @@ def test_a_gpu_rejects_transforms_of_large_images_and_of_windows_of_one_row() ->
 
 
 @pytest.mark.parametrize(
-    ("sizes", "side", "num_bytes", "most"),
-    [((96, 192, 384), 32, 1888616464, 0.001), ((96, 3, 96), 128, 276486160, 0.08)],
+    ("sizes", "groups", "side", "window", "stride", "padding", "dtype", "num_bytes"),
+    [
+        ((96, 192, 384), 1, 32, 4, 2, 1, 0, 1888616464),
+        ((96, 3, 96), 1, 128, 4, 2, 1, 0, 276486160),
+        ((16, 64, 64), 1, 56, 3, 2, 1, 0, 110137360),
+        ((2, 256, 128), 1, 112, 3, 2, 1, 0, 621593616),
+        ((2, 3, 64), 1, 62, 3, 2, 1, 0, 5816464),
+        ((32, 128, 64), 1, 31, 5, 4, 1, 0, 884088848),
+        ((8, 128, 16), 1, 33, 5, 3, 2, 0, 125710352),
+        ((8, 256, 16), 1, 14, 4, 2, 0, 0, 109398032),
+        ((128, 512, 512), 2, 8, 3, 2, 1, 0, 3739484192),
+        ((128, 256, 256), 32, 16, 3, 2, 1, 1, 192708736),
+    ],
 )
-def test_strided_fourier_transforms_are_near(
-    sizes: tuple[int, int, int], side: int, num_bytes: int, most: float
+def test_strided_fourier_transforms_take_what_was_measured(
+    sizes: tuple[int, int, int],
+    groups: int,
+    side: int,
+    window: int,
+    stride: int,
+    padding: int,
+    dtype: int,
+    num_bytes: int,
 ) -> None:
-    """Windows of 4 x 4 with a stride of 2, as a DCGAN has them."""
-    call = row(0, 0, 1, sizes, side, side // 2, 4, 1)
-    call = replace(call, stride=(2, 2))
-    assert abs(strided_fourier_bytes(call) - num_bytes) <= most * num_bytes
+    out = (side + 2 * padding - window) // stride + 1
+    call = row(dtype, 0, groups, sizes, side, out, window, padding)
+    call = replace(call, stride=(stride, stride))
+    assert is_fourier(call, "input")
+    assert not is_fourier(call, "forward")
+    assert abs(fourier_bytes(call, "input") - num_bytes) <= 0.001 * num_bytes
+
+
+def test_windows_without_overlap_take_no_transforms() -> None:
+    call = replace(row(0, 0, 1, (2, 128, 128), 33, 8, 4, 0), stride=(4, 4))
+    assert not is_fourier(call, "input")
+
+
+@pytest.mark.parametrize(
+    ("direction", "last", "dtype", "sizes", "groups", "side", "window", "num_bytes"),
+    [
+        ("forward", 0, 0, (16, 128, 128), 2, 32, 3, 363102240),
+        ("input", 0, 0, (16, 128, 128), 2, 32, 3, 88080416),
+        ("weight", 0, 0, (16, 128, 128), 2, 32, 3, 301989920),
+        ("forward", 0, 0, (128, 256, 256), 32, 16, 3, 92555392),
+        ("forward", 0, 1, (128, 256, 256), 32, 16, 3, 84166784),
+        ("forward", 1, 1, (128, 256, 256), 32, 16, 3, 84176000),
+        ("input", 1, 1, (128, 128, 128), 2, 32, 3, 388120608),
+        ("forward", 0, 0, (128, 512, 512), 2, 8, 1, 487063584),
+    ],
+)
+def test_transforms_of_groups_take_what_was_measured(
+    direction: str,
+    last: int,
+    dtype: int,
+    sizes: tuple[int, int, int],
+    groups: int,
+    side: int,
+    window: int,
+    num_bytes: int,
+) -> None:
+    call = row(dtype, last, groups, sizes, side, side, window, window // 2)
+    assert fourier_bytes(call, direction) == num_bytes
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,6 @@ from memest.estimator.ops.cudnn_library import (
 from memest.estimator.ops.cudnn_rules import (
     DTYPES,
     ConvolutionShapes,
-    is_strided_fourier,
-    strided_fourier_bytes,
     workspace_bytes,
 )
 from memest.estimator.ops.reductions import sum_bytes
@@ -155,8 +153,7 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
 
     `get_plans_from_find` of Conv_v8.cpp (torch 2.11): the largest workspace of all plans that fits
     the GPU is allocated, and the plans are timed in it. Then it is freed, and the cache is emptied.
-    From then on the fastest plan runs, which is assumed to be the first one. Fourier transforms of
-    convolutions with stride are estimated, since cuDNN lists them on a GPU only.
+    From then on the fastest plan runs, which is assumed to be the first one.
     """
     installed = installed_for(gpu)
     if installed is None:
@@ -167,8 +164,6 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
     if found is None:
         try:
             sizes = {p.workspace_bytes for p in installed.all_plans(shapes, direction, gpu.chip)}
-            if direction == "input" and is_strided_fourier(shapes):
-                sizes.add(strided_fourier_bytes(shapes))
         except CudnnError:  # cuDNN refuses the call
             sizes = set()
         found = answers.put(key, tuple(sorted(sizes - {0}, reverse=True)[:2]))

@@ -45,6 +45,7 @@ _VECTOR_TILES = {
 }  # fmt: skip
 """Entries of a tile of `cusparseSpMV`, by the bytes of an index and the values' dtype."""
 
+_TWO_DTYPES = "CUDA error: operation not supported when calling `cusparseSpMM_bufferSize(...)`"
 _ALIGNED = 256  # bytes to which cuSPARSE rounds the parts of a workspace
 _SORTED_AT_ONCE = 512  # rows that a product sorts without a workspace: 500 need none, 1,000 do
 MAX_COUNTED = 1 << 24  # products of entries whose places are computed, to count the distinct ones
@@ -373,6 +374,8 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
     _, indices, values = parts_of(matrix)
     if values.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise NotImplementedError
+    if values.dtype is not dense.dtype:  # `torch.sparse.mm` under autocast, its backward outside
+        raise RuntimeError(_TWO_DTYPES)
     is_by_columns = dense.stride(0) == 1 and (dense.dim() < 2 or dense.stride(-1) >= len(dense))
     is_by_rows = dense.stride(-1) == 1 and dense.stride(0) >= dense.size(-1)
     given = dense if is_by_columns or is_by_rows else dense.contiguous()
