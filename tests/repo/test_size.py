@@ -15,11 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "memest").rglob("*.py"))
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 50
-<<<<<<< HEAD
 MAX_LINES = 52979
-=======
-MAX_LINES = 52979
->>>>>>> b2b2528 (Set the line budget to 53297)
 """Lines of all files of the package. The number only goes down: lower it with the lines."""
 
 MAX_FILES = 216
