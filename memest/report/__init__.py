@@ -224,7 +224,7 @@ class StepTime:
     seconds: float
     low_seconds: float
     high_seconds: float
-    """Bounds within which four of five measured steps are (docs/time.md)."""
+    """Bounds that hold three of four measured steps are (docs/time.md)."""
 
     peak_share: float
     """Operations of products, convolutions and attention relative to the peak rate, 0 to 1."""

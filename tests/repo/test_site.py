@@ -77,7 +77,7 @@ def test_the_commands_of_a_tutorial_are_understood(page: Path) -> None:
 )
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     lists = (tmp_path / "run" / "index.html").read_text(encoding="utf-8")
