@@ -23,13 +23,6 @@ class MemestError(Exception):
         super().__init__(message)
         self.hint = hint
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self)._restore, (str(self), self.hint)
-
-    @classmethod
-    def _restore(cls, message: str, hint: str) -> MemestError:
-        return cls(message, hint=hint)
-
 
 class PlanError(MemestError):
     """The request contradicts itself, or names a key or value that does not exist."""
