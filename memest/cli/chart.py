@@ -34,9 +34,10 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan, target_gpus, usable_bytes
 from memest.estimator.replay.recording import Timeline
 from memest.estimator.replay.recording import timeline as timeline_of
-from memest.estimator.search.scaling import scale
+from memest.estimator.search.scaling import SETTINGS, growths, scale
 from memest.estimator.search.suite import partition, predict_all, predict_each
 from memest.estimator.search.sweep import Grid, fits_table, parse_values, read_rows, sweep_grid
+from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
 from memest.plots.words import setting_words
@@ -335,7 +336,6 @@ def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
     plan = next((plan for _, plan in points if isinstance(plan, TrainingPlan)), None)
     if plan is not None and model and "seq_len" not in rows[0] and not length:
         from memest.models_meta.assemble import sequence_length
-        from memest.models_meta.registry import resolve_config
 
         length = [f"{sequence_length(plan, resolve_config(plan.model_name))} tokens"]
     kept = {k: v for k, v in same.items() if k in ("precision", "batch_size", "optim")}
@@ -513,8 +513,6 @@ def fragmentation(
         )
     plan = with_gpus(read_plans(config, None, given_only(flags))[0], CHART_GPU)
     make_folder(pictures.folder)
-    from memest.estimator.search.scaling import SETTINGS, growths
-
     chosen = tuple("" if text == "default" else text for text in settings) or SETTINGS
     with progress_bar(plan.label):
         report, runs = growths(plan, chosen)

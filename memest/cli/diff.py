@@ -15,6 +15,8 @@ from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH, jobs_option
 from memest.cli.run import with_project
 from memest.cli.terminal import folded, progress_bar
+from memest.estimator.search.suite import predict_all
+from memest.estimator.versions import nearest, simulating
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
 from memest.report.difference import (
@@ -151,9 +153,6 @@ def compare(
     tolerances = parse_tolerances(tolerance)
     measured, left_out = comparable([m for path in results for m in read_measurements(path)])
     plans = [plan_of(m) for m in measured]
-    from memest.estimator.search.suite import predict_all
-    from memest.estimator.versions import nearest, simulating
-
     releases = [nearest(str(m.versions.get("torch", ""))).name for m in measured]
     predicted: dict[int, Prediction] = {}
     with progress_bar():

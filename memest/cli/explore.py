@@ -22,6 +22,8 @@ from memest.cli.options import (
 from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.search.explore import SETTINGS
+from memest.estimator.search.explore import explore as explore_grid
 from memest.estimator.search.sweep import parse_values
 from memest.packages import require
 from memest.plan import TrainingPlan
@@ -91,9 +93,6 @@ def explore(
         length = seq_len or mode(plan.seq_len for plan in presets)
     word = "h100" if suite is not None and "h100" in suite else ""
     gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
-    from memest.estimator.search.explore import SETTINGS
-    from memest.estimator.search.explore import explore as explore_grid
-
     num_plans = len(names) * len(SETTINGS) * len(sizes) * len(micro)
     many = f"{num_plans:,} plans of {counted(len(names), 'model')}"
     click.echo(f"predicting {many}; `--model`, `--bs` and `--acc` make it fewer", err=True)

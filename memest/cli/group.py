@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import sys
 from importlib import import_module
 from typing import Any
@@ -153,8 +154,6 @@ def _print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> 
     """Print the versions that a bug report needs, without importing a library."""
     if not value or ctx.resilient_parsing:
         return
-    import platform
-
     from memest.estimator.versions import STACK, library_versions
 
     python = f"{platform.python_version()} on {platform.platform()}"

@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 from memest.cli.group import OPTION_SECTIONS
 from memest.engines import ENGINES, find_engine
 from memest.errors import PlanError
+from memest.estimator.hardware.gpus import list_gpus
 from memest.estimator.versions import RELEASES, simulating
 from memest.plan.keys import Key
 from memest.plan.optimizers import OPTIMIZERS
@@ -81,8 +82,6 @@ def model_names() -> list[str]:
 
 def gpu_names() -> list[str]:
     """Return names of the catalogue's GPUs."""
-    from memest.estimator.hardware.gpus import list_gpus
-
     return [gpu.name for gpu in list_gpus()]
 
 

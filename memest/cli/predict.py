@@ -29,9 +29,12 @@ from memest.cli.options import (
     remote_code_option,
     training_options,
 )
+from memest.cli.resume import forget, predict_resumably
 from memest.cli.terminal import has_colour, progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import custom_gpu
+from memest.estimator.predict import record_plan, target_gpus
+from memest.estimator.search.suite import partition, with_label
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
@@ -90,9 +93,6 @@ def predict(
         raise PlanError("a recording is of one plan", hint="leave `--suite` out")
     if emit:
         plans = [with_gpus(plan, *NAMES) for plan in plans]
-    from memest.cli.resume import forget, predict_resumably
-    from memest.estimator.search.suite import partition, with_label
-
     with progress_bar():
         found = predict_resumably(plans, output if suite else None, is_resumed=resume, **how)
     predicted, failed = partition(plans, found)
@@ -171,8 +171,6 @@ def write_files(
         return
     recording = None
     if len(plans) == 1:
-        from memest.estimator.predict import record_plan
-
         try:
             recording = record_plan(plans[0])
         except PlanError:  # too long a run: a page does without its timeline
@@ -216,8 +214,6 @@ def advise(
             "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),
             hint="add `--gpu a100-80gb`, or `--gpu-memory 24GiB`",
         )
-    from memest.estimator.predict import target_gpus
-
     (gpu,) = target_gpus(plan)
     check_name(plan.model_name)
     from memest.estimator.search.advise import advise as find_advice

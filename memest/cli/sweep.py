@@ -30,14 +30,16 @@ from memest.cli.resume import forget, sweep_resumably
 from memest.cli.terminal import folded, progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
-from memest.estimator.predict import target_gpus
+from memest.estimator.predict import predict, target_gpus
 from memest.estimator.search.sweep import Grid, make_grid, parse_values
 from memest.models_meta.registry import check_name
 from memest.plan.files import read_config
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import RunReport, SimulatedReport
+from memest.report.advice import json_lines, render_largest, render_techniques, to_csv
 from memest.report.text import table
 from memest.report.times import Training, time_cells, time_notes
+from memest.run.target import find_script
 
 
 @main.command("max-batch")
@@ -76,8 +78,6 @@ def max_batch(
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
     plan = read_plans(config, None, given, tries_lora=all_techniques)[0]
-    from memest.report.advice import json_lines, render_largest, render_techniques
-
     gpus = target_gpus(plan)
     check_name(plan.model_name)
     if all_techniques:
@@ -171,8 +171,6 @@ def sweep(
     as_json = _is_json(output, as_json)
     if resume and output is None:
         raise PlanError("`--resume` needs `-o`", hint="results are stored next to that file")
-    from memest.report.advice import json_lines, to_csv
-
     points = grid_points(**flags)
     how: dict[str, Any] = {"engine": engine, "trust_remote_code": trust_remote_code}
     with progress_bar():
@@ -221,8 +219,6 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
     memest cheapest --model gpt2 --bs 8 --train-steps 10000 --price prices.yaml
     memest cheapest --gpu a100-80gb --gpu l40s --price 1.20 train.py --bs 8
     """
-    from memest.estimator.predict import predict
-
     given = given_only(flags)
     if given.get("gpu_memory") is not None:
         raise PlanError("a GPU with `--gpu-memory` has no speed", hint="name GPUs by `--gpu`")
@@ -251,7 +247,6 @@ def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any
     """Run the script on the largest GPU, and replay it on the others; refuse options of plans."""
     from memest.run.launcher import run_target
     from memest.run.session import Session
-    from memest.run.target import find_script
 
     if unknown := sorted(set(given) - {"gpu"}):
         raise PlanError(

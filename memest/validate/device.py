@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memest.errors import UnsupportedError
+from memest.estimator.hardware.gpus import match_device
 from memest.estimator.versions import installed_versions
 from memest.packages import with_nvml
 
@@ -35,8 +36,6 @@ class Device:
     @property
     def catalogue_name(self) -> str:
         """Name in the catalogue, or the driver's where it has none."""
-        from memest.estimator.hardware.gpus import match_device
-
         gpu = match_device(self.name, self.memory_bytes)
         return self.name if gpu is None else gpu.name
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from memest.errors import MemestError
 from memest.loops.job import Job, Listener, RunOptions, run_job
@@ -99,8 +100,6 @@ def _read(path: str, keys: Sequence[str]) -> dict[str, int]:
 
 
 def _pinned() -> dict[str, int]:
-    import torch
-
     read = getattr(torch.cuda, "host_memory_stats", None)
     if read is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
@@ -130,8 +129,6 @@ def write_recording(path: Path) -> None:
 
     PyTorch's own snapshot (<https://pytorch.org/memory_viz>) is written next to it as `.pickle`.
     """
-    import torch
-
     snapshot = torch.cuda.memory._snapshot()
     trace = snapshot["device_traces"][torch.cuda.current_device()]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +150,6 @@ def snapshot_path(path: Path) -> Path:
 
 def count_events() -> int:
     """Return the columns of the table if written now. Slow; allocates nothing on the GPU."""
-    import torch
-
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     return sum(event["action"] in ACTIONS for event in trace)
 
@@ -219,8 +214,6 @@ class _Run:
     def note_end_of_step(self) -> None:
         """Wait for the kernels of a step, and add the time of their end."""
         if self.recorder.rows[-1].phase is Phase.AFTER_OPTIMIZER_STEP:
-            import torch
-
             torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
 
@@ -232,8 +225,6 @@ class _Run:
         """Reset the peaks and empty the cache after the strategy has divided the model."""
         if not self.plan.is_distributed:
             return
-        import torch
-
         self.recorder.note_peaks()
         self.setup = {
             "setup_peak_allocated_bytes": self.recorder.peak_allocated_bytes,
@@ -300,8 +291,6 @@ def run_experiment(
     memory is a verdict; every other error is raised. Only rank 0 records the allocator.
     """
     if plan.alloc_conf:
-        import torch
-
         os.environ["PYTORCH_ALLOC_CONF"] = plan.alloc_conf
         torch.cuda.memory._set_allocator_settings(plan.alloc_conf)
     rank = int(os.environ["LOCAL_RANK"]) if plan.is_distributed else 0
@@ -324,8 +313,6 @@ def run_experiment(
 
 def _open_device(rank: int, num_ranks: int) -> None:
     """Open the rank's GPU and set its share of the cores, which DeepSpeed's Adam uses."""
-    import torch
-
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     torch.cuda.set_device(rank)
     torch.cuda.synchronize()  # opens the context
@@ -338,8 +325,6 @@ def _recorded(
 
     Each request has its Python stack. Call it before the model is built.
     """
-    import torch
-
     torch.cuda.memory._record_memory_history(
         enabled="all", context="alloc", stacks="python", max_entries=MAX_EVENTS
     )
@@ -360,8 +345,6 @@ def execute(
 
     def on_end() -> None:
         if run.plan.is_distributed and accelerator == "gpu":
-            import torch
-
             torch.cuda.synchronize()  # others still wait for this rank's kernels
         measured = run.report(Outcome.FITS)
         delivered.append(None)
@@ -395,8 +378,6 @@ def limit_memory(limit_bytes: int | None, total_bytes: int, index: int = 0) -> N
     """Cap the caching allocator's reserved memory; a limit of the whole device is none."""
     if limit_bytes is None or limit_bytes >= total_bytes:
         return
-    import torch
-
     torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total_bytes), index)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from memest.errors import PlanError
+from memest.estimator.hardware.gpus import match_device
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, read_measurements
 from memest.writing import write_whole, writing
@@ -143,8 +144,6 @@ def suite_for_device(name: str, total_bytes: int) -> str:
     >>> suite_for_device("NVIDIA H200", 143155 << 20), suite_for_device("NVIDIA A40", 48 << 30)
     ('lab-h100', 'lab-a100')
     """
-    from memest.estimator.hardware.gpus import match_device
-
     gpu = match_device(name, total_bytes)
     known = (gpu.name if gpu is not None else name).casefold()
     return "lab-h100" if any(kind in known for kind in ("h100", "h200")) else "lab-a100"

@@ -16,6 +16,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from memest.child import (
     CAN_FORK,
     Child,
@@ -195,8 +197,6 @@ def detect_device() -> Device:
     """
     require("torch", "lightning")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # detects without opening CUDA
-    import torch
-
     is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return query_device() if is_open else call_in_child(query_device)
 
@@ -338,7 +338,6 @@ def _check(plans: Sequence[TrainingPlan]) -> None:
 
 def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
     """Import the modules that experiments share; return whether a fork can still open CUDA."""
-    import torch
     import transformers
 
     with _without_bitsandbytes():
@@ -466,8 +465,6 @@ def predicted_host_bytes(plan: TrainingPlan) -> int:
 
 
 def _predict_host_bytes(plan: TrainingPlan) -> int:
-    import torch
-
     from memest.estimator.predict import predict
 
     torch.set_num_threads(1)  # the threads of the parent are not here
