@@ -77,6 +77,11 @@ class Unit:
         return [f"{x:.3f}" for x in rounded_to_sum([n / self.num_bytes for n in sizes], 3)]
 
 
+def gib(num_bytes: int) -> str:
+    """Return GiB with two decimals, without the unit."""
+    return f"{num_bytes / GIB:.2f}"
+
+
 def unit_of(largest: int) -> Unit:
     """Return the unit of a table whose largest size is `largest` bytes: MiB below 0.1 GiB.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from memest.report import Interval
 from memest.report.text import table
-from memest.units import GIB, MIB, gib_or_mib
+from memest.units import MIB, gib, gib_or_mib
 from memest.validate.compare import Comparison, Summary
 
 _HEADER = [
@@ -72,8 +72,7 @@ def _cells(comparison: Comparison) -> list[str]:
 
 def _predicted(found: Interval) -> str:
     high = gib_or_mib(found.high_bytes)
-    low = f"{found.low_bytes / GIB:.2f}"
-    return high if found.low_bytes == found.high_bytes else f"{low} to {high}"
+    return high if found.low_bytes == found.high_bytes else f"{gib(found.low_bytes)} to {high}"
 
 
 def _summary(summary: Summary) -> list[str]:

@@ -21,7 +21,7 @@ from memest.plan.files import read_suite
 from memest.plots.words import label_of
 from memest.report import Outcome, Phase, PhaseRow, Verdict, read_as
 from memest.report.explorer import explorer_data, technique_of
-from memest.units import GIB, gib_that_add_up
+from memest.units import GIB, gib, gib_that_add_up
 
 SAME_BYTES = GIB // 20  # change of a need that a title calls nothing, 0.05 GiB
 _OPTIMIZERS = {
@@ -152,7 +152,7 @@ class Lecture:
             f"Changed: {pairs}.",
             f"Before: {before.plan.label}; after: {after.plan.label}.",
             *(_part_note(kind, pair, before, after) for kind, pair in parts.items() if any(pair)),
-            f"Need: {_gib(before.needs_bytes)} GiB before, {_gib(after.needs_bytes)} GiB after:"
+            f"Need: {gib(before.needs_bytes)} GiB before, {gib(after.needs_bytes)} GiB after:"
             f" {step.added_bytes / GIB:+.2f} GiB. {self._against_limit(after)}",
             *(
                 f"{row.plan.label} ends out of memory; its parts are those of that moment."
@@ -187,8 +187,8 @@ class Lecture:
 
     def _against_limit(self, row: Row) -> str:
         margin = row.verdicts[self.gpu].margin_bytes
-        words = f"{_gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
-        return f"{self.gpu} has {_gib(self.limit_bytes)} GiB usable: {words}, {row.word}."
+        words = f"{gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
+        return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {words}, {row.word}."
 
     def _notes(self, lines: Sequence[str]) -> tuple[str, ...]:
         versions = ", ".join(f"{name} {number}" for name, number in self.rows.versions.items())
@@ -230,7 +230,7 @@ class Lecture:
         rows = self.rows.rows
         count = sum(row.fits for row in rows)
         notes = [
-            f"{row.plan.label}: {_gib(row.needs_bytes)} GiB, {row.word}; {row.num_params:,}"
+            f"{row.plan.label}: {gib(row.needs_bytes)} GiB, {row.word}; {row.num_params:,}"
             f" parameters, {row.num_trained:,} trained."
             for row in rows
         ]
@@ -270,7 +270,7 @@ class Lecture:
             column = columns[number - 1]
             sizes = gib_that_add_up(list(column.values()))
             sums = [f"{k} {size} GiB" for k, size in zip(column, sizes, strict=True) if column[k]]
-            total = f"{' + '.join(sums)} = {_gib(sum(column.values()))} GiB."
+            total = f"{' + '.join(sums)} = {gib(sum(column.values()))} GiB."
             found.append(
                 Slide(
                     title=title,
@@ -314,7 +314,7 @@ class Lecture:
 
     def _waterfall(self, chain: Sequence[Step]) -> Slide:
         first, last = chain[0].before, chain[-1].after
-        labels = [f"{first.plan.label}\n{_gib(first.needs_bytes)} GiB"]
+        labels = [f"{first.plan.label}\n{gib(first.needs_bytes)} GiB"]
         columns: list[dict[str, int]] = [{"": 0, "need": first.needs_bytes}]
         for step in chain:
             floor = min(step.before.needs_bytes, step.after.needs_bytes)
@@ -323,13 +323,13 @@ class Lecture:
             every = ", ".join(new for _, new in step.changes.values())
             labels.append(f"{every}\n{step.added_bytes / GIB:+.2f}")
         columns.append({"": 0, "need": last.needs_bytes})
-        labels.append(f"{last.plan.label}\n{_gib(last.needs_bytes)} GiB")
+        labels.append(f"{last.plan.label}\n{gib(last.needs_bytes)} GiB")
         saved = first.needs_bytes - last.needs_bytes
         lead = f"{len(chain)} changes save" if len(chain) > 1 else "One change saves"
         notes = [
-            f"{_gib(first.needs_bytes)} GiB"
+            f"{gib(first.needs_bytes)} GiB"
             + "".join(f" {step.added_bytes / GIB:+.2f}" for step in chain)
-            + f" = {_gib(last.needs_bytes)} GiB.",
+            + f" = {gib(last.needs_bytes)} GiB.",
             *(f"{step.after.plan.label}: {self.title_of(step)}." for step in chain),
             self._against_limit(last),
         ]
@@ -345,7 +345,7 @@ class Lecture:
     def exercises(self) -> str:
         """Return questions and, after them, answers, as Markdown."""
         asked = [*self._weights_exercises(), *map(self._change_exercise, self.steps)]
-        usable = f"{self.gpu} has {_gib(self.limit_bytes)} GiB usable."
+        usable = f"{self.gpu} has {gib(self.limit_bytes)} GiB usable."
         lines = [f"# Exercises: {self.rows.name}", "", f"1 GiB is 2^30 bytes. {usable}", ""]
         lines += [f"{n}. {question}" for n, (question, _) in enumerate(asked, 1)]
         lines += ["", "## Answers", "", self._notes(())[-1], ""]
@@ -362,7 +362,7 @@ class Lecture:
                 f" {_optimizer(plan)}. Which of weights, gradients and optimizer state does it"
                 " hold, and how many GiB are they?"
             )
-            parts = [f"{k} {_gib(row.kinds[k])} GiB = {row.arithmetic[k]}" for k in _STATES
+            parts = [f"{k} {gib(row.kinds[k])} GiB = {row.arithmetic[k]}" for k in _STATES
                      if row.kinds[k]]  # fmt: skip
             yield question, "; ".join(parts) + "."
 
@@ -370,14 +370,14 @@ class Lecture:
         pairs = ", ".join(f"{old} becomes {new}" for old, new in step.changes.values())
         before, after = step.before, step.after
         question = (
-            f"`{before.plan.label}` needs {_gib(before.needs_bytes)} GiB. In `{after.plan.label}`"
+            f"`{before.plan.label}` needs {gib(before.needs_bytes)} GiB. In `{after.plan.label}`"
             f" {pairs}. Which part changes most? Does it fit {self.gpu}?"
         )
         added = {kind: after.parts[kind] - before.parts[kind] for kind in after.parts}
         most = max(added, key=lambda kind: abs(added[kind]))
         answer = (
             f"{self.title_of(step)}. Most: {_NAMES.get(most, most)}, {added[most] / GIB:+.2f} GiB."
-            f" It needs {_gib(after.needs_bytes)} GiB. {self._against_limit(after)}"
+            f" It needs {gib(after.needs_bytes)} GiB. {self._against_limit(after)}"
         )
         return question, answer
 
@@ -403,15 +403,11 @@ def _held(moment: PhaseRow) -> dict[str, int]:
 def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str:
     whys = (row.arithmetic.get(kind, "") for row in (before, after))
     words = [
-        f"{_gib(size)} GiB{f' = {why}' * bool(why)}" for size, why in zip(pair, whys, strict=True)
+        f"{gib(size)} GiB{f' = {why}' * bool(why)}" for size, why in zip(pair, whys, strict=True)
     ]
     return (
         f"{_NAMES.get(kind, kind)}: {words[0]}, then {words[1]}: {(pair[1] - pair[0]) / GIB:+.2f}"
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}"
 
 
 def _round(num_bytes: int) -> str:

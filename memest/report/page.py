@@ -34,7 +34,7 @@ from memest.report.text import (
     where,
 )
 from memest.report.times import time_cells, time_notes
-from memest.units import GIB, Unit, counted, gib_or_mib, gib_that_add_up
+from memest.units import GIB, Unit, counted, gib, gib_or_mib, gib_that_add_up
 
 MAX_BLOCKS = 500_000  # of a step in a page: 5 MB, which a browser reads in a second
 UNIT_BYTES = 512  # unit of blocks in a page: `kMinBlockSize` of CUDACachingAllocator.cpp
@@ -148,7 +148,7 @@ def fragment(report: SimulatedReport) -> str:
         held.append([f"peak {name}", unit.of(report.levels[name]), ""])
     verdicts = [["GPU", "verdict", "needs, GiB", "margin, GiB"]]
     verdicts += [
-        [name, v.word, _gib(v.needs_bytes), f"{v.margin_bytes / GIB:+.2f}"]
+        [name, v.word, gib(v.needs_bytes), f"{v.margin_bytes / GIB:+.2f}"]
         for name, v in report.verdicts.items()
     ]
     tables, head = [held, verdicts], [" ".join(heading(report)[0].split())]
@@ -208,7 +208,7 @@ def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
     for report in reports:
         found = report.verdicts
         verdicts = (found[name].word if name in found else "" for name in gpus)
-        rows.append([report.name, *verdicts, *map(_gib, report.levels.values())])
+        rows.append([report.name, *verdicts, *map(gib, report.levels.values())])
     return rows
 
 
@@ -347,7 +347,7 @@ def changed_table(name: str, rows: Sequence[Change]) -> str:
 def _many(reports: Sequence[Prediction]) -> str:
     limits = {plots.gpu_label(n): v.limit_bytes for r in reports for n, v in r.verdicts.items()}
     details = [
-        f"<details><summary>{escape(report.name)} &middot; {_gib(report.peak_allocated_bytes)} GiB"
+        f"<details><summary>{escape(report.name)} &middot; {gib(report.peak_allocated_bytes)} GiB"
         f"</summary>{_facts(report)}{_stack(report)}{_terms(report)}{_assumed(report)}</details>"
         for report in reports
     ]
@@ -442,10 +442,6 @@ def _assumed(report: SimulatedReport) -> str:
     lines += covered(report.coverage)
     lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
     return f'<ul class="muted">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}"
 
 
 def html_table(rows: Iterable[Sequence[str]], *, notes: bool = False) -> str:

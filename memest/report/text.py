@@ -30,6 +30,7 @@ from memest.units import (
     counted,
     format_bytes,
     format_count,
+    gib,
     gib_or_mib,
     gib_that_add_up,
     rounded_to_sum,
@@ -221,8 +222,7 @@ def _totals(report: SimulatedReport) -> list[str]:
     for row in cells:
         found = report.intervals.get(row[0])
         if found is not None and found.low_bytes < found.high_bytes:
-            low, high = (f"{n / GIB:.2f}" for n in (found.low_bytes, found.high_bytes))
-            row[-1] += f"; on a rank between {low} and {high}"
+            row[-1] += f"; on a rank between {gib(found.low_bytes)} and {gib(found.high_bytes)}"
     return [f"peak on {report.gpu}", *table(cells, left=1, last_left=True)]
 
 
@@ -259,9 +259,8 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
             step = step_name(row.step, row.micro_batch if last else None)
             levels = (row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes)
             kinds = gib_that_add_up(list(row.kinds.values()))
-            figures = (f"{level / GIB:.2f}" for level in levels)
             phase = row.phase.replace("_", " ").replace("optimizer ", "")
-            rows.append([f"{step} {phase}", *kinds, *figures])
+            rows.append([f"{step} {phase}", *kinds, *map(gib, levels)])
     return rows
 
 

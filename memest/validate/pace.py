@@ -27,6 +27,7 @@ from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, wo
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
+Calls = Callable[[Tensor], dict[str, Call]]  # calls on a tensor by name
 Case = Callable[[], Call]  # makes the tensors of a call, and returns it
 
 MAX_FLOPS = 4e12
@@ -292,11 +293,7 @@ BY_ROW = (
 """Calls whose time depends on the length of a row."""
 
 
-def named(
-    calls: Callable[[Tensor], dict[str, Call]],
-    shapes: Iterable[tuple[int, int]],
-    names: Iterable[str] = (),
-) -> Iterator[Case]:
+def named(calls: Calls, shapes: Iterable[Any], names: Iterable[str] = ()) -> Iterator[Case]:
     """Return those of `calls` with `names`, or all, on a tensor of each shape and precision."""
 
     def call_of(dtype: torch.dtype, shape: tuple[int, int], name: str) -> Call:
@@ -600,9 +597,9 @@ def host_times() -> dict[str, float]:
     pinned, pageable = (torch.empty(64 * MIB, pin_memory=p) for p in (True, False))
     gpu = torch.empty_like(pageable, device="cuda")
     for name, host in (("pinned", pinned), ("pageable", pageable)):
-        us = _host_us(lambda host=host: gpu.copy_(host), 3)  # type: ignore[misc]
+        us = _host_us(partial(gpu.copy_, host), 3)
         found[f"to_gpu_{name}_gb_s"] = host.nbytes / us * 1e-3
-        us = _host_us(lambda host=host: host.copy_(gpu), 3)  # type: ignore[misc]
+        us = _host_us(partial(host.copy_, gpu), 3)
         found[f"to_host_{name}_gb_s"] = host.nbytes / us * 1e-3
     return {name: round(value, 2) for name, value in found.items()}
 
