@@ -218,6 +218,10 @@ class GuessedValues:
         """Return the guessed value of `tensor`, or None."""
         return self._layer.value_of(tensor) if self._layer.holds(tensor) else None
 
+    def adopt(self, tensor: Tensor, value: Tensor) -> None:
+        """Make `value` the guessed value of `tensor`."""
+        self._layer.adopt_guess(tensor, value)
+
     def read(self, func: Any, tensor: Tensor) -> Any:
         """Return the guessed number that a script reads from `tensor`, or None.
 

@@ -237,9 +237,24 @@ def _coordinates(mode: SimMode, offsets: Tensor, indices: Tensor) -> tuple[Tenso
     known = mode.values.value_of(offsets), mode.values.value_of(indices)
     if known[0] is None or known[1] is None or mode.values.is_guessed([offsets, indices]):
         return None
+    return _rows_and_columns(known[0], known[1])
+
+
+def _guessed_coordinates(
+    mode: SimMode, offsets: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    def value_of(tensor: Tensor) -> Tensor | None:
+        guess: Tensor | None = mode.guessed.value_of(tensor)
+        return mode.values.value_of(tensor) if guess is None else guess
+
+    starts, columns = value_of(offsets), value_of(indices)
+    return None if starts is None or columns is None else _rows_and_columns(starts, columns)
+
+
+def _rows_and_columns(starts: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     with torch._C._DisableTorchDispatch():
-        counts = known[0].diff()
-        return torch.arange(len(counts), device=CPU).repeat_interleave(counts), known[1]
+        counts = starts.diff()
+        return torch.arange(len(counts), device=CPU).repeat_interleave(counts), columns
 
 
 def _by_other(known: tuple[Tensor, Tensor], num_old: int) -> Tensor:
@@ -459,7 +474,7 @@ def _sampled_addmm(
 def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     """Multiply two matrices in rows by `cusparseSpGEMM`, which takes 32-bit indices."""
     (offsets, indices, values), (others, of_others, _) = parts_of(first), parts_of(second)
-    num_products, places = _products(mode, first, second)
+    num_products, places, is_guess = _products(mode, first, second)
     zeros = offsets.new_zeros(first.size(0) + 1)
     empty = offsets.new_empty(1)
     unset = torch.empty_like(zeros)
@@ -473,7 +488,7 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     num_entries = places if isinstance(places, int) else places.size(1)
     columns = starts.new_empty(num_entries)
     product = _unknown(mode, values.new_empty(num_entries))
-    _know(mode, starts, columns, places)
+    _know(mode, starts, columns, places, is_guess=is_guess)
     for block in reversed(held):
         mode.memory.free(block)
     while narrow:
@@ -482,8 +497,10 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     return _made((starts, columns, product), (first.size(0), second.size(1)))
 
 
-def _know(mode: SimMode, starts: Tensor, columns: Tensor, places: int | Tensor) -> None:
-    """Make the places of a product's entries known values of its parts, if they are known."""
+def _know(
+    mode: SimMode, starts: Tensor, columns: Tensor, places: int | Tensor, *, is_guess: bool
+) -> None:
+    """Make the places of a product's entries values of its parts, if they are known or guessed."""
     if isinstance(places, int):
         _unknown(mode, starts)
         _unknown(mode, columns)
@@ -492,17 +509,23 @@ def _know(mode: SimMode, starts: Tensor, columns: Tensor, places: int | Tensor) 
         counts = places[0].bincount(minlength=len(starts) - 1)
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         chosen = places[1].int()
-    mode.values.overwrite(starts, offsets)
-    mode.values.overwrite(columns, chosen)
+    for tensor, value in ((starts, offsets), (columns, chosen)):
+        _unknown(mode, tensor)
+        adopt = mode.guessed.adopt if is_guess else mode.values.overwrite
+        adopt(tensor, value)
 
 
-def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor]:
+def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
     """Return the number of products of two entries, and the places of the sums or their number.
 
-    Entries that are not known are assumed to be at random places.
+    The last result is True for guesses. Entries without a guess are assumed at random places.
     """
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
-    known, other = _coordinates(mode, offsets, indices), _coordinates(mode, others, of_others)
+    known, other = (
+        _coordinates(mode, *each) or _guessed_coordinates(mode, *each)
+        for each in ((offsets, indices), (others, of_others))
+    )
+    is_guess = any(mode.guessed.value_of(t) is not None for t in (offsets, indices, of_others))
     if known is not None and other is not None:
         with torch._C._DisableTorchDispatch():
             num_products = int(other[0].bincount(minlength=second.size(0))[known[1]].sum())
@@ -510,14 +533,14 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
                 product = torch.sparse.mm(
                     _counting(known, first.shape), _counting(other, second.shape)
                 )
-                return num_products, product.coalesce().indices()
+                return num_products, product.coalesce().indices(), is_guess
     else:
         num_products = len(indices) * len(of_others) // max(1, second.size(0))
     num_places = first.size(0) * second.size(1)
     num_entries = round(-num_places * math.expm1(-num_products / max(1, num_places)))
     mode.guesses.note(f"a product of sparse matrices with {num_entries:,} entries")
     mode.notes.add(LARGEST)
-    return num_products, num_entries
+    return num_products, num_entries, True
 
 
 def _counting(places: tuple[Tensor, Tensor], shape: Sequence[int]) -> Tensor:
