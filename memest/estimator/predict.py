@@ -153,7 +153,7 @@ def _on_chips(
     return found
 
 
-def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool) -> TracedPlan:
+def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool = False) -> TracedPlan:
     from memest.estimator.replay.simulated_plan import trace_plan
 
     return trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
@@ -195,14 +195,10 @@ def record_plan(plan: TrainingPlan) -> Recording:
         MemestError: the plan cannot be run, or memest cannot model it.
     """
     from memest.estimator.replay.recording import record_run
-    from memest.estimator.replay.scenarios import scenarios_of
-    from memest.estimator.replay.simulated_plan import trace_plan
 
     gpu = _primary(plan)
-    traced = trace_plan(plan, gpu)
-    scenario = scenarios_of(plan, traced)[0]
-    limit = usable_bytes(plan, gpu)
-    return record_run(scenario.run, limit, scenario.timing, gpu=gpu.name)
+    scenario = Trial(_trace(plan, gpu), plan, gpu).scenarios[0]
+    return record_run(scenario.run, usable_bytes(plan, gpu), scenario.timing, gpu=gpu.name)
 
 
 def _primary(plan: TrainingPlan) -> Gpu:

@@ -86,17 +86,24 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
 
     The batch equals the prediction's, with random numbers for pixels.
     """
+
+    def make(batch_size: int, length: int) -> Batch:
+        is_padded = plan.is_padded and batch_size > 1
+        return make_batch(
+            model, batch_size=batch_size, seq_len=length, image_size=plan.image_size,
+            padded=is_padded,
+        )  # fmt: skip
+
     seq_len = sequence_length(plan, config)
-    batch = _synthetic(plan, model, plan.batch_size, seq_len)
-    inputs = _inputs(batch, plan)
-    made = {seq_len: inputs}
+    batch = make(plan.batch_size, seq_len)
+    made = {seq_len: _inputs(batch, plan)}
     for length in plan.lengths:
         if length not in made:
-            made[length] = _inputs(_synthetic(plan, model, plan.batch_size, length), plan)
-    val_batches = [inputs] if plan.validates else []
+            made[length] = _inputs(make(plan.batch_size, length), plan)
+    val_batches = [made[seq_len]] if plan.validates else []
     if plan.validates and plan.val_batch_size not in (None, plan.batch_size):
         size = plan.val_batch_size or plan.batch_size
-        val_batches = [_inputs(_synthetic(plan, model, size, seq_len), plan)]
+        val_batches = [_inputs(make(size, seq_len), plan)]
     notes = list(batch.notes)
     if plan.image_size is not None and batch.image_size is None:
         notes.append(f"`image_size` is passed over: `{config.name}` takes no images")
@@ -108,16 +115,6 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
         padded=plan.is_padded,
         image_size=batch.image_size,
         notes=tuple(notes),
-    )
-
-
-def _synthetic(plan: TrainingPlan, model: nn.Module, batch_size: int, seq_len: int) -> Batch:
-    return make_batch(
-        model,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        image_size=plan.image_size,
-        padded=plan.is_padded and batch_size > 1,
     )
 
 

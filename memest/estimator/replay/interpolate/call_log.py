@@ -297,26 +297,52 @@ ZERO = -2  # mark in place of a template: an output that meta makes and CUDA doe
 NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 
-class _Rebuilder:
-    """Makes the event streams of a program from the requests of its calls.
+class Rebuilt:
+    """A program without its bytes, made of the calls of `sample` with other requests.
 
-    `slots` has the place of each storage's bytes: (template, position in its `num_bytes`).
+    It serves all sizes at which the calls have the same `orders`, one for each template. `dropped`
+    has the positions of outputs, by template, that are freed at the end of the call.
     """
 
     def __init__(
-        self, sample: TracedPlan, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]]
+        self,
+        sample: TracedPlan,
+        orders: Sequence[RequestOrder],
+        dropped: Mapping[int, Set[int]] = NOTHING,
     ) -> None:
         assert sample.calls is not None
-        self.base = sample.program
-        self.storages = StorageTable()
-        self.slots: list[tuple[int, int]] = []
-        self.ids: dict[int, int] = {}
-        self.unmodelled: Counter[str] = Counter()
+        self._base = sample.program
+        self._storages = StorageTable()
+        self._slots: list[tuple[int, int]] = []
+        """Place of each storage's bytes: template, position in its `num_bytes`."""
+
+        self._ids: dict[int, int] = {}
+        self._unmodelled: Counter[str] = Counter()
         self._orders = orders
         self._dropped = dropped
         self._templates = sample.calls.templates
         self._workspaces: dict[tuple[bool, int], int] = {}
-        self.streams = [self._stream(span) for span in sample.calls.spans]
+        setup, *others = [self._stream(span) for span in sample.calls.spans]
+        streams = iter(others)
+        steps: list[Any] = [
+            [[replace(part, events=next(streams)) for part in batch] for batch in step]
+            for step in self._base.steps
+        ]
+        self._program = Program(
+            storages=self._storages,
+            setup=setup,
+            steps=steps,
+            step_shift=self._renamed(self._base.step_shift),
+            micro_shifts=list(map(self._renamed, self._base.micro_shifts)),
+            coverage=replace(self._base.coverage, unmodelled=self._unmodelled),
+        )
+
+    def with_bytes(self, requests: Sequence[Requests]) -> Program:
+        """Return the program with the bytes of `requests`, one for each template."""
+        tables: list[Sequence[int]] = [each.num_bytes for each in requests]
+        tables += [(0,), self._base.storages.num_bytes]  # at `ZERO` and `NO_CALL`
+        num_bytes = [tables[i][position] for i, position in self._slots]
+        return replace(self._program, storages=replace(self._storages, num_bytes=num_bytes))
 
     def _stream(self, span: Span) -> list[int]:
         events: list[int] = []
@@ -334,31 +360,31 @@ class _Rebuilder:
         for event in old:
             if event == EMPTIED:
                 events.append(event)
-            elif event < 0 and free_of(event) not in self.ids:  # workspaces are freed in order
+            elif event < 0 and free_of(event) not in self._ids:  # workspaces are freed in order
                 first = next(iter(self._workspaces))
                 events.append(free_of(self._workspaces.pop(first)))
             elif event < 0:
-                events.append(free_of(self.ids[free_of(event)]))
+                events.append(free_of(self._ids[free_of(event)]))
             else:
                 events.append(self._born(event, (NO_CALL, event)))
 
-    def renamed(self, shift: Shift) -> dict[int, int]:
+    def _renamed(self, shift: Shift) -> dict[int, int]:
         """Return `shift` with the ids of the rebuilt program."""
-        return {self.ids[made]: self.ids[before] for made, before in shift.items()}
+        return {self._ids[made]: self._ids[before] for made, before in shift.items()}
 
     def _born(self, old: int, slot: tuple[int, int]) -> int:
-        table = self.base.storages
-        index = self.ids[old] = self._add(slot, table.sites[old], table.kinds[old])
+        table = self._base.storages
+        index = self._ids[old] = self._add(slot, table.sites[old], table.kinds[old])
         return index
 
     def _add(self, slot: tuple[int, int], site: Site, kind: MemKind) -> int:
-        self.slots.append(slot)
-        return self.storages.add(0, site, kind)
+        self._slots.append(slot)
+        return self._storages.add(0, site, kind)
 
     def _call(self, call: Call, order: RequestOrder, events: list[int]) -> None:
         """Replay the requests of a call, as `KernelCalls.request` does."""
         if order.is_partial:
-            self.unmodelled[self._templates[call.template].operator] += 1
+            self._unmodelled[self._templates[call.template].operator] += 1
         new_storages = dict(call.new_storages)
         site = within_model(call.site)
         temporary: dict[int, int] = {}
@@ -376,7 +402,7 @@ class _Rebuilder:
             elif request in new_storages:
                 events.append(self._born(new_storages.pop(request), (call.template, count)))
             elif request in self._dropped.get(call.template, ()):
-                kind = self.base.storages.kinds[call.new_storages[0][1]]
+                kind = self._base.storages.kinds[call.new_storages[0][1]]
                 events.append(self._add((call.template, count), site, kind))
                 dropped.append(events[-1])
             count += 1
@@ -394,47 +420,6 @@ class _Rebuilder:
         events.extend(free_of(index) for index in (*reversed(passing), *dropped))
         for old in new_storages.values():
             events.append(self._born(old, (ZERO, 0)))
-
-
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """A program without its bytes, for all sizes at which the calls have the same orders."""
-
-    program: Program
-    slots: tuple[tuple[int, int], ...]
-
-    def with_bytes(self, requests: Sequence[Requests], sample: TracedPlan) -> Program:
-        """Return the program with the bytes of `requests`, one for each template of `sample`."""
-        tables: list[Sequence[int]] = [each.num_bytes for each in requests]
-        tables += [(0,), sample.program.storages.num_bytes]  # at `ZERO` and `NO_CALL`
-        num_bytes = [tables[i][position] for i, position in self.slots]
-        return replace(self.program, storages=replace(self.program.storages, num_bytes=num_bytes))
-
-
-def rebuild(
-    sample: TracedPlan, orders: Sequence[RequestOrder], dropped: Mapping[int, Set[int]] = NOTHING
-) -> Rebuilt:
-    """Rebuild the program of `sample` with `orders`, one for each template of its log.
-
-    `dropped` has the positions of outputs, by template, that are freed at the end of the call.
-    """
-    base = sample.program
-    rebuilder = _Rebuilder(sample, orders, dropped)
-    streams = iter(rebuilder.streams)
-    setup = next(streams)
-    steps: list[Any] = [
-        [[replace(part, events=next(streams)) for part in batch] for batch in step]
-        for step in base.steps
-    ]
-    program = Program(
-        storages=rebuilder.storages,
-        setup=setup,
-        steps=steps,
-        step_shift=rebuilder.renamed(base.step_shift),
-        micro_shifts=[rebuilder.renamed(shift) for shift in base.micro_shifts],
-        coverage=replace(base.coverage, unmodelled=rebuilder.unmodelled),
-    )
-    return Rebuilt(program, tuple(rebuilder.slots))
 
 
 @dataclass(frozen=True, slots=True)

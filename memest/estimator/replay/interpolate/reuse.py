@@ -44,7 +44,6 @@ from memest.estimator.replay.interpolate.call_log import (
     Span,
     Template,
     put_numbers,
-    rebuild,
     requests_of,
     take_numbers,
 )
@@ -166,8 +165,8 @@ class Interpolation:
         orders = tuple([r.order for r in requests])
         rebuilt = self._rebuilt.get(orders)
         if rebuilt is None:
-            rebuilt = self._rebuilt[orders] = rebuild(self._sample, orders)
-        program = rebuilt.with_bytes(requests, self._sample)
+            rebuilt = self._rebuilt[orders] = Rebuilt(self._sample, orders)
+        program = rebuilt.with_bytes(requests)
         return replace(self._sample, program=program, work=None, calls=None)
 
     def chooses_alike(self, value: int) -> bool:
@@ -405,8 +404,7 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     if any(t.operator in renamed and t not in replaced for t in templates):
         raise NotInterpolable("an operator is replaced in some calls only")
     dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
-    rebuilt = rebuild(sample, tuple(r.order for r in requests), dropped)
-    program = rebuilt.with_bytes(requests, sample)
+    program = Rebuilt(sample, [r.order for r in requests], dropped).with_bytes(requests)
     sites = [replace(s, op=renamed.get(s.op, s.op)) for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
     return replace(sample, program=program, calls=None)
