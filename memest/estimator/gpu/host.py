@@ -140,11 +140,9 @@ _FACTORIES = frozenset((
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
     aten.new_empty_strided.default,
 ))  # fmt: skip
-_NOISE = frozenset((
-    aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator,
-    aten.normal.float_float, aten.rand_like.default, aten.randn_like.default,
+_NOISE = _UNIFORM | _NORMAL | {
     aten.bernoulli.default, aten.normal.Tensor_float, aten.normal.Tensor_Tensor,
-))  # fmt: skip
+}  # fmt: skip
 
 
 class HostTensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -25,7 +25,6 @@ class ImportHooks(MetaPathFinder):
         self._actions: dict[str, list[Action]] = {}
         self._contexts: dict[str, Callable[[], Any]] = {}
         self._looking: set[str] = set()
-        self.at_end = ExitStack()  # objects to close when the hooks are removed
 
     def after(self, name: str, action: Action) -> None:
         """Call `action` with the module `name` once it is imported."""
@@ -61,7 +60,6 @@ class ImportHooks(MetaPathFinder):
     def remove(self) -> None:
         """Remove the hooks."""
         sys.meta_path.remove(self)
-        self.at_end.close()
         self._actions.clear()
 
     def find_spec(

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import CPU, META
-from memest.models_meta.registry import find_entry
+from memest.models_meta.registry import ModelEntry, find_entry
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 """Extensions of weight files. A folder with such a file has weights, and a mismatch is an error."""
@@ -57,7 +58,6 @@ class OnDemand(Future):  # type: ignore[type-arg]
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let transformers, where a script uses it, load models without weights here."""
-    bundled = BundledConfigs(mode, hooks)
     pool = SimpleNamespace(submit=OnDemand, shutdown=constant(None))
 
     def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
@@ -73,7 +73,10 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         patches.set(model, "_load_pretrained_model", staticmethod(load))
 
     hooks.after(
-        "transformers.utils.hub", lambda module: replace(module, "cached_files", bundled.beside)
+        "transformers.utils.hub",
+        lambda module: replace(
+            module, "cached_files", lambda f: _with_bundled_configs(f, patches, mode)
+        ),
     )
     hooks.after(
         "transformers.core_model_loading",
@@ -82,48 +85,42 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     hooks.after("transformers.modeling_utils", models)
 
 
-class BundledConfigs:
-    """Bundled configs as files, for Hub ids that cannot be reached."""
+def _with_bundled_configs(
+    cached_files: Callable[..., Any], patches: Patches, mode: CudaSimMode
+) -> Callable[..., Any]:
+    """Wrap transformers' `cached_files` to use a bundled config where it finds none."""
 
-    def __init__(self, mode: CudaSimMode, hooks: ImportHooks) -> None:
-        self._mode = mode
-        self._at_end = hooks.at_end
-        self._folder = ""
+    @cache
+    def folder() -> Path:
+        made = tempfile.TemporaryDirectory(prefix="memest-")
+        patches.on_undo(made.cleanup)
+        return Path(made.name)
 
-    def beside(self, cached_files: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap transformers' `cached_files` to use a bundled config where it finds none."""
-
-        def call(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
-            name = str(path_or_repo_id)
-            is_bundled = not os.path.exists(name) and find_entry(name) is not None
-            if not (is_bundled and DESCRIBING.issuperset(filenames)):
-                return cached_files(path_or_repo_id, filenames, *args, **kwargs)
-            kwargs["local_files_only"] = True  # no network access
-            try:
-                found = cached_files(path_or_repo_id, filenames, *args, **kwargs)
-            except OSError:
-                if filenames != ["config.json"]:
-                    raise
-                found = None
-            return self._config(name) if not found and filenames == ["config.json"] else found
-
-        return call
-
-    def _config(self, name: str) -> list[str]:
-        entry = find_entry(name)
-        assert entry is not None
-        if not self._folder:
-            folder = tempfile.TemporaryDirectory(prefix="memest-")
-            self._folder = self._at_end.enter_context(folder)
-        path = Path(self._folder) / entry.name / "config.json"
+    def config_of(entry: ModelEntry, name: str) -> list[str]:
+        path = folder() / entry.name / "config.json"
         if not path.exists():
             path.parent.mkdir()
             config = json.loads(entry.path.read_text(encoding="utf-8"))["config"]
             path.write_text(json.dumps(config), encoding="utf-8")
-        self._mode.notes.add(
-            f"`{name}` was not found on this machine: its bundled config was taken"
-        )
+        mode.notes.add(f"`{name}` was not found on this machine: its bundled config was taken")
         return [str(path)]
+
+    def call(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+        name = str(path_or_repo_id)
+        entry = None if os.path.exists(name) else find_entry(name)
+        if entry is None or not DESCRIBING.issuperset(filenames):
+            return cached_files(path_or_repo_id, filenames, *args, **kwargs)
+        kwargs["local_files_only"] = True  # no network access
+        try:
+            found = cached_files(path_or_repo_id, filenames, *args, **kwargs)
+        except OSError:
+            if filenames != ["config.json"]:
+                raise
+            found = None
+        is_missing = not found and filenames == ["config.json"]
+        return config_of(entry, name) if is_missing else found
+
+    return call
 
 
 def _resolving(resolve: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
