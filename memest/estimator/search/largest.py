@@ -35,6 +35,7 @@ from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch import MAX_TOKENS
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
+from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Verdict
 
 SCHEMA = "memest.largest/1"
@@ -314,9 +315,8 @@ _DECIDED = {
 """Keys of a plan that a technique sets."""
 
 _OF_ADAPTERS = {
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
-    "lora_bias", "use_rslora", "use_dora",
-}  # fmt: skip
+    name for name, row in PLAN_KEYS.items() if row.section == PLAN_KEYS["use_lora"].section
+}
 _OF_QLORA = {"quant_skip", "quant_load"}
 _OF_FULL = {"freeze"}
 
