@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+from memest.units import round_up
+
 ROUND_BYTES = 512  # `kMinBlockSize`: every request is rounded up to a multiple of it
 SMALL_REQUEST_BYTES = 1 << 20  # `kSmallSize`: requests up to it come from the small pool
 FIRST_PRIVATE_POOL = 1 << 20  # first of the private pools, whose segments stay with a CUDA graph
@@ -35,10 +37,10 @@ def round_request(num_bytes: int) -> int:
     >>> round_request(1), round_request(512), round_request(513)
     (512, 512, 1024)
     """
-    return max(ROUND_BYTES, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)
+    return max(ROUND_BYTES, round_up(num_bytes, ROUND_BYTES))
 
 
-def segment_bytes(block_bytes: int) -> int:
+def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> int:
     """Return the size to `cudaMalloc` when no cached block serves a rounded request.
 
     >>> [segment_bytes(size) >> 20 for size in (512, 3 << 20, (10 << 20) + 512)]
@@ -47,8 +49,8 @@ def segment_bytes(block_bytes: int) -> int:
     if block_bytes <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < MIN_OWN_SEGMENT_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return -(-block_bytes // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+        return large_bytes
+    return round_up(block_bytes, SEGMENT_ROUND_BYTES)
 
 
 def link(block: Block) -> None:
@@ -208,7 +210,7 @@ class AddressSpace:
 
     def _map(self, num_bytes: int) -> _Hole:
         """Map a new range, which is one hole."""
-        span = -(-num_bytes // self.RANGE_BYTES) * self.RANGE_BYTES
+        span = round_up(num_bytes, self.RANGE_BYTES)
         fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= span]
         if fitting:
             begin, end = max(fitting)

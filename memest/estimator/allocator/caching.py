@@ -246,7 +246,7 @@ class CachingAllocator:
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
         """Return a new segment, or a block of a grown one where segments are expandable."""
         tuning = self._tuning
-        num_bytes = segment_bytes(size) if tuning is None else tuning.segment_bytes(size)
+        num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
         if tuning is not None and tuning.expandable is not None:
             limit, most = self.limit_bytes, self.gpu_bytes
             is_capped = limit is not None and (most is None or limit < most)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from memest.errors import PlanError, UnsupportedError, shown
 from memest.estimator.allocator.blocks import LARGE_SEGMENT_BYTES
 from memest.estimator.versions import simulated
+from memest.units import MIB
 
 EXPANDABLE = "expandable_segments:True"  # setting that advice tries: segments that grow
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -23,7 +24,6 @@ from the second (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`).
 
 NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
-MIB = 1 << 20
 NUM_INTERVALS = 16  # of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two
 WITHOUT_EFFECT = (
     "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_num_register_threads",

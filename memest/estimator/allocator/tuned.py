@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING
 
 from memest.estimator.allocator.blocks import (
     ADDRESS_BITS,
-    MIN_OWN_SEGMENT_BYTES,
     ROUND_BYTES,
     SMALL_REQUEST_BYTES,
     Block,
     FreeBlocks,
     link,
     round_request,
-    segment_bytes,
 )
 from memest.estimator.allocator.expandable import ExpandableSegments
-from memest.estimator.allocator.settings import MIB, NUM_INTERVALS, AllocatorSettings
-from memest.units import round_up
+from memest.estimator.allocator.settings import NUM_INTERVALS, AllocatorSettings
+from memest.units import MIB, round_up
 
 if TYPE_CHECKING:
     from memest.estimator.allocator.caching import CachingAllocator
@@ -56,12 +54,6 @@ class Tuning:
             return round_request(num_bytes)
         floor = 1 << (num_bytes.bit_length() - 1)
         return round_up(num_bytes, floor // divisions)  # a power of two stays
-
-    def segment_bytes(self, block_bytes: int) -> int:
-        """Return the size of a segment of `cudaMalloc`."""
-        if SMALL_REQUEST_BYTES < block_bytes < MIN_OWN_SEGMENT_BYTES:
-            return self.settings.large_segment_bytes
-        return segment_bytes(block_bytes)
 
     # --- a request
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from memest.errors import PlanError, closest
 from memest.plan import TrainingPlan
-from memest.units import gib_or_mib
+from memest.units import MIB, gib_or_mib
 
 DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")  # where the user names none
 CONTEXT_RANGE_BYTES = 64 << 20
@@ -262,8 +262,6 @@ def _kind(words: frozenset[str]) -> frozenset[str]:
     """Return the words that name the kind of GPU: `{"rtx", "4090"}`, `{"a100"}`."""
     return frozenset(w for w in words if not _INCIDENTAL.fullmatch(w))
 
-
-MIB = 1 << 20
 
 COMMUNICATOR_BYTES = 846 * MIB  # first communicator of a process, with NCCL's kernels
 FURTHER_COMMUNICATOR_BYTES = 388 * MIB  # over the same GPUs: the device mesh of FSDP2

@@ -17,7 +17,7 @@ from memest.estimator.replay.replay import Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, Site, StorageTable
 from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Verdict
-from memest.units import format_bytes
+from memest.units import ceil_div, format_bytes
 
 # Least limit under which a run fits, found by replays under other limits.
 #
@@ -60,13 +60,13 @@ class LeastLimit:
         self._num_left = max(MIN_REPLAYS, MAX_EVENTS // max(1, num_events))
         self._num_probes = NUM_PROBES if self._num_left > 2 * NUM_PROBES else 0
         self._allocated = allocated_bytes // UNIT_BYTES
-        self._reserved = _units(reserved_bytes)
+        self._reserved = ceil_div(reserved_bytes, UNIT_BYTES)
         self._is_felt_early = is_felt_early
         self._known: dict[int, tuple[bool, int]] = {}
 
     def add(self, limit_bytes: int, fits: bool, num_bytes: int) -> None:
         """Record the result of a replay that the caller has made."""
-        self._known[limit_bytes // UNIT_BYTES] = fits, _units(num_bytes)
+        self._known[limit_bytes // UNIT_BYTES] = fits, ceil_div(num_bytes, UNIT_BYTES)
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether the run fits under `limit_bytes`."""
@@ -76,7 +76,7 @@ class LeastLimit:
         """Return the least limit; it is above `limit_bytes` if the run does not fit under that."""
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
         while not self._try(top)[0]:  # only with settings that feel the limit early
-            top += -(-top // NUM_PROBES)
+            top += ceil_div(top, NUM_PROBES)
         fits, high = self._try(limit)
         low = -1
         if not fits:
@@ -135,11 +135,8 @@ class LeastLimit:
         self._num_left = max(0, self._num_left - 1)
         fits, num_bytes = self._replay(limit * UNIT_BYTES)
         # expandable segments can grow by more than was compared with a cap
-        return fits, min(limit, _units(num_bytes)) if fits else _units(num_bytes)
-
-
-def _units(num_bytes: int) -> int:
-    return -(-num_bytes // UNIT_BYTES)
+        units = ceil_div(num_bytes, UNIT_BYTES)
+        return fits, min(limit, units) if fits else units
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:

@@ -30,6 +30,7 @@ from memest.estimator.ops.convolution import convolution_format
 from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, META
 from memest.estimator.versions import allows_tf32, simulated
+from memest.units import round_up
 
 # Fake tensors that are on `cuda` in Python and on `meta` in C++.
 #
@@ -580,4 +581,4 @@ def _padded(side: int, align: int) -> int:
     >>> _padded(50257, 8), _padded(1, 8)
     (50264, 1)
     """
-    return side if side == 1 else -(-side // align) * align
+    return side if side == 1 else round_up(side, align)
