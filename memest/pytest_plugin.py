@@ -62,18 +62,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def virtual_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
     """A virtual GPU for the test: that of its mark, of `[tool.memest]`, or memest's default."""
     from memest.errors import MemestError
-    from memest.estimator.hardware.gpus import find_gpu
-    from memest.estimator.predict import PRIMARY_GPU
     from memest.run.session import virtual_gpu as simulate
     from memest.units import parse_bytes
 
     try:
         limit, gpu = _wanted(request.node)
-        find_gpu(gpu or PRIMARY_GPU)
         _ = limit and parse_bytes(limit)
+        simulated = simulate(gpu) if gpu else simulate()
     except MemestError as error:
         pytest.fail(f"{error}\nhint: {error.hint}", pytrace=False)
-    with simulate(gpu or PRIMARY_GPU) as session:
+    with simulated as session:
         request.node.stash[_SESSION] = session
         for name in [name for name in sys.modules if name.startswith("memest.estimator.")]:
             vars(sys.modules[name])["__tracebackhide__"] = True  # pytest leaves out the frames
