@@ -8,16 +8,12 @@ as large as it can be. So the guesses that decide shapes are apart, in `GuessedV
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import islice
-from pathlib import Path
 from traceback import walk_stack
-from types import CodeType
 from typing import Any
 
 import torch
@@ -25,6 +21,7 @@ from torch import Tensor
 from torch.distributions import distribution
 
 from memest.errors import UnsupportedError
+from memest.estimator.gpu.branches import WaitingLoops
 from memest.estimator.ops.registry import op_of
 from memest.estimator.tensors.known_values import KnownValues, materialise
 from memest.estimator.tensors.lines import LARGEST, Notes
@@ -72,6 +69,7 @@ class Guesses:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(line, value that was read) -> count."""
 
+    loops: WaitingLoops = field(default_factory=WaitingLoops)
     _num_numbers: int = 0
     _last: str = ""
     _in_a_row: int = 0
@@ -86,6 +84,10 @@ class Guesses:
         number = NUMBER / (1 + FALL * self._num_numbers)
         self._num_numbers += 1
         return complex(number) if dtype.is_complex else number
+
+    def branch(self, guess: bool) -> bool:
+        """Return the guessed condition of a branch: one that raises nothing and ends loops."""
+        return self.loops.branch(guess, self.notes)
 
     def note(self, what: str) -> None:
         """Count one read of `what` by the running line.
@@ -118,6 +120,7 @@ class Guesses:
     def stepped(self) -> None:
         """Record an optimizer step, after which repeated reads by a line are no waiting loop."""
         self._in_a_row = 0
+        self.loops.clear()
 
 
 _SELECTIONS = frozenset((
@@ -248,6 +251,8 @@ class GuessedValues:
         deciding = list(tensors_in((shaped_by(args),)))
         if all(map(self._known.decides, deciding)):
             return None
+        if not any(tensor.numel() for tensor in deciding):
+            return largest(func, args, kwargs)
         is_guessed = all(map(self._layer.is_known, deciding))
         if is_guessed:
             made = materialise(self._layer.compute(func, args, kwargs))
@@ -348,50 +353,3 @@ _UNIQUE = {
     aten.unique_dim.default: ("dim", "sorted", "return_inverse", "return_counts"),
     aten.unique_dim_consecutive.default: ("dim", "return_inverse", "return_counts"),
 }
-
-
-# Conditions that end a script: `assert`, and a condition before `raise`.
-
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-_BETWEEN = ("TO_BOOL", "NOT_TAKEN", "NOP", "CACHE")  # a condition and its jump
-_ENDS = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
-
-
-def guess_without_raise(guess: bool) -> bool:
-    """Return `guess`, or its opposite if the running line raises on `guess` alone.
-
-    The line is that of the innermost frame outside of torch.
-    """
-    for frame, _ in walk_stack(sys._getframe(1)):
-        if not frame.f_code.co_filename.startswith(_FOREIGN):
-            raises = _raising(frame.f_code, frame.f_lasti)
-            return not guess if guess in raises and (not guess) not in raises else guess
-    return guess
-
-
-@cache
-def _raising(code: CodeType, offset: int) -> tuple[bool, ...]:
-    """Return the values of the condition that is read at `offset` on which the code raises."""
-    found = list(dis.get_instructions(code))
-    index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
-    if not found[index:][:1] or "POP_JUMP" not in found[index].opname:
-        index += 1  # a call of `bool` or `item`, whose result a jump reads
-        while index < len(found) and found[index].opname in _BETWEEN:
-            index += 1
-    jump = found[index] if index < len(found) else None
-    if jump is None or "POP_JUMP" not in jump.opname or "NONE" in jump.opname:
-        return ()
-    target = next(i for i, step in enumerate(found) if step.offset == jump.argval)
-    jumps_on = jump.opname.endswith("TRUE")
-    ways = ((jumps_on, target), (not jumps_on, index + 1))
-    return tuple(value for value, start in ways if _raises(found, start))
-
-
-def _raises(found: list[dis.Instruction], start: int) -> bool:
-    """Return whether the code from `start` on raises before it branches or stores."""
-    for step in found[start:]:
-        if step.opname == "RAISE_VARARGS":
-            return True
-        if step.opname.startswith(_ENDS):
-            return False
-    return False

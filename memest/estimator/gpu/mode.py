@@ -26,7 +26,6 @@ from memest.estimator.gpu.guesses import (
     Guesses,
     bincount,
     guess_booleans,
-    guess_without_raise,
     is_check,
 )
 from memest.estimator.gpu.host import HostTensors, without_tensors
@@ -55,6 +54,7 @@ from memest.estimator.ops.sparse import SparseTensors
 from memest.estimator.tensors.known_values import (
     KnownValues,
     ValueUnknown,
+    compared_with_infinity,
     known_without_values,
     materialise,
 )
@@ -453,10 +453,12 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return True
             dtype = torch.bool if func is not aten._local_scalar_dense.default else args[0].dtype
             guess = self.guesses.scalar(dtype, name)
-            return guess_without_raise(guess) if dtype is torch.bool else guess
+            return self.guesses.branch(guess) if dtype is torch.bool else guess
         if self.values.guessed and self.values.is_guessed(args):
-            value = guess_without_raise(value) if isinstance(value, bool) else value
+            value = self.guesses.branch(value) if isinstance(value, bool) else value
             self.guesses.note(f"{value!r} from a comparison")
+        elif isinstance(value, bool):
+            self.guesses.loops.known()
         return value
 
     def _follow_values(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
@@ -479,6 +481,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if finite is not None and values.value_of(out) is None:
             values.adopt(out, torch.full(out.shape, finite, device=CPU))
         if isinstance(out, Tensor) and out.dtype is torch.bool:
+            compared = compared_with_infinity(func, args, values, out.shape)
+            if compared is not None:
+                values.adopt(out, compared)
             guess_booleans(values, func, args, out)
 
     def _draw(self, op: Op, args: Any, kwargs: Any, out: Any) -> bool:

@@ -289,5 +289,22 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
     return None
 
 
+_COMPARISONS = frozenset((aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor))
+
+
+def compared_with_infinity(
+    func: Any, args: tuple[Any, ...], values: KnownValues, shape: torch.Size
+) -> Tensor | None:
+    """Return how finite numbers compare with a tensor of infinities; None for other calls."""
+    if func not in _COMPARISONS:
+        return None
+    known = list(map(values.value_of, args))
+    if sum(value is None for value in known) != 1:
+        return None
+    finite = [torch.zeros((), device=CPU) if value is None else value for value in known]
+    bound = finite[known.index(None) - 1]
+    return func(*finite).expand(shape) if bool(bound.isinf().all()) else None
+
+
 def _flat(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else (value,)

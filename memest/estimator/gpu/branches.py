@@ -1,0 +1,182 @@
+"""Guessed conditions of branches: code that raises is avoided, and loops end.
+
+A guess is the opposite of itself if the code raises on it. A loop that waits for an unknown value,
+such as that of an adaptive solver, runs `ROUNDS` times: as guessed, then with its branches taken
+the other way.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from traceback import walk_stack
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+from memest.estimator.tensors.lines import Notes
+
+_FOREIGN = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
+)
+_BETWEEN = ("TO_BOOL", "NOT_TAKEN", "NOP", "CACHE")  # a condition and its jump
+_ENDS = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
+ROUNDS = 2  # of a loop that waits for an unknown value, while no optimizer steps
+
+
+class _Lines(NamedTuple):
+    """Numbers of the first and last line of a piece of code."""
+
+    first: int
+    last: int
+
+    def hold(self, number: int) -> bool:
+        """Return whether the line `number` is one of these."""
+        return self.first <= number <= self.last
+
+
+class WaitingLoops:
+    """Loops whose conditions are guessed, by the frame that runs them."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[int, _Lines], int] = {}
+
+    def clear(self) -> None:
+        """Count rounds from 0: the loop makes progress, by an optimizer step."""
+        self._rounds.clear()
+
+    def branch(self, guess: bool, notes: Notes) -> bool:
+        """Return `guess` or its opposite as the condition of the branch that is read now."""
+        frame, loop = _read_now()
+        if frame is None:
+            return guess
+        if loop is not None:
+            return self._condition(guess, frame, loop, notes)
+        if self._rounds and self._takes_other_way(frame):
+            guess = not guess
+        raises = _raising(frame.f_code, frame.f_lasti)
+        return not guess if guess in raises and (not guess) not in raises else guess
+
+    def known(self) -> None:
+        """Count a round of a loop whose condition, which is read now, is known."""
+        frame, loop = _read_now()
+        if frame is not None and loop is not None:
+            self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
+
+    def _condition(self, guess: bool, frame: FrameType, loop: _Lines, notes: Notes) -> bool:
+        key = id(frame), loop
+        rounds = self._rounds.get(key, 0)
+        if rounds < ROUNDS:
+            self._rounds[key] = rounds + 1
+            return guess
+        del self._rounds[key]
+        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        notes.add(
+            f"{where} waits for an unknown value: each loop is assumed to end after {ROUNDS} rounds"
+        )
+        return not guess
+
+    def _takes_other_way(self, frame: FrameType | None) -> bool:
+        """Return whether `frame`, or a caller of it, runs every second round of a waiting loop."""
+        running = {key for key, rounds in self._rounds.items() if not rounds % 2}
+        while running and frame is not None:
+            number = frame.f_lineno
+            if any(owner == id(frame) and loop.hold(number) for owner, loop in running):
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _read_now() -> tuple[FrameType | None, _Lines | None]:
+    """Return the innermost frame outside of torch, and the loop whose condition it reads."""
+    frame = _reading_frame()
+    if frame is None:
+        return None, None
+    for condition, loop in _conditions(frame.f_code.co_filename):
+        if condition.hold(frame.f_lineno):
+            return frame, loop
+    return frame, None
+
+
+def _reading_frame() -> FrameType | None:
+    """Return the innermost frame outside of torch and of memest."""
+    stack = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
+
+
+# Loops with one way out: `while CONDITION:`, and `while True:` with one `if CONDITION: break`.
+
+
+@cache
+def _conditions(file: str) -> tuple[tuple[_Lines, _Lines], ...]:
+    """Return the lines of the only condition of `while` loops in a file, and the loop's lines.
+
+    A loop with a second way out, such as a maximum of rounds, ends by itself.
+    """
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    found = [(_only_condition(loop), loop) for loop in loops]
+    return tuple((_lines(test), _lines(loop)) for test, loop in found if test is not None)
+
+
+def _only_condition(loop: ast.While) -> ast.expr | None:
+    exits = list(_exits(loop.body))
+    if not isinstance(loop.test, ast.Constant):
+        return None if exits or isinstance(loop.test, ast.BoolOp) else loop.test
+    tests = [part.test for part in loop.body if isinstance(part, ast.If) and part.body[-1] in exits]
+    return tests[0] if len(tests) == len(exits) == 1 else None
+
+
+def _exits(body: Iterable[ast.AST], is_nested: bool = False) -> Iterator[ast.AST]:
+    """Yield each `return` of a loop, and each `break` that ends the loop itself."""
+    for node in body:
+        if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not is_nested):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inner = is_nested or isinstance(node, ast.While | ast.For | ast.AsyncFor)
+            yield from _exits(ast.iter_child_nodes(node), inner)
+
+
+def _lines(node: ast.expr | ast.stmt) -> _Lines:
+    return _Lines(node.lineno, node.end_lineno or node.lineno)
+
+
+# Conditions that end a script: `assert`, and a condition before `raise`.
+
+
+@cache
+def _raising(code: CodeType, offset: int) -> tuple[bool, ...]:
+    """Return the values of the condition that is read at `offset` on which the code raises."""
+    found = list(dis.get_instructions(code))
+    index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
+    if not found[index:][:1] or "POP_JUMP" not in found[index].opname:
+        index += 1  # a call of `bool` or `item`, whose result a jump reads
+        while index < len(found) and found[index].opname in _BETWEEN:
+            index += 1
+    jump = found[index] if index < len(found) else None
+    if jump is None or "POP_JUMP" not in jump.opname or "NONE" in jump.opname:
+        return ()
+    target = next(i for i, step in enumerate(found) if step.offset == jump.argval)
+    jumps_on = jump.opname.endswith("TRUE")
+    ways = ((jumps_on, target), (not jumps_on, index + 1))
+    return tuple(value for value, start in ways if _raises(found, start))
+
+
+def _raises(found: list[dis.Instruction], start: int) -> bool:
+    """Return whether the code from `start` on raises before it branches or stores."""
+    for step in found[start:]:
+        if step.opname == "RAISE_VARARGS":
+            return True
+        if step.opname.startswith(_ENDS):
+            return False
+    return False

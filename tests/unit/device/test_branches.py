@@ -1,0 +1,100 @@
+"""Guessed conditions of branches and of loops."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import memest
+
+LOOPS = """
+import torch
+
+def halve(x):
+    taken = []
+    while x > torch.zeros((), device="cuda"):
+        x = x * 0.5
+        assert not torch.isnan(x)
+        taken.append(bool(x <= 0.3))
+    return taken
+
+def retry(x):
+    rounds = 0
+    while True:
+        rounds += 1
+        if x < 0.3:
+            break
+    return rounds
+
+def retry_at_most(x, limit):
+    rounds = 0
+    while True:
+        rounds += 1
+        if x < 0.3:
+            break
+        if rounds == limit:
+            return rounds
+
+def integrate(x, end):
+    '''An adaptive step is refused as long as its error is too large.'''
+    now = torch.zeros((), device="cuda")
+    while now < end:
+        if x <= 0.3:
+            now = now + x * 2
+    return now
+"""
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> ModuleType:
+    (tmp_path / "waiting.py").write_text(LOOPS)
+    spec = importlib.util.spec_from_file_location("waiting", tmp_path / "waiting.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def unknown() -> torch.Tensor:
+    layer = torch.nn.Linear(1000, 1000, device="cuda")
+    return layer(torch.randn(1000, 1000, device="cuda")).detach().sum()
+
+
+def test_a_loop_that_waits_for_an_unknown_value_runs_twice(loops: ModuleType) -> None:
+    """Its second round takes the branches that the first does not."""
+    with memest.virtual_gpu("h100-80gb") as gpu:
+        assert loops.halve(unknown()) == [False, True]
+        assert loops.halve(unknown()) == [False, True]
+        assert loops.retry(unknown()) == 3
+
+    assert gpu.report().notes[-2:] == (
+        "waiting.py:6 waits for an unknown value: each loop is assumed to end after 2 rounds",
+        "waiting.py:16 waits for an unknown value: each loop is assumed to end after 2 rounds",
+    )
+
+
+def test_a_loop_with_a_largest_number_of_rounds_runs_as_many(loops: ModuleType) -> None:
+    with memest.virtual_gpu("h100-80gb"):
+        assert loops.retry_at_most(unknown(), 7) == 7
+
+
+def test_a_loop_on_a_known_value_takes_both_ways(loops: ModuleType) -> None:
+    """The steps of an adaptive solver are refused at first, so that the time stays known."""
+    with memest.virtual_gpu("h100-80gb"):
+        end = torch.ones((), device="cuda")
+        assert loops.integrate(unknown(), end).shape == ()
+
+
+def test_an_unknown_number_is_less_than_infinity() -> None:
+    with memest.virtual_gpu("h100-80gb"):
+        x, infinity = unknown(), torch.tensor(float("inf"), device="cuda")
+
+        assert not x > infinity
+        assert not infinity < x
+        assert x <= infinity
+        assert x > -infinity
