@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -132,3 +134,35 @@ def test_numbers_are_counted_after_their_extremes_are_read() -> None:
     assert large[0] == 8
     assert len(large) == 2 * (2 + len(staged)) + 1
     assert not op_of(aten.bincount.default).is_modelled((labels, None, 1 << 20), {}, H100)
+
+
+UNIQUE = [  # (op, dtype, elements, inverse, counts, requests on an H100)
+    ("unique", INT, 7, 0, 0, [56, 1, -1, 56, 8, 1023, -1023, -8, -56]),
+    ("unique", FLOAT, 4097, 0, 1,
+     [16388, 1, -1, 16388, 8, 32776, 1023, -1023, -8, -16388]),
+    ("unique", torch.int32, 300_000, 0, 0,
+     [1200000, 1251839, -1251839, 1200000, 8, 1279, -1279, -8, -1200000]),
+    ("unique", INT, 300_000, 1, 1,
+     [2400000, 2400000, 2400000, 4884479, -4884479, -2400000, 2400000, 2400000, 1791, -1791,
+      -2400000, 2400000, 8, 2400000, 7167, -7167, -8, -2400000, -2400000]),
+    ("unique", torch.bool, 300_000, 1, 0, [4, 21503, -21503, 2, 16, 2400000, -4]),
+    ("consecutive", torch.uint8, 300_000, 1, 0,
+     [2400000, 1200000, 1791, -1791, -1200000, 300000, 8, 1279, -1279, -8]),
+    ("consecutive", torch.float64, 1000, 0, 1, [8000, 8, 8000, 1023, -1023, -8]),
+    ("unique", INT, 0, 1, 1, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype", "count", "inverse", "counts", "measured"), UNIQUE)
+def test_unique_values_are_sorted_and_have_room_for_all(
+    name: str, dtype: torch.dtype, count: int, inverse: int, counts: int, measured: list[int]
+) -> None:
+    """UniqueCub.cu: the result keeps the storage that has as many elements as the input."""
+    values = meta(count, dtype=dtype)
+    kept = meta(min(count, 2 if dtype is torch.bool else count), dtype=dtype)
+    out = kept, meta(count * inverse, dtype=INT), meta(count * counts, dtype=INT)
+    func: Any = aten._unique2.default if name == "unique" else aten.unique_consecutive.default
+    args = (values, True) if name == "unique" else (values,)
+
+    assert requests(func, *args, bool(inverse), bool(counts), out=out) == measured
+    assert op_of(func).is_modelled(args, {}, H100)

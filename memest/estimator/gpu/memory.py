@@ -234,6 +234,15 @@ class Memory:
             else:
                 self.allocate(tensor, Site("", "", site.phase), kind, 0)
 
+    def grow(self, tensor: Tensor, site: Site) -> None:
+        """Move a storage that an operator enlarged to a larger block (cuda/Resize.cpp)."""
+        with self.lock:
+            index = self.live.pop(tensor.untyped_storage()._cdata, None)
+            self.allocate(tensor, site, self.kind if index is None else self.storages.kinds[index])
+            if index is not None:
+                self._references.pop(index, None)
+                self._release(index)
+
     def load_first_kernel(self) -> None:
         """Launch the first kernel of the process."""
         if self.logs_driver:

@@ -383,7 +383,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = self.kernels.key_of(func, args, kwargs)
         recipe = self.kernels.recipes.get(key)
         if recipe is None:
-            out = self._result(op, args, kwargs)
+            make = self._result_in_room if op.may_grow else self._result
+            out = make(op, args, kwargs)
             recipe = self.kernels.new_recipe(op, args, kwargs, out, key)
         else:
             out = recipe.make_outputs()
@@ -415,6 +416,16 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return bins
         out = op.result(args, kwargs) if op.result else self._on_meta(op, args, kwargs)
         return dense(out, func, self.attribution.lines.current)
+
+    def _result_in_room(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
+        """Result of an operator that enlarges what it writes to: `out=`, `resize_`."""
+        written = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
+        before = [tensor.untyped_storage().nbytes() for tensor in written]
+        out = self._result(op, args, kwargs)
+        for tensor, num_bytes in zip(written, before, strict=True):
+            if tensor.untyped_storage().nbytes() > num_bytes:
+                self.memory.grow(tensor, self.attribution.site(op.func))
+        return out
 
     def _on_meta(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         func = op.func

@@ -126,8 +126,8 @@ outputs_only(
     "full_like is_nonzero lift_fresh linspace _local_scalar_dense new_empty new_empty_strided "
     "new_full new_ones new_zeros ones ones_like repeat rot90 scalar_tensor select_backward "
     "_has_same_storage_numel is_same_size _new_zeros_with_same_feature_meta "
-    "set_ slice_backward squeeze_ stack t_ transpose_ tril tril_ tril_indices triu triu_ "
-    "triu_indices unsafe_split unsafe_split_with_sizes unsqueeze_ zero_ zeros zeros_like"
+    "resize_ resize_as_ set_ slice_backward squeeze_ stack t_ transpose_ tril tril_ tril_indices "
+    "triu triu_ triu_indices unsafe_split unsafe_split_with_sizes unsqueeze_ zero_ zeros zeros_like"
 )
 
 

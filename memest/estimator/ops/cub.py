@@ -11,6 +11,8 @@ assumed to have the same tunings. Left out: inputs of 2**28 elements or more.
 
 from __future__ import annotations
 
+import torch
+
 from memest.estimator.hardware.gpus import Gpu
 from memest.units import ceil_div, round_up
 
@@ -60,6 +62,24 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes:
     )
 
 
+def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
+    """`DeviceRadixSort::SortKeys`, as `radix_sort_bytes` without values.
+
+    A tile is 384 threads. Evidence: on an H100, 15 keys of 8 bytes for each thread, 18 of float32
+    and 19 of int32; up to 9 keys of 8 or 19 of 4 bytes for each of 256 threads are one tile.
+    """
+    item = dtype.itemsize
+    if num_items <= 256 * (19 * 4 // max(4, item)):
+        return 1
+    tile = 384 * (15 if item == 8 else 18 if dtype.is_floating_point else 19)
+    return _aliased(
+        item * _RADIX_DIGITS * 8,
+        ceil_div(num_items, tile) * _RADIX_DIGITS * 4,
+        num_items * item if item > 1 else 0,
+        item * 4,
+    )
+
+
 def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
     """`DeviceScan` (dispatch_scan.cuh): per tile a state of twice the value.
 
@@ -80,6 +100,38 @@ def select_bytes(num_items: int, gpu: Gpu) -> int:
         gpu.capability, 320 * 11 if gpu.capability[0] >= 10 else 128 * 5
     )
     return _aliased(_tile_states(ceil_div(num_items, tile), 8), 0, 0)
+
+
+def unique_bytes(num_items: int, gpu: Gpu, item_bytes: int) -> int:
+    """`DeviceSelect::Unique` (dispatch_select_if.cuh): 8-byte states, as `select_bytes`.
+
+    A tile is 384 threads of 11 items of 8 bytes or 17 of 4 bytes on 9.0, and 192 of 10 or 256 of 18
+    on 8.0; smaller items are in tiles of 256 threads with 22. By default it is 128 threads with 10
+    items of up to 4 bytes.
+    """
+    small = {(9, 0): (256 * 22, 256 * 22, 384 * 17, 384 * 11)}
+    small[8, 0] = (992 * 20, 576 * 14, 256 * 18, 192 * 10)
+    tiles = small.get(gpu.capability, (1280, 1280, 1280, 640))
+    tile = tiles[item_bytes.bit_length() - 1]
+    return _aliased(_tile_states(ceil_div(num_items, tile), 8), 0, 0)
+
+
+def run_lengths_bytes(num_items: int) -> int:
+    """`DeviceRunLengthEncode::Encode` with int64 lengths: a 16-byte state for each tile.
+
+    CUB tunes 32-bit lengths only. By the default policy a tile is 128 threads of 6 items.
+    """
+    return _aliased((ceil_div(num_items, 128 * 6) + _TILE_PADDING) * 16, 0, 0)
+
+
+def sum_scan_bytes(num_items: int, gpu: Gpu) -> int:
+    """`DeviceScan::InclusiveSum` of int32 numbers (tuning_scan.cuh): 8-byte states.
+
+    A tile is 128 threads of 24 numbers from compute capability 9.0 on, 320 of 12 on 8.0, and 128 of
+    15 by default.
+    """
+    tile = {(8, 0): 320 * 12}.get(gpu.capability, 128 * (24 if gpu.capability >= (9, 0) else 15))
+    return _aliased(_tile_states(ceil_div(num_items, tile), 8))
 
 
 def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:

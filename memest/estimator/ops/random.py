@@ -577,8 +577,9 @@ def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 
 outputs_only(
-    "bernoulli.p bernoulli_ exponential_ native_dropout_backward normal_ rand rand_like "
-    "randint randint_like randn randn_like random_ uniform_"
+    "bernoulli.p bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout_backward "
+    "normal.float_float normal_ rand rand_like randint randint_like randn randn_like random_ "
+    "uniform_"
 )
 
 register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu

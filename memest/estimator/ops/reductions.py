@@ -370,7 +370,8 @@ register(
 register("max.dim min.dim argmax argmin", requests=_reducing(lambda dtype: 16))
 # ReduceNormKernel.cu adds in float32 or wider
 register(
-    "linalg_vector_norm norm.ScalarOpt_dim", requests=_reducing(accumulator_bytes_of, position=2)
+    "linalg_vector_norm linalg_vector_norm.out norm.ScalarOpt_dim",
+    requests=_reducing(accumulator_bytes_of, position=2),
 )
 
 

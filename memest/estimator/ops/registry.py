@@ -109,6 +109,8 @@ class Op:
     is_foreach_in_place: bool = field(init=False)
     """True if its CUDA kernel counts the versions of a list, not autograd: ForeachFunctors.cuh."""
 
+    is_resize: bool = field(init=False)
+    may_grow: bool = field(init=False)  # enlarges the storage that it writes to
     returns_nothing: bool = field(init=False)
     reads_value: bool = field(init=False)
     is_collective: bool = field(init=False)
@@ -123,6 +125,8 @@ class Op:
         self.is_mutable = func._schema.is_mutable
         is_foreach = func._schema.name.startswith("aten::_foreach_")
         self.is_foreach_in_place = is_foreach and self.is_mutable
+        self.is_resize = func._schema.name in ("aten::resize_", "aten::resize_as_")
+        self.may_grow = self.is_resize or any(a.is_out for a in func._schema.arguments)
         self.returns_nothing = not func._schema.returns
         self.reads_value = func in READS_VALUE
         self.is_collective = func.namespace == _COLLECTIVES

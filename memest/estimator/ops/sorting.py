@@ -18,13 +18,23 @@ from torch._ops import OpOverload
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
-from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes, segmented_sort_bytes
-from memest.estimator.ops.reductions import reduce_bytes
+from memest.estimator.ops.cub import (
+    keys_sort_bytes,
+    radix_sort_bytes,
+    run_lengths_bytes,
+    scan_bytes,
+    segmented_sort_bytes,
+    sum_scan_bytes,
+    sum_storage_bytes,
+    unique_bytes,
+)
+from memest.estimator.ops.reductions import reduce_bytes, threads_per_sm
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
+    KernelEvent,
     Scratch,
     around,
     contiguous_copy,
@@ -284,6 +294,64 @@ register(
     "_unique2 unique_consecutive unique_dim unique_dim_consecutive bincount",
     shaped_by=lambda args: args,
 )
+
+
+@registry.requests("_unique2")
+def unique_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_unique2` (cuda/UniqueCub.cu): sorted values, with their positions if wanted."""
+    values: Tensor = args[0]
+    count, num_bytes = values.numel(), values.nbytes
+    row = count * INDEX_BYTES
+    has_inverse = argument(args, kwargs, 2, "return_inverse", False)
+    if values.dtype is torch.bool and count:
+        made = [*outputs({0: out[0].nbytes}), KernelEvent(2 * INDEX_BYTES, 2)]
+        total = passing(sum_storage_bytes(count, threads_per_sm(gpu) * gpu.num_sms))
+        inverse = outputs({1: row if has_inverse else 0})
+        return around((4,), total + made + inverse)
+    kept: tuple[int, ...] = (num_bytes,)
+    if not has_inverse:
+        ordering = passing(keys_sort_bytes(count, values.dtype))
+    else:
+        item = values.itemsize
+        storage = radix_sort_bytes(count, gpu, num_bits=8 * item, key_bytes=item)
+        kept, ordering = (num_bytes, row), passing(row, storage)
+    return around(kept, ordering + _unique(args, out, gpu, has_inverse, row)) if count else []
+
+
+@registry.requests("unique_consecutive")
+def unique_consecutive_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `unique_consecutive` (cuda/UniqueCub.cu), which sorts nothing."""
+    has_inverse = argument(args, kwargs, 1, "return_inverse", False)
+    num_locations = args[0].numel() * 4
+    return _unique(args, out, gpu, has_inverse, num_locations) if num_locations else []
+
+
+def _unique(args: Args, out: Any, gpu: Gpu, has_inverse: bool, location_bytes: int) -> Events:
+    """Requests of `compute_unique`, whose results have room for as many values as are given."""
+    values: Tensor = args[0]
+    count = values.numel()
+    row = count * INDEX_BYTES
+    has_counts = out[2].numel() > 0
+    found = unique_bytes(count, gpu, values.itemsize)
+    events = outputs({1: row if has_inverse else 0})
+    if has_inverse:
+        events += around((location_bytes,), passing(sum_scan_bytes(count, gpu)))
+    storage = passing(run_lengths_bytes(count) if has_counts else found)
+    counts = outputs({2: row if has_counts else 0})
+    return events + outputs({0: values.nbytes}) + around((INDEX_BYTES,), counts + storage)
+
+
+@registry.modelled("_unique2 unique_consecutive")
+def unique_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the sizes were measured: 4 and 8 bytes or bool, compute capability 9.0.
+
+    Evidence: 196 calls on an H100 (CUDA 13.0), up to a million elements; every request is exact.
+    """
+    is_consecutive = func is aten.unique_consecutive.default
+    is_whole = not is_consecutive or argument(args, kwargs, 3, "dim", None) is None
+    sizes = (1, 2, 4, 8) if is_consecutive else (4, 8)
+    is_measured = args[0].itemsize in sizes or args[0].dtype is torch.bool
+    return is_whole and is_measured and (gpu.capability == (9, 0) or not args[0].numel())
 
 
 @registry.above_autograd("cumprod_backward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -223,3 +224,23 @@ def test_a_module_moves_to_the_device_of_a_tensor() -> None:
         assert norm.num_batches_tracked is not None
         assert norm.num_batches_tracked.dtype is torch.int64
         norm.cuda()
+
+
+def test_classes_that_override_a_factory_still_do() -> None:
+    """`tensordict.TensorDict` finds its functions by the names that it reads from torch."""
+    before: Any = torch.ones_like
+    overridden = {torch.empty_like: "empty", before.__wrapped__: "ones"}
+
+    class Dictionary:
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return overridden.get(func, NotImplemented)
+
+    given: Any = Dictionary()
+
+    assert torch.empty_like(given) == "empty"
+    assert torch.ones_like(given) == "ones"
+    with pytest.raises(TypeError, match="zeros_like"):
+        torch.zeros_like(given)

@@ -355,3 +355,19 @@ def test_settings_that_torch_refuses_are_refused(
     monkeypatch.setenv(name, "expandable_segment:True")
     with pytest.raises(PlanError, match="Unrecognized key 'expandable_segment' in CUDA allocator"):
         torch.empty(1, device="cuda")
+
+
+def test_a_tensor_that_is_enlarged_moves_to_a_larger_block(gpu: VirtualGpu) -> None:
+    """cuda/Resize.cpp; measured on an H100: the old block returns after the new one is there."""
+    x = torch.rand(1000, 640, device="cuda")
+    before = torch.cuda.memory_allocated()
+    resized = torch.empty(3, device="cuda").resize_(1000, 640)
+    like = torch.empty(0, device="cuda").resize_as_(x)
+    written = torch.mul(x, 2, out=torch.empty(0, device="cuda"))
+    allocated = torch.cuda.memory_allocated() - before
+    counts = torch.arange(3, device="cuda").resize_(4)
+    counts[3:] = 7
+
+    assert resized.shape == like.shape == written.shape
+    assert allocated == 3 * x.nbytes
+    assert counts.tolist() == [0, 1, 2, 7]

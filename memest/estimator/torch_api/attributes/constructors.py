@@ -176,6 +176,11 @@ def install(patches: Patches) -> None:
 def _with_device(function: Constructor) -> Constructor:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if args and not isinstance(args[0], Tensor):  # a class that may have overridden `call`
+            own = getattr(type(args[0]), "__torch_function__", None)
+            made = own(call, (type(args[0]),), args, kwargs) if own else NotImplemented
+            if made is not NotImplemented:
+                return made
         device = kwargs.get("device")
         if "generator" in kwargs and not (args and isinstance(args[0], Tensor)):
             refuse_generator(kwargs["generator"], device or _default_device())
