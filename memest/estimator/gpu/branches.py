@@ -1,8 +1,7 @@
-"""Guessed conditions of branches: code that raises is avoided, and loops end.
+"""Guessed conditions of branches, avoiding code that raises and loops that do not end.
 
-A guess is the opposite of itself if the code raises on it. A loop that waits for an unknown value,
-such as that of an adaptive solver, runs `ROUNDS` times: as guessed, then with its branches taken
-the other way.
+A guess is the opposite of itself if the code raises on it. A loop that waits for an unknown value
+runs `ROUNDS` times, as that of an adaptive solver does. Its second round takes the other branches.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes:
 def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
     """`DeviceRadixSort::SortKeys`, as `radix_sort_bytes` without values.
 
-    A tile is 384 threads. Evidence: on an H100, 15 keys of 8 bytes for each thread, 18 of float32
-    and 19 of int32; up to 9 keys of 8 or 19 of 4 bytes for each of 256 threads are one tile.
+    Evidence: an H100. Each of 384 threads of a tile has 15 keys of 8 bytes, 18 of float32 or 19 of
+    int32. A single tile has 256 threads of 9 keys of 8 bytes, or 19 of 4 bytes.
     """
     item = dtype.itemsize
     if num_items <= 256 * (19 * 4 // max(4, item)):

@@ -298,7 +298,7 @@ register(
 
 @registry.requests("_unique2")
 def unique_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_unique2` (cuda/UniqueCub.cu): sorted values, with their positions if wanted."""
+    """Requests of `_unique2` (cuda/UniqueCub.cu): sorted values, and positions for the inverse."""
     values: Tensor = args[0]
     count, num_bytes = values.numel(), values.nbytes
     row = count * INDEX_BYTES
