@@ -125,7 +125,8 @@ outputs_only(
     "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_2d grid_sampler_3d "
     "grid_sampler_2d_backward grid_sampler_3d_backward max_pool2d_with_indices pixel_shuffle "
     "pixel_unshuffle "
-    "replication_pad2d replication_pad2d_backward upsample_bicubic2d upsample_bilinear2d "
+    "replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward "
+    "replication_pad3d replication_pad3d_backward upsample_bicubic2d upsample_bilinear2d "
     "upsample_linear1d upsample_trilinear3d"
 )
 
