@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from memest.errors import MemestError
+from memest.errors import MemestError, UnsupportedError
 from memest.estimator import integrations
 from memest.estimator.allocator.settings import AllocatorSettings, settings_from
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
@@ -310,6 +310,7 @@ if hasattr(os, "register_at_fork"):
 
 _WRAPPED = torch._C._functorch
 
+_HOST_GRADIENT = "expected device cpu but got meta"  # error of input_metadata.cpp
 RENUMBERED = 1 << 40  # offset of the virtual GPU's sequence numbers, which torch's do not reach
 
 
@@ -349,6 +350,13 @@ class DeviceThread:
         first = _next_number()
         try:
             grads = engine(outputs, *args, **kwargs)
+        except RuntimeError as error:
+            if _HOST_GRADIENT not in str(error):
+                raise
+            raise UnsupportedError(
+                "a host tensor needs a gradient through weights on the host, which have no values",
+                hint="move the layer and the tensor to the GPU",
+            ) from error
         finally:
             self._is_running = False
             last = _next_number()

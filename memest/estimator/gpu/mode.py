@@ -198,10 +198,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 func, args = with_number(func, args)
             return self.run_on_gpu(func, types, args, kwargs, no_place)
         if target == "meta" and not (on_host and func is aten._to_copy.default):
-            # C++ passes the device that a GPU tensor reports: a formula of autograd, a composite
-            if INSIDE.composite or torch._C._current_graph_task_id() != -1:
+            # C++ passes the device that a tensor reports: a formula of autograd, a composite
+            if not INSIDE.composite and torch._C._current_graph_task_id() == -1:
+                return func(*args, **kwargs)
+            if not on_host:
                 return self.run_on_gpu(func, types, args, kwargs)
-            return func(*args, **kwargs)
         if on_host:
             run = self._read if op.reads_value else self.host.run_without_data
             return run(func, args, kwargs)

@@ -17,6 +17,7 @@ from torch.nn.utils import (
 )
 
 import memest
+from memest.errors import UnsupportedError
 
 LAST = torch.channels_last
 
@@ -148,3 +149,24 @@ def test_layers_run_on_the_host(run: Callable[[], Tensor]) -> None:
 
         assert out.device.type == "cpu"
         out.sum().backward()
+
+
+def test_a_backward_on_the_host_stays_there() -> None:
+    """`index_backward` (FunctionsManual.cpp) makes zeros on the device of the gradient."""
+    with memest.virtual_gpu("h100-80gb"):
+        layer = torch.nn.Linear(50, 50)
+        rows = layer(torch.randn(8, 50))[torch.tensor([0, 1, 1])]
+        (rows @ layer.weight).sum().backward()
+
+        assert torch.cuda.max_memory_allocated() == 0
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.device.type == "cpu"
+
+
+def test_a_gradient_of_values_through_weights_of_the_host_is_refused() -> None:
+    with memest.virtual_gpu("h100-80gb"):
+        values = torch.randn(8, 50, requires_grad=True)
+        loss = torch.nn.Linear(50, 50)(values).sum()
+
+        with pytest.raises(UnsupportedError, match="a gradient through weights on the host"):
+            loss.backward()
