@@ -82,7 +82,7 @@ def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
         F.ctc_loss(log_probs, torch.ones(160, dtype=torch.int32), *lengths)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse")
 def test_nested_and_block_sparse_tensors_are_refused_by_name(gpu: VirtualGpu) -> None:
     blocks = torch.eye(8).to_sparse_bsr((2, 2))
     for make in (torch.eye(8, device="cuda").to_sparse_bsr, torch.eye(8).cuda().to_sparse_bsc):
