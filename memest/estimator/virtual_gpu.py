@@ -190,13 +190,15 @@ class VirtualGpu:
     def _close(self) -> None:
         """Take everything away that `_install` has installed."""
         self._stack.close()
-        self._patches.undo()
-        self.mode.memory.pace.stop()
-        self.mode.is_off = True
-        host_storages.clear()
-        CASTS.clear()
-        GPU.device, GPU.num_visible = torch.device("cuda", 0), 1
-        VirtualGpu._active = None
+        try:
+            self._patches.undo()
+        finally:  # torch's compiler is reset, which raises where warnings are errors
+            self.mode.memory.pace.stop()
+            self.mode.is_off = True
+            host_storages.clear()
+            CASTS.clear()
+            GPU.device, GPU.num_visible = torch.device("cuda", 0), 1
+            VirtualGpu._active = None
 
     @contextlib.contextmanager
     def in_this_thread(self) -> Iterator[None]:

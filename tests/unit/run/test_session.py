@@ -161,6 +161,17 @@ def test_one_block_at_a_time() -> None:
         pass
 
 
+def test_a_block_that_cannot_be_undone_whole_is_over() -> None:
+    def fail() -> None:
+        raise RuntimeError("of the compiler")
+
+    with pytest.raises(RuntimeError, match="of the compiler"), memest.virtual_gpu() as gpu:
+        gpu.virtual._patches.on_undo(fail)
+
+    with memest.virtual_gpu():
+        assert torch.cuda.is_available()
+
+
 def test_out_of_memory_is_caught_and_leaves_the_allocator_whole() -> None:
     with memest.virtual_gpu("a100-40gb", memory_limit="64MiB") as gpu:
         kept = torch.zeros(8 * MIB, device="cuda")
