@@ -107,6 +107,8 @@ def run_together(
                     )
         except (KeyboardInterrupt, Terminated) as error:
             results += _interrupted(running, error)
+            if not results:
+                raise
         finally:
             for child in running:
                 child.kill()
@@ -128,15 +130,13 @@ def _interrupted(
 ) -> Iterator[tuple[Rank, RunResult]]:
     """End the running ranks by the signal of this process; yield their results so far.
 
-    A second Ctrl-C ends them without a result.
+    A rank that has not begun has no result, nor has one that a second Ctrl-C ends.
     """
     for child in running:
         child.send(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     for child, rank in running.items():
-        try:
+        with suppress(MemestError):
             yield rank, _result(rank, child)
-        except MemestError:  # it had not begun
-            raise error from None
 
 
 def _run_as(rank: Rank, run: Callable[[Rank], RunResult]) -> RunResult:
