@@ -51,7 +51,8 @@ class Watched(CountingAllocator):
     def __init__(self, name: str, addresses: AddressSpace | None) -> None:
         self.done: list[tuple[int, int]] = []
         settings = parse_settings(MANIFEST[name]["settings"])
-        super().__init__(GPU.limit_bytes, addresses)
+        super().__init__(GPU.limit_bytes)
+        self.addresses = addresses or self.addresses
         self.use(settings)
         if settings.memory_fraction < 1:
             allow_share(self, settings.memory_fraction, GPU.memory_bytes, GPU.limit_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from memest.models_meta.quantized import quantize
 from memest.plan import TrainingPlan
 from tests.requested import WORKSPACE, Requests
 
+IN_4_BITS = TrainingPlan(model_name="any", use_qlora=True, precision="bf16-true")
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
@@ -126,7 +128,7 @@ def test_a_quantised_base_gets_pefts_layer_for_it(
     from peft.tuners.lora import bnb
 
     base = nn.Sequential(nn.Linear(64, 136, bias=False)).to("cuda", torch.bfloat16)
-    quantize(base, compute_dtype=torch.bfloat16, quant=quant)
+    quantize(base, replace(IN_4_BITS, quant=quant))
     model = adapted_model(base, ["0"])
     adapted = model.get_submodule("base_model.model.0")
     x = torch.zeros(300, 64, dtype=torch.bfloat16, device="cuda")
@@ -144,7 +146,7 @@ def test_a_quantised_base_gets_pefts_layer_for_it(
 @needs_bitsandbytes
 def test_dora_runs_on_a_4_bit_base(requests: Requests) -> None:
     base = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to("cuda", torch.bfloat16)
-    quantize(base, compute_dtype=torch.bfloat16, skip=["1"])
+    quantize(base, IN_4_BITS, skip=["1"])
 
     adapted = adapted_model(base, ["0"], lora_dropout=0.1, use_dora=True).train()
     adapted(torch.empty(3, 64, dtype=torch.bfloat16, device="cuda")).sum().backward()
