@@ -46,14 +46,14 @@ def save(
         with writing(targets[0], "name a folder that you may write to"):
             stem.parent.mkdir(parents=True, exist_ok=True)
             for name, target in zip(wanted, targets, strict=True):
-                beside = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
-                written[beside] = target
-                beside.write_bytes(_rendered(figure, name))
-            for beside, target in written.items():
-                beside.replace(target)
+                temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
+                written[temporary] = target
+                temporary.write_bytes(_rendered(figure, name))
+            for temporary, target in written.items():
+                temporary.replace(target)
     finally:
-        for beside in written:
-            beside.unlink(missing_ok=True)
+        for temporary in written:
+            temporary.unlink(missing_ok=True)
     return targets
 
 

@@ -17,6 +17,11 @@ import torch
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.ops.sparse_rows import (
+    matrix_workspace,
+    product_workspaces,
+    vector_workspace,
+)
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.requested import Requests
 
@@ -147,8 +152,49 @@ def test_cusparse_refuses_two_dtypes(virtual: VirtualGpu) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("name", [name for name in MEASURED if name.startswith("sp")])
+def test_cusparse_takes_the_workspaces_of_random_matrices(name: str) -> None:
+    """`random_products` of validation/scripts/sparse_calls.py on an H100."""
+    kind, type_name, *given = name.split("/")
+    dtype = getattr(torch, type_name)
+    if kind == "spgemm":
+        rows, entries, products = map(int, given)
+        found = [n for n in product_workspaces(rows, entries, products, dtype.itemsize) if n]
+        most = 1024 if rows < 500 else 8
+        assert found == pytest.approx(MEASURED[name], abs=most, rel=0)
+        return
+    index, rows, width, entries = getattr(torch, given[0]).itemsize, *map(int, given[1:])
+    if kind == "spmv" or width == 1:
+        assert vector_workspace(rows, entries, index, dtype) == MEASURED[name]
+    else:
+        assert matrix_workspace(entries, index) == MEASURED[name]
+
+
+def test_the_size_of_a_compressed_matrix_follows_from_its_indices(virtual: VirtualGpu) -> None:
+    parts = torch.tensor([0, 2, 3]).cuda(), torch.tensor([0, 4, 1]).cuda(), torch.ones(3).cuda()
+
+    assert torch.sparse_csr_tensor(*parts).shape == (2, 5)
+    assert torch.sparse_csc_tensor(*parts).shape == (5, 2)
+
+
+def test_a_masked_matrix_has_the_places_of_its_mask(virtual: VirtualGpu) -> None:
+    matrix = torch.tensor([[0.0, 1, 0], [0, 0, 2], [3, 0, 0]]).to_sparse_csr().cuda()
+
+    masked = torch.ones(3, 3, device="cuda").sparse_mask(matrix)
+
+    assert masked.col_indices().tolist() == [1, 2, 0]
+
+
+def test_a_factor_on_the_host_is_refused_as_by_the_gpu(virtual: VirtualGpu) -> None:
+    matrix = torch.eye(3).to_sparse_csr()
+
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.sparse.mm(matrix.cuda(), torch.ones(3, 2))
+
+
 COMPRESSED_CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "add.Tensor": lambda s: s + s,
+    "add.Scalar": lambda s: torch.ops.aten.add.Scalar(s, 1),
     "select.int": lambda s: s[0],
     "_sparse_softmax": lambda s: torch.sparse.softmax(s, 1),
 }

@@ -8,6 +8,7 @@ error that torch ends it with.
 
 import gc
 import json
+import random
 import sys
 import warnings
 from functools import partial
@@ -206,6 +207,32 @@ def masked():
             )
 
 
+def random_products():
+    """Names and calls: of random matrices in rows by dense ones, by vectors and by themselves.
+
+    The tests keep the workspaces alone, and name a product of two matrices by its products.
+    """
+    draws = random.Random(1)
+    for _ in range(150):
+        n = draws.choice([50, 500, 2000, 4500, 10000, 30000, 100000])
+        count = draws.choice([10, 100, 1000, 10000, 50000, 100000, 300000, 1000000])
+        count = min(count, n * n // 4) if n < 5000 else count
+        width = draws.choice([1, 2, 3, 8, 16, 40, 64, 100, 256])
+        dtype = draws.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+        index = draws.choice([torch.int64, torch.int32])
+        a, x = rows(n, count, dtype, index), torch.ones(n, width, device="cuda", dtype=dtype)
+        tag = f"{str(dtype)[6:]}/{str(index)[6:]}/{n}/{width}/{count}"
+        yield f"spmm/{tag}", partial(torch.sparse.mm, a, x)
+        yield f"spmv/{tag}", partial(torch.mv, a, x[:, 0].contiguous())
+    for _ in range(60):
+        n = draws.choice([50, 500, 2000, 4500, 10000, 30000])
+        count = min(n * n // 4, draws.choice([10, 100, 1000, 10000, 50000, 100000, 300000]))
+        a = rows(n, count, draws.choice([torch.float32, torch.float32, torch.float64]))
+        starts, columns = a.crow_indices().cpu(), a.col_indices().cpu()
+        num_products = starts.diff()[columns].sum().item()
+        yield f"spgemm/{str(a.dtype)[6:]}/{n}/{count}/{num_products}", partial(torch.matmul, a, a)
+
+
 def made(a, make=torch.sparse_csr_tensor, **kwargs):
     """A matrix of the parts of another."""
     return make(a.crow_indices(), a.col_indices(), a.values(), a.shape, **kwargs)
@@ -273,6 +300,7 @@ def calls():
     yield from tables()
     yield from compressed()
     yield from masked()
+    yield from random_products()
 
 
 def requests(call):

@@ -444,6 +444,7 @@ for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "den
 _FROM_DENSE = frozenset((
     FROM_PARTS, aten._to_sparse.default, aten._to_sparse_csr.default, aten._to_sparse_csc.default,
     aten.sparse_compressed_tensor.comp_plain_value_size,
+    aten.sparse_compressed_tensor.comp_plain_value,
     aten._sparse_compressed_tensor_unsafe.default,
 ))  # fmt: skip
 _ON_HOST_TOO = frozenset((FROM_PARTS, aten.addmm.default, aten._sparse_addmm.default))

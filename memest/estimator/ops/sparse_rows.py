@@ -5,7 +5,7 @@ dimension, and values. cuSPARSE's workspaces are deduced from recorded calls.
 
 Source (torch 2.11): aten/src/ATen/native/TensorConversions.cpp, sparse/SparseCsrTensorMath.cpp,
 sparse/cuda/SparseBlas.cpp, sparse/cuda/SparseBlasImpl.cpp. Evidence: 1,060 calls recorded on an
-H100, of which tests/data/sparse.json.gz has 387.
+H100, of which tests/data/sparse.json.gz has 712.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memest.estimator.ops.registry import on_compressed, outputs_only, register
 from memest.estimator.ops.sim_mode import SimMode
+from memest.estimator.tensors.known_values import MAX_BYTES
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.placement import CPU, META, Place, is_meta, storage_key
 from memest.units import ceil_div, round_up
@@ -46,6 +47,7 @@ _VECTOR_TILES = {
 """Entries of a tile of `cusparseSpMV`, by the bytes of an index and the values' dtype."""
 
 _TWO_DTYPES = "CUDA error: operation not supported when calling `cusparseSpMM_bufferSize(...)`"
+_TWO_DEVICES = "Expected all tensors to be on the same device, but a factor is on the CPU"
 _ALIGNED = 256  # bytes to which cuSPARSE rounds the parts of a workspace
 _SORTED_AT_ONCE = 512  # rows that a product sorts without a workspace: 500 need none, 1,000 do
 MAX_COUNTED = 1 << 24  # products of entries whose places are computed, to count the distinct ones
@@ -99,21 +101,40 @@ def _unknown(mode: SimMode, tensor: Tensor) -> Tensor:
 
 
 @on_compressed(
-    "sparse_compressed_tensor.comp_plain_value_size _sparse_compressed_tensor_unsafe",
-    "sparse_csr_tensor.crow_col_value_size sparse_csc_tensor.ccol_row_value_size",
+    "sparse_compressed_tensor.comp_plain_value_size sparse_compressed_tensor.comp_plain_value",
+    "_sparse_compressed_tensor_unsafe",
 )
-def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
+def _assembled(
+    mode: SimMode,
+    offsets: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    shape: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> Tensor:
     """Make a matrix of its parts, without a copy."""
-    offsets, indices, values, shape = args
-    if kwargs.get("layout") not in (CSR, CSC) or len(shape) != 2:
+    if kwargs.get("layout") not in (CSR, CSC) or offsets.dim() != 1:
         raise NotImplementedError
     parts = offsets, indices, values
+    if shape is None:
+        lengths = len(offsets) - 1, _length(mode, indices, len(offsets) - 1)
+        shape = lengths if kwargs["layout"] is CSR else lengths[::-1]
     if Place.GPU not in map(mode.host.place, parts):
         return _on_host(parts, shape, kwargs["layout"])
     if torch._C._check_sparse_tensor_invariants():
         checks = [offsets.new_empty(1, dtype=torch.int64) for _ in range(2)]
         del checks
     return _made(parts, shape, kwargs["layout"])
+
+
+def _length(mode: SimMode, indices: Tensor, default: int) -> int:
+    """Return the least length that holds `indices`; a square matrix is assumed for unknown ones."""
+    known = mode.values.value_of(indices)
+    if known is None:
+        mode.guesses.note("the size of a sparse matrix, as square")
+        return default
+    with torch._C._DisableTorchDispatch():
+        return int(known.max()) + 1 if len(known) else 0
 
 
 def _on_host(parts: Parts, shape: Sequence[int], layout: torch.layout) -> Tensor:
@@ -220,14 +241,12 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     if known is None or not mode.values.overwrite(chosen, _by_other(known, num_old)):
         _unknown(mode, chosen)
     new_values = values.index_select(0, order)
-    first = torch._convert_indices_from_coo_to_csr(
+    new_offsets = torch._convert_indices_from_coo_to_csr(
         chosen[0], num_new, out_int32=offsets.dtype is torch.int32
     )
-    batched = torch.empty_like(first)
-    rest = first[:-1].clone()
-    del rest
-    new_offsets = first
-    del batched, order, hashed, places, all_starts, start
+    batched = torch.empty_like(new_offsets)
+    rest = new_offsets[:-1].clone()
+    del rest, batched, order, hashed, places, all_starts, start
     layout = CSC if is_by_row else CSR
     return _made((new_offsets, chosen[1], new_values), matrix.shape, layout)
 
@@ -321,23 +340,37 @@ def _flatten(offsets: Tensor, indices: Tensor) -> None:
 
 @on_compressed("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
-    """Return the entries of `dense` at the places of `matrix`, by a dense mask."""
+    """Return the entries of `dense` at the places of `matrix`, by a dense mask.
+
+    The mask's values decide the size of the result, so a mask that is too large for known values is
+    refused.
+    """
     offsets, indices, _ = parts_of(matrix)
+    if dense.numel() > MAX_BYTES:
+        raise NotImplementedError
     one = dense.new_ones(1, dtype=torch.bool)
     mask = dense.new_zeros(dense.shape, dtype=torch.bool)
     _flatten(offsets, indices)
     del one
+    places = _coordinates(mode, offsets, indices)
     with torch._C._DisableTorchDispatch():
-        any_places = torch.zeros(dense.shape, dtype=torch.bool, device=CPU)
-        any_places.view(-1)[: len(indices)] = True  # only their number matters
-    mode.values.overwrite(mask, any_places)
+        value = torch.zeros(dense.shape, dtype=torch.bool, device=CPU)
+        if places is None:
+            value.view(-1)[: len(indices)] = True  # their number is known
+        else:
+            value[places if matrix.layout is CSR else places[::-1]] = True
+    if places is None:
+        _unknown(mode, mask)
+        mode.guessed.adopt(mask, value)
+    else:
+        mode.values.overwrite(mask, value)
     return _chosen(mode, dense, mask, matrix.layout)
 
 
 @on_compressed("add.Tensor")
 def _add(mode: SimMode, first: Tensor, second: Tensor, *, alpha: float = 1) -> Tensor:
     """Add a matrix to a dense one."""
-    if is_compressed(first) and is_compressed(second):
+    if not isinstance(second, Tensor) or (is_compressed(first) and is_compressed(second)):
         raise NotImplementedError
     return _unknown(mode, torch.empty_like(second if is_compressed(first) else first))
 
@@ -389,6 +422,8 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
     _, indices, values = parts_of(matrix)
     if values.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise NotImplementedError
+    if {mode.host.place(matrix), mode.host.place(dense)} != {Place.GPU}:
+        raise RuntimeError(_TWO_DEVICES)
     if values.dtype is not dense.dtype:  # `torch.sparse.mm` under autocast, its backward outside
         raise RuntimeError(_TWO_DTYPES)
     is_by_columns = dense.stride(0) == 1 and (dense.dim() < 2 or dense.stride(-1) >= len(dense))
@@ -525,7 +560,8 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
         _coordinates(mode, *each) or _guessed_coordinates(mode, *each)
         for each in ((offsets, indices), (others, of_others))
     )
-    is_guess = any(mode.guessed.value_of(t) is not None for t in (offsets, indices, of_others))
+    parts = offsets, indices, others, of_others
+    is_guess = any(mode.guessed.value_of(part) is not None for part in parts)
     if known is not None and other is not None:
         with torch._C._DisableTorchDispatch():
             num_products = int(other[0].bincount(minlength=second.size(0))[known[1]].sum())
@@ -533,7 +569,12 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
                 product = torch.sparse.mm(
                     _counting(known, first.shape), _counting(other, second.shape)
                 )
-                return num_products, product.coalesce().indices(), is_guess
+                places = product.coalesce().indices()
+                if is_guess:
+                    mode.guesses.note(
+                        f"a product of sparse matrices with {places.size(1):,} entries"
+                    )
+                return num_products, places, is_guess
     else:
         num_products = len(indices) * len(of_others) // max(1, second.size(0))
     num_places = first.size(0) * second.size(1)
