@@ -1,4 +1,4 @@
-"""torch.fft against what it asked for on an H100 (torch 2.11, CUDA 13.0)."""
+"""torch.fft against what it requested on an H100 and an H200 (torch 2.11, CUDA 13.0)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def half(shape: list[int]) -> Tensor:
     return points([*shape[:-1], shape[-1] // 2 + 1])
 
 
+SPACE = (-3, -2, -1)
+
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, list[int]], Any]]] = {
     "fft": (points, lambda x, shape: fft.fft(x)),
     "rfft": (real, lambda x, shape: fft.rfft(x)),
@@ -44,6 +46,9 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, list[int]], Any]
     "ifft2": (points, lambda x, shape: fft.ifft2(x)),
     "rfft2": (real, lambda x, shape: fft.rfft2(x)),
     "irfft2": (half, lambda x, shape: fft.irfft2(x, s=shape[-2:])),
+    "fft3": (points, lambda x, shape: fft.fftn(x, dim=SPACE)),
+    "rfft3": (real, lambda x, shape: fft.rfftn(x, dim=SPACE)),
+    "irfft3": (half, lambda x, shape: fft.irfftn(x, s=shape[-3:], dim=SPACE)),
 }
 """By name what makes the input, and a function of it and of the real shape."""
 
@@ -55,8 +60,9 @@ why, is not known.
 
 @pytest.mark.parametrize(
     ("shape", "dims", "is_modelled"),
-    [((256, 48), [1], True), ((257, 48), [1], False), ((4, 8, 8), [1, 2], True),
-     ((4, 8, 2048), [1, 2], False), ((2, 8, 8, 8), [1, 2, 3], False)],
+    [((65536, 48), [1], True), ((65537, 48), [1], False), ((4, 8, 8), [1, 2], True),
+     ((4, 8, 2048), [1, 2], False), ((2, 8, 8, 8), [1, 2, 3], True),
+     ((2, 8, 34, 8), [1, 2, 3], False)],
 )  # fmt: skip
 def test_what_was_not_measured_is_not_modelled(
     shape: tuple[int, ...], dims: list[int], is_modelled: bool
@@ -69,7 +75,7 @@ def test_what_was_not_measured_is_not_modelled(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_transform_asks_for_what_it_asked_for(name: str) -> None:
-    """Of 2 to 1,048,576 points, alone and in batches; sizes of two dimensions up to 1024."""
+    """Of 2 to 1,048,576 points, alone and in batches; two or three dimensions of few points."""
     make, call = CALLS[name]
     with VirtualGpu(find_gpu("h100-80gb")) as virtual:
         requests = Requests(virtual)

@@ -166,3 +166,40 @@ def test_unique_values_are_sorted_and_have_room_for_all(
 
     assert requests(func, *args, bool(inverse), bool(counts), out=out) == measured
     assert op_of(func).is_modelled(args, {}, H100)
+
+
+UNIQUE_ROWS = [  # (dtype, shape, dim, inverse, counts, rows found, requests on an H200)
+    (INT, (1, 1), 0, 0, 0, 1, [8, 767, -767, 1535, -1535, 8, -8]),
+    (FLOAT, (20_000, 3), 0, 0, 0, 8, [160000, 160511, -160511, 1791, -1791, 96, -160000]),
+    (INT, (100_000, 2), 0, 1, 0, 4,
+     [800000, 800511, -800511, 800000, 800000, 255, -255, 1791, -1791, -800000, 3839, -3839,
+      64, -800000]),
+    (INT, (1000, 17), 0, 0, 1, 996,
+     [8000, 8703, -8703, 8008, 1535, -1535, 7968, 255, -255, -8008, 135456, -8000]),
+    (torch.int32, (2, 3), 1, 1, 1, 2,
+     [24, 24, 767, -767, 24, 24, 255, -255, 1279, -1279, -24, 32, 1535, -1535, 16, 255, -255,
+      -32, 16, -24, -24]),
+    (torch.int32, (300, 1), 1, 0, 0, 1, [8, 767, -767, 1535, -1535, 1200, -8]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "dim", "inverse", "counts", "found", "measured"), UNIQUE_ROWS
+)
+def test_unique_rows_are_sorted_by_their_positions(
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    dim: int,
+    inverse: int,
+    counts: int,
+    found: int,
+    measured: list[int],
+) -> None:
+    values = meta(*shape, dtype=dtype)
+    kept = meta(*(found if i == dim else n for i, n in enumerate(shape)), dtype=dtype)
+    out = kept, meta(shape[dim] * inverse, dtype=INT), meta(found * counts, dtype=INT)
+    func: Any = aten.unique_dim.default
+    args = values, dim, True, bool(inverse), bool(counts)
+
+    assert requests(func, *args, out=out) == measured
+    assert op_of(func).is_modelled(args, {}, H100)

@@ -129,6 +129,27 @@ def test_a_write_from_an_activation_forgets_the_value(sim: SimGpu) -> None:
     assert sim.values.value_of(ids) is None
 
 
+def test_an_activation_written_to_one_element_leaves_the_others_known(sim: SimGpu) -> None:
+    settings = known(sim, [16384.0, 0.07, -1.0], torch.float32)
+
+    settings[2:] = unknown(1)
+
+    assert value_of(sim, settings[0]) == 16384.0
+    assert value_of(sim, settings[:2]) is not None
+    assert value_of(sim, settings[2]) is None
+    assert value_of(sim, settings) is None
+    assert value_of(sim, settings * 2) is None
+
+
+def test_a_value_written_over_all_elements_is_known_again(sim: SimGpu) -> None:
+    settings = known(sim, [1.0, 2.0], torch.float32)
+    settings[1:] = unknown(1)
+
+    sim.values.overwrite(settings, torch.tensor([5.0, 6.0]))
+
+    assert value_of(sim, settings) == [5.0, 6.0]
+
+
 def test_activations_are_taken_to_be_finite(sim: SimGpu) -> None:
     """Models clamp fp16 activations if one is infinite; in a run to predict, none is."""
     x = unknown(2, 3, dtype=torch.float16)

@@ -134,6 +134,22 @@ def sum_scan_bytes(num_items: int, gpu: Gpu) -> int:
     return _aliased(_tile_states(ceil_div(num_items, tile), 8))
 
 
+def long_sum_scan_bytes(num_items: int) -> int:
+    """`thrust::inclusive_scan` of int64 numbers (tuning_scan.cuh): 16-byte states.
+
+    A tile is 224 threads of 10 numbers on compute capability 9.0.
+    """
+    return _aliased(_tile_states(ceil_div(num_items, 224 * 10), 16))
+
+
+def thrust_unique_bytes(num_items: int) -> int:
+    """`thrust::unique` of int64 positions: 16-byte states of tiles of 128 threads with 5, a count.
+
+    CUB does not tune torch's comparison of rows.
+    """
+    return _aliased(_aliased((ceil_div(num_items, 128 * 5) + _TILE_PADDING) * 16, 0), 8)
+
+
 def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     """`DeviceSelect::UniqueByKey` of int64 keys (dispatch_unique_by_key.cuh): 16-byte states.
 
@@ -156,6 +172,11 @@ def merge_sort_bytes(num_items: int) -> int:
     """
     tiles = ceil_div(num_items, 512 * 8)
     return _aliased(num_items * 8, num_items * 8, (tiles + 1) * 8)
+
+
+def keys_merge_sort_bytes(num_items: int) -> int:
+    """`thrust::sort` of int64 positions by torch's comparison, `merge_sort_bytes` of keys alone."""
+    return _aliased(num_items * 8, (ceil_div(num_items, 512 * 8) + 1) * 8)
 
 
 def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:

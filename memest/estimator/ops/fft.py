@@ -1,9 +1,10 @@
 """Fourier transforms: results, the copy that cuFFT overwrites, and its workspace.
 
 `_fft_c2c`, `_fft_r2c` and `_fft_c2r` of ATen/native/cuda/SpectralOps.cpp (torch 2.11). Workspaces
-of cuFFT were measured on an H100 (CUDA 13.0): 1,225 calls (`tests/data/fft.json.gz`), 1,219 exact,
-of one or two dimensions of 2 to 1,048,576 points in batches of 1, 16 and 256. Other calls are
-reported as not modelled. Shapes: n points of `item` bytes in each of `batch` transforms.
+of cuFFT were measured on an H100 and an H200 (CUDA 13.0): 5,719 calls of one to three dimensions
+of 2 to 1,048,576 points in batches of 1 to 65,536, all but 6 exact. `tests/data/fft.json.gz` has
+2,739 of them. Other calls are reported as not modelled. Shapes: n points of `item` bytes in each of
+`batch` transforms.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ aten = torch.ops.aten
 
 LARGEST_PRIME = 127  # largest factor without Bluestein's convolution, above `SHARED`
 SHARED = 32768  # largest transform that one block computes in shared memory, bytes
-FEW_PRIMES = 13  # largest prime factor of a length without a pass of its own
-LONGEST = 1024  # largest measured length of each dimension of a 2-D transform
-MOST, MOST_OF_TWO = 256, 512  # largest measured batches over one dimension, and two
+FEW_PRIMES = 31  # largest prime factor of a length without a pass of its own, in float32
+FEWER_PRIMES = 13  # the same in float64, and for each length of a 2-D transform
+ONE_PASS = frozenset((480, 600, 640, 768, 800, 960, 1000, 1920))  # real transforms above 400
+WIDE_DOUBLE = frozenset((6000, 22050))  # real float64 transforms with the last complex point
+LONGEST = (1 << 30, 1024, 128)  # largest measured length of each dimension, of one, two and three
+MOST = (65536, 9000, 1024)  # largest measured batches
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # measured
 
 
@@ -55,8 +59,8 @@ def _is_convolved(n: int, item: int) -> bool:
     return _largest_prime(n) > LARGEST_PRIME and n * item > SHARED
 
 
-def _is_split(n: int) -> bool:
-    return FEW_PRIMES < _largest_prime(n) < n
+def _is_split(n: int, item: int = 16) -> bool:
+    return (FEW_PRIMES if item == 8 else FEWER_PRIMES) < _largest_prime(n) < n
 
 
 def complex_bytes(n: int, batch: int, item: int) -> int:
@@ -66,25 +70,25 @@ def complex_bytes(n: int, batch: int, item: int) -> int:
     if n == 32768 and batch >= 256:
         return 0
     is_long = n > 24576 or (n > 16384 and n % 7 == 0)
-    return n * item * batch if is_long or _is_split(n) else 0
+    return n * item * batch if is_long or _is_split(n, item) else 0
 
 
 def real_bytes(n: int, batch: int, item: int) -> int:
     """The workspace of transforms between n real points and n // 2 + 1 complex ones."""
-    half = (n // 2 + 1) * item * batch
     if n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
         pairs = ceil_div(batch, 2)
         whole = n * item * pairs
         if _is_convolved(n, item):
             return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
-        if _is_split(n):
-            return whole + round_up(max(whole, half), 1024)
+        if _is_split(n, item):
+            return whole + round_up(max(whole, (n // 2 + 1) * item * 2 * pairs), 1024)
         return whole + round_up(whole, 1024) if n > 128 and _largest_prime(n) > 7 else 0
-    if n in (32768, 65536) and batch >= 256:
+    if n in (32768, 65536) and batch >= 256 and item == 8:
         return 0
-    if complex_bytes(n // 2, batch, item):
-        return half
-    is_one_pass = n <= 400 or n in (768, 1000) or (n <= 16384 and n & (n - 1) == 0)
+    if complex_bytes(n // 2, batch, item) or (item == 16 and n in WIDE_DOUBLE):
+        return (n // 2 + 1) * item * batch
+    is_power = n & (n - 1) == 0 and n <= (16384 if item == 8 else 4096)
+    is_one_pass = n <= 400 or n in ONE_PASS or is_power
     return 0 if is_one_pass or (n == 3072 and item == 8) else n * item // 2 * batch
 
 
@@ -93,8 +97,9 @@ def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) 
     if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
         return 0
     whole = m * n * item * ceil_div(batch, 2)
-    half = m * (n // 2 + 1) * item * batch
-    return whole + round_up(max(whole, half) if is_back and _is_split(n) else whole, 1024)
+    is_halved = is_back and (_is_split(m) or _is_split(n))
+    half = m * (n // 2 + 1) * item * batch if is_halved else 0
+    return whole + round_up(max(whole, half), 1024)
 
 
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
@@ -113,7 +118,7 @@ def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = Fals
     m, n = sizes
     if is_real:
         return _real_bytes_of_two(m, n, batch, item, is_back=is_back)
-    return m * n * item * batch if _is_split(m) or _is_split(n) else 0
+    return m * n * item * batch if any(_is_split(k) for k in sizes) else 0
 
 
 def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
@@ -150,10 +155,11 @@ def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether similar transforms were measured.
 
-    They have one dimension, or two of few points, and few of them at once.
+    They have one dimension, or two or three of few points, and not too many of them at once.
     """
     lengths, batch = _split(args[0], args[1])
-    is_measured = len(lengths) == 1 or (len(lengths) == 2 and max(lengths) <= LONGEST)
-    if gpu.capability != (9, 0) or not is_measured or args[0].dtype not in DTYPES:
+    place = len(lengths) - 1
+    if gpu.capability != (9, 0) or not 0 <= place < 3 or args[0].dtype not in DTYPES:
         return False
-    return batch <= (MOST if len(lengths) == 1 else MOST_OF_TWO)
+    is_split = place == 2 and any(_is_split(n) for n in lengths)
+    return max(lengths) <= LONGEST[place] and batch <= MOST[place] and not is_split

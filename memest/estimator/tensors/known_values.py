@@ -23,6 +23,7 @@ aten = torch.ops.aten
 MAX_BYTES = 1 << 26  # largest known value: larger masks cost seconds, and scripts do not read them
 MAX_FLOAT_NUMEL = 1 << 18  # largest known floating-point tensor: masks, scales, schedules
 MAX_SHOWN_NUMEL = 64  # largest copied tensor that a script is assumed to print or compare
+MAX_SPLIT_BYTES = 8 * MAX_SHOWN_NUMEL  # largest value of which a part may be unknown
 MAX_TOTAL_BYTES = 1 << 28  # all known values; one of up to a 256th of it is always stored
 _CONSTANT_LIKE = frozenset(
     map(id, (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default))
@@ -54,6 +55,7 @@ class KnownValues:
     def __init__(self, below: KnownValues | None = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
         self._copies: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the meta storage's key
+        self._lost: dict[int, Tensor] = {}  # unknown bytes of a copy, where not all are known
         self._below = below
         self._above: KnownValues | None = None
         if below is not None:
@@ -68,7 +70,8 @@ class KnownValues:
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
         """Make `value`, a CPU tensor of the same shape, the value of `tensor`'s storage."""
-        self._copies[tensor.untyped_storage()._cdata] = value.contiguous().clone().untyped_storage()
+        self._lost.pop(storage_key(tensor), None)
+        self._copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
         """Store `value`, a number of the script that it may read back: a temperature, a gate."""
@@ -102,6 +105,7 @@ class KnownValues:
     def drop(self, key: int) -> None:
         """Forget the values of storage `key`, which was overwritten by unknown ones."""
         self._copies.pop(key, None)
+        self._lost.pop(key, None)
         self.guessed.discard(key)
 
     def forget(self, key: int) -> None:
@@ -110,6 +114,15 @@ class KnownValues:
         if self._above is not None:
             self._above.drop(key)
 
+    def _lose(self, tensor: Tensor) -> None:
+        """Forget the elements of `tensor`, which were overwritten by unknown ones."""
+        key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
+        if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self._copies:
+            self.drop(key)
+            return
+        none_lost = torch.zeros(num_bytes, dtype=torch.bool, device=CPU)
+        _bytes_of(tensor, self._lost.setdefault(key, none_lost)).fill_(True)
+
     # --- look up
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
@@ -117,7 +130,7 @@ class KnownValues:
         if not is_meta(tensor):
             return tensor
         copy = self._copies.get(tensor.untyped_storage()._cdata)
-        if copy is None:
+        if copy is None or self._is_lost(tensor):
             return None if self._below is None else self._below.value_of(tensor)
         empty = torch.empty(0, dtype=tensor.dtype, device=CPU)
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -128,9 +141,16 @@ class KnownValues:
 
     def is_known(self, tensor: Tensor) -> bool:
         """Return whether `tensor` has values, its own or here."""
-        if not is_meta(tensor) or storage_key(tensor) in self._copies:
+        if not is_meta(tensor):
+            return True
+        if storage_key(tensor) in self._copies and not self._is_lost(tensor):
             return True
         return self._below is not None and self._below.is_known(tensor)
+
+    def _is_lost(self, tensor: Tensor) -> bool:
+        """Return whether an element of a `tensor` with a copy is unknown."""
+        lost = self._lost.get(storage_key(tensor))
+        return lost is not None and bool(_bytes_of(tensor, lost).any())
 
     def is_guessed(self, args: Any) -> bool:
         """Return whether a value among `args` is a guess."""
@@ -203,16 +223,17 @@ class KnownValues:
                 room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8, device=CPU)
                 self._copies[result.untyped_storage()._cdata] = room.untyped_storage()
             return
-        if not written and not any(self.may_hold(o) for o in results):
+        is_copy = func is aten._to_copy.default
+        if not written and not any(self.may_hold(o, is_copy=is_copy) for o in results):
             return
         try:
             values = self.compute(func, args, kwargs)
         except (ValueUnknown, NotImplementedError, RuntimeError):
             for tensor in written:
-                self.drop(tensor.untyped_storage()._cdata)
+                self._lose(tensor)
             return
         for result, value in zip(results, _flat(values), strict=False):
-            if self.may_hold(result) and isinstance(value, Tensor):
+            if self.may_hold(result, is_copy=is_copy) and isinstance(value, Tensor):
                 self.adopt_like(result, value)
 
     def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
@@ -223,13 +244,16 @@ class KnownValues:
             if isinstance(tensor, Tensor) and is_meta(tensor) and self.is_known(tensor):
                 self.drop(storage_key(tensor))
 
-    def may_hold(self, result: Tensor) -> bool:
-        """Return whether `result` is small enough for a known value, and has none here."""
+    def may_hold(self, result: Tensor, *, is_copy: bool = False) -> bool:
+        """Return whether `result` is small enough for a known value, and has none here.
+
+        A copy of data, such as an adjacency matrix, may be larger than what is computed from it.
+        """
         storage = result.untyped_storage()
-        num_bytes = storage.nbytes()
-        if not is_meta(result) or not num_bytes or storage._cdata in self._copies:
+        num_bytes, key = storage.nbytes(), storage._cdata
+        if not is_meta(result) or not num_bytes or (key in self._copies and key not in self._lost):
             return False
-        if result.is_floating_point():
+        if result.is_floating_point() and not (is_copy and result.dim() == 2):
             return num_bytes <= MAX_FLOAT_NUMEL * 4
         if result.is_complex() or num_bytes > MAX_BYTES:
             return False
@@ -244,7 +268,15 @@ class KnownValues:
         num_items = result.untyped_storage().nbytes() // result.element_size()
         flat = torch.empty(num_items, dtype=result.dtype, device=CPU)
         flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
+        self._lost.pop(storage_key(result), None)
         self._copies[result.untyped_storage()._cdata] = flat.untyped_storage()
+
+
+def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:
+    """Return the flags, one for each byte of the storage, of the first bytes of elements."""
+    item = tensor.element_size()
+    strides = [stride * item for stride in tensor.stride()]
+    return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * item)
 
 
 @cache

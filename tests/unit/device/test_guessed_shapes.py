@@ -169,3 +169,10 @@ def test_a_shape_is_refused_where_guesses_are() -> None:
         losses = activations(512, 32)
         with pytest.raises(UnsupportedError, match=r"test_guessed_shapes.py:\d+ reads a value"):
             losses[losses > 0.7]
+
+
+def test_an_adjacency_matrix_decides_the_number_of_its_edges(gpu: Session) -> None:
+    adjacency = torch.eye(600)  # more elements than the largest value that is computed
+
+    assert adjacency.cuda().nonzero().shape == (600, 2)
+    assert not gpu.report().guesses
