@@ -1,10 +1,9 @@
 """Fourier transforms: results, the copy that cuFFT overwrites, and its workspace.
 
 `_fft_c2c`, `_fft_r2c` and `_fft_c2r` of ATen/native/cuda/SpectralOps.cpp (torch 2.11). Workspaces
-of cuFFT were measured on an H100 and an H200 (CUDA 13.0): 5,719 calls of one to three dimensions
-of 2 to 1,048,576 points in batches of 1 to 65,536, all but 6 exact. `tests/data/fft.json.gz` has
-2,739 of them. Other calls are reported as not modelled. Shapes: n points of `item` bytes in each of
-`batch` transforms.
+of cuFFT were measured on an H100 and an H200 (CUDA 13.0), all but 6 of 5,719 exactly: one to three
+dimensions, 2 to 1,048,576 points, batches of 1 to 65,536. `tests/data/fft.json.gz` has 2,739. Other
+calls are reported as not modelled. Shapes: n points of `item` bytes in each of `batch` transforms.
 """
 
 from __future__ import annotations
