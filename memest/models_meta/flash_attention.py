@@ -189,7 +189,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
-    """Raise: generation is not training."""
+    """Raise `UnsupportedError`: a cache of keys and values is for generation only."""
     raise UnsupportedError("attention with a cache is generation, not training", hint=INSTEAD)
 
 

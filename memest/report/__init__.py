@@ -67,7 +67,7 @@ class Outcome(StrEnum):
 
     @property
     def word(self) -> str:
-        """The word in reports and charts."""
+        """Word for the outcome in reports and charts."""
         return "OOM" if self is Outcome.OOM else str(self)
 
 
@@ -84,11 +84,11 @@ class PhaseRow:
     grads_bytes: int
     optimizer_bytes: int
     activations_bytes: int
-    """Allocated less the three above, as the lab defines it."""
+    """Allocated bytes less parameters, gradients and optimizer state."""
 
     allocated_bytes: int
     peak_allocated_bytes: int
-    """The highest since the row before."""
+    """Highest allocated bytes since the previous row."""
 
     reserved_bytes: int
 
@@ -120,7 +120,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Bounds of a rank's figure."""
+    """Lowest and highest value of a figure over ranks and free timings."""
 
     low_bytes: int
     high_bytes: int
@@ -132,10 +132,10 @@ class Verdict:
 
     verdict: Outcome
     margin_bytes: int
-    """Limit less what the run needs."""
+    """Limit less the need of the run; negative if the run does not fit."""
 
     limit_bytes: int
-    """Bytes that the caching allocator can reserve on it."""
+    """Bytes that the caching allocator can reserve on this GPU."""
 
     reserved_bytes: int
     """Peak reserved on this GPU, up to the failure if the run is out of memory. Part of it can be
@@ -149,7 +149,7 @@ class Verdict:
     """Failed request of an `oom` or a `may`: step, phase, module and operator."""
 
     decides: str = ""
-    """Deciding blocks of a `may`: the verdict depends on their return."""
+    """Blocks of a `may`, on whose return the verdict depends."""
 
     needs_bytes: int = field(init=False)
     """The least limit under which the run fits; on several GPUs, the highest over ranks and over
@@ -171,7 +171,7 @@ class Verdict:
 
 
 def without_operator(why: str) -> str:
-    """The reason of a term without the operator at its end.
+    """Return the reason of a term without the operator at its end.
 
     >>> without_operator("of the optimizer: aten._foreach_sqrt")
     'of the optimizer'
@@ -190,7 +190,7 @@ class Term:
     why: str
 
     source: ClassVar[str] = ""
-    """Only lines of scripts have a source."""
+    """Empty: only rows of script lines have a source text."""
 
     @property
     def note(self) -> str:
@@ -224,7 +224,7 @@ class StepTime:
     seconds: float
     low_seconds: float
     high_seconds: float
-    """Bounds that hold three of four measured steps are (docs/time.md)."""
+    """Upper bound; three of four measured steps are between the bounds (docs/time.md)."""
 
     peak_share: float
     """Operations of products, convolutions and attention relative to the peak rate, 0 to 1."""
@@ -362,7 +362,7 @@ class Report(JsonReport):
 
 
 class Simulated:
-    """Texts of the reports of plans and scripts."""
+    """Text forms of a report that was simulated, of a plan or of a script."""
 
     def __str__(self) -> str:
         """The text report."""
@@ -384,7 +384,7 @@ class Simulated:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Simulated, Report):
-    """Predicted output of a run of the plan."""
+    """Report of a predicted run of a plan."""
 
     kind: ClassVar[str] = "predicted"
 
@@ -394,7 +394,7 @@ class Prediction(Simulated, Report):
     guesses: ClassVar[tuple[Guess, ...]] = ()
     ranks: ClassVar[tuple[RankRow, ...]] = ()
     is_cut_short: ClassVar[bool] = False
-    """Only scripts have these."""
+    """False: only scripts can end early."""
 
     is_script: ClassVar[bool] = False
 
@@ -451,7 +451,7 @@ class Prediction(Simulated, Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Report):
-    """Printed output of a real run of the plan."""
+    """Report of a real run of a plan on a GPU."""
 
     kind: ClassVar[str] = "measured"
 
@@ -526,12 +526,12 @@ class HeldRow:
 
     @property
     def kind(self) -> str:
-        """The name, for rows that are of one kind."""
+        """Name of the row, which is a kind of memory in `terms`."""
         return self.name
 
     @property
     def note(self) -> str:
-        """The number of tensors and the reason, for rows that are of one kind."""
+        """Number of tensors and the reason, for a row of `terms`."""
         tensors = f"{counted(self.num_tensors, 'tensor')}: " if self.num_tensors else ""
         return f"{tensors}{WHY.get(self.name, '')}"
 
@@ -549,7 +549,7 @@ class RunPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStep:
-    """One optimizer step, from the end of the step before."""
+    """Memory of one optimizer step, which begins at the end of the previous step."""
 
     step: int
     """Number of the step, from 0."""
@@ -606,7 +606,7 @@ class RunReport(Simulated, JsonReport):
     host_terms: ClassVar[tuple[Term, ...]] = ()
     host_verdict: ClassVar[Verdict | None] = None
     closed_form: ClassVar[ClosedForm | None] = None
-    """Only plans have these."""
+    """None: only plans have a closed form."""
 
     is_script: ClassVar[bool] = True
 
@@ -650,7 +650,7 @@ class RunReport(Simulated, JsonReport):
     """Reasons to trust the figures less, which the report prints first."""
 
     notes: tuple[str, ...]
-    """Observations of the run that change how the figures are read."""
+    """Assumptions and observations that limit what the figures mean."""
 
     assumptions: tuple[str, ...]
     versions: Mapping[str, str]
@@ -753,9 +753,9 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan with the defaults that plans had before `quant_load`.
+    """Return an old plan with values for keys that were added later, `quant_load` among them.
 
-    QLoRA quantised in place, skipped `lm_head` and `wo`, and `act_ckpt` checkpointed.
+    Before, QLoRA quantised in place, skipped `lm_head` and `wo`, and `act_ckpt` checkpointed.
     """
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan

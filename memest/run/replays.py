@@ -117,7 +117,7 @@ def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interv
 
 
 def _itself(virtual: VirtualGpu) -> Replayed:
-    """Return the run's own figures in the form of a replay."""
+    """Return the figures of the simulated run itself, as a replay would."""
     memory = virtual.mode.memory
     return Replayed(
         peak_allocated_bytes=memory.history.peak_allocated_bytes,
@@ -184,7 +184,7 @@ class _Verdicts:
             self._scenarios = [Scenario(run, free=free), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:
-        """Return `verdict` of the run itself, with its least limit as the need."""
+        """Return `verdict`, of the simulated GPU, with the least limit as its need."""
         if not self._is_whole:
             return verdict
         limit = verdict.limit_bytes
@@ -196,7 +196,7 @@ class _Verdicts:
         return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
     def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
-        """Return the verdict under `limit_bytes`; None where the log does not reach that far."""
+        """Return the verdict under `limit_bytes`; None if the log is too short for one."""
         is_enough = self._felt_no_limit and self._reserved <= limit_bytes
         if self._is_whole:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)

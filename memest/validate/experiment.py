@@ -42,10 +42,10 @@ AFTER_SETUP = "after the strategy's setup"
 
 
 def sample_host(moment: str) -> dict[str, Any]:
-    """Return bytes by the names of `/proc/self/status` and `/proc/meminfo`, where they exist.
+    """Return bytes of the host by the names of `/proc/self/status` and `/proc/meminfo`.
 
-    Once CUDA is open, torch's pinned memory is added, which need not count as the process's. Free
-    memory of the whole machine checks the sum over the ranks.
+    Once CUDA is open, the sample has torch's pinned memory too, which the process's own figures may
+    omit. Free memory of the machine is a check of the sum over the ranks.
     """
     of_process = _read("/proc/self/status", ("RssAnon", "RssShmem"))
     of_machine = _read("/proc/meminfo", ("MemAvailable",))
@@ -76,7 +76,7 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
 
 
 def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples behind `held_bytes` and of the strategy's setup."""
+    """Return the samples that explain `held_bytes`, and those of the strategy's setup."""
     if not samples:
         return []
     by_moment = {s["moment"]: s for s in reversed(samples)}  # the first of each
@@ -110,7 +110,7 @@ def _pinned() -> dict[str, int]:
 ACTIONS = {
     "alloc": 0, "free_completed": 1, "segment_alloc": 2, "segment_free": 3, "free_requested": 4,
 }  # fmt: skip
-"""Numbers of the actions; the last marks blocks of several streams until `free_completed`."""
+"""Number of each action in a recording. `free_requested` marks a free that other streams defer."""
 
 MAX_EVENTS = 4_000_000  # number of events after which torch drops the oldest
 
@@ -149,7 +149,7 @@ def snapshot_path(path: Path) -> Path:
 
 
 def count_events() -> int:
-    """Return the columns of the table if written now. Slow; allocates nothing on the GPU."""
+    """Return how many columns `event_table` would have now. Slow; allocates nothing on the GPU."""
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     return sum(event["action"] in ACTIONS for event in trace)
 
@@ -212,7 +212,7 @@ class _Run:
         return self.job.recorder
 
     def note_end_of_step(self) -> None:
-        """Wait for the kernels of a step, and add the time of their end."""
+        """Wait for the kernels of a step, and record the time at which they ended."""
         if self.recorder.rows[-1].phase is Phase.AFTER_OPTIMIZER_STEP:
             torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
@@ -321,7 +321,9 @@ def _open_device(rank: int, num_ranks: int) -> None:
 def _recorded(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
-    """Return `deliver` with the allocator recorded until then, and its events at each row.
+    """Start a recording of the allocator; return a `deliver` that also writes it.
+
+    Each row of the report gets the number of events so far.
 
     Each request has its Python stack. Call it before the model is built.
     """

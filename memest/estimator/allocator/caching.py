@@ -171,9 +171,9 @@ class CachingAllocator:
                 self.release(block)
 
     def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
-        """Yield the free segments of the small or the large pools, by stream, size and address.
+        """Yield the segments that are wholly free, with their pools, by stream, size and address.
 
-        The caller may release them during the iteration.
+        `is_small` selects small or large pools. The caller may release a segment while iterating.
         """
         for stream in sorted(self._pools_of_streams):
             if stream >= FIRST_PRIVATE_POOL and stream not in self.released_pools:
@@ -184,7 +184,7 @@ class CachingAllocator:
                     yield pool, block
 
     def release(self, block: Block) -> None:
-        """Return a segment to the driver; its blocks are already out of the pools."""
+        """Return a segment to the driver. The caller has removed it from its pool."""
         self.reserved_bytes -= block.num_bytes
         self.addresses.give_back(block.address, block.num_bytes)
 
@@ -198,7 +198,7 @@ class CachingAllocator:
         return self._pools_of_streams.setdefault(stream, (FreeBlocks(), FreeBlocks()))
 
     def layout(self) -> tuple[object, ...]:
-        """Return the state that decides future addresses besides live blocks: all free blocks."""
+        """Return the free blocks, which together with the live ones decide all future addresses."""
         every = (pool for pools in self._pools_of_streams.values() for pool in pools)
         free = tuple(tuple(pool.keys) for pool in every)
         return free if self._tuning is None else (*free, *self._tuning.layout())
@@ -226,7 +226,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        """Get a segment from the driver, or raise `OutOfMemory` if all cached ones do not help."""
+        """Get a segment from the driver, after `empty_cache` if needed, or raise `OutOfMemory`."""
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
         if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):

@@ -116,7 +116,7 @@ class History:
             self._top_reserved = allocator.reserved_bytes
 
     def _close(self) -> None:
-        """Add the highest recent level to the peaks of phase, step and run."""
+        """Update the peaks of phase, step and run with the highest level since the last update."""
         top, reserved = self._top, self._top_reserved
         if self.phase:
             before = self.phases.get(self.phase, (0, 0))
@@ -158,7 +158,7 @@ class History:
 
     @property
     def is_due(self) -> bool:
-        """True if there are enough events for `fold`."""
+        """True if enough events have passed for a call of `fold`."""
         return len(self.log.open) - self.log.start > WINDOW
 
     def fold(self) -> None:

@@ -264,7 +264,7 @@ class Timeline:
 
     @property
     def home(self) -> int:
-        """Return the stream, or the private pool, whose blocks serve the next request."""
+        """Return the pool of the next request: that of the stream, or a private pool."""
         if self._capture_pool is not None:
             return self._capture_pool
         if self.mem_pool is None or torch._C._current_autograd_node() is not None:
@@ -273,5 +273,5 @@ class Timeline:
         return self.mem_pool
 
     def stream_of_pool(self, home: int) -> int:
-        """Return the stream of a result of `home`."""
+        """Return the stream that allocates from the pool `home`."""
         return self._streams_of_pools.get(home, home)

@@ -162,7 +162,7 @@ CASTS = CastCache()
 
 @contextlib.contextmanager
 def decisions_of(gpu: Gpu) -> Iterator[None]:
-    """Let this thread's operators on meta tensors take the decisions of `gpu`, in the block."""
+    """Run the block with torch's decisions for CUDA tensors on meta tensors, as on `gpu`."""
     _register_once()
     _active_gpu.append(gpu)
     try:
@@ -174,7 +174,10 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decisions_again() -> Iterator[None]:
-    """Apply the decisions to operators that a dispatch mode calls, such as parts of a composite."""
+    """Apply the decisions also to operators that a dispatch mode calls in the block.
+
+    torch excludes them there, so the parts of a composite operator would lack them.
+    """
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
@@ -188,7 +191,7 @@ def decisions_again() -> Iterator[None]:
 
 
 class Next:
-    """Rest of the dispatch of one call, as torch runs it for any tensor."""
+    """The operator's next kernel: a rule above autograd calls it to continue the dispatch."""
 
     __slots__ = ("_keyset", "_op")
 
@@ -209,7 +212,7 @@ class Next:
 
 
 def active_gpu() -> Gpu:
-    """Return the GPU whose decisions operators take."""
+    """Return the GPU of the innermost `decisions_of`."""
     return _active_gpu[-1]
 
 
@@ -248,7 +251,7 @@ def _register_once() -> None:
 def _by_release(
     plain: Callable[..., Any], cast: Callable[..., Any], keyset: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `rms_norm` as the autocast of the simulated release does."""
+    """Cast the inputs of `rms_norm` in autocast, if the simulated release of torch does."""
     return (cast if simulated().casts_rms_norm else plain)(keyset, *args, **kwargs)
 
 

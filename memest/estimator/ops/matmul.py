@@ -140,9 +140,9 @@ register("baddbmm", refuse=expects(1, 2, "baddbmm_cuda"))
 
 @registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)
 def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Add the bias in place to the product of an input that is not contiguous.
+    """Run `linear`. For an input that is not contiguous, add the bias in place to the product.
 
-    Under a dispatch mode torch does not (`isTensorSubclassLike` in ATen/native/Linear.cpp).
+    torch takes another path under a dispatch mode (`isTensorSubclassLike`, native/Linear.cpp).
     """
     if bias is not None and x.dim() > 2 and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
@@ -293,8 +293,7 @@ class CublasWorkspaces:
     def bytes_for(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Caller
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return `(persistent, temporary)` bytes of one call: new workspaces, and copies of
-        operands.
+        """Return the bytes of new workspaces, and those of temporaries, of one call.
 
         CUDA's order is: the result, the temporaries, the persistent ones. A workspace is returned
         once per `caller`, so the call has a side effect. In torch 2.15 it is temporary.
@@ -334,7 +333,7 @@ class CublasWorkspaces:
 
 
 def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The two factors of the product; `addmm`, `baddbmm` and `addmv` have the summand first."""
+    """Return the two factors; `addmm`, `baddbmm` and `addmv` have the summand before them."""
     return args[product.first], args[product.first + 1]
 
 

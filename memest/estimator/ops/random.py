@@ -46,7 +46,7 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 
 
 def advance(generator: torch.Generator, count: int) -> None:
-    """Let `generator` have drawn `count` 32-bit numbers more, `WORDS` or more of them."""
+    """Skip `count` 32-bit numbers of a CPU `generator` (Mersenne Twister); at least `WORDS`."""
     # all words are made ones
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
@@ -66,7 +66,7 @@ def advance(generator: torch.Generator, count: int) -> None:
 
 
 def _after(words: Array, steps: int) -> Array:
-    """Return the words of the state after `steps` steps."""
+    """Return the words of the state after `steps` further words."""
     sequence = _sequence(words, WORDS + DEGREE)
     found = np.zeros(WORDS, dtype=np.uint32)
     for place in np.flatnonzero(_power(steps)).tolist():
@@ -90,7 +90,10 @@ def _sequence(words: Array, length: int) -> Array:
 
 @cache
 def _terms() -> Array:
-    """Exponents of the characteristic polynomial, by Berlekamp and Massey from any sequence."""
+    """Return the exponents of the generator's characteristic polynomial over bits.
+
+    The algorithm of Berlekamp and Massey finds the polynomial from the output of any seed.
+    """
     start = np.random.MT19937(0).state["state"]["key"].astype(np.uint32)
     bits = (_sequence(start, 2 * DEGREE + 2 * WORDS)[WORDS:] & np.uint32(1)).tolist()
     current, before, length, gap, seen = 1, 1, 0, 1, 0
@@ -107,7 +110,7 @@ def _terms() -> Array:
 
 
 def _power(steps: int) -> Array:
-    """The coefficients of t^steps modulo the characteristic polynomial, 0 or 1 each."""
+    """Return the coefficients of t^steps modulo the characteristic polynomial, 0 or 1 each."""
     terms = _terms()
     room = DEGREE - int(terms.max())  # so many can be taken off at once
     found = np.zeros(2 * DEGREE, dtype=np.uint8)
@@ -147,7 +150,7 @@ DEFAULT_SEED = 67280421310721  # `default_rng_seed_val` (GeneratorImpl.h); GPUs 
 
 @dataclass(slots=True)
 class GpuGenerator:
-    """`torch.Generator` of the GPU."""
+    """State of a CUDA `torch.Generator`: its seed and the offset of Philox."""
 
     seed: int = DEFAULT_SEED
     offset: int = 0
@@ -193,7 +196,7 @@ class Launch:
 
     @property
     def offset(self) -> int:
-        """Number by which the launch advances the generator's offset."""
+        """Increase of the generator's offset by this launch."""
         return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
@@ -206,13 +209,16 @@ class Launch:
 
 
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
-    """`calc_execution_policy`: no more blocks than the GPU runs at once."""
+    """Return the grid by `calc_execution_policy`: no more blocks than the GPU runs at once."""
     most = gpu.num_sms * (threads_per_sm(gpu) // BLOCK_THREADS)
     return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Above 0 and up to 1 (`curand_uniform4`, `curand_uniform2_double`)."""
+    """Return uniform numbers above 0 and up to 1.
+
+    Mirrors `curand_uniform4` and `curand_uniform2_double`.
+    """
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
@@ -225,7 +231,7 @@ def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
 
 
 def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """With a rate of 1 (`transformation::exponential`)."""
+    """Return exponential numbers with a rate of 1 (`transformation::exponential`)."""
     uniform = _uniform(words, part, is_double)
     half = np.finfo(uniform.dtype).eps / 2
     return -np.where(uniform >= 1 - half, -half, np.log(uniform))
@@ -241,7 +247,7 @@ def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
 
 
 class GpuDraws:
-    """Random numbers of a GPU, in order."""
+    """Generators of a GPU, and the numbers that random operators draw from them."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -251,8 +257,10 @@ class GpuDraws:
     def draw(
         self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None
     ) -> Tensor | None:
-        """The numbers of a random operator that has made `out`, where they are few enough and
-        known; the generator moves on in any case. `given` is the value of its first argument.
+        """Advance the generator by one random operator, and return the drawn numbers.
+
+        Return None if the numbers are too many or not known. `out` is the result of the operator,
+        `given` the value of its first argument.
         """
         chosen = kwargs.get("generator")  # Python has several objects for one generator
         generator = self.of_script.get(getattr(chosen, "_cdata", 0), self.default)
@@ -287,7 +295,10 @@ class GpuDraws:
     def _chosen(
         self, generator: GpuGenerator, args: Args, kwargs: Kwargs, odds: Any
     ) -> Tensor | None:
-        """`multinomial` of one or without replacement: largest odds over exponential numbers."""
+        """Return samples of `multinomial` of one item or without replacement.
+
+        They are the items with the largest quotients of `odds` and exponential numbers.
+        """
         given: Tensor = args[0]
         num_samples, puts_back = _samples(args, kwargs)
         rows = given.numel() // given.size(-1)
@@ -308,7 +319,10 @@ class GpuDraws:
 
 
 def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
-    """Return the samples: a uniform number for each thread, searched in the cumulative odds."""
+    """Return samples of `multinomial` with replacement.
+
+    A uniform number of each thread is searched in the cumulative odds.
+    """
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
         return None
     thread = np.arange(num_samples, dtype=np.uint64)
@@ -382,7 +396,7 @@ _OVER_A_GRID = frozenset((
 
 
 def is_drawn(name: str, args: Args) -> bool:
-    """Return whether the operator draws with these arguments: not if it drops nothing."""
+    """Return whether a call draws numbers; a dropout that drops nothing draws none."""
     if name == "native_dropout":
         return args[2] is not False
     if name.startswith("rrelu"):
@@ -400,13 +414,13 @@ def randperm_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
 
 @registry.random_offset(*registry.overloads_of(aten.bernoulli))
 def bernoulli_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
-    """Step of `bernoulli` with odds in a tensor."""
+    """Return the offset step of `bernoulli` with probabilities in a tensor."""
     return 12 if len(args) < 2 or isinstance(args[1], Tensor) else None
 
 
 @registry.random_offset(*registry.overloads_of(aten.bernoulli_))
 def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
-    """Step of `bernoulli_` with odds in a tensor."""
+    """Return the offset step of `bernoulli_` with probabilities in a tensor."""
     return 12 if len(args) > 1 and isinstance(args[1], Tensor) else None
 
 
@@ -431,7 +445,7 @@ def dirichlet_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Event
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the lowest integer, and the excluded upper bound."""
+    """Return the range of an integer operator: the lowest number, and the excluded upper bound."""
     numbers = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
     if func._schema.name == "aten::random_" and not numbers:
         if dtype in _LARGEST:
@@ -442,7 +456,7 @@ def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
-    """Return the numbers that determine the distribution."""
+    """Return the parameters of the distribution, such as mean and deviation, from a call."""
     if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
         return []
     names = [argument.name for argument in func._schema.arguments[1:]]

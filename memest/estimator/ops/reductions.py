@@ -89,7 +89,7 @@ class ReductionDims:
         return prod(self.shape) <= INT32_MAX and all(span <= INT32_MAX for span in spans)
 
     def halves(self) -> tuple[ReductionDims, ReductionDims]:
-        """Split in two along the dimension of the widest extent, as `with_32bit_indexing` does."""
+        """Return two halves along the dimension of widest extent, as `with_32bit_indexing`."""
         extents = [
             (n - 1) * max(abs(i), abs(o))
             for n, i, o in zip(self.shape, self.input_strides, self.output_strides, strict=True)
@@ -118,7 +118,7 @@ def _swap_order(first: tuple[int, int, int], second: tuple[int, int, int]) -> in
 
 
 def _ordered(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Insertion sort from the last dimension to the first, `TensorIterator::reorder_dimensions`."""
+    """Sort dimensions by insertion as `TensorIterator::reorder_dimensions`, the last one first."""
     dims = dims[::-1]
     for start in range(1, len(dims)):
         moving = start
@@ -133,7 +133,7 @@ def _ordered(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _coalesced(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Neighbouring dimensions that are one run of memory merged, `coalesce_dimensions`."""
+    """Merge neighbouring dimensions that are contiguous together, as `coalesce_dimensions`."""
     merged = dims[:1]
     for size, in_stride, out_stride in dims[1:]:
         last_size, last_in, last_out = merged[-1]
@@ -171,7 +171,7 @@ def reduction_dims(
 
 
 def _output_vector(dims: ReductionDims, item: int, offset: int) -> int:
-    """Outputs that one thread computes, `get_output_vec_size`: 4, 2 or 1."""
+    """Return the outputs that one thread computes, 4, 2 or 1: `get_output_vec_size`."""
     first_kept = dims.num_reduced
     numbers = [offset, dims.shape[first_kept]]
     numbers += [s // item for d, s in enumerate(dims.input_strides) if d != first_kept]
@@ -183,7 +183,7 @@ def _output_vector(dims: ReductionDims, item: int, offset: int) -> int:
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
-    """Threads along the fastest dimension and along the other: `set_block_dimension`."""
+    """Return a block's threads along the fastest and the other dimension, `set_block_dimension`."""
     limit = MAX_REDUCE_THREADS // vector
     pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))
@@ -346,9 +346,10 @@ def product_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
 def _reducing(
     accumulator_bytes: Callable[[torch.dtype], int], *, position: int = 1, **more: Any
 ) -> registry.RequestRule:
-    """Return the rule of a reduction whose kernel loads the dtype of its input.
+    """Return the rule of a reduction that reads its input without a cast.
 
-    The dimensions are the argument at `position`.
+    `accumulator_bytes` returns the size of the accumulator for a dtype. The argument at `position`
+    has the reduced dimensions.
     """
 
     def reduction(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
@@ -439,7 +440,7 @@ def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
-    """Return the events of a temporary that is summed over a dimension."""
+    """Return the events of the sum of a temporary `tensor` over `dim`."""
     return around((tensor.nbytes,), passing(*sum_bytes(tensor, (dim,), tensor.dtype, gpu)))
 
 

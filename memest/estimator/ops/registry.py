@@ -61,7 +61,7 @@ class Op:
     requests: RequestRule | None = None  # temporaries, or all requests in their order
     modelled: ModelledRule | None = None  # whether `requests` holds for a call; None for all calls
     from_values: Callable[[ValueOf, Args], tuple[int, ...]] | None = None
-    """Returns the further arguments of `requests`, which depend on values; none if unknown."""
+    """Returns further arguments of `requests` that depend on values; () if those are unknown."""
 
     result: Callable[[Args, Kwargs], Any] | None = None
     """Returns the results as meta tensors, if torch's meta kernel returns none or different ones.
@@ -69,14 +69,14 @@ class Op:
 
     layout: Callable[[Args, Any], Any] | None = None  # results with CUDA's strides: `(args, out)`
     composed: Callable[..., Any] | None = None
-    """Runs the operators that the CUDA kernel consists of, below autograd, in its place."""
+    """Runs in place of the operator, below autograd: calls the operators that CUDA calls."""
 
     shaped_by: Callable[[Args], Any] | None = None  # arguments whose values decide the shape
     refuse: Callable[[Args, Kwargs], str] | None = None
-    """Returns torch's message where the CUDA kernel refuses a call that meta takes, or ""."""
+    """Returns torch's error text if CUDA refuses a call that the meta kernel accepts, else ""."""
 
     in_backward: Callable[[Any, Args], tuple[Any, Args]] | None = None
-    """Returns the operator and arguments that the backward pass runs where no mode is active."""
+    """Returns the operator and arguments that autograd calls instead if no dispatch mode is on."""
 
     take_indices: Callable[[Any, Any, Any, Args], tuple[Any, Args]] | None = None
     """Returns the call with indices as CUDA converts them: `(mode, func, types, args)`."""
@@ -92,11 +92,11 @@ class Op:
     on_sparse: Callable[..., Any] | None = None  # runs it for COO: `(mode, *args, **kwargs)`
     on_compressed: Callable[..., Any] | None = None  # the same for CSR and CSC
     random_offset: Callable[[Args, Kwargs, Tensor, Gpu], int | None] | None = None
-    """Returns the step of the generator's offset; None where the kernel draws on a grid."""
+    """Returns the increase of the generator's offset; None for the grid of `ops/random.Launch`."""
 
     product: Any = None  # call of cuBLAS by a matrix product (`matmul.Product`), or None
     calls_cublas: Callable[[Args], bool] | None = None
-    """Returns whether a call of another operator than a product takes a handle of cuBLAS."""
+    """Returns whether a call uses a cuBLAS handle, for operators that are no matrix products."""
 
     is_convolution: bool = False  # run by cuDNN; `benchmark` tries algorithms at the first call
     makes_alike: bool = False  # True for a factory whose argument only describes the result
@@ -107,7 +107,7 @@ class Op:
     is_view: bool = field(init=False)
     is_mutable: bool = field(init=False)
     is_foreach_in_place: bool = field(init=False)
-    """True if its CUDA kernel counts the versions of a list, not autograd: ForeachFunctors.cuh."""
+    """True if the CUDA kernel increments the versions of its tensors (ForeachFunctors.cuh)."""
 
     is_resize: bool = field(init=False)
     may_grow: bool = field(init=False)  # enlarges the storage that it writes to
@@ -198,7 +198,7 @@ def op_of(func: Any) -> Op:
 
 
 def registered(part: str) -> dict[OpOverload, Any]:
-    """Return the operators that have `part`, each with its rule, in the order of registration."""
+    """Return the rules that are registered as `part`, by operator, in the order of registration."""
     load_families()
     return {func: parts[part] for func, parts in _parts.items() if part in parts}
 
@@ -293,7 +293,7 @@ def copying(*positions: int, is_before: bool = False) -> RequestRule:
 
 
 def empty_like(position: int) -> Callable[[Args, Kwargs], Tensor]:
-    """Return the rule of a result that is contiguous, and otherwise like the argument there."""
+    """Return a rule for `result`: a contiguous tensor like the argument at `position`."""
     return lambda args, kwargs: torch.empty_like(
         args[position], memory_format=torch.contiguous_format
     )
@@ -327,7 +327,7 @@ KernelRule = Callable[[KernelCall], Scratch | None]
 
 
 def register_kernel(op: OpOverload | str) -> Callable[[KernelRule], KernelRule]:
-    """Decorate the rule of what the kernel of `op` takes from the allocator.
+    """Decorate the rule that returns the allocator requests of the kernel of `op`.
 
     The rule gets a `KernelCall` and returns a `Scratch`, whose bytes are freed when the operator
     returns. None, or an empty one, means outputs only. The result may be reused for calls with the

@@ -128,7 +128,7 @@ def _assembled(
 
 
 def _length(mode: SimMode, indices: Tensor, default: int) -> int:
-    """Return the least length that holds `indices`; a square matrix is assumed for unknown ones."""
+    """Return the highest of `indices` plus 1, or `default` (a square matrix) if unknown."""
     known = mode.values.value_of(indices)
     if known is None:
         mode.guesses.note("the size of a sparse matrix, as square")
@@ -138,7 +138,7 @@ def _length(mode: SimMode, indices: Tensor, default: int) -> int:
 
 
 def _on_host(parts: Parts, shape: Sequence[int], layout: torch.layout) -> Tensor:
-    """Return a matrix of the host: unknown entries are 1, as many in each row or column."""
+    """Return a matrix on the host; unknown values are 1, unknown entries are spread evenly."""
     offsets, indices, values = parts
     is_by_row = layout is CSR
     num_entries, width = len(indices), shape[1 if is_by_row else 0]
@@ -170,7 +170,7 @@ def _to_copy(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
 
 
 def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rule that calls torch's meta device."""
+    """Return a rule that runs torch's own operator on the meta device."""
 
     def rule(mode: SimMode, tensor: Tensor, *args: Any) -> Any:
         with torch._C._DisableTorchDispatch():
@@ -180,7 +180,7 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Rule that changes each value in fresh memory, and copies the indices."""
+    """Return a rule that computes new values by `function`, and copies the indices."""
 
     def rule(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if any(isinstance(arg, Tensor) and arg.dim() for arg in args):
@@ -217,7 +217,10 @@ def _zeros_like(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
-    """Return the same matrix in columns for rows, or rows for columns: entries sorted by a hash."""
+    """Convert a matrix between compressed rows and compressed columns.
+
+    CUDA sorts the entries by a hash of row and column.
+    """
     offsets, indices, values = parts_of(matrix)
     num_entries = len(indices)
     is_by_row = matrix.layout is CSR
@@ -252,7 +255,7 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
 
 
 def _coordinates(mode: SimMode, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the place of each entry, as its row (of CSR) and its index, or None if unknown."""
+    """Return the position of each entry, None if unknown: its row (of CSR) and its index there."""
     known = mode.values.value_of(offsets), mode.values.value_of(indices)
     if known[0] is None or known[1] is None or mode.values.is_guessed([offsets, indices]):
         return None
@@ -321,7 +324,7 @@ def _to_dense(mode: SimMode, matrix: Tensor, dtype: Any = None, masked_grad: Any
 
 
 def _flatten(offsets: Tensor, indices: Tensor) -> None:
-    """Request the indices that `sparse_compressed_to_dense` makes, and free them."""
+    """Request and free the flat indices that `sparse_compressed_to_dense` makes."""
     num_entries = len(indices)
     one = offsets.new_empty(1)
     batch = indices.new_empty(num_entries)
@@ -340,7 +343,7 @@ def _flatten(offsets: Tensor, indices: Tensor) -> None:
 
 @on_compressed("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
-    """Return the entries of `dense` at the places of `matrix`, by a dense mask.
+    """Return the elements of `dense` at the entries of `matrix`, by a dense mask.
 
     The mask's values decide the size of the result, so a mask that is too large for known values is
     refused.
@@ -418,7 +421,7 @@ def matrix_workspace(num_entries: int, index_bytes: int) -> int:
 
 
 def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> None:
-    """Request what a product by a dense matrix or vector takes in addition to its result."""
+    """Request the workspace and the copies of a product by a dense matrix or vector."""
     _, indices, values = parts_of(matrix)
     if values.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise NotImplementedError
@@ -535,7 +538,10 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
 def _know(
     mode: SimMode, starts: Tensor, columns: Tensor, places: int | Tensor, *, is_guess: bool
 ) -> None:
-    """Make the places of a product's entries values of its parts, if they are known or guessed."""
+    """Store the positions of a product's entries as the values of its offsets and columns.
+
+    `places` is the number of the entries if their positions are neither known nor guessed.
+    """
     if isinstance(places, int):
         _unknown(mode, starts)
         _unknown(mode, columns)
@@ -551,9 +557,10 @@ def _know(
 
 
 def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
-    """Return the number of products of two entries, and the places of the sums or their number.
+    """Return facts about the product of two matrices, which decide its workspaces and size.
 
-    The last result is True for guesses. Entries without a guess are assumed at random places.
+    The first is the number of pairs of entries that are multiplied. The second has the positions
+    of the result's entries, or their number if unknown; the last is whether it is a guess.
     """
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
     known, other = (
@@ -585,7 +592,7 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
 
 
 def _counting(places: tuple[Tensor, Tensor], shape: Sequence[int]) -> Tensor:
-    """Return a matrix of the host with ones at `places`."""
+    """Return a matrix on the host with ones at `places`."""
     ones = torch.ones(len(places[1]), device=CPU)
     return torch.sparse_coo_tensor(
         torch.stack(places).long(), ones, tuple(shape), check_invariants=False, device=CPU

@@ -1,6 +1,6 @@
 """Strides of results on CUDA where the meta kernel, a decomposition, gives others.
 
-Where CUDA's kernel goes by `TensorIterator`, the CPU's does the same: a test compares.
+Kernels that use `TensorIterator` return the same strides on the CPU, so a test compares with it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from memest.estimator.ops.registry import Args
 
 
 def contiguous(args: Args, out: Any) -> Any:
-    """Make the results contiguous; on meta they follow an argument."""
+    """Return contiguous results, where the meta kernel copies the strides of an argument."""
     if isinstance(out, Tensor):
         return out.contiguous()
     return tuple(t if t is None else t.contiguous() for t in out)
 
 
 def like(number: int) -> Callable[[Args, Any], Any]:
-    """Return a rule: the first result has the strides of the argument `number`."""
+    """Return a layout rule: the first result has the strides of the argument at `number`."""
 
     def rule(args: Args, out: Any) -> Any:
         if isinstance(out, Tensor):

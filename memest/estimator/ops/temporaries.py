@@ -24,12 +24,13 @@ class Scratch:
 INDEX_BYTES = 8  # size of an int64
 
 OLDEST = -1
-"""Mark in place of an output's position: frees the oldest temporary of the size, not the latest."""
+"""Value of `KernelEvent.output` for a free of the oldest temporary of this size, not the latest."""
 
 TRIED = -2
-"""Mark in place of an output's position: a temporary of this size at the kernel's first call.
+"""Value of `KernelEvent.output` for a workspace that cuDNN tries at the kernel's first call.
 
-If it does not fit, the size of the next such event is tried. It is freed and the cache emptied.
+If it does not fit, the next such event is tried. After it, the workspace is freed and the cache
+emptied.
 """
 
 
@@ -38,10 +39,10 @@ class KernelEvent:
     """One request to the allocator while an operation runs."""
 
     num_bytes: int
-    """Requested bytes; negative when freed: then the latest live temporary of that size."""
+    """Bytes of the request; negative for a free of the latest live temporary of that size."""
 
     output: int | None = None
-    """Position in the results, `None` for a temporary, or `OLDEST` or `TRIED`."""
+    """Position of the allocated output in the results; None for a temporary; `OLDEST`; `TRIED`."""
 
 
 Events = list[KernelEvent]
@@ -53,17 +54,17 @@ def temporaries(*num_bytes: int) -> Events:
 
 
 def around(num_bytes: Sequence[int], events: Events) -> Events:
-    """Return `events` between allocations of `num_bytes` one by one and their frees in reverse."""
+    """Return events of temporaries of `num_bytes`, which exist while `events` happen."""
     return temporaries(*num_bytes) + events + temporaries(*(-n for n in reversed(num_bytes)))
 
 
 def passing(*num_bytes: int) -> Events:
-    """Return events of temporaries that are allocated one by one and freed in reverse."""
+    """Return events of temporaries that are all allocated, then freed in reverse order."""
     return around(num_bytes, [])
 
 
 def outputs(tensors: Mapping[int, int]) -> Events:
-    """Return events of outputs, bytes by position; 0 bytes make no request."""
+    """Return events that allocate outputs; `tensors` has their bytes by position."""
     return [KernelEvent(num_bytes, output) for output, num_bytes in tensors.items() if num_bytes]
 
 

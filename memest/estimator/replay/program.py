@@ -45,7 +45,7 @@ class Part:
 
     @property
     def is_optimizers(self) -> bool:
-        """True if it is the optimizer's step."""
+        """True if the part is the optimizer's step."""
         return self.phase is Phase.AFTER_OPTIMIZER_STEP
 
 
@@ -67,7 +67,7 @@ class Program:
 
     step_shift: Shift = field(default_factory=dict)  # renames before the last step is played again
     micro_shifts: list[Shift] = field(default_factory=list)
-    """Renames of each step before its middle micro-batch is played again."""
+    """Renames of storages of each step, before its middle micro-batch is played again."""
 
     coverage: Coverage = field(default_factory=Coverage)
 
@@ -101,12 +101,12 @@ class Program:
         return self.micro_shifts[min(step, last)]
 
     def most_held_bytes(self, *states: str) -> int:
-        """Return the most bytes that these states of `StateBytes` have together at a probe."""
+        """Return the largest sum of these fields of `StateBytes` over the probes."""
         parts = (part for step in self.steps for batch in step for part in batch)
         return max((sum(getattr(p.state, name) for name in states) for p in parts), default=0)
 
     def forward_held_bytes(self) -> int:
-        """Return the bytes held at the end of the first forward, of all kinds."""
+        """Return the bytes that are allocated at the end of the first forward."""
         alive = self.alive_after([self.setup, *self.until_forward()])
         return sum(self.storages.num_bytes[index] for index in alive)
 
@@ -181,7 +181,7 @@ def ended_by(event: int, storages: StorageTable, *, is_immediate: bool = False) 
 
 
 def _pairs(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> dict[int, int]:
-    """Pair new storages `after` with lost storages of `before`, by what made both."""
+    """Pair storages only in `after` with those only in `before`, by size, site and kind."""
     freed: dict[object, list[int]] = defaultdict(list)
     for index in sorted(before.difference(after)):
         freed[_origin(storages, index)].append(index)

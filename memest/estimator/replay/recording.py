@@ -43,7 +43,7 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action; a segment and a refused request have no storage or no address (-1)."""
+    """Action of the allocator; `storage` is -1 for segments, `address` for refused requests."""
 
     act: Act
     address: int
@@ -102,7 +102,7 @@ def record_run(
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
-    """Return the kind of `KINDS` of a storage.
+    """Return the kind of a storage, one of `KINDS`.
 
     Storages of backward and optimizer are temporary; those before any module runs are the batch.
     """
@@ -431,7 +431,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
 
 
 def _line_rows(recording: Recording) -> list[dict[str, Any]]:
-    """Return a track of the script's lines; a slice lasts until another line allocates."""
+    """Return the trace events of the script's lines; each lasts until another line allocates."""
     starts: list[tuple[int, str]] = []
     for time, action in enumerate(recording.actions):
         if action.act is Act.ALLOC:

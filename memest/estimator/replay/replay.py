@@ -160,7 +160,7 @@ class Player:
                     self.peak = Moment(self.num_events, self.step, event)
 
     def _play_other(self, event: int) -> None:
-        """Apply an event that concerns no storage."""
+        """Apply an event without a storage: the cache is emptied, or the driver takes memory."""
         if event == EMPTIED:
             self.allocator.empty_cache()
         elif event == FIRST_KERNEL:
@@ -169,7 +169,7 @@ class Player:
             self.allocator.addresses.create_cublas_handle()
 
     def _smaller_block_of(self, index: int) -> Block | None:
-        """Return a block for a `tried` storage, smaller if memory is short."""
+        """Return a block for a workspace that a library tries; halve the request until it fits."""
         storages = self.storages
         num_bytes, stream = storages.num_bytes[index], storages.streams.get(index, 0)
         while num_bytes:

@@ -190,12 +190,12 @@ class Scenario:
 
     @property
     def traced(self) -> TracedPlan:
-        """Facts about the model of a plan."""
+        """The traced plan, which has facts about its model."""
         assert self._traced is not None, "a script has none"
         return self._traced
 
     def under(self, limit_bytes: int) -> Replayed:
-        """Replay it where the allocator can reserve no more than `limit_bytes`."""
+        """Return the replay under a limit of `limit_bytes` reserved bytes."""
         if self.free.peak_reserved_bytes <= limit_bytes and self.run.settings.is_default:
             return self.free
         result = self.run.on(limit_bytes, self.timing)
@@ -250,7 +250,7 @@ def verdict_over(
 
 
 def where_failed(step: int, site: Site) -> str:
-    """Return step, phase, module, operator and line of a failed request."""
+    """Return the text of a failed request's step, phase, module, operator and line."""
     return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.where)))
 
 
@@ -271,7 +271,7 @@ def describe_deferred_blocks(storages: StorageTable) -> str:
 
 
 def interval(values: Iterable[int], *, outside_bytes: int = 0) -> Interval:
-    """Return the lowest and the highest of `values`, each plus `outside_bytes`."""
+    """Return the interval of `values`; both bounds include `outside_bytes`."""
     found = [value + outside_bytes for value in values]
     return Interval(low_bytes=min(found), high_bytes=max(found))
 

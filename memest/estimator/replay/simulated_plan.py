@@ -34,7 +34,10 @@ MAX_ALL_RANKS_OF_FSDP = 4  # of FSDP1 that are all traced; else the first and th
 def run_ranks(
     plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
 ) -> tuple[TracedPlan, ...]:
-    """Return the programs of ranks that differ, by reserved, then allocated bytes."""
+    """Return the programs of ranks that differ; the one that reserves most is first.
+
+    Ranks that reserve the same are in the order of allocated bytes.
+    """
     first = rank_of(plan)
     traced = [
         run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)
@@ -80,7 +83,7 @@ def run_rank(
 
 
 def _of_all_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
-    """Return `terms` of one rank times the number of ranks, with the libraries' memory."""
+    """Yield the host memory of all ranks, from `terms` of one rank and that of its libraries."""
     if not terms:
         return
     arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"
@@ -96,7 +99,7 @@ def _of_all_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
 
 
 def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[str]:
-    """Return the assumptions about a run on several GPUs."""
+    """Yield the assumptions about a run on several GPUs."""
     yield (
         f"the figures are those of rank {rank} of {plan.world_size}, the one of those that differ"
         " that reserves most; the cache is emptied once more when the model has been wrapped"
@@ -113,10 +116,10 @@ _Traces = list[tuple[Gpu, TracedPlan, Calls]]
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
-    """Return the program of `plan` on `gpu`: that of the worst rank, with the others.
+    """Return the program of `plan` on `gpu`: the worst rank's, with those of `others`.
 
-    It is cached for plans that differ in limits and steps alone. On another chip it is made from
-    the calls on the first, if the plan makes the same ones there.
+    The program is cached for plans that differ only in limits and steps. The program of a second
+    chip is made from the calls on the first, if the plan makes the same calls there.
     """
     gpu = replace(
         gpu, name="", label="", source="", memory_bytes=UNLIMITED_BYTES, memory_range_bytes=None,
@@ -145,5 +148,5 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
 
 @functools.lru_cache(maxsize=8)
 def _traces(plan: TrainingPlan, trust_remote_code: bool, release: TorchRelease) -> _Traces:
-    """Return the programs that were made so far, by chip; `trace_plan` adds to them."""
+    """Return the cached programs of `plan`, a list to which `trace_plan` appends."""
     return []

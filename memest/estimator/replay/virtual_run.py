@@ -55,9 +55,9 @@ MAX_STEPS = 2  # that differ: the first makes the optimizer's state, whose gradi
 MAX_STEPS_OF_STRATEGY = 3  # that differ: optimizer state first, then rebuilt buckets
 MAX_MICRO_BATCHES = 2  # that differ: one makes gradients, one adds to them
 MAX_MICRO_BATCHES_APART = 3
-"""Micro-batches of a step that differ where the last is special. A strategy sums gradients over the
-GPUs in it alone. The Trainer of transformers loads all of a step's at once and frees them one by
-one.
+"""Micro-batches of a step that run if the last differs from the others. A strategy sums gradients
+over the GPUs in the last one only. The Trainer of transformers loads all batches of a step at once
+and frees them one by one.
 """
 
 _NOT_RUN: dict[str, Any] = {
@@ -86,12 +86,12 @@ def canonical(plan: TrainingPlan) -> TrainingPlan:
 
 
 def repeats_micro_batches(plan: TrainingPlan) -> bool:
-    """Return whether a step's micro-batches after the first differ only by the step."""
+    """Return whether the micro-batches after the first are alike, except the optimizer's step."""
     return not (_is_whole(plan) or plan.is_distributed or plan.loop == "transformers")
 
 
 def _num_run(plan: TrainingPlan) -> int:
-    """Return the micro-batches of a step that run."""
+    """Return how many micro-batches of a step run."""
     most = MAX_MICRO_BATCHES if repeats_micro_batches(plan) else MAX_MICRO_BATCHES_APART
     return min(plan.accumulate_grad_batches, most)
 
@@ -125,7 +125,7 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
 
 
 def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Return numbers of elements of `tensors` by the name of their dtype."""
+    """Return the number of elements of `tensors` for each dtype, by its name."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
@@ -146,7 +146,7 @@ class NoLines(ScriptLines):
 
 @dataclass(slots=True)
 class _Watch:
-    """Notes taken while the loop runs."""
+    """Records the event streams between probes while the loop runs."""
 
     virtual: VirtualGpu
     config: ModelConfig
@@ -171,28 +171,28 @@ class _Watch:
         return len(mode.memory.log.events)
 
     def starts(self) -> None:
-        """Note that the model is built, a strategy has wrapped it, and the cache is empty."""
+        """Record the start of the training: the model is wrapped, the cache is empty."""
         self.virtual.mode.attribution.has_started = True
         self.virtual.mode.work.restart()
         self.virtual.mode.work.has_host = False
         self.num_setup = self._cut()
 
     def has_model(self, model: nn.Module) -> None:
-        """Note that the model is built."""
+        """Record that `model` is built."""
         self.model = model
         mode = self.virtual.mode
         for tensor in quant_state_tensors(model):
             mode.memory.label(tensor, MemKind.BUFFERS)
 
     def ready(self) -> None:
-        """Note that the strategy has wrapped the model: its memory is not of the training."""
+        """Record that the strategy has wrapped the model; memory until here is setup."""
         if self.job.plan.is_distributed:
             gc.collect()
             torch.cuda.empty_cache()
             self.job.recorder.start()
 
     def reached(self) -> None:
-        """Note that a probe has read the memory."""
+        """Record that a probe has read the memory."""
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
         if row.phase is Phase.AFTER_BACKWARD:
@@ -200,7 +200,7 @@ class _Watch:
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
     def ended(self) -> None:
-        """Note that the last step is done, while all tensors still live."""
+        """Record the end of the last step, while all tensors are still allocated."""
         states = self.job.recorder.states
         held = list({id(t): t for t in states.optimizer()}.values())
         gpu_tensors = [t for t in held if t.device.type == "cuda"]
@@ -241,7 +241,7 @@ def run_plan(
     rank: Rank | None = None,
     records_calls: bool = False,
 ) -> TracedPlan:
-    """Return the program of `plan`, all of which is run: see `shortened`.
+    """Run the whole of `plan` and return its program; `shortened` makes a long plan short.
 
     Args:
         plan: plan to run.
@@ -368,7 +368,7 @@ _TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes", "DeepSpee
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress messages of Lightning and transformers to their users."""
+    """Suppress log messages and warnings of Lightning and transformers."""
     import lightning.pytorch  # noqa: F401 - sets its level as it is imported
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
@@ -438,7 +438,7 @@ def _program(watch: _Watch) -> Program:
 
 
 def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
-    """Return the first storages, with modules named by their paths within the model."""
+    """Return the first `count` storages, with modules named by their paths below `root`."""
     sites = [within_model(site, root) for site in storages.sites[:count]]
     streams = {index: stream for index, stream in storages.streams.items() if index < count}
     return StorageTable(

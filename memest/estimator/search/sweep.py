@@ -247,7 +247,7 @@ def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
 
 
 def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
-    """Return the key with the most values, and positions of plans that differ in it alone."""
+    """Return the key with the most values, and positions of plans that differ only in it."""
     num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
     key = max(_VARIED, key=lambda k: num_values[k])
     names = [name for name in (*PLAN_KEYS, "assumed") if name not in (key, "name")]
@@ -295,9 +295,9 @@ MIN_PARALLEL_POINTS = 16  # below which one process is as fast as several
 def _replay_in_parallel(
     plans: Sequence[TrainingPlan], key: str, all_series: Mapping[Any, TraceSeries], jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
-    """Return the points that need no further trace, from copies of this process with the traces.
+    """Replay plans in forked processes, which have the traces, and return their points.
 
-    None for a plan that needs one: autograd does not survive a fork.
+    A plan that needs another trace has None, because autograd does not work after a fork.
     """
     found: list[list[SweepPoint] | None] = [None] * len(plans)
     if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS:
@@ -317,7 +317,7 @@ def _replay_in_parallel(
 def _points(
     plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], may_trace: bool = True
 ) -> list[SweepPoint] | None:
-    """Return a plan's points; None if one needs a trace that is not there, and may not be made."""
+    """Return a plan's points; None if `may_trace` is False and one needs another trace."""
     points: list[SweepPoint] = []
     trials: dict[Any, Trial] = {}
     for gpu in target_gpus(plan):
@@ -347,7 +347,7 @@ _FIRST_RESULT = "verdict"  # first result column; the columns before it identify
 
 @dataclass(frozen=True, slots=True)
 class FitsTable:
-    """Verdicts by (row, column) in the order of the sweep; a plan that does not exist has none."""
+    """Verdicts of a sweep as a table; an invalid plan has no entry."""
 
     verdicts: dict[tuple[str, str], Verdict]
     across: str  # name of the columns, such as `batch size`
@@ -414,7 +414,7 @@ _SHORT = {
 
 
 def _label(key: str, text: str) -> str:
-    """Return the label of a value among others.
+    """Return the label of a value of a swept key, for rows and columns of tables.
 
     >>> _label("precision", "32-true"), _label("use_lora", "False"), _label("batch_size", "8")
     ('32-true', 'no LoRA', 'batch 8')

@@ -1,4 +1,4 @@
-"""Programs of a plan at other batch sizes or sequence lengths, without tracing each.
+"""Programs of a plan at other batch sizes or sequence lengths, without a run at each.
 
 If the model takes the same branches, the calls at another size are the same with other numbers.
 Each number is a polynomial in the size: of degree 1 in the batch size, of degree 2 in the sequence
@@ -102,7 +102,7 @@ class _Numbers:
 
 
 def _numbers(samples: Sequence[Template]) -> _Numbers:
-    """The polynomial through the samples of one call."""
+    """Return the polynomials through the numbers of one call in each sample."""
     first = samples[0]
     if any(other.shape != first.shape for other in samples[1:]):
         raise NotInterpolable("a call has other arguments")
@@ -115,10 +115,11 @@ def _numbers(samples: Sequence[Template]) -> _Numbers:
 
 
 class Interpolation:
-    """The programs of one plan at all sizes, from traces at some.
+    """Programs of one plan at any batch size or sequence length, from a few traces.
 
-    `samples` are traces at `start`, `start + spacing` and so on, one more than the degree. `step`
-    is between the sizes: a divisor of `spacing`, which it is by default.
+    `samples` are traces at the sizes `start`, `start + spacing` and so on. Their number is the
+    degree of the polynomials plus one. Other sizes are `start` plus multiples of `step`, a divisor
+    of `spacing`; by default `spacing` itself.
 
     Raises:
         NotInterpolable: the samples do not make the same calls.
@@ -150,7 +151,7 @@ class Interpolation:
                 raise NotInterpolable(f"the calls at {value} are not all that its trace did")
 
     def at(self, value: int) -> TracedPlan:
-        """The traced plan at `value`.
+        """Return the traced plan at the size `value`.
 
         Raises:
             NotInterpolable: another attention backend is chosen there, or a number is impossible.
@@ -178,7 +179,7 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the shape-dependent decisions at `value`; None for no multiple of the step."""
+        """Return the shape-dependent decisions at `value`; None if no multiple of the step."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -192,7 +193,7 @@ class Interpolation:
 
 
 def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
-    """The outcome of `choice` with other numbers."""
+    """Return the outcome of `choice` on `gpu` if its call has other numbers."""
     try:
         args, kwargs = put_numbers(choice.template, numbers)
     except RuntimeError:  # no tensor has such a shape
@@ -219,9 +220,9 @@ def _check_alike(samples: Sequence[TracedPlan]) -> None:
 
 
 def _match(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
-    """The calls of the samples side by side: calls that differ in one sample differ in all.
+    """Match the calls of the samples; two calls that differ in any sample count as distinct.
 
-    Returns the polynomials of each distinct call, and the first sample's log in terms of them.
+    Return the polynomials of each distinct call, and the first sample's log in terms of them.
     """
     known: dict[tuple[int, ...], int] = {}
     spans = []
@@ -266,7 +267,9 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
 
 
 class OptimizerStep:
-    """The events of one optimizer's step, from plans of one micro-batch with it and with another.
+    """The events of an optimizer's step.
+
+    `own` is a plan of one micro-batch with this optimizer, `other` the same plan with another.
 
     Raises:
         NotInterpolable: they differ in more than the step.
@@ -280,7 +283,7 @@ class OptimizerStep:
             raise NotInterpolable("more than the optimizer's step is another")
 
     def put_into(self, traced: TracedPlan) -> TracedPlan:
-        """Return `traced` with this optimizer; its coverage is that of the run.
+        """Return `traced` with the steps of this optimizer in place of its own.
 
         Raises:
             NotInterpolable: a step frees storages made outside of steps, or has other phases.
@@ -327,7 +330,7 @@ def _finished(
 
 @dataclass(slots=True)
 class _Source:
-    """A program whose storages are copied into another table."""
+    """Copies parts of a program, with their storages, into the table `made` of a new program."""
 
     table: StorageTable
     made: StorageTable
@@ -338,7 +341,7 @@ class _Source:
             raise NotInterpolable("more than one stream runs")
 
     def again(self, events: Sequence[int]) -> list[int]:
-        """Return `events` with the ids of the other table."""
+        """Return `events` with the ids of the new table, to which their storages are added."""
         old, made, ids = self.table, self.made, self.ids
         found = []
         for event in events:
@@ -354,7 +357,7 @@ class _Source:
         return found
 
     def skip(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
-        """Skip `streams`; `shift` maps storages that they leave to equal ones that they free."""
+        """Leave out `streams`; `shift` maps storages that they keep to equal ones they free."""
         made: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
@@ -413,7 +416,10 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
 def _replaced_attention(
     log: CallLog, first: Gpu, gpu: Gpu
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
-    """Return calls on `gpu`, and positions of the outputs that only they make, by old calls."""
+    """Return the attention calls on `gpu` that replace calls on `first`, by the replaced call.
+
+    The second result has the positions of outputs that only the new call makes.
+    """
     replaced: dict[Template, Template] = {}
     extra: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
@@ -436,7 +442,7 @@ def _replaced_attention(
 
 
 def _uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
-    """Yield the scale of each use of a decision, and its backward."""
+    """Yield (`scale`, backward call) of each attention call that follows from `choice`."""
     (query, key, value, *_), _ = put_numbers(choice.template, choice.template.numbers)
     inputs = take_numbers((query, key, value))
     name = FUSED[choice.outcome]
@@ -451,7 +457,7 @@ def _uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template
 
 
 def _inputs(template: Template, position: int) -> Template:
-    """Return query, key and value of a call of attention, whose query is at `position`."""
+    """Return query, key and value of an attention call; `position` is that of the query."""
     args = put_numbers(template, template.numbers)[1]
     return take_numbers(tuple(args[position : position + 3]))
 
@@ -462,7 +468,7 @@ _NO_CALL = -1  # in place of the number of a call, for storages that are made be
 
 @dataclass(frozen=True, slots=True)
 class _CallAlone:
-    """One call of an attention that runs alone."""
+    """One call of an attention that `_run_alone` ran outside of the model."""
 
     template: Template
     outputs: frozenset[Output]  # outputs that take memory
@@ -486,9 +492,9 @@ def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
 def _run_alone(
     choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
 ) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
-    """Run one attention on `gpu`, with its backward if there is one.
+    """Run the attention of `choice` alone on `gpu`, and its `backward` if there is one.
 
-    Return its calls, and the strides of the output and of the gradients.
+    Return the calls, and the strides of the output and of the gradients.
     """
     virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
     recorder = CallRecorder(virtual.mode)
@@ -530,7 +536,7 @@ def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]
 
 
 def _on_gpu(value: Any) -> Any:
-    """Return `value`, a meta tensor as a tensor of the virtual GPU in a storage of its size."""
+    """Return `value`; a meta tensor as a tensor of the virtual GPU with the same strides."""
     if not isinstance(value, Tensor):
         return value
     num_items = value.untyped_storage().nbytes() // value.itemsize
