@@ -133,10 +133,10 @@ class Engine(ABC):
     def _answers(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
-        """Yield the place of each task and its result or end, as they come.
+        """Yield (index of a task, its outcome) in the order in which tasks end.
 
-        `begins` gets the place of a started task. `again` is True for tasks whose first worker
-        died.
+        The outcome is the result of `one`, a `_Failure` or a `_Death`. `begins` is called with the
+        index of each task that starts. `again` is True when tasks of dead workers are repeated.
         """
 
 
@@ -154,7 +154,7 @@ class _Death:
         self.how = how
 
     def error(self, label: str) -> DiedError:
-        """Return the error of a task with this label."""
+        """Return the error that reports this death, for the task `label`."""
         return DiedError(
             f"`{label}` has no result: its worker died {ATTEMPTS} times, {self.how}",
             hint="give each worker more memory, or use fewer with `--workers`",
@@ -221,7 +221,7 @@ class Local(Engine):
 
 
 class _Worker:
-    """A process that does one task after the other, and is replaced when it has died."""
+    """Child process that runs tasks one after the other; a new one replaces a dead one."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -238,11 +238,11 @@ class _Worker:
 
     @property
     def ends(self) -> tuple[Connection, int]:
-        """Objects to wait for: an answer, and the end of the process."""
+        """Objects for `connection.wait`: ready with an answer, or when the process ends."""
         return self._connection, self._process.sentinel
 
     def give(self, one: Callable[[T], Any], task: T) -> None:
-        """Begin a task; `answer` finds a worker that has died."""
+        """Send a task to the process; `answer` reports a process that has died."""
         if not self._process.is_alive():
             self._start()
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -254,7 +254,9 @@ class _Worker:
             if self._connection.poll():
                 return self._connection.recv()
         self._process.join()
-        return _Death(_how(self._process.exitcode or 0))
+        code = self._process.exitcode or 0
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        return _Death(killed or f"with exit code {code}")
 
     def end(self, *, is_idle: bool) -> None:
         """End the process, in the middle of a task if it has one."""
@@ -262,12 +264,6 @@ class _Worker:
         if not is_idle:
             self._process.terminate()
         self._process.join()
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
-    return f"killed by {signal.Signals(-code).name}"
 
 
 def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:

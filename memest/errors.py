@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+OOM_EXIT_CODE = 5  # exit code for a plan or script that does not fit, with `--check`
+
 
 class MemestError(Exception):
     """Base of every error that memest raises on purpose.

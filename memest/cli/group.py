@@ -14,9 +14,6 @@ import click
 from memest.errors import MemestError, closest
 from memest.packages import broken_package
 
-OOM_EXIT_CODE = 5  # of `--check` when a plan does not fit; without `--check` the code is 0
-
-
 SECTIONS = {
     "Predict": ("run", "checkpoint", "predict", "explore"),
     "Search": ("advise", "cheapest", "max-batch", "sweep"),

@@ -17,7 +17,7 @@ from memest.cli.files import (
     with_gpus,
     write_pages,
 )
-from memest.cli.group import OOM_EXIT_CODE, main, print_error
+from memest.cli.group import main, print_error
 from memest.cli.options import (
     OUT,
     PATH,
@@ -31,7 +31,7 @@ from memest.cli.options import (
 )
 from memest.cli.resume import forget, predict_resumably
 from memest.cli.terminal import has_colour, progress_bar
-from memest.errors import PlanError
+from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator.hardware.gpus import custom_gpu
 from memest.estimator.predict import record_plan, target_gpus
 from memest.estimator.search.suite import partition, with_label

@@ -18,7 +18,7 @@ import click
 
 from memest.child import signals_once
 from memest.cli.files import only_one, write_pages
-from memest.cli.group import OOM_EXIT_CODE, main, print_error
+from memest.cli.group import main, print_error
 from memest.cli.options import (
     OUT,
     PATH,
@@ -31,7 +31,7 @@ from memest.cli.options import (
     training_options,
 )
 from memest.cli.terminal import folded, has_colour, print_any_text
-from memest.errors import PlanError
+from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator.allocator.settings import settings_from
 from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, custom_gpu, find_gpu
 from memest.estimator.predict import PRIMARY_GPU
@@ -225,7 +225,7 @@ def run(
 
 
 def _check_form(output: Mapping[str, Any]) -> None:
-    """Refuse forms of the report that exclude each other, and prices in one without them."""
+    """Refuse `--summary` with `--emit`, and hours or prices with one of the two."""
     form = only_one({f"--{name}": output[name] for name in ("summary", "emit")})
     if form and output["whole"].is_given:
         raise PlanError(f"hours and prices are not part of `{form}`", hint="leave one out")
@@ -415,7 +415,7 @@ def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Targe
 def _gpus(
     typed: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
 ) -> tuple[Gpu, tuple[str, ...]]:
-    """Return the GPU to simulate, which is named first, and the names of those with a verdict."""
+    """Return the GPU to simulate, the first of `typed`, and the names of the GPUs to judge."""
     names = [find_gpu(name).name for text in typed for name in text.split(",")]
     gpu = find_gpu(names[0] if names else PRIMARY_GPU)
     if memory_bytes is not None:
@@ -435,7 +435,7 @@ class _Files:
         return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
     def keep_of(self, report: RunReport, folder: str) -> None:
-        """Write the files of the report's rank, which are in `folder`."""
+        """Write the user's files from those in `folder` of the rank that the report is about."""
         from memest.report.page import with_all_ranks
 
         written = self.of_rank(folder, report.rank)

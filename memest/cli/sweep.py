@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from memest.cli.files import given_only, print_or_write, read_plans
-from memest.cli.group import OOM_EXIT_CODE, main
+from memest.cli.group import main
 from memest.cli.options import (
     OUT,
     VALUES,
@@ -28,7 +28,7 @@ from memest.cli.options import (
 )
 from memest.cli.resume import forget, sweep_resumably
 from memest.cli.terminal import folded, progress_bar
-from memest.errors import PlanError
+from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.predict import predict, target_gpus
 from memest.estimator.search.sweep import Grid, make_grid, parse_values

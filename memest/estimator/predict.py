@@ -1,4 +1,4 @@
-"""The path from a plan to its prediction."""
+"""Predictions of plans: each GPU's verdict, and the report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
-    require(*_packages_of(plan))
+    require(*packages_of(plan))
     _import_libraries(plan.model_name, plan.loop, trust_remote_code)
     found = _on_chips(plan, list(by_chip.values()), trust_remote_code, jobs)
     primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
@@ -66,8 +66,8 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     )
 
 
-def _packages_of(plan: TrainingPlan) -> Iterator[str]:
-    """Yield the packages that the run of this plan imports late."""
+def packages_of(plan: TrainingPlan) -> Iterator[str]:
+    """Yield the packages of the plan's quantisation, strategy and optimizer."""
     library = OPTIMIZERS[plan.optim].library
     if plan.use_qlora or library == BITSANDBYTES:
         yield BITSANDBYTES
@@ -77,9 +77,9 @@ def _packages_of(plan: TrainingPlan) -> Iterator[str]:
 
 @cache
 def _import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
-    """Import the modules that each run of such a plan needs.
+    """Import the modules that a plan's run needs before the run.
 
-    Copies of this process have them, and collections during a run pass over them.
+    Forked processes share them, and the garbage collector does not scan them during a run.
     """
     from memest.models_meta.registry import resolve_config
 
@@ -104,7 +104,7 @@ def _without_matplotlib() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Predicted:
-    """Results on some GPUs."""
+    """Results of a plan on GPUs of one or several chips."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, as the results
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Predicted:
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
     def add(self, other: _Predicted) -> None:
-        """Add what another chip decides; the scenarios stay those of this one."""
+        """Add the results on another chip; `scenarios` stay those of the first."""
         self.verdicts |= other.verdicts
         self.times |= other.times
         for why, names in other.failed.items():
@@ -123,9 +123,9 @@ class _Predicted:
 def _on_chips(
     plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], trust_remote_code: bool, jobs: int
 ) -> _Predicted:
-    """Return the results on each chip, with the runs of the first on which the plan does not fail.
+    """Return the results on all chips; `scenarios` are those of the first that runs the plan.
 
-    If it fails on one, the newest comes next: it may have what is missing there.
+    If the plan fails on a chip, the newest chip is tried next: it may support more.
     """
     first, *others = chips
 
@@ -160,7 +160,7 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool = False) -> Tra
 
 
 def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
-    """Return the results on GPUs of one chip; their rates are taken to be those of the first."""
+    """Return the results on `gpus` of one chip; the simulated run uses the speed of the first."""
     found = _Predicted()
     trials: dict[int, Trial] = {}
     for gpu in gpus:
@@ -202,7 +202,7 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 
 def _primary(plan: TrainingPlan) -> Gpu:
-    """Return the GPU of the report's head."""
+    """Return the GPU whose figures the report has."""
     is_named = plan.gpu or plan.gpu_memory is not None
     return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
 
@@ -233,7 +233,7 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
 
 
 class Trial:
-    """Result of a traced plan on one GPU; replayed as far as it is read.
+    """Result of a traced plan on one GPU, computed when it is read.
 
     `like` is the trial of the same program on another GPU, whose replays are shared.
     """

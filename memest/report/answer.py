@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from memest.errors import MemestError
+from memest.errors import OOM_EXIT_CODE, MemestError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.commands import predict_command
 from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
@@ -273,7 +273,7 @@ NAMES = {
 class DoesNotFitError(MemestError):
     """The run fits no GPU of the report."""
 
-    exit_code = 5
+    exit_code = OOM_EXIT_CODE
 
 
 def resource_lines(

@@ -19,7 +19,7 @@ from typing import Any
 
 import memest
 from memest.child import spawn
-from memest.errors import PlanError, shown
+from memest.errors import OOM_EXIT_CODE, PlanError, shown
 from memest.estimator.allocator.settings import EXPANDABLE, VARIABLES
 from memest.packages import is_in_packages
 from memest.report import Ending, RunReport
@@ -33,9 +33,6 @@ INSIDE = "inside"
 _OFF = ("0", "off", "no", "false", INSIDE)
 _DONE = "MEMEST_PREFLIGHT_DONE"
 """Variable that names the checked process and command, so that its children skip the check."""
-
-OOM_EXIT_CODE = 5
-"""Exit code of a script that is stopped, as of `memest run --check`."""
 
 OTHERS_SHARE = 0.02
 """Share of the GPU that other processes have to hold to be named."""

@@ -31,12 +31,12 @@ from memest.child import (
 )
 from memest.engines import Engine, Event, Local, find_engine, watched
 from memest.errors import MemestError, PlanError
+from memest.estimator.predict import packages_of
 from memest.loops.job import RunOptions
 from memest.models_meta.registry import resolve_config
 from memest.packages import how_to_install, is_installed, require
 from memest.plan import TrainingPlan
 from memest.plan.keys import FLASH_ATTENTION_2
-from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 from memest.report import Measurement, Outcome
 from memest.units import gib_or_mib
 from memest.validate import ranks
@@ -446,15 +446,9 @@ def _refusal(device: Device, plan: TrainingPlan) -> str:
 
 def _missing_package(plan: TrainingPlan) -> str:
     """Return the first package that the plan needs and that is not installed, or nothing."""
-    of_optimizer = OPTIMIZERS[plan.optim].library
-    needed = {
-        "bitsandbytes": plan.use_qlora or of_optimizer == BITSANDBYTES,
-        "flash_attn": plan.attn_implementation == FLASH_ATTENTION_2,
-        "deepspeed": plan.is_deepspeed or of_optimizer == DEEPSPEED,
-    }
-    return next(
-        (name for name, is_used in needed.items() if is_used and not is_installed(name)), ""
-    )
+    attention = ["flash_attn"] if plan.attn_implementation == FLASH_ATTENTION_2 else []
+    needed = [*packages_of(plan), *attention]
+    return next((name for name in needed if not is_installed(name)), "")
 
 
 def predicted_host_bytes(plan: TrainingPlan) -> int:

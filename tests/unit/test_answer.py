@@ -71,7 +71,7 @@ def test_the_first_line_of_a_report_is_the_verdict(too_large: Prediction) -> Non
 
 
 def test_a_no_names_a_change_that_fits_and_the_command_for_more(too_large: Prediction) -> None:
-    change = cheapest_change(PLAN, "t4", too_large, max_predictions=20)
+    change = cheapest_change(PLAN, "t4", too_large)
 
     assert change is not None
     assert predict(change.plan).verdict is Outcome.FITS

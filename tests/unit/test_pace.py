@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 from memest import TrainingPlan, predict, virtual_gpu
 from memest.cli import main
-from memest.cli.group import OOM_EXIT_CODE
-from memest.errors import PlanError
+from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import ELSEWHERE, PACE, estimate, step_times, table_of
 from memest.estimator.hardware.speed import kernel_us, speed_of

@@ -73,7 +73,7 @@ class LiveModules:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Take the hooks away, until the block ends."""
+        """Remove the hooks within the block."""
         self._take_hooks()
         try:
             yield
@@ -82,7 +82,7 @@ class LiveModules:
 
     @contextmanager
     def with_hooks(self) -> Iterator[None]:
-        """Put the hooks back within `without_hooks`, until the block ends."""
+        """Install the hooks again within the block, which is inside of `without_hooks`."""
         self._put_hooks()
         try:
             yield
@@ -104,7 +104,7 @@ class LiveModules:
         return bool(self._stack)
 
     def current(self) -> str:
-        """Return the path of the module that runs, forward or backward; "" outside of all."""
+        """Return the path of the running module, in forward or backward; "" if none runs."""
         if self._stack:
             return self._names.get(id(self._stack[-1]), "")
         return self.in_backward()[0]
@@ -118,11 +118,11 @@ class LiveModules:
         return [model for _, model in found if model is not None]
 
     def owner_of(self, parameter: Any) -> str:
-        """Return the path of the module that holds `parameter`; "" if it has not run."""
+        """Return the path of the module that has `parameter`; "" if the module has not run."""
         return self._parameters.get(id(parameter), "")
 
     def path_of(self, module: nn.Module) -> str:
-        """Return the path of `module`; "" if it has not run."""
+        """Return the path of `module`; "" if the module has not run."""
         return self._names.get(id(module), "")
 
     def note_line(self, line: str) -> None:
@@ -183,7 +183,8 @@ class LiveModules:
                 for parameter in child._parameters.values():
                     self._parameters.setdefault(id(parameter), path)
         self.is_evaluating = not module.training
-        self.is_generating = not torch.is_grad_enabled() and _is_called_by("generate")
+        callers = (frame.f_code.co_name for frame, _ in walk_stack(sys._getframe(1)))
+        self.is_generating = not torch.is_grad_enabled() and "generate" in callers
         if self.on_call is not None:
             self.on_call(module, is_new)
 
@@ -191,11 +192,6 @@ class LiveModules:
         if self._stack:
             self._stack.pop()
         self._note()
-
-
-def _is_called_by(name: str) -> bool:
-    """Return whether a function of this name is running in this thread."""
-    return any(frame.f_code.co_name == name for frame, _ in walk_stack(sys._getframe(1)))
 
 
 class Labels:
@@ -273,7 +269,7 @@ class Attribution:
         self._sites: dict[Any, Site] = {}
 
     def site(self, func: Any) -> Site:
-        """Origin of a request by `func`, an operator or a name; one object per origin."""
+        """Return the origin of a request by `func`, an operator or a name: one object each."""
         module, phase = self.modules.current(), self.phase()
         line, caller = self.lines.current(), ""
         if phase in ("setup", "forward"):

@@ -94,20 +94,15 @@ class WaitingLoops:
 
 
 def _read_now() -> tuple[FrameType | None, _Lines | None]:
-    """Return the innermost frame outside of torch, and the loop whose condition it reads."""
-    frame = _reading_frame()
+    """Return the innermost frame of other code, and the loop whose condition it reads."""
+    stack = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    frame = next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
     if frame is None:
         return None, None
     for condition, loop in _conditions(frame.f_code.co_filename):
         if condition.hold(frame.f_lineno):
             return frame, loop
     return frame, None
-
-
-def _reading_frame() -> FrameType | None:
-    """Return the innermost frame outside of torch and of memest."""
-    stack = (frame for frame, _ in walk_stack(sys._getframe(1)))
-    return next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
 
 
 # Loops with one way out: `while CONDITION:`, and `while True:` with one `if CONDITION: break`.

@@ -29,6 +29,7 @@ from memest.estimator.tensors.placement import CPU, META, storage_key, tensors_i
 
 aten = torch.ops.aten
 
+CHECK_DEPTH = 12  # innermost frames among which a check of `torch.distributions` is
 NUMBER = 1.0  # guess of a loss, a norm or a tensor that is copied to the host
 FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
 TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
@@ -52,9 +53,9 @@ _CHECKS = "" if "_is_all_true" in _VALIDATE.co_names else _VALIDATE.co_filename
 """File of `torch.distributions` if its checks read `all()` in place of `_is_all_true`."""
 
 
-def is_check(depth: int = 12) -> bool:
+def is_check() -> bool:
     """Return whether the running code is a check of `torch.distributions`."""
-    frames = islice(walk_stack(sys._getframe(1)), depth) if _CHECKS else ()
+    frames = islice(walk_stack(sys._getframe(1)), CHECK_DEPTH) if _CHECKS else ()
     return any(frame.f_code.co_filename == _CHECKS for frame, _ in frames)
 
 
@@ -129,7 +130,7 @@ _SELECTIONS = frozenset((
 
 
 def selection(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
-    """Return the values that unknown positions select from `source`, if all are equal."""
+    """Return the result of a selection at unknown positions if all values of `source` are equal."""
     if func not in _SELECTIONS or source is None or not source.numel():
         return None
     first = source.flatten()[0]
@@ -197,7 +198,7 @@ _BY_SIZE = frozenset(map(id, (
     aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar,
     aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor,
 )))  # fmt: skip
-"""Comparisons in size, by identity as in `registry`: this is looked up for each operator."""
+"""Ids of comparisons by size. An id is looked up for each operator, and is faster to hash."""
 
 EVENLY = (
     "the size of some results depends on unknown values: choices, such as those of a router "

@@ -341,14 +341,8 @@ class Memory:
         if self._timeline.stream_of_pool(home) != stream:
             self._uses.setdefault(index, set()).add(stream)
 
-    def stash(self, tensor: Tensor, done: float) -> None:
-        """Keep the storage of `tensor` for a collective that ends at `done` microseconds."""
-        index = self.id_of(tensor)
-        if index is not None:
-            self.stash_storage(index, done)
-
-    def stash_storage(self, index: int, done: float) -> None:
-        """Keep the storage with this id as `stash` does."""
+    def stash(self, index: int, done: float) -> None:
+        """Keep a storage, by its id, for a collective that ends at `done` microseconds."""
         self._stashed[index] = done
 
     def unstash(self, until: float | None = None) -> None:

@@ -178,8 +178,9 @@ class PendingWorks:
         return work.boxed()
 
     def _stash(self, tensors: Iterable[Tensor], done: Time) -> None:
-        for tensor in tensors:
-            self._memory.stash(tensor, done[0])
+        for index in map(self._memory.id_of, tensors):
+            if index is not None:
+                self._memory.stash(index, done[0])
 
 
 class GpuFuture(torch.futures.Future[Any]):

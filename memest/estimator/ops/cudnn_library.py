@@ -120,7 +120,6 @@ class Kernels:
 class Plan:
     """An engine configuration that cuDNN offers."""
 
-    engine: int  # global index of the engine
     workspace_bytes: int  # bytes that the plan requests
     notes: frozenset[int]  # numerical notes of its engine
     is_estimated: bool = False  # `product_bytes` estimated it, seldom right to 512 B
@@ -333,9 +332,8 @@ class Library:
         (workspace,) = self._get(config, 303, INT64, [0])
         engine = self._new(ENGINE)
         self._get(config, 300, DESCRIPTOR, [engine])
-        (index,) = self._get(engine, 1301, INT64, [0])
         notes = self._get(engine, 1303, NOTE, [0] * MOST_NOTES)
-        return Plan(index, workspace, frozenset(notes))
+        return Plan(workspace, frozenset(notes))
 
     @contextmanager
     def _log(self) -> Iterator[list[tuple[int, bytes]]]:
@@ -400,16 +398,16 @@ def _on_a_gpu(
     """Yield the plan of a rejected configuration if a GPU accepts it."""
     if engine == FOURIER_ENGINES[direction]:
         if is_fourier(shapes, direction):
-            yield Plan(engine, fourier_bytes(shapes, direction), frozenset({FOURIER}))
+            yield Plan(fourier_bytes(shapes, direction), frozenset({FOURIER}))
     elif WITHOUT_DRIVER in reasons and engine in COMPILED_ENGINES[direction]:
         num_bytes = compiled_bytes(shapes, direction) if engine == SUMS_IN_PARTS else 0
-        yield Plan(engine, num_bytes, frozenset())
+        yield Plan(num_bytes, frozenset())
     elif WITHOUT_CUBLASLT in reasons and is_product(shapes):
         num_bytes = product_bytes(shapes, direction, gpus.find_gpu(gpu).num_sms)
         is_estimated = direction == "weight" and shapes.is_channels_last
-        yield Plan(engine, num_bytes, frozenset({TENSOR_CORES}), is_estimated)
+        yield Plan(num_bytes, frozenset({TENSOR_CORES}), is_estimated)
     elif WITHOUT_WINOGRAD in reasons and is_winograd(shapes, direction):
-        yield Plan(engine, winograd_bytes(shapes, direction), frozenset())
+        yield Plan(winograd_bytes(shapes, direction), frozenset())
 
 
 def _array(of_type: int, values: Sequence[Any]) -> Any:

@@ -208,19 +208,16 @@ def cheapest_change(
     gpu: Gpu | str,
     prediction: Prediction,
     *,
-    max_predictions: int | None = None,
     trust_remote_code: bool = False,
 ) -> Option | None:
-    """Return the first single change, cheapest in kind first, with which `plan` fits `gpu`, or
-    None.
+    """Return a single change with which `plan` fits `gpu`, cheapest in kind first, or None.
 
-    `prediction` is that of `plan`, with a verdict for `gpu`. `max_predictions` None is
-    `MAX_CHANGES`, and fewer for a long run (`MAX_CALLS`).
+    `prediction` is that of `plan`, with a verdict for `gpu`. At most `MAX_CHANGES` changes are
+    tried, and fewer for a long run (`MAX_CALLS`).
     """
     target = find_gpu(gpu) if isinstance(gpu, str) else gpu
     traced = trace_plan(_on_gpu(plan, target), target, trust_remote_code=trust_remote_code)
-    if max_predictions is None:
-        max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
+    max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
     search = _Search(_on_gpu(plan, target), target, max_predictions, trust_remote_code)
     found: Option | None = None
     techniques = candidates(
@@ -372,14 +369,14 @@ class _Search:
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
         """Yield minimal combinations of this cost that fit."""
         strongest = _strongest(techniques, cost)
-        if len(strongest) < 2 or _cost(strongest) < cost:
+        if len(strongest) < 2 or _costs(strongest)[-1] < cost:
             return
         if not self._fits(change for _, change in strongest):
             return
         found = self._shrunk(strongest)
         yield found
         for size in range(2, len(found.changes)):
-            groups = [g for g in itertools.combinations(strongest, size) if _cost(g) == cost]
+            groups = [g for g in itertools.combinations(strongest, size) if _costs(g)[-1] == cost]
             for group in sorted(groups, key=_costs):
                 if self._fits(change for _, change in group):
                     yield self._shrunk(group)
@@ -420,10 +417,6 @@ def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Techni
 
 def _costs(group: Iterable[tuple[Technique, Change]]) -> list[Cost]:
     return sorted(change.cost for _, change in group)
-
-
-def _cost(group: Iterable[tuple[Technique, Change]]) -> Cost:
-    return _costs(group)[-1]
 
 
 def _model_facts(plan: TrainingPlan, prediction: Prediction, trust_remote_code: bool) -> ModelFacts:

@@ -90,7 +90,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         mode = self._mode
         if mode.memory.kind is MemKind.BUCKETS:
             for index in self._first_buckets:
-                mode.memory.stash_storage(index, self.summed_at)
+                mode.memory.stash(index, self.summed_at)
             self._first_buckets.clear()
             self.is_rebuilt = True
             mode.works.release_due()
