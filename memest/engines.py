@@ -110,7 +110,7 @@ class Engine(ABC):
 
         for attempt in range(ATTEMPTS):
             dead: list[int] = []
-            answers = self._answers(one, [tasks[i] for i in pending], begins, attempt > 0)
+            answers = self._outcomes(one, [tasks[i] for i in pending], begins, attempt > 0)
             with closing(answers):
                 for place, answer in answers:
                     index = pending[place]
@@ -130,7 +130,7 @@ class Engine(ABC):
         return [found[index] for index in range(len(tasks))]
 
     @abstractmethod
-    def _answers(
+    def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         """Yield (index of a task, its outcome) in the order in which tasks end.
@@ -183,7 +183,7 @@ class Local(Engine):
         super().__init__(workers, gpus=gpus)
         self.visible = visible
 
-    def _answers(
+    def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         count = min(self.workers or os.cpu_count() or 1, len(tasks))
@@ -281,7 +281,7 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:
 class Ray(Engine):
     """A Ray cluster: the one of `RAY_ADDRESS`, or else a new one on this machine."""
 
-    def _answers(
+    def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         import ray
@@ -336,7 +336,7 @@ class Slurm(Engine):
         super().__init__(workers, gpus=gpus)
         self.cluster = cluster
 
-    def _answers(
+    def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         import submitit

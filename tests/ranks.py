@@ -56,7 +56,7 @@ class WithLoss(nn.Module):
 
 
 class _Watch(virtual_run._Watch):
-    def ended(self) -> None:
+    def last_step_is_done(self) -> None:
         self.virtual.mode.attribution.labels.of_models()
 
 
@@ -68,21 +68,25 @@ def run_rank(
     virtual = gpu_of_rank(rank, plan.world_size)
     watch = _Watch(virtual, None, None)  # type: ignore[arg-type]
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    recorder.on_start, recorder.on_row = watch.starts, watch.reached
+    recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_was_read
     job = watch.job = Job(
         plan,
         recorder,
-        Listener(on_end=watch.ended, on_ready=watch.ready),
+        Listener(on_end=watch.last_step_is_done, on_ready=watch.strategy_is_ready),
         is_alone=True,
         rank=rank,
     )
     x = torch.zeros(*shape)
-    contexts = virtual_run._as_before(), virtual_run._quietly(), virtual_run.without_cycles()
+    contexts = (
+        virtual_run._environment_restored(),
+        virtual_run._without_messages(),
+        virtual_run.without_cycles(),
+    )
     with contexts[0], contexts[1], contexts[2], virtual, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Lightning, to users
         with torch.device("cuda"):
             model = WithLoss(make())
-        watch.has_model(model)
+        watch.model_is_built(model)
         torch.cuda.empty_cache()
         recorder.start()
 

@@ -200,7 +200,7 @@ def run(
     os.environ.update(launch.environment)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
-    target_gpu, others = _gpus(gpu_names, gpu_memory, beside)
+    target_gpu, others = _chosen_gpus(gpu_names, gpu_memory, beside)
     files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace")))
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
     options: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
@@ -297,10 +297,10 @@ def _run_one(
         ran = replace(ran, report=replace(ran.report, ranks=rows))
     if ran.report is None or files is None:
         return ran
-    return _after(ran, partial(files.write, ran.report, session))
+    return _write_after(ran, partial(files.write, ran.report, session))
 
 
-def _after(ran: RunResult, write: Callable[[], None]) -> RunResult:
+def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
     """Write files after a run, whose report is printed also if a file cannot be written."""
     try:
         write()
@@ -349,7 +349,7 @@ def _run_ranks(
     if not reports:
         return ran
     report = merge_ranks(reports)
-    return _after(replace(ran, report=report), partial(files.keep_of, report, folder))
+    return _write_after(replace(ran, report=report), partial(files.keep_of, report, folder))
 
 
 def _run_with_files(
@@ -412,7 +412,7 @@ def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Targe
     return launch, replace(target, local_rank=launch.local_rank)
 
 
-def _gpus(
+def _chosen_gpus(
     typed: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
 ) -> tuple[Gpu, tuple[str, ...]]:
     """Return the GPU to simulate, the first of `typed`, and the names of the GPUs to judge."""

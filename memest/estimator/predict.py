@@ -52,7 +52,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
     require(*packages_of(plan))
     _import_libraries(plan.model_name, plan.loop, trust_remote_code)
-    found = _on_chips(plan, list(by_chip.values()), trust_remote_code, jobs)
+    found = _results_on_chips(plan, list(by_chip.values()), trust_remote_code, jobs)
     primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
     return summarise(
         plan=plan,
@@ -103,7 +103,7 @@ def _without_matplotlib() -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Predicted:
+class _Results:
     """Results of a plan on GPUs of one or several chips."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, as the results
@@ -112,7 +112,7 @@ class _Predicted:
     times: dict[str, StepTime] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
-    def add(self, other: _Predicted) -> None:
+    def add(self, other: _Results) -> None:
         """Add the results on another chip; `scenarios` stay those of the first."""
         self.verdicts |= other.verdicts
         self.times |= other.times
@@ -120,36 +120,36 @@ class _Predicted:
             self.failed[why] = [*self.failed.get(why, ()), *names]
 
 
-def _on_chips(
+def _results_on_chips(
     plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], trust_remote_code: bool, jobs: int
-) -> _Predicted:
+) -> _Results:
     """Return the results on all chips; `scenarios` are those of the first that runs the plan.
 
     If the plan fails on a chip, the newest chip is tried next: it may support more.
     """
     first, *others = chips
 
-    def on_others() -> _Predicted:
-        found = _Predicted()
+    def on_others() -> _Results:
+        found = _Results()
         for gpus in others:
             try:
-                found.add(_predicted(plan, gpus, trust_remote_code))
+                found.add(_results_on_chip(plan, gpus, trust_remote_code))
             except MemestError as error:
-                found.add(_Predicted(failed={str(error): [gpu.name for gpu in gpus]}))
+                found.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
         return found
 
     try:
         if not plan.is_distributed:  # before a copy is made: the others begin with these runs
             _trace(plan, first[0], trust_remote_code)
         with forked(on_others) if others and jobs > 1 else nullcontext(lambda: None) as answer:
-            found = _predicted(plan, first, trust_remote_code)
+            found = _results_on_chip(plan, first, trust_remote_code)
             found.add(answer() or on_others())
     except MemestError as error:
         others.sort(key=lambda gpus: gpus[0].capability, reverse=True)
         if not others or others[0][0].capability <= first[0].capability:
             raise
-        found = _on_chips(plan, others, trust_remote_code, jobs)
-        found.add(_Predicted(failed={str(error): [gpu.name for gpu in first]}))
+        found = _results_on_chips(plan, others, trust_remote_code, jobs)
+        found.add(_Results(failed={str(error): [gpu.name for gpu in first]}))
     return found
 
 
@@ -159,9 +159,9 @@ def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool = False) -> Tra
     return trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
 
 
-def _predicted(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Predicted:
+def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Results:
     """Return the results on `gpus` of one chip; the simulated run uses the speed of the first."""
-    found = _Predicted()
+    found = _Results()
     trials: dict[int, Trial] = {}
     for gpu in gpus:
         like_first = replace(gpu, memory_gb_s=gpus[0].memory_gb_s)

@@ -41,7 +41,7 @@ def summarise(
 
     `scenarios` begin with the one that reserves most; `results` are their replays on that GPU.
     """
-    traced, unlimited, result = scenarios[0].traced, scenarios[0].free, results[0]
+    traced, unlimited, result = scenarios[0].traced, scenarios[0].unlimited, results[0]
     outside_bytes = primary.context_bytes + traced.libraries_bytes
     program = traced.program
     terms = peak_terms(traced, plan.accumulate_grad_batches, result)

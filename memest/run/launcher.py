@@ -204,14 +204,14 @@ def _clean(summary: traceback.TracebackException, seen: set[int]) -> None:
     if id(summary) in seen:
         return
     seen.add(id(summary))
-    summary.stack = traceback.StackSummary.from_list(_kept(summary.stack))
+    summary.stack = traceback.StackSummary.from_list(_frames_of_script(summary.stack))
     inner = [summary.__cause__, summary.__context__, *(getattr(summary, "exceptions", None) or ())]
     for each in inner:
         if each is not None:
             _clean(each, seen)
 
 
-def _kept(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
+def _frames_of_script(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
     """Yield the frames of the script and of libraries, without those of replaced kernels."""
     has_begun = is_within = False
     for frame in frames:

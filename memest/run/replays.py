@@ -91,7 +91,7 @@ def _with_own_shares(
     if own.verdict is not Outcome.OOM:
         if memory.log.is_full:
             return None
-        timings = (FreeTiming.LATEST, *_earlier(virtual))
+        timings = (FreeTiming.LATEST, *_earlier_timings(virtual))
         scenarios = [Scenario(run, timing) for timing in timings]
         results = [scenario.under(verdict.limit_bytes) for scenario in scenarios]
         return verdict_over(scenarios, results, verdict.limit_bytes, verdict.spread_bytes)
@@ -112,11 +112,11 @@ def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interv
     They cover the free timings, if all requests were stored.
     """
     limit = virtual.allocator.limit_bytes
-    earlier = [run_of(virtual).on(limit, timing) for timing in _earlier(virtual)]
-    return intervals([_itself(virtual), *earlier], outside_bytes=outside_bytes)
+    earlier = [run_of(virtual).on(limit, timing) for timing in _earlier_timings(virtual)]
+    return intervals([_own_figures(virtual), *earlier], outside_bytes=outside_bytes)
 
 
-def _itself(virtual: VirtualGpu) -> Replayed:
+def _own_figures(virtual: VirtualGpu) -> Replayed:
     """Return the figures of the simulated run itself, as a replay would."""
     memory = virtual.mode.memory
     return Replayed(
@@ -126,7 +126,7 @@ def _itself(virtual: VirtualGpu) -> Replayed:
     )
 
 
-def _earlier(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
+def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
     """Return the free timings besides `LATEST` on which blocks depend, if all events are known."""
     memory = virtual.mode.memory
     if not virtual.depends_on_time or memory.log.is_full:
@@ -176,12 +176,12 @@ class _Verdicts:
         collects = settings.garbage_collection_threshold > 0 and run.is_share
         gives_back = collects or settings.max_split_bytes is not None
         self._felt_no_limit = not virtual.allocator.num_retries and not gives_back
-        self._own = _itself(virtual)
-        free = self._own if self._felt_no_limit else None
+        self._own = _own_figures(virtual)
+        unlimited = self._own if self._felt_no_limit else None
         self._scenarios: list[Scenario] = []
         if self._is_whole:
-            earlier = (Scenario(run, timing) for timing in _earlier(virtual))
-            self._scenarios = [Scenario(run, free=free), *earlier]
+            earlier = (Scenario(run, timing) for timing in _earlier_timings(virtual))
+            self._scenarios = [Scenario(run, unlimited=unlimited), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:
         """Return `verdict`, of the simulated GPU, with the least limit as its need."""

@@ -158,7 +158,7 @@ def test_one_prediction_leaves_nothing_behind_for_the_next(shallow: Callable[...
     first = [predict(plan).peak_reserved_bytes for plan in plans]
     from memest.estimator.replay import simulated_plan
 
-    simulated_plan._traces.cache_clear()
+    simulated_plan._cached_traces.cache_clear()
 
     assert [predict(plan).peak_reserved_bytes for plan in plans] == first
     assert predict(alone).peak_reserved_bytes == before

@@ -89,7 +89,7 @@ def test_a_chip_that_makes_other_calls_has_its_own_run() -> None:
     t4 = find_gpu("t4")
     with pytest.raises(NotInterpolable, match=r"decision|strides"):
         on_other_chip(logged_trace(plan, H200), H200, t4)
-    simulated_plan._traces.cache_clear()
+    simulated_plan._cached_traces.cache_clear()
 
     trace_plan(plan, H200)
 

@@ -3,7 +3,7 @@
 A script that reads a loss, a norm or a sampled token gets a finite, ordinary value. `Guesses`
 counts each read with its line. A comparison that a script branches on is guessed to be False. One
 that decides the size of a result (`loss[loss > 0.7]`) is guessed to be True, so that the result is
-as large as it can be. So the guesses that decide shapes are apart, in `GuessedValues`.
+as large as it can be. `GuessedValues` has these guesses apart from the others.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ _SELECTIONS = frozenset((
 ))  # fmt: skip
 
 
-def selection(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
+def selected_value(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
     """Return the result of a selection at unknown positions if all values of `source` are equal."""
     if func not in _SELECTIONS or source is None or not source.numel():
         return None
@@ -141,7 +141,7 @@ _ABOVE = frozenset((aten.gt.Scalar, aten.ge.Scalar))
 _BELOW = frozenset((aten.lt.Scalar, aten.le.Scalar))
 
 
-def comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+def guessed_comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     """Return the guessed result of a comparison of unknown operands; None for other operators."""
     if func in _ABOVE or func in _BELOW:
         threshold = args[1]
@@ -164,16 +164,16 @@ def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -
     elif values.is_known(out) or out.numel() > MAX_MASK:
         return
     else:
-        guess = comparison(func, args, out)
+        guess = guessed_comparison(func, args, out)
         if guess is None:
             source = args[0] if args else None
             known = values.value_of(source) if isinstance(source, Tensor) else None
-            guess = selection(func, known, out)
+            guess = selected_value(func, known, out)
     if guess is not None:
         values.adopt_guess(out, guess)
 
 
-def bincount(
+def guessed_bincount(
     guesses: Guesses, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor | None:
     """Return `bincount` of unknown numbers, if the script gives its length.
@@ -253,12 +253,12 @@ class GuessedValues:
         if all(map(self._known.decides, deciding)):
             return None
         if not any(tensor.numel() for tensor in deciding):
-            return largest(func, args, kwargs)
+            return largest_result(func, args, kwargs)
         is_guessed = all(map(self._layer.is_known, deciding))
         if is_guessed:
             made = materialise(self._layer.compute(func, args, kwargs))
         else:
-            made = largest(func, args, kwargs)
+            made = largest_result(func, args, kwargs)
         if made is not None:
             first = next(tensors_in((made,)))
             name = func._schema.name.removeprefix("aten::")
@@ -322,7 +322,7 @@ def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args[place] if is_given else kwargs.get("dim", None if is_of_one else -1)
 
 
-def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the largest result of an operator with `Op.shaped_by`, on meta.
 
     None where it has no bound.

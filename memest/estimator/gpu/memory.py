@@ -53,18 +53,18 @@ class GarbagePace:
     def __init__(self) -> None:
         self._own = self._moved = 0
         self._threshold = (0, 0, 0)
-        self._is_kept = False
+        self._is_active = False
 
     def start(self) -> None:
         """Start to move the threshold."""
-        self._own, self._is_kept = 0, True
+        self._own, self._is_active = 0, True
         self._threshold = gc.get_threshold()
         self._moved = self._threshold[0]
         gc.callbacks.append(self._collected)
 
     def made(self, num_objects: int) -> None:
         """Count Python containers that memest creates, or frees if negative, beyond this call."""
-        if not self._is_kept or not gc.isenabled():
+        if not self._is_active or not gc.isenabled():
             self._own += num_objects
             return
         now = gc.get_threshold()
@@ -77,7 +77,7 @@ class GarbagePace:
 
     def stop(self) -> None:
         """Restore the script's threshold."""
-        self._is_kept = False
+        self._is_active = False
         if self._collected in gc.callbacks:  # the script may have cleared them
             gc.callbacks.remove(self._collected)
         if gc.get_threshold()[0] == self._moved:

@@ -24,8 +24,8 @@ from memest.estimator.gpu.guesses import (
     PASSING_CHECKS,
     GuessedValues,
     Guesses,
-    bincount,
     guess_booleans,
+    guessed_bincount,
     is_check,
 )
 from memest.estimator.gpu.host import HostTensors, without_tensors
@@ -384,7 +384,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = self.kernels.key_of(func, args, kwargs)
         recipe = self.kernels.recipes.get(key)
         if recipe is None:
-            make = self._result_in_room if op.may_grow else self._result
+            make = self._result_that_may_grow if op.may_grow else self._result
             out = make(op, args, kwargs)
             recipe = self.kernels.new_recipe(op, args, kwargs, out, key)
         else:
@@ -412,13 +412,13 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if made is not None:
                 return made
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
-            bins = bincount(self.guesses, *args, **kwargs)
+            bins = guessed_bincount(self.guesses, *args, **kwargs)
             if bins is not None:
                 return bins
         out = op.result(args, kwargs) if op.result else self._on_meta(op, args, kwargs)
         return dense(out, func, self.attribution.lines.current)
 
-    def _result_in_room(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
+    def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Result of an operator that enlarges what it writes to: `out=`, `resize_`."""
         written = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
         before = [tensor.untyped_storage().nbytes() for tensor in written]

@@ -167,24 +167,24 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
 class Scenario:
     """A run with one free timing, `timing`.
 
-    `free` is its replay without a limit, and `traced` has facts about the model of a plan.
+    `unlimited` is its replay without a limit, and `traced` has facts about the model of a plan.
     """
 
     def __init__(
         self,
         run: Run,
         timing: FreeTiming = FreeTiming.LATEST,
-        free: Replayed | None = None,
+        unlimited: Replayed | None = None,
         traced: TracedPlan | None = None,
     ) -> None:
         self.run, self.timing = run, timing
-        self.free = free or run.on(None, timing)
+        self.unlimited = unlimited or run.on(None, timing)
         self._traced = traced
         self.least = LeastLimit(
             lambda limit: _ending(run.on(limit, timing, is_soft=True)),
-            self.free.peak_allocated_bytes,
-            self.free.peak_reserved_bytes,
-            num_events=self.free.num_events,
+            self.unlimited.peak_allocated_bytes,
+            self.unlimited.peak_reserved_bytes,
+            num_events=self.unlimited.num_events,
             is_felt_early=not run.settings.is_default,
         )
 
@@ -196,8 +196,8 @@ class Scenario:
 
     def under(self, limit_bytes: int) -> Replayed:
         """Return the replay under a limit of `limit_bytes` reserved bytes."""
-        if self.free.peak_reserved_bytes <= limit_bytes and self.run.settings.is_default:
-            return self.free
+        if self.unlimited.peak_reserved_bytes <= limit_bytes and self.run.settings.is_default:
+            return self.unlimited
         result = self.run.on(limit_bytes, self.timing)
         self.least.add(limit_bytes, *_ending(result))
         return result
@@ -216,7 +216,7 @@ def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
         depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
         for timing in FreeTiming if depends_on_time else (FreeTiming.LATEST,):
             found.append(Scenario(run_of_plan(plan, traced), timing, traced=traced))
-    key = attrgetter("free.peak_reserved_bytes", "free.peak_allocated_bytes")
+    key = attrgetter("unlimited.peak_reserved_bytes", "unlimited.peak_allocated_bytes")
     return sorted(found, key=key, reverse=True)
 
 

@@ -73,7 +73,7 @@ def run_rank(
 ) -> TracedPlan:
     """Return the program of one rank."""
     traced = run_plan(plan, gpu, rank=rank, trust_remote_code=trust_remote_code)
-    host_terms = tuple(_of_all_ranks(plan, traced.host_terms))
+    host_terms = tuple(_host_terms_of_ranks(plan, traced.host_terms))
     return replace(
         traced,
         notes=(*traced.notes, *_notes(plan, rank.rank, traced.program.storages)),
@@ -82,7 +82,7 @@ def run_rank(
     )
 
 
-def _of_all_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
+def _host_terms_of_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
     """Yield the host memory of all ranks, from `terms` of one rank and that of its libraries."""
     if not terms:
         return
@@ -126,7 +126,7 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
         context_bytes=0,
     )  # fmt: skip
     plan = canonical(plan)
-    traces = _traces(plan, trust_remote_code, simulated())
+    traces = _cached_traces(plan, trust_remote_code, simulated())
     for other, trace, calls in traces:
         is_same = replace(other, chip="") == replace(gpu, chip="")
         if is_same and has_same_workspaces(calls, gpu, other):
@@ -147,6 +147,6 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
 
 
 @functools.lru_cache(maxsize=8)
-def _traces(plan: TrainingPlan, trust_remote_code: bool, release: TorchRelease) -> _Traces:
+def _cached_traces(plan: TrainingPlan, trust_remote_code: bool, release: TorchRelease) -> _Traces:
     """Return the cached programs of `plan`, a list to which `trace_plan` appends."""
     return []

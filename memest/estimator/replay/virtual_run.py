@@ -60,7 +60,7 @@ over the GPUs in the last one only. The Trainer of transformers loads all batche
 and frees them one by one.
 """
 
-_NOT_RUN: dict[str, Any] = {
+_REPLAY_KEYS: dict[str, Any] = {
     "name": "",
     "gpu": (),
     "gpu_memory": None,
@@ -74,10 +74,10 @@ _NOT_RUN: dict[str, Any] = {
 def canonical(plan: TrainingPlan) -> TrainingPlan:
     """Return `plan` without the keys that do not affect its program, as a cache key."""
     if _is_whole(plan):
-        return replace(plan, **_NOT_RUN)
+        return replace(plan, **_REPLAY_KEYS)
     return replace(
         plan,
-        **_NOT_RUN,
+        **_REPLAY_KEYS,
         steps=min(plan.steps, MAX_STEPS_OF_STRATEGY) if plan.is_distributed else MAX_STEPS,
         accumulate_grad_batches=(
             plan.accumulate_grad_batches if plan.loop == "transformers" else _num_run(plan)
@@ -170,28 +170,28 @@ class _Watch:
         self.num_storages = len(mode.memory.storages.num_bytes)
         return len(mode.memory.log.events)
 
-    def starts(self) -> None:
+    def training_starts(self) -> None:
         """Record the start of the training: the model is wrapped, the cache is empty."""
         self.virtual.mode.attribution.has_started = True
         self.virtual.mode.work.restart()
         self.virtual.mode.work.has_host = False
         self.num_setup = self._cut()
 
-    def has_model(self, model: nn.Module) -> None:
+    def model_is_built(self, model: nn.Module) -> None:
         """Record that `model` is built."""
         self.model = model
         mode = self.virtual.mode
         for tensor in quant_state_tensors(model):
             mode.memory.label(tensor, MemKind.BUFFERS)
 
-    def ready(self) -> None:
+    def strategy_is_ready(self) -> None:
         """Record that the strategy has wrapped the model; memory until here is setup."""
         if self.job.plan.is_distributed:
             gc.collect()
             torch.cuda.empty_cache()
             self.job.recorder.start()
 
-    def reached(self) -> None:
+    def probe_was_read(self) -> None:
         """Record that a probe has read the memory."""
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
@@ -199,7 +199,7 @@ class _Watch:
             self.virtual.mode.work.cut()
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
-    def ended(self) -> None:
+    def last_step_is_done(self) -> None:
         """Record the end of the last step, while all tensors are still allocated."""
         states = self.job.recorder.states
         held = list({id(t): t for t in states.optimizer()}.values())
@@ -262,11 +262,15 @@ def run_plan(
     calls = CallRecorder(virtual.mode) if records_calls else None
     watch = _Watch(virtual, config, calls)
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    recorder.on_start, recorder.on_row = watch.starts, watch.reached
+    recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_was_read
     watch.job = job = Job(
         plan,
         recorder,
-        Listener(on_end=watch.ended, on_model=watch.has_model, on_ready=watch.ready),
+        Listener(
+            on_end=watch.last_step_is_done,
+            on_model=watch.model_is_built,
+            on_ready=watch.strategy_is_ready,
+        ),
         RunOptions(trust_remote_code=trust_remote_code),
         is_alone=True,
         num_ahead=num_ahead,
@@ -306,7 +310,7 @@ def rank_of(plan: TrainingPlan) -> Rank:
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
     try:
-        with _as_before(), _quietly(), compiling_late(), virtual:
+        with _environment_restored(), _without_messages(), compiling_late(), virtual:
             run_job(job)
     except MemestError:
         raise
@@ -327,7 +331,7 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
+def _environment_restored() -> Iterator[None]:
     """Restore environment variables that Lightning sets for other processes."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -367,7 +371,7 @@ _TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes", "DeepSpee
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_messages() -> Iterator[None]:
     """Suppress log messages and warnings of Lightning and transformers."""
     import lightning.pytorch  # noqa: F401 - sets its level as it is imported
 

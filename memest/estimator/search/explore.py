@@ -164,7 +164,7 @@ def _point(
         trials[chip] = Trial(traced[chip], plan, gpu, trials.get(chip))
         verdicts[gpu.name] = trials[chip].verdict
     first = targets[0].chip
-    whole = trials[first].scenarios[0].free
+    whole = trials[first].scenarios[0].unlimited
     terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
     return point_of(plan, terms, whole.peak_reserved_bytes, whole.rows, verdicts)
 

@@ -237,7 +237,8 @@ class _Search:
     def _secant(self, low: int, high: int) -> int:
         """Return the value at which linearly interpolated reserved bytes cross the limit."""
         trials = (self.trial(low), self.trial(high))
-        below, above = (t.scenarios[0].free.peak_reserved_bytes for t in trials if t is not None)
+        runs = (trial.scenarios[0].unlimited for trial in trials if trial is not None)
+        below, above = (run.peak_reserved_bytes for run in runs)
         growth = above - below
         room = self.limit - below
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
@@ -272,7 +273,7 @@ class _Search:
         assert found is not None
         above = self.trial(value + 1) if value > 0 else found
         error = self._trials.get(value + 1)
-        used = found.results[0] if found.fits else found.scenarios[0].free
+        used = found.results[0] if found.fits else found.scenarios[0].unlimited
         return Largest(
             plan=with_value(self.plan, self.series.key, shown),
             gpu=self.gpu.name,

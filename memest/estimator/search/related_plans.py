@@ -234,7 +234,7 @@ class RelatedPlans:
                 return self._in_short(plan)
             step = self._step(plan)
             if step is not None:
-                return step.put_into(self._in_short(replace(plan, optim=self._lead)))
+                return step.applied_to(self._in_short(replace(plan, optim=self._lead)))
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:

@@ -335,7 +335,7 @@ def _points(
                 verdict=found.verdict,
                 peak_allocated_bytes=found.results[0].peak_allocated_bytes,
                 process_bytes=found.verdict.reserved_bytes + outside_bytes,
-                unlimited_reserved_bytes=found.scenarios[0].free.peak_reserved_bytes,
+                unlimited_reserved_bytes=found.scenarios[0].unlimited.peak_reserved_bytes,
             )
         )
     return points

@@ -9,7 +9,7 @@ import torch
 
 import memest
 from memest.errors import UnsupportedError
-from memest.estimator.gpu.guesses import Guesses, comparison
+from memest.estimator.gpu.guesses import Guesses, guessed_comparison
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def test_no_tolerance_is_met_and_no_threshold_passed(
 ) -> None:
     out = torch.empty(3, dtype=torch.bool, device="meta")
 
-    twin = comparison(func, (out, threshold), out)
+    twin = guessed_comparison(func, (out, threshold), out)
 
     assert twin is not None
     assert twin.tolist() == [is_true] * 3

@@ -255,15 +255,17 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     """
     program = traced.program
     made = StorageTable()
-    source = _Source(program.storages, made)
-    setup = source.again(program.setup)
+    source = _Copier(program.storages, made)
+    setup = source.copied(program.setup)
     steps: list[list[MicroBatch]] = []
     for number, (first, last) in enumerate(program.steps):
-        parts = [replace(part, events=source.again(part.events)) for part in first]
-        source.skip([p.events for p in last if not p.is_optimizers], program.micro_shifts[number])
-        parts += [replace(p, events=source.again(p.events)) for p in last if p.is_optimizers]
+        parts = [replace(part, events=source.copied(part.events)) for part in first]
+        source.leave_out(
+            [p.events for p in last if not p.is_optimizers], program.micro_shifts[number]
+        )
+        parts += [replace(p, events=source.copied(p.events)) for p in last if p.is_optimizers]
         steps.append([parts])
-    return replace(traced, program=_finished(made, setup, steps, program), work=None)
+    return replace(traced, program=_program_of(made, setup, steps, program), work=None)
 
 
 class OptimizerStep:
@@ -278,11 +280,11 @@ class OptimizerStep:
     def __init__(self, own: TracedPlan, other: TracedPlan) -> None:
         self._own = own
         self._parts = [{part.phase: part for part in step[0]} for step in own.program.steps]
-        made = self.put_into(other)
+        made = self.applied_to(other)
         if replace(made, program=replace(made.program, coverage=own.program.coverage)) != own:
             raise NotInterpolable("more than the optimizer's step is another")
 
-    def put_into(self, traced: TracedPlan) -> TracedPlan:
+    def applied_to(self, traced: TracedPlan) -> TracedPlan:
         """Return `traced` with the steps of this optimizer in place of its own.
 
         Raises:
@@ -290,9 +292,9 @@ class OptimizerStep:
         """
         program = traced.program
         made = StorageTable()
-        theirs = _Source(program.storages, made)
-        ours = _Source(self._own.program.storages, made)
-        setup = theirs.again(program.setup)
+        theirs = _Copier(program.storages, made)
+        ours = _Copier(self._own.program.storages, made)
+        setup = theirs.copied(program.setup)
         steps: list[list[MicroBatch]] = [
             [list(self._micro_batch(batch, number, theirs, ours)) for batch in step]
             for number, step in enumerate(program.steps)
@@ -300,7 +302,7 @@ class OptimizerStep:
         groups = traced.param_groups | {"optimizer": self._own.param_groups["optimizer"]}
         return replace(
             traced,
-            program=_finished(made, setup, steps, program),
+            program=_program_of(made, setup, steps, program),
             param_groups=groups,
             host_bytes=self._own.host_bytes,
             libraries_bytes=self._own.libraries_bytes,
@@ -308,19 +310,19 @@ class OptimizerStep:
         )
 
     def _micro_batch(
-        self, parts: Sequence[Part], step: int, theirs: _Source, ours: _Source
+        self, parts: Sequence[Part], step: int, theirs: _Copier, ours: _Copier
     ) -> Iterator[Part]:
         for part in parts:
             own = self._parts[step].get(part.phase)
             if part.phase is None or own is None:
                 raise NotInterpolable("the loop has other phases")
             is_step = part.is_optimizers
-            events = ours.again(own.events) if is_step else theirs.again(part.events)
+            events = ours.copied(own.events) if is_step else theirs.copied(part.events)
             state = replace(part.state, optimizer=own.state.optimizer)
             yield Part(events, part.phase, state)
 
 
-def _finished(
+def _program_of(
     storages: StorageTable, setup: list[int], steps: list[list[MicroBatch]], like: Program
 ) -> Program:
     program = Program(storages=storages, setup=setup, steps=steps, coverage=like.coverage)
@@ -329,7 +331,7 @@ def _finished(
 
 
 @dataclass(slots=True)
-class _Source:
+class _Copier:
     """Copies parts of a program, with their storages, into the table `made` of a new program."""
 
     table: StorageTable
@@ -340,7 +342,7 @@ class _Source:
         if self.table.streams or self.table.depends_on_time:
             raise NotInterpolable("more than one stream runs")
 
-    def again(self, events: Sequence[int]) -> list[int]:
+    def copied(self, events: Sequence[int]) -> list[int]:
         """Return `events` with the ids of the new table, to which their storages are added."""
         old, made, ids = self.table, self.made, self.ids
         found = []
@@ -356,7 +358,7 @@ class _Source:
                 raise NotInterpolable("a part frees what another made")
         return found
 
-    def skip(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
+    def leave_out(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
         """Leave out `streams`; `shift` maps storages that they keep to equal ones they free."""
         made: set[int] = set()
         freed: set[int] = set()
