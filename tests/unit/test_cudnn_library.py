@@ -99,7 +99,7 @@ def install(monkeypatch: pytest.MonkeyPatch, plan: Plan | Exception | None) -> S
 
 
 def test_the_installed_cudnn_answers_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = install(monkeypatch, Plan(68, 12345, frozenset()))
+    stub = install(monkeypatch, Plan(12345, frozenset()))
     for _ in range(2):
         found = workspace(PLAIN, "forward", H100)
         assert (found.num_bytes, found.is_by_library) == (12345, True)
@@ -111,7 +111,7 @@ def test_more_convolutions_than_the_file_holds_are_answered_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(convolution, "MOST_ANSWERS", 4)
-    stub = install(monkeypatch, Plan(68, 12345, frozenset()))
+    stub = install(monkeypatch, Plan(12345, frozenset()))
     calls = [replace(PLAIN, groups=n) for n in range(1, 11)]
 
     def answer() -> None:
@@ -154,7 +154,7 @@ def test_a_report_names_the_cudnn_that_answered(monkeypatch: pytest.MonkeyPatch)
 
 def test_another_cudnn_estimates_the_workspaces_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its descriptors are not written to, so its heuristics lack the clusters."""
-    stub = install(monkeypatch, Plan(68, 12345, frozenset()))
+    stub = install(monkeypatch, Plan(12345, frozenset()))
     stub.version = 92400
     assert workspace(PLAIN, "forward", H100) == Workspace(12345, is_by_library=False)
     assert workspace(PLAIN, "forward", A100) == Workspace(12345, is_by_library=True)
@@ -164,7 +164,7 @@ def test_another_cudnn_estimates_the_workspaces_of_hopper(monkeypatch: pytest.Mo
 
 def test_filters_follow_the_settings_of_torch() -> None:
     def kept(*notes: int) -> list[bool]:
-        plan = Plan(0, 0, frozenset(notes))
+        plan = Plan(0, frozenset(notes))
         return [
             plan.is_allowed(Kernels(deterministic, without_tf32))
             for deterministic in (False, True)
