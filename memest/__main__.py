@@ -1,4 +1,4 @@
-"""The `memest` of the shell, and `python -m memest`: the command line, and a short way out."""
+"""Entry point of `memest` and `python -m memest`, which ends without Python's teardown."""
 
 from __future__ import annotations
 

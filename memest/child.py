@@ -104,7 +104,7 @@ class Child:
         return status
 
     def send(self, number: int) -> None:
-        """Send a signal; consoles of Windows send theirs to each process."""
+        """Send a signal. On Windows do nothing: its console sends Ctrl-C to each process."""
         if self.poll() is None and sys.platform != "win32":
             os.kill(self.pid, number)
 

@@ -124,7 +124,7 @@ def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phas
 
 
 def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> tuple[Term, ...]:
-    """Every byte allocated at the peak, by what it is held for; the terms add up to the peak."""
+    """Return the bytes allocated at the peak by their purpose; the terms add up to the peak."""
     program = traced.program
     storages = program.storages
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)

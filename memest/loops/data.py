@@ -51,7 +51,7 @@ def initialise(model: nn.Module) -> None:
 
 
 class RandomWeight:
-    """Weight made when it is read, like the slices of files that transformers loads."""
+    """Random weight in a state dict, made when transformers reads it, like a slice of a file."""
 
     def __init__(self, pool: Tensor, weight: Tensor) -> None:
         self._pool, self.shape, self.dtype = pool, weight.shape, weight.dtype

@@ -121,7 +121,7 @@ def quantize(model: nn.Module, plan: TrainingPlan, skip: Sequence[str] = ()) -> 
 
 
 def _quantized(original: Any, plan: TrainingPlan) -> Any:
-    """Return a layer of bitsandbytes from `original`; the last move quantises it."""
+    """Return the bitsandbytes layer for `original`; its move to the device quantises the weight."""
     import bitsandbytes.nn as bnb
 
     # transformers' Conv1D stores the weight as (in_features, out_features)

@@ -43,7 +43,7 @@ from memest.plan.other_names import other_names, read_other_names
 of_training, of_inputs = partial(key, section="Training"), partial(key, section="Inputs")
 of_adapters = partial(key, section="Adapters and quantisation")
 of_gpus, of_several = partial(key, section="GPUs"), partial(key, section="Several GPUs and offload")
-"""Makers of keys in sections of `--help` and of docs/plan.md; those of `key` are in `Plan`."""
+"""Variants of `key` for other sections of `--help` and docs/plan.md than `Plan`."""
 
 FROM_0 = Bounds(0, float("inf"), "give a number from 0 on", without_high=True)
 SIZE = Bounds(0, float("inf"), "write it as `78.4GiB`", without_low=True)
@@ -473,6 +473,11 @@ class TrainingPlan:
     def kbit_checkpoints(self) -> bool:
         """True if `prepare_model_for_kbit_training` turns activation checkpointing on."""
         return self.use_qlora and self.kbit_ckpt is not False
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """True if activations are checkpointed, by `act_ckpt` or by peft's default for QLoRA."""
+        return self.act_ckpt or self.kbit_checkpoints
 
     @property
     def clip_norm(self) -> float | None:

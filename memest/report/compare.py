@@ -103,7 +103,7 @@ def _residuals(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def _others(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
-    """Return lines on versions that differ, and on figures outside their tolerances."""
+    """Return a line for each library version that differs, and for each broken tolerance."""
     found = dict.fromkeys(line for c in comparisons for line in c.versions)
     lines = [f"versions differ: {line}" for line in found]
     return lines + [f"outside its tolerance: {line}" for line in summary.broken]

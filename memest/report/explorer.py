@@ -21,21 +21,16 @@ def technique_of(plan: TrainingPlan) -> str:
     return "QLoRA" if plan.use_qlora else "LoRA" if plan.use_lora else "full"
 
 
-def checkpoints(plan: TrainingPlan) -> bool:
-    """Return whether activations are checkpointed, as QLoRA does by default."""
-    return plan.act_ckpt or (plan.use_qlora and plan.kbit_ckpt is not False)
-
-
 _AXES: dict[str, tuple[str, Any]] = {
     "model": ("model", lambda plan: plan.model_name),
     "batch": ("batch", lambda plan: plan.batch_size),
     "accumulation": ("accumulation", lambda plan: plan.accumulate_grad_batches),
     "precision": ("precision", lambda plan: plan.precision),
     "optimizer": ("optimizer", lambda plan: plan.optim),
-    "checkpointing": ("checkpointing", checkpoints),
+    "checkpointing": ("checkpointing", lambda plan: plan.checkpoints_activations),
     "technique": ("trained", technique_of),
 }
-"""Key in the page and in its links: title, and the value of a plan."""
+"""Axes of the grid by their key in the page and its links: (title, value of a plan)."""
 
 
 def explorer_page(data: dict[str, Any]) -> str:

@@ -119,7 +119,10 @@ class Lecture:
     # ------------------------------------------------------------------ changes
 
     def _step(self, index: int) -> Step | None:
-        """Return a row with the row before it that differs least; None if memory cannot differ."""
+        """Return a step to row `index` from the most similar row before it.
+
+        Return None if there is no such row, or if the two have the same settings.
+        """
         *others, row = self.rows.rows[: index + 1]
         steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
         nearest = min(steps, key=lambda step: step.distance, default=None)
@@ -495,7 +498,7 @@ def _read_row(values: Mapping[str, Any]) -> Row:
 
 
 def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
-    """Predict a suite; its explorer has the rows alone."""
+    """Predict the plans of a suite; the explorer shows only these plans."""
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = partition(plans, found)

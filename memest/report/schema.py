@@ -41,7 +41,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a dataclass; what it refers to goes to `definitions`."""
+    """Return the schema of a dataclass; add those of the classes that it uses to `definitions`."""
     hints: dict[str, Any] = get_type_hints(kind)
     docs = _docs(kind)
     if kind is TrainingPlan:  # what a file may have; the fields are what was read

@@ -309,7 +309,7 @@ def _between(num_bytes: int, interval: Interval | None, unit: Unit) -> str:
 
 
 def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[str]]:
-    """Return a table of modules with a head; the smallest in one row where many are."""
+    """Return a table of modules with a head; those beyond `limit` are summed in one row."""
     unit = unit_in(report)
     shown = list(report.modules[:limit])
     found = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]

@@ -174,7 +174,7 @@ _COMMANDS: dict[str, Callable[[list[str]], Launch]] = {
     "accelerate-launch": _accelerate_launch, "deepspeed": _deepspeed,
     "trl": _trl,
 }  # fmt: skip
-"""Reader of each launcher's command."""
+"""Readers of the commands of launchers."""
 
 _MODULES: dict[str, Callable[[list[str]], Launch]] = {
     "torch.distributed.run": _torchrun,
@@ -183,7 +183,7 @@ _MODULES: dict[str, Callable[[list[str]], Launch]] = {
     "accelerate.commands.accelerate_cli": _accelerate,
     "deepspeed.launcher.runner": _deepspeed,
 }  # fmt: skip
-"""Reader of each launcher that is a module."""
+"""Readers of launchers that are started as `python -m MODULE`."""
 
 
 def _of_ranks(args: Any, environment: Mapping[str, str]) -> Launch:

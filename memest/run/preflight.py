@@ -174,7 +174,7 @@ def _is_off() -> bool:
 
 
 def _is_first(typed: Command) -> bool:
-    """Return whether no parent process has checked the command, and mark it for child processes."""
+    """Return False if a parent process has checked the command; else mark it as checked."""
     command = json.dumps([typed.folder, *typed.words])
     process, _, checked = os.environ.get(_DONE, "").partition(" ")
     if checked == command and process != str(os.getpid()):

@@ -18,7 +18,6 @@ from memest.estimator.search.explore import SETTINGS, Explored, explore
 from memest.plan.files import read_suite
 from memest.report.explorer import (
     MAX_PAGE_BYTES,
-    checkpoints,
     explorer_data,
     explorer_page,
     technique_of,
@@ -275,7 +274,8 @@ def test_the_grid_has_the_rows_of_the_lab_with_adapters_and_8_bit_states() -> No
     missing = [
         plan.label
         for plan in read_suite(find_suite("lab-a100"), {})
-        if (plan.precision, plan.optim, checkpoints(plan), technique_of(plan)) not in grid
+        if (plan.precision, plan.optim, plan.checkpoints_activations, technique_of(plan))
+        not in grid
         or plan.batch_size not in BATCHES
         or plan.accumulate_grad_batches not in MICRO_BATCHES
     ]

@@ -148,9 +148,10 @@ class LiveModules:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Assign autograd nodes from the next sequence number on to the running module and line.
+        """Record the running module and line as the makers of the autograd nodes that follow.
 
-        `offset` is -1 for an operator below autograd, whose own node is numbered already.
+        Nodes are known by sequence number. `offset` is -1 below autograd, where the operator's own
+        node has its number already.
         """
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""

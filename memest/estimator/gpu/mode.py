@@ -279,7 +279,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, types: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy from the host: a parameter, or a batch until a label changes its kind."""
+        """Copy a tensor from the host to the GPU; one that is no parameter counts as the batch."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -303,7 +303,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Copy a tensor of the GPU, whose values are rarely known."""
+        """Copy a tensor from the GPU to the host; most copies have no data."""
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})

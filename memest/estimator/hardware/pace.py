@@ -53,7 +53,7 @@ SPREAD_ELSEWHERE = (0.65, 1.8)  # the same on a GPU that was not measured; assum
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Estimated time of one optimizer step, and what takes it."""
+    """Estimated time of one optimizer step, and its parts."""
 
     seconds: float
     first_seconds: float  # time in which libraries choose or compile kernels for new sizes
@@ -208,7 +208,7 @@ class Table:
         """Measured GPU whose efficiencies are used; empty if it is this one."""
 
     def host_s(self, work: Work, host: int) -> float:
-        """Return seconds of the host for a launch."""
+        """Return the seconds that the host needs to launch a call."""
         return float(max(self._host_s[host][host_kind(work)], self._tensor_s * work.num_tensors))
 
     def first_s(self, work: Work) -> float:

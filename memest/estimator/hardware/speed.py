@@ -68,7 +68,8 @@ _BY_CAPABILITY = {
     (10, 0): Speed(2250, 80, 900, 64),
     (12, 0): Speed(210, 105, 64, 64),
 }
-"""From NVIDIA's data sheets: V100 SXM2, T4, A100 80GB SXM, A10, RTX 4090, H200 SXM, B200, RTX 5090.
+"""Rates by compute capability, from NVIDIA's data sheets of V100 SXM2, T4, A100 80GB SXM, A10,
+RTX 4090, H200 SXM, B200 and RTX 5090.
 """
 
 

@@ -429,7 +429,10 @@ class WorkLog:
         self._events = array("q")
 
     def stepped(self, optimizer: int = 0) -> None:
-        """End a step of an optimizer, by its number. A training step has one of each optimizer."""
+        """Record the end of a step of the optimizer with the id `optimizer`.
+
+        A second step of the same optimizer begins another training step.
+        """
         if optimizer in self._stepped:
             self._steps.append(self._step)
             self._starts.append(self._start)

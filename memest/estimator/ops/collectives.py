@@ -200,7 +200,7 @@ def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> Non
 
 
 def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
-    """Let `output` have the values of `value`."""
+    """Write `value` to `output`: as data on the host, as known values on the GPU."""
     if not is_meta(output):
         output.copy_(value.reshape(output.shape))
         return

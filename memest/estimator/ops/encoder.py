@@ -137,10 +137,11 @@ def _pass(*sizes: int) -> None:
 
 
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Return the first masked position of each row.
+    """Request the tensors by which CUDA finds the first masked position of each row; return the
+    ones that stay.
 
-    A column is added, cast to int32 and searched. The comparison takes two int64 of the mask's
-    size.
+    The kernel adds a column, casts to int32 and searches. The comparison needs two int64 tensors of
+    the mask's size.
     """
     batch, steps = mask.shape
     column = _bytes(batch)

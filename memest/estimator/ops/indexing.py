@@ -322,9 +322,9 @@ def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
 
 @registry.requests(*INDEX_PUT)
 def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
-    """Requests of `index_put` (cuda/Indexing.cu): a sort where it accumulates, else overwriting.
+    """Requests of `index_put` (cuda/Indexing.cu): those of a sort if values accumulate.
 
-    The latter copies a number of the host and unlike indices. A mask takes nothing.
+    Otherwise a number of the host and indices with unlike strides are copied. A mask needs nothing.
     """
     indices = index_tensors(args)
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):

@@ -222,9 +222,10 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
-    """Return whether the gradient is computed in place and has the shape of `left`.
+    """Return whether autograd computes `left * right` and the like in place.
 
-    The shape differs where weights of the positives meet a target with more dimensions.
+    It cannot if the result has another shape than `left`, as with `pos_weight` and a target of more
+    dimensions.
     """
     if torch.is_grad_enabled():
         return False

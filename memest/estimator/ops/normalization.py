@@ -346,7 +346,7 @@ def _batch_norm_stats(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
 
 @registry.result("batch_norm_backward_reduce")
 def _batch_norm_sums(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """Return the two sums over the batch, and the gradients of weight and bias."""
+    """Return two sums over the batch, and the gradients of weight and bias, on meta."""
     _, tensor, _, _, weight, _, of_weight, of_bias = args
     made = torch.empty_like if weight is not None else None
     return (

@@ -53,7 +53,10 @@ def tensor_type(dtype: torch.dtype) -> str:
 
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
-    """Rule for floating-point kernels whose second argument needs the type of the first."""
+    """Return the rule of a floating-point kernel that needs one dtype for two arguments.
+
+    `first` and `second` are the positions of the arguments.
+    """
 
     def rule(args: Args, kwargs: Kwargs) -> str:
         given = args[second] if len(args) > second else None

@@ -1,4 +1,4 @@
-"""The dispatch mode as operator families use it."""
+"""Protocol of the dispatch mode: the part that operator families use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memest.estimator.tensors.lines import Notes
 
 
 class SimMode(Protocol):
-    """`gpu.mode.CudaSimMode`, whose package is above this one. `Any` is for classes of it."""
+    """Part of `gpu.mode.CudaSimMode`. This package may not import it: `Any` is for its classes."""
 
     gpu: Gpu
     values: KnownValues

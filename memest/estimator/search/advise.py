@@ -404,7 +404,10 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Return each technique's last change up to `cost`; an optimizer only at its own cost."""
+    """Return (technique, its strongest change) for techniques with a change of at most `cost`.
+
+    Another optimizer counts only if `cost` is its own.
+    """
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []

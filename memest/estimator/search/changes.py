@@ -238,7 +238,7 @@ def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[C
 
 
 def _checkpointing(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
-    if not (plan.act_ckpt or plan.kbit_checkpoints):
+    if not plan.checkpoints_activations:
         price = "about one more forward per step"
         yield _change("activation checkpointing", Cost.TIME, price, act_ckpt=True)
 

@@ -128,7 +128,7 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
 
 
 class _Search:
-    """The search of the module's docstring, for one plan and GPU."""
+    """Search for the largest value for one plan and GPU, as the module's docstring describes."""
 
     def __init__(self, series: TraceSeries, gpu: Gpu) -> None:
         self.series, self.plan, self.gpu = series, series.plan, gpu

@@ -130,7 +130,7 @@ class NotSimulated(UnsupportedError):
 
 @contextmanager
 def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
-    """Let Inductor find what a GPU would have, until the block ends."""
+    """Run the block with Inductor patched as if a GPU were present."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of what it uses itself
         from torch._inductor import config

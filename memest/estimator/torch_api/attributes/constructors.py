@@ -102,7 +102,7 @@ def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
 
 
 def _install_default(patches: Patches) -> None:
-    """`torch.set_default_tensor_type`, and a default device that ends with the virtual GPU."""
+    """Install `torch.set_default_tensor_type`, and undo a default device at the end."""
     set_type = torch.set_default_tensor_type
     make: Any = Tensor.__new__
     is_on_gpu = False

@@ -376,7 +376,7 @@ def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
 
 
 def _empty(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor with the size and strides of `like`, which no mode sees."""
+    """Return a tensor with the size and strides of `like`, made outside of all dispatch modes."""
     with _disable_current_modes():
         size, stride, dtype = like.size(), like.stride(), dtype or like.dtype
         return torch.empty_strided(size, stride, dtype=dtype, device=device)

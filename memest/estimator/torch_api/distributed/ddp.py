@@ -1,8 +1,7 @@
 """DistributedDataParallel: torch's own reducer, run on tensors without data.
 
 The installed Python and C++ decide the buckets, when they are rebuilt, which parameters are unused,
-and the input of a communication hook. Four things depend on the GPU or on
-NCCL, and are done here:
+and the input of a communication hook. Four things depend on the GPU or on NCCL, and are done here:
 
 - Tensors that C++ makes for the reducer are on the GPU.
 - `_NcclGroup` runs the reducer's collectives on a stream of their own; NCCL may stash a summed

@@ -426,7 +426,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             return self._placed(self._file.get_tensor(name) if virtual is None else virtual)
 
         def get_tensors(self) -> dict[str, Any]:
-            """All of them, in the order of the file."""
+            """Return all tensors of the file, in its order."""
             return {name: self.get_tensor(name) for name in self.offset_keys()}
 
         def get_slice(self, name: str) -> Slice:
