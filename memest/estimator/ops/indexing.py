@@ -322,9 +322,9 @@ def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
 
 @registry.requests(*INDEX_PUT)
 def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
-    """Requests of `index_put` (cuda/Indexing.cu): those of a sort if values accumulate.
+    """Requests of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
 
-    Otherwise a number of the host and indices with unlike strides are copied. A mask needs nothing.
+    The copies are of a number of the host and of indices with unlike strides; a mask needs nothing.
     """
     indices = index_tensors(args)
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):

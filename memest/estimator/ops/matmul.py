@@ -293,7 +293,7 @@ class CublasWorkspaces:
     def bytes_for(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Caller
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of new workspaces, and those of temporaries, of one call.
+        """Return the bytes of one call: new workspaces, which stay, and temporaries.
 
         CUDA's order is: the result, the temporaries, the persistent ones. A workspace is returned
         once per `caller`, so the call has a side effect. In torch 2.15 it is temporary.
