@@ -56,7 +56,7 @@ class WithLoss(nn.Module):
 
 
 class _Watch(virtual_run._Watch):
-    def last_step_is_done(self) -> None:
+    def steps_done(self) -> None:
         self.virtual.mode.attribution.labels.of_models()
 
 
@@ -68,11 +68,11 @@ def run_rank(
     virtual = gpu_of_rank(rank, plan.world_size)
     watch = _Watch(virtual, None, None)  # type: ignore[arg-type]
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_was_read
+    recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_read
     job = watch.job = Job(
         plan,
         recorder,
-        Listener(on_end=watch.last_step_is_done, on_ready=watch.strategy_is_ready),
+        Listener(on_end=watch.steps_done, on_ready=watch.model_wrapped),
         is_alone=True,
         rank=rank,
     )
@@ -86,7 +86,7 @@ def run_rank(
         warnings.simplefilter("ignore")  # of Lightning, to users
         with torch.device("cuda"):
             model = WithLoss(make())
-        watch.model_is_built(model)
+        watch.model_built(model)
         torch.cuda.empty_cache()
         recorder.start()
 

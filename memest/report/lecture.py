@@ -119,10 +119,7 @@ class Lecture:
     # ------------------------------------------------------------------ changes
 
     def _step(self, index: int) -> Step | None:
-        """Return a step to row `index` from the most similar row before it.
-
-        Return None if there is no such row, or if the two have the same settings.
-        """
+        """Return the step to a row from the most similar one before; None if no setting differs."""
         *others, row = self.rows.rows[: index + 1]
         steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
         nearest = min(steps, key=lambda step: step.distance, default=None)

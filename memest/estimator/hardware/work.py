@@ -429,10 +429,7 @@ class WorkLog:
         self._events = array("q")
 
     def stepped(self, optimizer: int = 0) -> None:
-        """Record the end of a step of the optimizer with the id `optimizer`.
-
-        A second step of the same optimizer begins another training step.
-        """
+        """End a step of an optimizer, by its id; its second step begins another training step."""
         if optimizer in self._stepped:
             self._steps.append(self._step)
             self._starts.append(self._start)

@@ -174,10 +174,7 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decisions_again() -> Iterator[None]:
-    """Apply the decisions also to operators that a dispatch mode calls in the block.
-
-    torch excludes them there, so the parts of a composite operator would lack them.
-    """
+    """Apply the decisions also to operators that a dispatch mode calls within the block."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)

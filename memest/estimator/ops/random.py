@@ -215,10 +215,7 @@ def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Return uniform numbers above 0 and up to 1.
-
-    Mirrors `curand_uniform4` and `curand_uniform2_double`.
-    """
+    """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`)."""
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
@@ -295,10 +292,7 @@ class GpuDraws:
     def _chosen(
         self, generator: GpuGenerator, args: Args, kwargs: Kwargs, odds: Any
     ) -> Tensor | None:
-        """Return samples of `multinomial` of one item or without replacement.
-
-        They are the items with the largest quotients of `odds` and exponential numbers.
-        """
+        """Return samples without replacement, or one: the largest odds over exponential numbers."""
         given: Tensor = args[0]
         num_samples, puts_back = _samples(args, kwargs)
         rows = given.numel() // given.size(-1)
@@ -319,10 +313,7 @@ class GpuDraws:
 
 
 def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
-    """Return samples of `multinomial` with replacement.
-
-    A uniform number of each thread is searched in the cumulative odds.
-    """
+    """Return samples with replacement: uniform numbers, searched in the cumulative odds."""
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
         return None
     thread = np.arange(num_samples, dtype=np.uint64)

@@ -53,10 +53,7 @@ def tensor_type(dtype: torch.dtype) -> str:
 
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
-    """Return the rule of a floating-point kernel that needs one dtype for two arguments.
-
-    `first` and `second` are the positions of the arguments.
-    """
+    """Return the rule of a floating-point kernel that needs one dtype for two arguments."""
 
     def rule(args: Args, kwargs: Kwargs) -> str:
         given = args[second] if len(args) > second else None

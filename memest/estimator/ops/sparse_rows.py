@@ -217,10 +217,7 @@ def _zeros_like(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
-    """Convert a matrix between compressed rows and compressed columns.
-
-    CUDA sorts the entries by a hash of row and column.
-    """
+    """Convert compressed rows to columns, or columns to rows: entries are sorted by a hash."""
     offsets, indices, values = parts_of(matrix)
     num_entries = len(indices)
     is_by_row = matrix.layout is CSR

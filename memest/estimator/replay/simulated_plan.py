@@ -34,10 +34,7 @@ MAX_ALL_RANKS_OF_FSDP = 4  # of FSDP1 that are all traced; else the first and th
 def run_ranks(
     plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
 ) -> tuple[TracedPlan, ...]:
-    """Return the programs of ranks that differ; the one that reserves most is first.
-
-    Ranks that reserve the same are in the order of allocated bytes.
-    """
+    """Return the programs of ranks that differ, by reserved, then allocated bytes; most first."""
     first = rank_of(plan)
     traced = [
         run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)

@@ -177,21 +177,21 @@ class _Watch:
         self.virtual.mode.work.has_host = False
         self.num_setup = self._cut()
 
-    def model_is_built(self, model: nn.Module) -> None:
+    def model_built(self, model: nn.Module) -> None:
         """Record that `model` is built."""
         self.model = model
         mode = self.virtual.mode
         for tensor in quant_state_tensors(model):
             mode.memory.label(tensor, MemKind.BUFFERS)
 
-    def strategy_is_ready(self) -> None:
+    def model_wrapped(self) -> None:
         """Record that the strategy has wrapped the model; memory until here is setup."""
         if self.job.plan.is_distributed:
             gc.collect()
             torch.cuda.empty_cache()
             self.job.recorder.start()
 
-    def probe_was_read(self) -> None:
+    def probe_read(self) -> None:
         """Record that a probe has read the memory."""
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
@@ -199,7 +199,7 @@ class _Watch:
             self.virtual.mode.work.cut()
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
-    def last_step_is_done(self) -> None:
+    def steps_done(self) -> None:
         """Record the end of the last step, while all tensors are still allocated."""
         states = self.job.recorder.states
         held = list({id(t): t for t in states.optimizer()}.values())
@@ -262,15 +262,11 @@ def run_plan(
     calls = CallRecorder(virtual.mode) if records_calls else None
     watch = _Watch(virtual, config, calls)
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_was_read
+    recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_read
     watch.job = job = Job(
         plan,
         recorder,
-        Listener(
-            on_end=watch.last_step_is_done,
-            on_model=watch.model_is_built,
-            on_ready=watch.strategy_is_ready,
-        ),
+        Listener(on_end=watch.steps_done, on_model=watch.model_built, on_ready=watch.model_wrapped),
         RunOptions(trust_remote_code=trust_remote_code),
         is_alone=True,
         num_ahead=num_ahead,

@@ -404,10 +404,7 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Return (technique, its strongest change) for techniques with a change of at most `cost`.
-
-    Another optimizer counts only if `cost` is its own.
-    """
+    """Return techniques with their strongest change up to `cost`; an optimizer at its own cost."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []
