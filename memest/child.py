@@ -180,7 +180,7 @@ SILENT = (os.devnull, os.devnull)
 
 
 def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None) -> Child:
-    """Begin `work()` in another process, for `answer`; unexpected errors are printed there.
+    """Start `work()` in another process; `Child.answer` returns its result.
 
     The process is a copy of this one, or a fresh one without `CAN_FORK`. `output` has the files
     of its stdout and stderr, if they are not those of this process.

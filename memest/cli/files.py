@@ -93,7 +93,7 @@ def write_pages(
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the pictures, if it does not exist."""
+    """Make a folder for output files if it does not exist; `PlanError` if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

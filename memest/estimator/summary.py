@@ -112,7 +112,7 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Return a line about whose loop runs, and the cost of its order at the peak."""
+    """Return a line that names the loop, and what its order costs at the peak."""
     clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")

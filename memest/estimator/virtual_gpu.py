@@ -118,7 +118,7 @@ class VirtualGpu:
 
     @property
     def depends_on_time(self) -> bool:
-        """True if the moment decides when a block returns: a watchdog's, or another rank's."""
+        """True if the return of blocks depends on NCCL's watchdog or on the pace of ranks."""
         storages = self.mode.memory.storages
         return bool(storages.stashed) or (self.mode.timeline.is_slow and storages.depends_on_time)
 

@@ -64,7 +64,7 @@ class ProbedTrainer(Trainer):
         return found
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the step between the probes of its ends."""
+        """Run a micro-batch, with probes before its forward and after its backward."""
         self.record(Phase.BEFORE_FORWARD)
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.record(Phase.AFTER_BACKWARD)

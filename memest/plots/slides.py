@@ -1,4 +1,4 @@
-"""Slides with one chart of stacked bars: those of a lecture as a PDF, like the native ones."""
+"""Slides with one chart of stacked bars, drawn by matplotlib: PDF of a lecture, scaling, ranks."""
 
 from __future__ import annotations
 

@@ -462,7 +462,7 @@ def _folded(line: str, width: int) -> str:
 
 
 def evidence(gpu: Gpu) -> str:
-    """Return `measured` (by memest on this GPU) or `sources`, with a context that is assumed."""
+    """Return the evidence of a GPU's figures: `measured` by memest on the GPU, or `sources`."""
     if "not measured on this GPU" in gpu.source:
         return "sources, context of the H200"
     is_own = "`memest validate`" in gpu.source or "validation/" in gpu.source

@@ -112,8 +112,8 @@ def _sold_as(name: str, memory_gb: float) -> str | None:
 
 
 SOLD_SHARE = 0.15
-"""Most by which a GPU's memory differs from what a provider calls it: an L4 of 24 GB has 23.7e9
-bytes, an H100 of 80 GB 85.0e9.
+"""Largest relative difference between a GPU's memory and the size in a provider's name. An L4 of
+24 GB has 23.7e9 bytes, an H100 of 80 GB 85.0e9.
 """
 
 

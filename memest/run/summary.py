@@ -104,7 +104,7 @@ def held_for(kind: MemKind, site: Site) -> str:
 
 
 def _times(virtual: VirtualGpu, names: Iterable[str]) -> dict[str, StepTime]:
-    """Return the estimated time of a step on each GPU; of a rank, or of one GPU."""
+    """Return the estimated time of a step of this rank by GPU, where it can be estimated."""
     gpus = (find_gpu(n) if n != virtual.gpu.name else virtual.gpu for n in names)
     found = {gpu.name: estimate(virtual.mode.work, gpu) for gpu in gpus}
     return {name: step for name, step in found.items() if step is not None}

@@ -209,7 +209,7 @@ class AddressSpace:
         return None
 
     def _map(self, num_bytes: int) -> _Hole:
-        """Map a new range, which is one hole."""
+        """Return a new range of addresses, as one hole."""
         span = round_up(num_bytes, self.RANGE_BYTES)
         fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= span]
         if fitting:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Tuning:
-    """Settings of one allocator that are not all default."""
+    """Effects of settings on an allocator; an allocator with default settings has none."""
 
     def __init__(self, allocator: CachingAllocator, settings: AllocatorSettings) -> None:
         self.settings = settings

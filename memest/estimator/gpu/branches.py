@@ -48,7 +48,7 @@ class WaitingLoops:
         self._rounds: dict[tuple[int, _Lines], int] = {}
 
     def clear(self) -> None:
-        """Count rounds from 0: the loop makes progress, by an optimizer step."""
+        """Restart the count after an optimizer step, which shows that the loop makes progress."""
         self._rounds.clear()
 
     def branch(self, guess: bool, notes: Notes) -> bool:

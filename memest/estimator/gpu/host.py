@@ -387,7 +387,7 @@ def _bare(value: Any) -> Any:
 
 
 def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace tensors by empty host tensors: arguments of `empty_like` with the host as target."""
+    """Replace each tensor of a call by an empty host tensor of the same size and strides."""
     return map_tensors(
         lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=CPU), args
     )

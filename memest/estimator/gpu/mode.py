@@ -499,7 +499,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             guess_booleans(values, func, args, out)
 
     def _draw(self, op: Op, args: Any, kwargs: Any, out: Any) -> bool:
-        """Advance the GPU's generator; returns whether `out` has the numbers that it draws."""
+        """Advance the GPU's generator; return whether `out` has its numbers as known values."""
         given = self.values.value_of(args[0]) if op.func is aten.multinomial.default else None
         numbers = self.rng.draw(op, args, kwargs, out, given)
         return numbers is not None and self.values.overwrite(out, numbers)

@@ -205,7 +205,7 @@ def _install_extensions(patches: Patches, mode: CudaSimMode, hooks: ImportHooks)
 
 
 def _has_gpu_code(*args: Any, **options: Any) -> bool:
-    """Return whether the sources include GPU code; a string of C++ names no such file."""
+    """Return whether the arguments of a C++ extension name sources for the GPU."""
     if options.get("with_cuda") or options.get("cuda_sources"):
         return True
     sources = options.get("sources", args[1] if len(args) > 1 else ())

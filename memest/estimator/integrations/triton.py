@@ -436,7 +436,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         return
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        """A launch of the kernel."""
+        """Do nothing, in place of a launch."""
 
     def without_launches(module: ModuleType) -> None:
         for name in ("JITFunction", "Autotuner", "Heuristics"):

@@ -19,7 +19,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 TILE = 128  # rows and columns of the product that one block of threads computes
 BLOCKS_PER_SM, LEAST_DEPTH = {4: 2, 2: 1, 8: 1}, {4: 64, 2: 2048, 8: 64}
-"""Blocks that a cut product fills an SM with, and least elements of a cut, by bytes per element."""
+"""Blocks per multiprocessor of a product that is split along its inner dimension, and least
+elements of a split; by bytes per element.
+"""
 
 H100_SMS = 132
 

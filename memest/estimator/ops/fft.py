@@ -92,7 +92,7 @@ def real_bytes(n: int, batch: int, item: int) -> int:
 
 
 def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) -> int:
-    """Return `real_bytes` for m rows: only lengths of their own pass need more."""
+    """Return the workspace of real transforms over two dimensions, m rows of n."""
     if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
         return 0
     whole = m * n * item * ceil_div(batch, 2)

@@ -391,7 +391,7 @@ def _to_sparse(mode: SimMode, dense: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 @on_sparse("_to_sparse_csr")
 def _to_sparse_csr(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) -> Tensor:
-    """Return a matrix in compressed rows, of a dense one or of entries that it shares."""
+    """Convert a dense matrix, or a sparse one, whose values are shared, to compressed rows."""
     if dense_dim is not None or tensor.dim() != 2:
         raise NotImplementedError
     if not is_sparse(tensor):

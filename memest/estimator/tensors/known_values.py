@@ -74,7 +74,7 @@ class KnownValues:
         self._copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
-        """Store `value`, a number of the script that it may read back: a temperature, a gate."""
+        """Store a small `value` that the script may read back, such as a temperature or a gate."""
         if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
             with _disable_current_modes():
                 self.adopt(tensor, value.detach())

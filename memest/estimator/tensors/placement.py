@@ -156,7 +156,7 @@ host_storages: dict[int, int] = {}  # bytes on the simulated host, by storage ke
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the key of a live storage, of a sparse tensor that of its values, or raise."""
+    """Return the key of the storage of `tensor`; of a sparse tensor, that of its values."""
     if tensor.layout is not torch.strided:
         is_coo = tensor.layout is torch.sparse_coo
         with torch._C._DisableTorchDispatch():

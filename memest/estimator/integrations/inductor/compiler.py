@@ -411,7 +411,7 @@ class _Source(InspectLoader):
 
 
 def _load(source: str) -> None:
-    """Run the module of a kernel, which calls what decorates the kernel.
+    """Run the module of a kernel, which calls the kernel's decorators.
 
     `linecache` holds its lines meanwhile, since `triton.jit` reads them by `inspect`.
     """
