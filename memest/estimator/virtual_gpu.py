@@ -324,7 +324,7 @@ def _next_number() -> int:
 class DeviceThread:
     """Numbers the nodes of a backward as the thread of a GPU would; calls `at_end` after it."""
 
-    def __init__(self, at_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = at_end
         self._is_running = False
         self._is_mixed = False

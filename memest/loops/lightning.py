@@ -189,7 +189,7 @@ class _Messenger(Callback):
 class OneProcess(LightningEnvironment):
     """Cluster environment of one process, regardless of launchers' variables."""
 
-    def __init__(self, rank: int = 0, num_local: int = 1) -> None:
+    def __init__(self, rank: int, num_local: int) -> None:
         super().__init__()
         self._host, self._rank = divmod(rank, num_local)
 

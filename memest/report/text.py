@@ -469,7 +469,7 @@ def evidence(gpu: Gpu) -> str:
     return "measured" if is_own else "sources"
 
 
-def render_gpus(gpus: Iterable[Gpu], *, verbose: bool = False) -> str:
+def render_gpus(gpus: Iterable[Gpu], *, verbose: bool) -> str:
     """The catalogue of GPUs; `verbose` adds where each figure is from."""
     gpus = list(gpus)
     rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "figures", "name"]]

@@ -85,19 +85,19 @@ def measured_versions() -> dict[str, str]:
     return found
 
 
-def device_used_bytes(index: int = 0) -> int | None:
+def device_used_bytes(index: int) -> int | None:
     """Return memory of all processes by NVML, or None. Opens no CUDA context."""
     return with_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
-def device_clock_mhz(index: int = 0) -> int | None:
+def device_clock_mhz(index: int) -> int | None:
     """Return the clock of the multiprocessors by NVML, MHz, or None."""
     return with_nvml(
         lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_handle(nvml, index), nvml.NVML_CLOCK_SM))
     )
 
 
-def process_figures(used_before: int | None, index: int = 0) -> dict[str, int]:
+def process_figures(used_before: int | None, index: int) -> dict[str, int]:
     """Return memory of this process on the device, by source, the most reliable first.
 
     They are NVML per process, the growth since `used_before` (read before CUDA was opened), and all

@@ -184,9 +184,7 @@ class KernelCalls:
         self._cublas = CublasWorkspaces(self._gpu.capability)
 
 
-def recipe_of(
-    gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...] = ()
-) -> Recipe:
+def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...]) -> Recipe:
     """Return the requests of one call on `gpu`, whose result on meta is `out`.
 
     `more` has the values of arguments that the rule reads (`Op.from_values`).

@@ -196,8 +196,8 @@ def staging_bytes(
     *,
     accumulator_bytes: int,
     input_bytes: int,
-    input_vector: int = VECTOR_SIZE,
-    offset: int = 0,
+    input_vector: int,
+    offset: int,
 ) -> tuple[int, ...]:
     """Return bytes of the staging buffer and of the semaphores; nothing for a reduction within
     blocks.
