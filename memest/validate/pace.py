@@ -702,8 +702,6 @@ def phase_times(model: nn.Module, x: Tensor) -> tuple[list[float], list[float]]:
 
 def _host_us(call: Call, count: int) -> float:
     """Return microseconds of the host for one of `count` calls."""
-    if count > 50:
-        call()
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(count):
