@@ -88,7 +88,7 @@ def _watch(lines: dict[int, str]) -> None:
     """Record the line of torch that stashes a storage or uses it on another stream."""
     from memest.estimator.gpu.memory import Memory
 
-    share, stash = Memory.record_stream, Memory.stash_storage
+    share, stash_ = Memory.record_stream, Memory.stash
 
     def record_stream(memory: Memory, tensor: Any, stream: int) -> None:
         index = memory.id_of(tensor)
@@ -96,11 +96,11 @@ def _watch(lines: dict[int, str]) -> None:
             lines[index] = _line()
         share(memory, tensor, stream)
 
-    def stash_storage(memory: Memory, index: int, done: float) -> None:
+    def stash(memory: Memory, index: int, done: float) -> None:
         lines[index] = _line()
-        stash(memory, index, done)
+        stash_(memory, index, done)
 
-    Memory.record_stream, Memory.stash_storage = record_stream, stash_storage  # type: ignore[method-assign]
+    Memory.record_stream, Memory.stash = record_stream, stash  # type: ignore[method-assign]
 
 
 def _line() -> str:
