@@ -161,7 +161,7 @@ class VirtualGpu:
         install_layouts(patches, mode.attribution.lines.current)
         recurrent.install(patches)
         sparse.install(patches)
-        DeviceThread(self._after_backward).install(patches)
+        DeviceThread(self._after_backward, mode.attribution.lines.current).install(patches)
         mode.host.draws.install(patches)
         hooks = ImportHooks(mode.notes.add)
         hooks.install()
@@ -324,8 +324,8 @@ def _next_number() -> int:
 class DeviceThread:
     """Numbers the nodes of a backward as the thread of a GPU would; calls `at_end` after it."""
 
-    def __init__(self, at_end: Callable[[], None]) -> None:
-        self._at_end = at_end
+    def __init__(self, at_end: Callable[[], None], line: Callable[[], str]) -> None:
+        self._at_end, self._line = at_end, line
         self._is_running = False
         self._is_mixed = False
         self._num_made = 0  # sequence numbers that the device thread assigned during backward
@@ -356,7 +356,8 @@ class DeviceThread:
             if _HOST_GRADIENT not in str(error):
                 raise
             raise UnsupportedError(
-                "a host tensor needs a gradient through weights on the host, which have no values",
+                f"{self._line() or 'the script'}: a host tensor needs a gradient through weights"
+                " on the host, which have no values",
                 hint="move the layer and the tensor to the GPU",
             ) from error
         finally:
