@@ -82,6 +82,22 @@ def test_a_solver_of_cublas_allocates_the_workspace_of_its_handle(
         assert WORKSPACE not in requests.in_order(lambda: CALLS[name](a, b))
 
 
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
+@pytest.mark.parametrize(("shape", "pointers"), [((12, 12), [8, 8, -8, -8]), ((65, 65), [])])
+def test_the_older_triangular_solve_copies_the_matrix(
+    shape: tuple[int, int], pointers: list[int]
+) -> None:
+    """`triangular_solve_out` (BatchLinearAlgebra.cpp) has the kernel of `solve_triangular`."""
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a, b = torch.empty(shape, device="cuda"), torch.empty(shape[0], 3, device="cuda")
+        requests = Requests(virtual)
+        linalg.solve_triangular(a, b, upper=True)
+
+        found = requests.in_order(lambda: torch.triangular_solve(b, a))
+
+        assert found == [b.nbytes, a.nbytes, *pointers]
+
+
 def test_the_gradient_of_a_determinant_allocates_the_workspace_of_cublas() -> None:
     """Measured on an H100 (field/n04_glow.py), where all products are convolutions."""
     with VirtualGpu(find_gpu("h100-80gb")) as virtual:

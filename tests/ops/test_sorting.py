@@ -118,6 +118,17 @@ def test_long_rows_are_sorted_by_keys_of_their_own_size(
     assert not op_of(aten.sort.default).is_modelled((x.t(), 0), {}, H100)
 
 
+def test_a_column_is_copied_before_it_is_sorted() -> None:
+    """`sort_cuda_kernel` (Sort.cpp), as the confidence of boxes before a suppression."""
+    boxes = meta(25_200, 85)
+    whole = sort_scratch((meta(25_200), -1), {}, None, H100)
+    column = sort_scratch((boxes[:, 4], -1), {}, None, H100)
+
+    assert column == Scratch(after=(25_200 * 4, *whole.after))
+    assert op_of(aten.sort.default).is_modelled((boxes[:, 4], -1), {}, H100)
+    assert not op_of(aten.sort.default).is_modelled((meta(85, 25_200).t(), 0), {}, H100)
+
+
 def test_a_few_sought_elements_are_compared_one_by_one() -> None:
     elements, sought = meta(50257, dtype=INT), meta(1, dtype=INT)
     assert workspaces(aten.isin.Tensor_Tensor, elements, sought) == (50257, 50257)

@@ -240,6 +240,12 @@ def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> E
     return outputs({0: out.nbytes}) + a.triangular
 
 
+@_measured("triangular_solve")
+def triangular_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `triangular_solve`: the solution, a copy of the matrix, the same kernel."""
+    return outputs({i: part.nbytes for i, part in enumerate(out)}) + _of(out[1]).triangular
+
+
 def _lu(a: _Matrices) -> Events:
     """Requests of LU: one matrix by cuSOLVER, many of up to 128 columns by batched cuBLAS.
 
@@ -332,7 +338,7 @@ def _solves_by_cublas(args: Args) -> bool:
 
 # `getCurrentCUDABlasHandle` of BatchLinearAlgebraLibBlas.cpp and CUDABlas.cpp
 for _names, _calls_cublas in (
-    ("linalg_solve_triangular linalg_inv_ex", lambda args: True),
+    ("linalg_solve_triangular triangular_solve linalg_inv_ex", lambda args: True),
     ("linalg_qr linalg_qr.out", lambda args: (a := _of(args[0])).batch > 1 and a.n <= 64),
     ("_linalg_solve_ex", _solves_by_cublas),
     ("linalg_lu_solve", lambda args: not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1])),

@@ -76,7 +76,8 @@ def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     Short slices need an int64 range that fills the indices. One long slice: range and the sort's
     storage. Several, fewer than 128: all are sorted by key with (segment, position) as value, then
     by segment. The first sort peaks with two arrays of 8 * n, sorted keys and storage. More: a
-    range and the storage of a sort of segments. Exact where `sort_is_modelled`.
+    range and the storage of a sort of segments. A column or another view with gaps is copied first.
+    Exact where `sort_is_modelled`.
     """
     tensor = args[0]
     count, length = _slices(args, kwargs, 1)
@@ -85,23 +86,34 @@ def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     if length <= SMALL_SORT:
         return Scratch(after=(length * INDEX_BYTES,))
     item, row = tensor.itemsize, tensor.numel() * INDEX_BYTES
+    copied = (tensor.numel() * item,) if _has_gaps(tensor) else ()
     if count >= FEW_SEGMENTS:
-        return Scratch(after=(row, segmented_sort_bytes(tensor.numel(), item)))
+        return Scratch(after=(*copied, row, segmented_sort_bytes(tensor.numel(), item)))
     storage = radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
     sorted_keys = tensor.numel() * item
-    return Scratch(after=(row, storage) if count == 1 else (row, row, sorted_keys, storage))
+    kept = (row, storage) if count == 1 else (row, row, sorted_keys, storage)
+    return Scratch(after=(*copied, *kept))
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    """Return whether rows of `tensor` are in order, with gaps between elements or rows."""
+    if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return False
+    steps = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return all(step > 0 for step in steps) and steps == sorted(steps, reverse=True)
 
 
 @registry.modelled("sort sort.stable")
 def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether `sort_scratch` is exact: slices of up to 4096, or whole rows.
+    """Return whether `sort_scratch` is exact: slices of up to 4096, or rows in order.
 
     Elements of rows have 2, 4 or 8 bytes.
     """
     tensor = args[0]
     _, length = _slices(args, kwargs, 1)
     is_last = tensor.dim() == 0 or tensor.shape[-1] == length
-    return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and tensor.is_contiguous())
+    is_in_order = tensor.is_contiguous() or _has_gaps(tensor)
+    return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and is_in_order)
 
 
 @registry.requests("topk")
