@@ -66,7 +66,7 @@ def virtual_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
     from memest.units import parse_bytes
 
     try:
-        limit, gpu = _wanted(request.node)
+        limit, gpu = _limit_and_gpu(request.node)
         _ = limit and parse_bytes(limit)
         simulated = simulate(gpu) if gpu else simulate()
     except MemestError as error:
@@ -78,7 +78,7 @@ def virtual_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
         yield session
 
 
-def _wanted(item: pytest.Item) -> tuple[str | int, str]:
+def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
     """Return limit and GPU of a test; empty where neither its mark nor the project has one."""
     from memest.project import find_project
 
@@ -120,7 +120,7 @@ def _faults(item: pytest.Item, report: RunReport) -> Iterator[str]:
     from memest.report.difference import changes, grown, other_versions, peaks_text
     from memest.units import format_bytes, parse_bytes
 
-    config, (limit, _) = item.config, _wanted(item)
+    config, (limit, _) = item.config, _limit_and_gpu(item)
     if not report.peak_allocated_bytes:
         if item.get_closest_marker("gpu_memory") is not None:
             yield "the test has not used the GPU"

@@ -162,7 +162,7 @@ class VirtualGpu:
         recurrent.install(patches)
         sparse.install(patches)
         DeviceThread(self._after_backward, mode.attribution.lines.current).install(patches)
-        mode.host.draws.install(patches)
+        mode.host.rng.install(patches)
         hooks = ImportHooks(mode.notes.add)
         hooks.install()
         self._stack.callback(hooks.remove)
@@ -386,13 +386,13 @@ class DeviceThread:
             node._set_sequence_nr(number + RENUMBERED)
 
 
-def _below(tensors: Iterable[Any], is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the nodes of `tensors`, each once, without those below unwanted nodes."""
+def _below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the nodes of `tensors` and below, each once, as far as `selects` is true."""
     todo = [node for tensor in tensors for node in _nodes(tensor)]
     seen = set()
     while todo:
         node = todo.pop()
-        if node not in seen and is_wanted(node):
+        if node not in seen and selects(node):
             seen.add(node)
             todo += [below for below, _ in node.next_functions if below is not None]
             yield node

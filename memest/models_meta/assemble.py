@@ -148,17 +148,17 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
     """
     positions = num_positions(config.pretrained)
     modality = config.entry.modality if config.entry is not None else "text"
-    asked = max(plan.lengths, default=plan.seq_len)
-    if asked is None:
+    requested = max(plan.lengths, default=plan.seq_len)
+    if requested is None:
         default = DEFAULT_SEQ_LEN[modality] + num_image_tokens(config.pretrained, plan.image_size)
         return min(default, positions) if positions else default
-    if positions is not None and asked > positions:
+    if positions is not None and requested > positions:
         key = "lengths" if plan.lengths else "seq_len"
         raise PlanError(
-            f"`{key}` {asked} is beyond the {positions} positions of `{config.name}`",
+            f"`{key}` {requested} is beyond the {positions} positions of `{config.name}`",
             hint=f"give at most {positions}",
         )
-    return asked
+    return requested
 
 
 def _prepare_for_kbit_training(model: Any, plan: TrainingPlan) -> None:

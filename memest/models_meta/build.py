@@ -99,9 +99,9 @@ def build_model(
     cls = _model_class(config, notes)
     # transformers' default is sdpa wherever a (sub-)model has it, else eager. Requesting sdpa by
     # name would be an error where a sub-model lacks it.
-    asked = None if attn_implementation == "sdpa" else attn_implementation
+    requested = None if attn_implementation == "sdpa" else attn_implementation
     with quiet_transformers():
-        module = _instantiate(config, cls, pretrained, dtype=dtype, attn=asked, device=device)
+        module = _instantiate(config, cls, pretrained, dtype=dtype, attn=requested, device=device)
     module.train()
     notes += _attn_notes(module, attn_implementation)
     notes += _count_notes(config, sum(parameter.numel() for parameter in module.parameters()))

@@ -153,13 +153,13 @@ def stop_caching(model: nn.Module) -> None:
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
     """Return the classes with these names, looked up in the model."""
-    wanted = set(names)
-    return {type(module) for module in model.modules() if type(module).__name__ in wanted}
+    chosen = set(names)
+    return {type(module) for module in model.modules() if type(module).__name__ in chosen}
 
 
 def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """Return modules of these classes with their names, in module order, inner before outer."""
-    wanted, seen = set(names), set[nn.Module]()
+    chosen, seen = set(names), set[nn.Module]()
 
     def within(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if module in seen:
@@ -167,7 +167,7 @@ def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.
         seen.add(module)
         for child_name, child in module.named_children():
             yield from within(child, f"{name}.{child_name}" if name else child_name)
-        if type(module).__name__ in wanted:
+        if type(module).__name__ in chosen:
             yield name, module
 
     return list(within(model, ""))

@@ -71,7 +71,7 @@ def read_other_names(
     """Return `values` in the names of a plan, and the assumptions made on the way.
 
     Raises:
-        PlanError: a value contradicts another, or asks for anything but a CUDA GPU.
+        PlanError: a value contradicts another, or requests anything except a CUDA GPU.
         UnsupportedError: a name touches memory, and plans do not support it.
     """
     found = dict(values)
@@ -113,9 +113,9 @@ def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
     accelerator = found.pop("accelerator", None)
     uses_cpu = found.pop("use_cpu", False)
     if accelerator not in _CUDA or uses_cpu is True:
-        asked = accelerator if accelerator not in _CUDA else "cpu"
+        kind = accelerator if accelerator not in _CUDA else "cpu"
         raise PlanError(
-            f"`accelerator` is {shown(asked)}, and memest predicts the memory of CUDA GPUs only",
+            f"`accelerator` is {shown(kind)}, and memest predicts the memory of CUDA GPUs only",
             hint="use `gpu`, or leave it out",
         )
     if found.get("devices") == "auto":

@@ -39,13 +39,13 @@ def save(
     Raises:
         PlanError: a format does not exist, or the folder cannot be written.
     """
-    stem, wanted = _wanted(Path(path), formats)
-    targets = [stem.with_name(f"{stem.name}.{name}") for name in wanted]
+    stem, names = _stem_and_formats(Path(path), formats)
+    targets = [stem.with_name(f"{stem.name}.{name}") for name in names]
     written: dict[Path, Path] = {}
     try:
         with writing(targets[0], "name a folder that you may write to"):
             stem.parent.mkdir(parents=True, exist_ok=True)
-            for name, target in zip(wanted, targets, strict=True):
+            for name, target in zip(names, targets, strict=True):
                 temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
                 written[temporary] = target
                 temporary.write_bytes(_rendered(figure, name))
@@ -59,7 +59,8 @@ def save(
 
 def parse_formats(text: str) -> list[str]:
     """Return the formats in `png,svg`, each once; `PlanError` for unknown ones."""
-    return _wanted(Path("chart"), [name.strip() for name in text.split(",") if name.strip()])[1]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return _stem_and_formats(Path("chart"), names)[1]
 
 
 def svg_text(figure: Figure) -> str:
@@ -89,7 +90,7 @@ class Picture:
         return svg_text(self.figure)
 
 
-def _wanted(path: Path, formats: Sequence[str]) -> tuple[Path, list[str]]:
+def _stem_and_formats(path: Path, formats: Sequence[str]) -> tuple[Path, list[str]]:
     """The path without suffix, and the formats, each once."""
     if path.name in ("", ".."):
         raise PlanError(f"`{path}` names no file", hint="write it as `charts/phases`")

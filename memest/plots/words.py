@@ -86,7 +86,7 @@ def setting_words(plan: Mapping[str, Any]) -> list[str]:
         f"{name} on {counted(devices, 'GPU')}": strategy != "auto" or devices > 1,
         f"capped at {(limit or 0) / GIB:.4g} GiB": limit,
     }
-    return [text for text, is_said in words.items() if is_said]
+    return [text for text, is_shown in words.items() if is_shown]
 
 
 def token_words(reports: Sequence[Report]) -> str:

@@ -218,10 +218,10 @@ def _change_lines(change: Option | None) -> list[str]:
 
 def advise_command(prediction: SimulatedReport) -> str:
     """Return the command of `memest advise` for the first GPU of the report."""
-    asked = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
-    if len(asked.get("gpu") or ()) != 1 and asked.get("gpu_memory") is None:
-        asked["gpu"] = [prediction.gpu]
-    plan = TrainingPlan.from_dict(asked)
+    values = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
+    if len(values.get("gpu") or ()) != 1 and values.get("gpu_memory") is None:
+        values["gpu"] = [prediction.gpu]
+    plan = TrainingPlan.from_dict(values)
     return predict_command(plan).replace("memest predict", "memest advise", 1)
 
 

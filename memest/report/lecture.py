@@ -344,12 +344,12 @@ class Lecture:
 
     def exercises(self) -> str:
         """Return questions and, after them, answers, as Markdown."""
-        asked = [*self._weights_exercises(), *map(self._change_exercise, self.steps)]
+        exercises = [*self._weights_exercises(), *map(self._change_exercise, self.steps)]
         usable = f"{self.gpu} has {gib(self.limit_bytes)} GiB usable."
         lines = [f"# Exercises: {self.rows.name}", "", f"1 GiB is 2^30 bytes. {usable}", ""]
-        lines += [f"{n}. {question}" for n, (question, _) in enumerate(asked, 1)]
+        lines += [f"{n}. {question}" for n, (question, _) in enumerate(exercises, 1)]
         lines += ["", "## Answers", "", self._notes(())[-1], ""]
-        lines += [f"{n}. {answer}" for n, (_, answer) in enumerate(asked, 1)]
+        lines += [f"{n}. {answer}" for n, (_, answer) in enumerate(exercises, 1)]
         return "\n".join(lines) + "\n"
 
     def _weights_exercises(self) -> Iterator[tuple[str, str]]:

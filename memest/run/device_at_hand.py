@@ -94,8 +94,8 @@ def _has_driver() -> bool:
 def _has_context(torch: Any) -> bool:
     if not torch.cuda.is_initialized():
         return False
-    asks = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return asks is None or bool(asks(0))
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return has_context is None or bool(has_context(0))
 
 
 def _of_this_process(torch: Any) -> DeviceAtHand:

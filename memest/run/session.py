@@ -235,8 +235,8 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     if isinstance(error, Terminated):
         return Ending.INTERRUPTED, "SIGTERM"
     if isinstance(error, SystemExit):
-        is_said = error.code not in (None, 0)
-        return Ending.FINISHED, f"SystemExit: {error.code}" if is_said else ""
+        has_code = error.code not in (None, 0)
+        return Ending.FINISHED, f"SystemExit: {error.code}" if has_code else ""
     if isinstance(error, KeyboardInterrupt):
         return Ending.INTERRUPTED, "KeyboardInterrupt"
     ending = Ending.CRASHED

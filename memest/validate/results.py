@@ -91,12 +91,12 @@ def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:
         from_data = measurement.device.get("data", "synthetic") != "synthetic"
-        not_asked = {"gpu", "gpu_memory", *(_OF_THE_DATA if from_data else ())}
-        for key, asked in plan.to_dict().items():
+        ignored = {"gpu", "gpu_memory", *(_OF_THE_DATA if from_data else ())}
+        for key, requested in plan.to_dict().items():
             ran = measurement.plan.get(key, defaults[key])  # older results lack newer keys
-            if asked is not None and key not in not_asked and ran != asked:
+            if requested is not None and key not in ignored and ran != requested:
                 raise PlanError(
-                    f"`{plan.label}` is in the results with `{key}` {ran}, not {asked}",
+                    f"`{plan.label}` is in the results with `{key}` {ran}, not {requested}",
                     hint="name another file with `--results`, or another experiment",
                 )
         if plan.memory_limit is None and measurement.plan.get("memory_limit") is not None:

@@ -19,7 +19,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.attribution import Attribution
 from memest.estimator.gpu.guesses import GuessedValues
 from memest.estimator.ops.indexing import MASK_DTYPES
-from memest.estimator.ops.random import advance
+from memest.estimator.ops.random import skip_mt19937
 from memest.estimator.ops.registry import op_of
 from memest.estimator.tensors.known_values import KnownValues, map_tensors
 from memest.estimator.tensors.patches import Patches
@@ -58,7 +58,7 @@ def num_draws(func: Any, tensor: Tensor) -> int:
     return count * (2 if tensor.dtype is torch.float64 else 1) * is_drawn
 
 
-class HostDraws:
+class HostRng:
     """Pending draws of the host's default generator."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class HostDraws:
     def _draw(self, count: int, generator: torch.Generator | None) -> None:
         with _disable_current_modes():
             if count > MANY_DRAWS:
-                advance(generator or torch.default_generator, count)
+                skip_mt19937(generator or torch.default_generator, count)
                 return
             scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8, device=CPU)
             while count:
@@ -160,7 +160,7 @@ class HostTensors:
         attribution: Attribution,
     ) -> None:
         self.num_bytes = self.peak_bytes = 0  # host tensors without data: now, and at the peak
-        self.draws = HostDraws()
+        self.rng = HostRng()
         self._live = live
         self._values = values
         self._guessed = guessed
@@ -240,7 +240,7 @@ class HostTensors:
         if func._schema.is_mutable:
             first = args[0] if args else None
             if isinstance(first, Tensor) and is_meta(first):
-                self.draws.skip(func, first, kwargs.get("generator"))
+                self.rng.skip(func, first, kwargs.get("generator"))
             if not func._schema.returns:
                 return None
             if isinstance(first, Tensor) and not is_meta(first):
@@ -303,8 +303,8 @@ class HostTensors:
             return self.is_pinned(args[0])
         if kwargs.get("pin_memory"):
             return self._pin(self.run(func, args, {**kwargs, "pin_memory": False}))
-        if self.draws.num_waiting and torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws.settle()
+        if self.rng.num_waiting and torch.Tag.nondeterministic_seeded in func.tags:
+            self.rng.settle()
         if func in _FACTORIES or _has_large_floats(args):
             made = self._without_data(func, args, kwargs)
             if made is not None:
@@ -332,7 +332,7 @@ class HostTensors:
         if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
             return None
         self.put(made)
-        self.draws.skip(func, made, kwargs.get("generator"))
+        self.rng.skip(func, made, kwargs.get("generator"))
         return made
 
     def _can_be_real(self, func: Any, args: tuple[Any, ...], num_bytes: int) -> bool:

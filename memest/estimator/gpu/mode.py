@@ -48,7 +48,7 @@ from memest.estimator.ops.copies import (
     with_number,
 )
 from memest.estimator.ops.in_place import owners_of_a_sole_gradient
-from memest.estimator.ops.random import GpuDraws
+from memest.estimator.ops.random import CudaRng
 from memest.estimator.ops.registry import Args, Kwargs, Op, load_families, op_of
 from memest.estimator.ops.sparse import SparseTensors
 from memest.estimator.tensors.known_values import (
@@ -113,7 +113,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.request: Callable[..., None] = self.kernels.request  # serves a call; observers wrap it
         self.sparse = SparseTensors(self)
-        self.rng = GpuDraws(gpu)
+        self.rng = CudaRng(gpu)
         self.works = PendingWorks(self.timeline, self.memory)
         self.rank = ALONE
         self.is_off = False  # flag: operators run as without the simulated GPU

@@ -158,12 +158,12 @@ class Mailbox:
         if rank not in self._peers:
             self.open()
             self._peers.add(rank)
-            self._path("wanted", rank).touch()
+            self._path("requested", rank).touch()
 
     def requested(self) -> set[int]:
         """Ranks that some rank has requested by `meet`."""
         folder = self._folder
-        names = () if folder is None else folder.glob("wanted.*")
+        names = () if folder is None else folder.glob("requested.*")
         return {int(path.suffix[1:]) for path in names}
 
     def end(self, rank: int) -> None:

@@ -53,11 +53,11 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
         _refuse_what_differs(options)
         tuning = str(options.get("mode"))
         if "max-autotune" in tuning:
-            _say(mode.guesses.warn, mode, CAPTURED if tuning == "max-autotune" else TUNED)
+            _note_once(mode.guesses.warn, mode, CAPTURED if tuning == "max-autotune" else TUNED)
             options["mode"] = None
         given = dict(options.get("options") or {})
         if any([given.pop(name, False) for name in TUNING]):  # all are taken out
-            _say(mode.guesses.warn, mode, TUNED)
+            _note_once(mode.guesses.warn, mode, TUNED)
             options["options"] = given
         if model is None:
             return partial(compile_as_simulated, **options)
@@ -109,7 +109,7 @@ def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
     return "torch._inductor.config.triton.cudagraphs = True" if is_set else ""
 
 
-def _say(say: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
+def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
     """Report `text`, unless a library decorates its functions while it is imported."""
     frame = sys._getframe(2)
     script = mode.attribution.lines.frame(frame)
@@ -117,12 +117,12 @@ def _say(say: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return
         frame = frame.f_back  # type: ignore[assignment]
-    say(text)
+    note(text)
 
 
 def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     def as_written(made: Any) -> Any:
-        _say(mode.notes.add, mode, SCRIPTED)
+        _note_once(mode.notes.add, mode, SCRIPTED)
         if isinstance(made, nn.Module):
             made.__dict__.setdefault("save", refusing("`save` of a scripted module", NOT_COMPILED))
         return made

@@ -317,14 +317,14 @@ class Library:
                 (204, DESCRIPTOR, [properties]),
             )  # fmt: skip
             num_rejected = 0
-            for num_asked in itertools.count(1):  # cuDNN checks configurations until it has enough
+            for num_requested in itertools.count(1):  # cuDNN checks until it has enough of them
                 with self._log() as rejected:
-                    configs = [self._new(CONFIG) for _ in range(num_asked)]
+                    configs = [self._new(CONFIG) for _ in range(num_requested)]
                     num_found = len(self._get(heuristics, 202, DESCRIPTOR, configs))
                 for engine, reasons in rejected[num_rejected:]:
                     yield from _on_a_gpu(engine, reasons, shapes, direction, gpu)
                 num_rejected = len(rejected)
-                if num_found < num_asked:
+                if num_found < num_requested:
                     break
                 yield self._plan(configs[-1])
 

@@ -45,7 +45,7 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 """Slices of the state's bytes: number of words left, the next word, and the words, 8 bytes each."""
 
 
-def advance(generator: torch.Generator, count: int) -> None:
+def skip_mt19937(generator: torch.Generator, count: int) -> None:
     """Skip `count` 32-bit numbers of a CPU `generator` (Mersenne Twister); at least `WORDS`."""
     # all words are made ones
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
@@ -243,7 +243,7 @@ def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
     return (drawn % np.uint64(high - low)).astype(np.int64) + low
 
 
-class GpuDraws:
+class CudaRng:
     """Generators of a GPU, and the numbers that random operators draw from them."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -279,8 +279,8 @@ class GpuDraws:
         plan = launch(count, self.gpu, per_draw)
         numbers = None
         most = MAX_NORMALS if name in _NORMALS else MAX_NUMEL
-        is_wanted = count <= most and not isinstance(made, torch.nn.Parameter)
-        if is_wanted and (name in _NUMBERS or name in _OF_INTEGERS):
+        is_computed = count <= most and not isinstance(made, torch.nn.Parameter)
+        if is_computed and (name in _NUMBERS or name in _OF_INTEGERS):
             words, part = plan.words(generator)
             if name in _OF_INTEGERS:
                 numbers = torch.from_numpy(_integers(words, part, low, high)).to(made.dtype)

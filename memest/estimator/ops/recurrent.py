@@ -102,10 +102,10 @@ def weight_offsets(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[li
     """Return start and length of each parameter in the buffer: all matrices, then biases."""
     offsets = [[0] * len(one) for one in shapes]
     position = 0
-    for wants_matrix in (True, False):
+    for is_matrix in (True, False):
         for i, one in enumerate(shapes):
             for j, shape in enumerate(one):
-                if (len(shape) == 2) is wants_matrix:
+                if (len(shape) == 2) is is_matrix:
                     offsets[i][j] = position
                     position += prod(shape)
     return offsets, position

@@ -10,8 +10,8 @@ from torch import nn
 
 import memest
 from memest.estimator.gpu import host
-from memest.estimator.gpu.host import HostDraws, num_draws
-from memest.estimator.ops.random import advance
+from memest.estimator.gpu.host import HostRng, num_draws
+from memest.estimator.ops.random import skip_mt19937
 
 aten = torch.ops.aten
 COUNTED = {
@@ -43,7 +43,7 @@ def test_a_generator_moves_on_as_far_as_the_real_one(
     tensor = torch.empty(count, dtype=dtype)
 
     getattr(tensor, name)(generator=real)
-    HostDraws().skip(getattr(aten, name).default, tensor, skipped)
+    HostRng().skip(getattr(aten, name).default, tensor, skipped)
 
     assert torch.equal(real.get_state(), skipped.get_state())
 
@@ -101,7 +101,7 @@ def test_a_jump_is_as_many_draws(before: int, count: int) -> None:
         torch.rand(before, generator=generator)
 
     torch.empty(count, dtype=torch.uint8).random_(generator=drawn)
-    advance(jumped, count)
+    skip_mt19937(jumped, count)
 
     assert torch.equal(jumped.get_state(), drawn.get_state())
 

@@ -366,13 +366,13 @@ class Rebuilt:
             elif event < 0:
                 events.append(free_of(self._ids[free_of(event)]))
             else:
-                events.append(self._born(event, (NO_CALL, event)))
+                events.append(self._allocated(event, (NO_CALL, event)))
 
     def _renamed(self, shift: Shift) -> dict[int, int]:
         """Return `shift` with the ids of the rebuilt program."""
         return {self._ids[made]: self._ids[before] for made, before in shift.items()}
 
-    def _born(self, old: int, slot: tuple[int, int]) -> int:
+    def _allocated(self, old: int, slot: tuple[int, int]) -> int:
         table = self._base.storages
         index = self._ids[old] = self._add(slot, table.sites[old], table.kinds[old])
         return index
@@ -400,7 +400,7 @@ class Rebuilt:
                 temporary[num_temporary] = index
                 num_temporary += 1
             elif request in new_storages:
-                events.append(self._born(new_storages.pop(request), (call.template, count)))
+                events.append(self._allocated(new_storages.pop(request), (call.template, count)))
             elif request in self._dropped.get(call.template, ()):
                 kind = self._base.storages.kinds[call.new_storages[0][1]]
                 events.append(self._add((call.template, count), site, kind))
@@ -419,7 +419,7 @@ class Rebuilt:
                 self._workspaces[workspace] = events[-1]
         events.extend(free_of(index) for index in (*reversed(passing), *dropped))
         for old in new_storages.values():
-            events.append(self._born(old, (ZERO, 0)))
+            events.append(self._allocated(old, (ZERO, 0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,13 +226,13 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
             made = moved.detach().clone() if copies else moved
             return made.requires_grad_() if kwargs.get("requires_grad") else made
         is_pinned = kwargs.pop("pin_memory", False)  # C++ would initialize CUDA
-        wants_grad = kwargs.pop("requires_grad", False)
+        requires_grad = kwargs.pop("requires_grad", False)
         if device is None or torch.device(device).type != "cuda":
             made = function(*args, device=device, **kwargs)
             made = made.pin_memory() if is_pinned else made
         else:
             made = function(*args, device=CPU, **kwargs).to(GPU.device)
-        return made.requires_grad_() if wants_grad else made
+        return made.requires_grad_() if requires_grad else made
 
     return call
 

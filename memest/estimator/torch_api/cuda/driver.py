@@ -13,7 +13,7 @@ from torch import Tensor
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.random import GpuDraws, GpuGenerator
+from memest.estimator.ops.random import CudaRng, GpuGenerator
 from memest.estimator.tensors.patches import Patches, constant, constants, refusing, unsupported
 from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_another, resolve
 from memest.estimator.torch_api.cuda import streams
@@ -424,15 +424,15 @@ _REFUSED = {
 class Generator(torch.Generator):
     """`torch.Generator`, which makes an `OnGpu` for the virtual GPU."""
 
-    draws: ClassVar[GpuDraws]
+    rng: ClassVar[CudaRng]
     kind_on_gpu: ClassVar[type[OnGpu]]
 
     def __new__(cls, device: Any = "cpu") -> Generator:  # noqa: D102
         is_on_gpu = torch.device(resolve(device)).type == "cuda"
         made: Any = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
-        cls.draws.of_script.pop(made._cdata, None)
+        cls.rng.of_script.pop(made._cdata, None)
         if is_on_gpu:
-            made.on_gpu = cls.draws.of_script[made._cdata] = GpuGenerator()
+            made.on_gpu = cls.rng.of_script[made._cdata] = GpuGenerator()
         return made
 
     def __init__(self, device: Any = "cpu") -> None:
@@ -485,13 +485,13 @@ class OnGpu(Generator):
         return self
 
 
-def _install_generators(patches: Patches, draws: GpuDraws) -> None:
+def _install_generators(patches: Patches, rng: CudaRng) -> None:
     """Install the generators of the virtual GPU."""
-    default = draws.default
-    generator: Any = type("Generator", (Generator,), {"draws": draws, "__module__": "torch"})
+    default = rng.default
+    generator: Any = type("Generator", (Generator,), {"rng": rng, "__module__": "torch"})
     generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})
     of_gpu = generator("cuda")
-    of_gpu.on_gpu = draws.of_script[of_gpu._cdata] = default
+    of_gpu.on_gpu = rng.of_script[of_gpu._cdata] = default
 
     def seed() -> None:
         default.manual_seed(torch.initial_seed())

@@ -198,7 +198,7 @@ class Stacks:
         """Return the frames of the running thread, without those of memest."""
         is_own, found = self._is_own, list[tuple[CodeType | str, int]]()
         frame = sys._getframe(1)
-        wants_operator = self._has_operators
+        needs_operator = self._has_operators
         at: Any = frame
         while at is not None:
             code = at.f_code
@@ -212,9 +212,9 @@ class Stacks:
             # a call from memest itself
             while found and getattr(found[-1][0], "co_filename", "") == _TORCH_OPS:
                 found.pop()
-            if wants_operator and code.co_name == "__torch_dispatch__":
+            if needs_operator and code.co_name == "__torch_dispatch__":
                 found.append((at.f_locals["func"]._schema.name, 0))
-                wants_operator = False
+                needs_operator = False
             at = at.f_back
         return tuple(found)
 

@@ -353,7 +353,7 @@ _IN_ITS_PLACE = (
 def install_profiler(patches: Patches, mode: CudaSimMode) -> None:
     """Let profilers with CUDA activity record the CPU; print once that kernels have no times."""
 
-    def tell() -> None:
+    def note_once() -> None:
         if NOTE not in mode.notes.texts:
             mode.notes.add(NOTE)
             sys.stderr.write(f"memest: {NOTE}\n")
@@ -363,11 +363,11 @@ def install_profiler(patches: Patches, mode: CudaSimMode) -> None:
     @functools.wraps(init)
     def without_cuda(self: Any, *args: Any, **options: Any) -> None:
         device = options.pop("use_device", None)
-        asks = bool(options.pop("use_cuda", False)) or device == "cuda"
+        is_requested = bool(options.pop("use_cuda", False)) or device == "cuda"
         is_enabled = args[0] if args else options.get("enabled", True)
-        if asks and is_enabled:
-            tell()
-        if asks:
+        if is_requested and is_enabled:
+            note_once()
+        if is_requested:
             options["use_cpu"] = True
             device = None
         init(self, *args, use_device=device, **options)

@@ -146,7 +146,7 @@ class Checkpoints:
         base = getattr(untyped, _BASE, None)
         if base is None:
             if is_gpu or full or is_large:
-                base = self._born(untyped, full[0] if full else untyped.nbytes(), storage.dtype)
+                base = self._allocate(untyped, full[0] if full else untyped.nbytes(), storage.dtype)
             else:
                 base = _clone(untyped)  # the file may be written to while it is used
             setattr(untyped, _BASE, base)
@@ -157,7 +157,7 @@ class Checkpoints:
             made = torch.empty(0, dtype=storage.dtype, device=device)
             return made.set_(base, offset, size, stride)
 
-    def _born(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+    def _allocate(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
         """Allocate a storage without data for that of `source`, on the GPU or the host."""
         mode = self._mode
         with _disable_current_modes():
@@ -216,7 +216,7 @@ class Placeholder:
 
 
 def _pickled(
-    storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, wants_grad: bool,
+    storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, requires_grad: bool,
     mark: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return a tensor as `pickle` stores it; `geometry` is its offset, size and strides."""
@@ -224,7 +224,7 @@ def _pickled(
     typed = storage_class(wrap_storage=storage, dtype=dtype, _internal=True)
     hooks: OrderedDict[int, Any] = OrderedDict()
     metadata = () if mark is None else ({mark: True},)
-    return torch._utils._rebuild_tensor_v2, (typed, *geometry, wants_grad, hooks, *metadata)
+    return torch._utils._rebuild_tensor_v2, (typed, *geometry, requires_grad, hooks, *metadata)
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
@@ -264,13 +264,13 @@ def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
         return make(storage, offset, size, stride) if made is None else made
 
     def _rebuild_tensor_v2(
-        storage: Any, offset: int, size: Any, stride: Any, wants_grad: bool, hooks: Any,
+        storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any,
         metadata: Any = None,
     ) -> Tensor:  # fmt: skip
         made = checkpoints.rebuilt(storage, offset, size, stride, metadata)
         if made is None:
-            return make_v2(storage, offset, size, stride, wants_grad, hooks, metadata)
-        made.requires_grad = wants_grad
+            return make_v2(storage, offset, size, stride, requires_grad, hooks, metadata)
+        made.requires_grad = requires_grad
         made._backward_hooks = hooks
         return made
 
