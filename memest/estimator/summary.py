@@ -129,13 +129,13 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
     storages = program.storages
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index in live_at(program, num_micro_batches, result.peak, result.timing):
-        groups[_group(program, index)].append(index)
+        groups[_kind_and_owner(program, index)].append(index)
     terms = []
     for (kind, owner), members in groups.items():
         num_bytes = sum(storages.num_bytes[i] for i in members)
-        arithmetic, why = _explain(traced, kind, owner, members, num_bytes)
+        arithmetic, why = _arithmetic_and_reason(traced, kind, owner, members, num_bytes)
         terms.append(Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why))
-    terms = _merged(terms, result.peak_allocated_bytes)
+    terms = _with_small_merged(terms, result.peak_allocated_bytes)
     terms.sort(key=lambda t: (KINDS.index(t.kind), -t.num_bytes))
     rest = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
     slack = Term(
@@ -147,7 +147,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
     return (*terms, slack)
 
 
-def _merged(terms: list[Term], peak_bytes: int) -> list[Term]:
+def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
     """Return `terms` with activations below a small share of the peak summed in one term."""
     small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
     if len(small) < 2:
@@ -161,7 +161,7 @@ def _merged(terms: list[Term], peak_bytes: int) -> list[Term]:
     return [t for t in terms if t not in small] + [other]
 
 
-def _group(program: Program, index: int) -> tuple[str, str]:
+def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
     """(kind of term, owner): activations by the stack of layers that they belong to."""
     kind, site = kind_of(program.storages, index), program.storages.sites[index]
     if kind == "temporaries":
@@ -172,7 +172,7 @@ def _group(program: Program, index: int) -> tuple[str, str]:
     return kind, f"{layer[1]}.*" if layer else site.module.split(".")[0] or "loss"
 
 
-def _explain(
+def _arithmetic_and_reason(
     traced: TracedPlan, kind: str, owner: str, members: list[int], num_bytes: int
 ) -> tuple[str, str]:
     sites = traced.program.storages.sites
@@ -181,7 +181,7 @@ def _explain(
         by_dtype = traced.param_groups[kind]
         whole = sum(n * ITEM_BYTES[dtype] for dtype, n in by_dtype.items())
         if whole == num_bytes or kind == "params":
-            return _products(by_dtype, kind), WHY[kind]
+            return _sizes_by_dtype(by_dtype, kind), WHY[kind]
         return f"{tensors}, {format_bytes(whole)} when all exist", WHY[kind]
     if kind == "activations":
         numbers = {m[2] for i in members if (m := LAYER.match(sites[i].module))}
@@ -193,7 +193,7 @@ def _explain(
     return tensors, WHY[kind]
 
 
-def _products(by_dtype: Mapping[str, int], kind: str) -> str:
+def _sizes_by_dtype(by_dtype: Mapping[str, int], kind: str) -> str:
     noun = {"params": "params", "grads": "params", "optimizer": "elements"}[kind]
     return " + ".join(
         f"{format_count(n)} {noun} x {ITEM_BYTES[dtype]} B ({dtype})"

@@ -347,7 +347,7 @@ class DeviceThread:
         if self._is_running:  # a backward within it: the same thread
             return engine(outputs, *args, **kwargs)
         if self._is_mixed:
-            self._number([*outputs, *args[0]], RENUMBERED)
+            self._renumber([*outputs, *args[0]], RENUMBERED)
         self._is_running = True
         first = _next_number()
         try:
@@ -367,17 +367,17 @@ class DeviceThread:
             if args[2]:
                 self._is_mixed = True
                 is_kept = kwargs["accumulate_grad"]
-                made = [leaf.grad for leaf in _leaves(outputs)] if is_kept else grads
-                self._number(made, first)
+                made = [leaf.grad for leaf in _leaf_tensors(outputs)] if is_kept else grads
+                self._renumber(made, first)
             self._num_made += last - first
             self._starts.append(last)
             self._skipped.append(self._skipped[-1] + last - first)
         self._at_end()
         return grads
 
-    def _number(self, tensors: Iterable[Any], first: int) -> None:
+    def _renumber(self, tensors: Iterable[Any], first: int) -> None:
         """Number the nodes of `tensors`; a number from `first` on belongs to the device thread."""
-        for node in _below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
+        for node in _nodes_below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
             number = node._sequence_nr()
             if number < first:
                 number -= self._skipped[bisect_right(self._starts, number) - 1]
@@ -386,7 +386,7 @@ class DeviceThread:
             node._set_sequence_nr(number + RENUMBERED)
 
 
-def _below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iterator[Any]:
+def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield the nodes of `tensors` and below, each once, as far as `selects` is true."""
     todo = [node for tensor in tensors for node in _nodes(tensor)]
     seen = set()
@@ -410,8 +410,8 @@ def _nodes(made: Any) -> Iterator[Any]:
         made = _WRAPPED.get_unwrapped(made)
 
 
-def _leaves(outputs: Iterable[Any]) -> Iterator[Tensor]:
+def _leaf_tensors(outputs: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors whose gradients a backward adds to."""
-    for node in _below(outputs, lambda node: True):
+    for node in _nodes_below(outputs, lambda node: True):
         if hasattr(node, "variable"):
             yield node.variable

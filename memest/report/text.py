@@ -297,12 +297,12 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
     unit = unit_in(report)
     rows = [[f"by rank, {unit.name}", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
-        cells = [_between(size, row.intervals.get(name), unit) for name, size in row.levels.items()]
+        cells = [_range(size, row.intervals.get(name), unit) for name, size in row.levels.items()]
         rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
     return rows
 
 
-def _between(num_bytes: int, interval: Interval | None, unit: Unit) -> str:
+def _range(num_bytes: int, interval: Interval | None, unit: Unit) -> str:
     if interval is None or interval.low_bytes == interval.high_bytes:
         return unit.of(num_bytes)
     return f"{unit.of(interval.low_bytes)} to {unit.of(interval.high_bytes)}"
@@ -444,13 +444,13 @@ def fold(text: str, width: int) -> str:
 
     Further lines begin under the last column. Commands stay whole, so that they can be copied.
     """
-    return "\n".join(_folded(line, width) for line in text.split("\n"))
+    return "\n".join(_folded_line(line, width) for line in text.split("\n"))
 
 
 _COMMAND = re.compile(r"^\s*(more:|check|train)\s|`memest ")
 
 
-def _folded(line: str, width: int) -> str:
+def _folded_line(line: str, width: int) -> str:
     bare = plain(line)
     if len(bare) <= width or _COMMAND.search(bare):
         return line

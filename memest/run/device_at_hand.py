@@ -77,7 +77,7 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
         return None
     order = environment.get("CUDA_DEVICE_ORDER", "")
     with suppress(_UnsureError):
-        found = with_nvml(lambda nvml: [_read(nvml, first, order)])
+        found = with_nvml(lambda nvml: [_read_nvml(nvml, first, order)])
         if found is not None:
             return found[0]
     return _of_another_process()
@@ -129,7 +129,7 @@ class _UnsureError(Exception):
     """NVML cannot identify the GPU."""
 
 
-def _read(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
+def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
     """Return the GPU that `CUDA_VISIBLE_DEVICES` names first; None if there is none.
 
     Raises:

@@ -64,7 +64,7 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise PlanError(f"{shown(str(folder))} is a file", hint="name a folder")
     present = {path.name for path in folder.iterdir()}
-    foreign = sorted(present - {MARKER, *_written(folder / MARKER)})
+    foreign = sorted(present - {MARKER, *_listed_files(folder / MARKER)})
     if foreign:
         raise PlanError(
             f"{shown(str(folder))} holds {shown(foreign[0])}, which is not of a dummy checkpoint: "
@@ -73,7 +73,7 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def _written(marker: Path) -> set[str]:
+def _listed_files(marker: Path) -> set[str]:
     """Return the files that `marker` lists."""
     if not marker.is_file():
         return set()
@@ -142,7 +142,7 @@ def vocabulary_of(config: Any) -> Vocabulary | None:
 def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` to `folder`."""
     special = _special_tokens(vocabulary)
-    tokens = _tokens(vocabulary, special)
+    tokens = _token_ids(vocabulary, special)
     has_bos, has_eos = vocabulary.family in BEFORE, vocabulary.family in AFTER
     made = _fast_tokenizer(tokens, special, has_bos=has_bos, has_eos=has_eos)
     made.save(str(folder / "tokenizer.json"), pretty=False)
@@ -180,7 +180,7 @@ def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
     return special
 
 
-def _tokens(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
+def _token_ids(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
     """Return ids by token: special tokens at the config's ids, the others around them."""
     taken = {special[name]: index for name, index in vocabulary.ids.items()}
     others = dict.fromkeys(token for token in special.values() if token not in taken)

@@ -53,11 +53,11 @@ def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
         read = None if is_script else _COMMANDS.get(typed.name)
     if read is None:
         return None
-    launch: Launch = submit(partial(_checked, read, list(words))).answer()
+    launch: Launch = submit(partial(_read_checked, read, list(words))).answer()
     return launch
 
 
-def _checked(read: Callable[[list[str]], Launch], words: list[str]) -> Launch:
+def _read_checked(read: Callable[[list[str]], Launch], words: list[str]) -> Launch:
     warnings.simplefilter("ignore")  # of launchers that are deprecated
     try:
         return read(words[1:])
@@ -67,7 +67,7 @@ def _checked(read: Callable[[list[str]], Launch], words: list[str]) -> Launch:
         ) from error
 
 
-def _python(words: list[str]) -> Launch:
+def _read_python(words: list[str]) -> Launch:
     """Read `python [options] script` or `python -m module`."""
     rest = words[:]
     while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
@@ -85,20 +85,20 @@ def _python(words: list[str]) -> Launch:
     return Launch(rest[is_module], tuple(rest[is_module + 1 :]), is_module)
 
 
-def _torchrun(words: list[str], module: str = "torch.distributed.run") -> Launch:
+def _read_torchrun(words: list[str], module: str = "torch.distributed.run") -> Launch:
     launcher = import_module(module)
-    return _of_ranks(*_stopped("torchrun", lambda: launcher.main(words)))
+    return _of_ranks(*_until_started("torchrun", lambda: launcher.main(words)))
 
 
-def _accelerate(words: list[str]) -> Launch:
+def _read_accelerate(words: list[str]) -> Launch:
     if words[:1] != ["launch"]:
         raise UnsupportedError(
             f"`accelerate {' '.join(words[:1])}` starts no script", hint="name the script itself"
         )
-    return _accelerate_launch(words[1:])
+    return _read_accelerate_launch(words[1:])
 
 
-def _accelerate_launch(words: list[str]) -> Launch:
+def _read_accelerate_launch(words: list[str]) -> Launch:
     """Read `accelerate launch`, whose files and options become variables of the environment."""
     require("accelerate")
     launcher = import_module("accelerate.commands.launch")
@@ -109,7 +109,7 @@ def _accelerate_launch(words: list[str]) -> Launch:
     return _with_accelerate("accelerate launch", start)
 
 
-def _trl(words: list[str]) -> Launch:
+def _read_trl(words: list[str]) -> Launch:
     """Read `trl sft` and its like, which start a script of TRL by `accelerate launch`.
 
     TRL checks the script's arguments before, and those of most trainers need a GPU.
@@ -147,11 +147,11 @@ def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
         mock.patch.object(launcher, "simple_launcher", one_process),
         mock.patch.object(launcher, "deepspeed_launcher", of_deepspeed),
     ):
-        args, environment = _stopped(name, start)
+        args, environment = _until_started(name, start)
     return _of_ranks(args, environment)
 
 
-def _deepspeed(words: list[str]) -> Launch:
+def _read_deepspeed(words: list[str]) -> Launch:
     require("deepspeed")
     runner = import_module("deepspeed.launcher.runner")
     args = runner.parse_args(words)
@@ -170,18 +170,18 @@ def _deepspeed(words: list[str]) -> Launch:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], Launch]] = {
-    "python": _python, "python3": _python, "torchrun": _torchrun, "accelerate": _accelerate,
-    "accelerate-launch": _accelerate_launch, "deepspeed": _deepspeed,
-    "trl": _trl,
+    "python": _read_python, "python3": _read_python, "torchrun": _read_torchrun,
+    "accelerate": _read_accelerate, "accelerate-launch": _read_accelerate_launch,
+    "deepspeed": _read_deepspeed, "trl": _read_trl,
 }  # fmt: skip
 """Readers of the commands of launchers."""
 
 _MODULES: dict[str, Callable[[list[str]], Launch]] = {
-    "torch.distributed.run": _torchrun,
-    "torch.distributed.launch": partial(_torchrun, module="torch.distributed.launch"),
-    "accelerate.commands.launch": _accelerate_launch,
-    "accelerate.commands.accelerate_cli": _accelerate,
-    "deepspeed.launcher.runner": _deepspeed,
+    "torch.distributed.run": _read_torchrun,
+    "torch.distributed.launch": partial(_read_torchrun, module="torch.distributed.launch"),
+    "accelerate.commands.launch": _read_accelerate_launch,
+    "accelerate.commands.accelerate_cli": _read_accelerate,
+    "deepspeed.launcher.runner": _read_deepspeed,
 }  # fmt: skip
 """Readers of launchers that are started as `python -m MODULE`."""
 
@@ -225,7 +225,7 @@ def _start(args: Any) -> NoReturn:
     raise _Started(args, dict(os.environ))
 
 
-def _stopped(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
+def _until_started(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
     """Call `start` until it would start processes; return its arguments and environment."""
     run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
     try:

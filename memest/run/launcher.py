@@ -63,7 +63,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     try:
         with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
             with _exit_functions():
-                _run(target)
+                _run_script(target)
             session.virtual.mode.rank.mailbox.finish()
     except BaseException as raised:
         error = raised
@@ -143,7 +143,7 @@ def _exit_functions() -> Iterator[None]:
 _NOT_RUN = ImportError("not run")
 
 
-def _run(target: Target) -> None:
+def _run_script(target: Target) -> None:
     if not target.is_module:
         runpy.run_path(str(target.path), run_name="__main__")
         return
@@ -196,11 +196,11 @@ def _result_of(error: BaseException | None, report: RunReport | None) -> RunResu
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of the script's own run, without memest's frames."""
     summary = traceback.TracebackException.from_exception(error)
-    _clean(summary, set())
+    _drop_own_frames(summary, set())
     return "".join(summary.format())
 
 
-def _clean(summary: traceback.TracebackException, seen: set[int]) -> None:
+def _drop_own_frames(summary: traceback.TracebackException, seen: set[int]) -> None:
     if id(summary) in seen:
         return
     seen.add(id(summary))
@@ -208,7 +208,7 @@ def _clean(summary: traceback.TracebackException, seen: set[int]) -> None:
     inner = [summary.__cause__, summary.__context__, *(getattr(summary, "exceptions", None) or ())]
     for each in inner:
         if each is not None:
-            _clean(each, seen)
+            _drop_own_frames(each, seen)
 
 
 def _frames_of_script(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:

@@ -56,7 +56,7 @@ def run_elsewhere(python: Path, arguments: Sequence[str]) -> int | None:
     Raises:
         PlanError: there is no such interpreter, it is too old, or it has no torch or no NumPy.
     """
-    python, prefix, installed = _examined(python)
+    python, prefix, installed = _examine(python)
     if os.path.realpath(prefix) == os.path.realpath(sys.prefix):
         return None
     folder = _folder_of_links([name for name in PURE if name not in installed])
@@ -73,7 +73,7 @@ def _interpreters(folder: Path) -> list[Path]:
     return [folder / "bin" / "python", folder / "Scripts" / "python.exe"]
 
 
-def _examined(python: Path) -> tuple[Path, str, list[str]]:
+def _examine(python: Path) -> tuple[Path, str, list[str]]:
     """Return the interpreter, its prefix, and the packages that it has of those memest needs."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)

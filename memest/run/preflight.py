@@ -221,7 +221,7 @@ def _check(
     if spare >= (device.gpu.spread_bytes if margin_bytes is None else margin_bytes):
         return ended(Outcome.FITS, report)
     needs, usable = gib_or_mib(report.limit_bytes - spare), gib_or_mib(report.limit_bytes)
-    _print([f"memest preflight: `{typed.label}` fits {_gpu(device)}, but it is tight:"
+    _print([f"memest preflight: `{typed.label}` fits {_gpu_text(device)}, but it is tight:"
             f" needs {needs} of {usable} usable, {gib_or_mib(spare)} to spare"
             f" after {report.num_steps} steps"])  # fmt: skip
     return ended(Outcome.TIGHT, report)
@@ -231,8 +231,8 @@ def _oom_lines(script: _Script, report: RunReport) -> list[str]:
     """Return lines on a script that does not fit: its report, its need, and what would help."""
     own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
     lines = [
-        f"memest preflight: `{script.typed.label}` will not fit {_gpu(script.device)}, so it is"
-        f" stopped before it starts; `{VARIABLE}=off` lets it run",
+        f"memest preflight: `{script.typed.label}` will not fit {_gpu_text(script.device)}, so it"
+        f" is stopped before it starts; `{VARIABLE}=off` lets it run",
         "",
         str(own),
         "",
@@ -330,7 +330,7 @@ def _last_error(output: str) -> str:
     return f"the virtual run ended early: {lines[-1]}" if lines else "the virtual run ended early"
 
 
-def _gpu(device: DeviceAtHand) -> str:
+def _gpu_text(device: DeviceAtHand) -> str:
     name = device.gpu.name if device.is_known else device.name
     room = f"{gib_or_mib(device.room_bytes)} for its allocator"
     others = device.others_bytes

@@ -29,10 +29,10 @@ from memest.units import parse_bytes
 def install_smaller_batches(patches: Patches, parts: int) -> None:
     """Keep one of `parts` of each DataLoader's batch, at least one sample."""
     for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        patches.set(fetcher, "fetch", _cutting(fetcher.fetch, parts))
+        patches.set(fetcher, "fetch", _with_smaller_batches(fetcher.fetch, parts))
 
 
-def _cutting(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
+def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         index = possibly_batched_index
         if self.auto_collation and len(index) > 1:
@@ -84,7 +84,7 @@ class Session:
         self.error = ""
         self.rank = rank
         usable = gpu.limit_bytes - rank.communicator_bytes
-        self._limit = None if memory_limit is None else min(_checked(memory_limit), usable)
+        self._limit = None if memory_limit is None else min(_checked_limit(memory_limit), usable)
         with simulating(torch_release):
             self.virtual = VirtualGpu(
                 gpu,
@@ -216,7 +216,7 @@ def virtual_gpu(
     )
 
 
-def _checked(memory_limit: int) -> int:
+def _checked_limit(memory_limit: int) -> int:
     """Return a cap on the allocator; `PlanError` without room for one segment."""
     if memory_limit < SMALL_SEGMENT_BYTES:
         raise PlanError(

@@ -55,7 +55,7 @@ def report_of(
     history = mode.memory.history
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
-    cap = _cap(virtual)
+    cap = _own_share(virtual)
     of_nccl = virtual.communicators_bytes
     verdicts, notes = verdicts_of(virtual, outcome, cap, others)
     return RunReport(
@@ -117,7 +117,7 @@ def _guesses(guesses: Guesses) -> tuple[Guess, ...]:
     )
 
 
-def _cap(virtual: VirtualGpu) -> float | None:
+def _own_share(virtual: VirtualGpu) -> float | None:
     """Return the share of a GPU's memory that the script allows itself; None if it set none."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
     usable = gpu.limit_bytes - virtual.communicators_bytes

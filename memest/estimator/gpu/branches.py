@@ -57,10 +57,10 @@ class WaitingLoops:
         if frame is None:
             return guess
         if loop is not None:
-            return self._condition(guess, frame, loop, notes)
+            return self._waiting_condition(guess, frame, loop, notes)
         if self._rounds and self._takes_other_way(frame):
             guess = not guess
-        raises = _raising(frame.f_code, frame.f_lasti)
+        raises = _values_that_raise(frame.f_code, frame.f_lasti)
         return not guess if guess in raises and (not guess) not in raises else guess
 
     def known(self) -> None:
@@ -69,7 +69,7 @@ class WaitingLoops:
         if frame is not None and loop is not None:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
 
-    def _condition(self, guess: bool, frame: FrameType, loop: _Lines, notes: Notes) -> bool:
+    def _waiting_condition(self, guess: bool, frame: FrameType, loop: _Lines, notes: Notes) -> bool:
         key = id(frame), loop
         rounds = self._rounds.get(key, 0)
         if rounds < ROUNDS:
@@ -149,7 +149,7 @@ def _lines(node: ast.expr | ast.stmt) -> _Lines:
 
 
 @cache
-def _raising(code: CodeType, offset: int) -> tuple[bool, ...]:
+def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
     """Return the values of the condition that is read at `offset` on which the code raises."""
     found = list(dis.get_instructions(code))
     index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))

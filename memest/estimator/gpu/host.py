@@ -256,20 +256,20 @@ class HostTensors:
 
     def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            return func(*_bare(args), **kwargs)
+            return func(*_as_meta(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if func is aten.index.Tensor:
-                return func(_bare(args[0]), list(self._positions(args[1])))
+                return func(_as_meta(args[0]), list(self._positions(args[1])))
             if func in (aten.index_put_.default, aten.masked_scatter_.default):
                 return args[0]
             if func is aten.masked_select.default and not is_meta(args[1]):
-                bare = _bare(args[0])
+                bare = _as_meta(args[0])
                 mask = args[1].expand_as(bare) if args[0].dim() else args[1]
                 return bare.new_empty(int(mask.sum()))
             op = op_of(func)
             made = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if made is None and op.result:
-                made = op.result(_bare(args), kwargs)
+                made = op.result(_as_meta(args), kwargs)
             if made is not None:
                 return made
             failure = self._attribution.failure(func, error)
@@ -311,7 +311,7 @@ class HostTensors:
                 return made
             out = func(*args, **kwargs)
             if isinstance(out, Tensor) and not func._schema.is_mutable and not func.is_view:
-                self._count(out)
+                self._track_real(out)
             return out
         return func(*args, **kwargs)
 
@@ -319,7 +319,7 @@ class HostTensors:
         """Return the result without data if it is large and of floating-point numbers; or None."""
         if func._schema.is_mutable or func.is_view:
             return None
-        meta_args = _bare(args)
+        meta_args = _as_meta(args)
         if func in _FACTORIES or "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         try:
@@ -341,7 +341,7 @@ class HostTensors:
             return False
         return not any(map(_is_dummy, tensors_in(args)))
 
-    def _count(self, tensor: Tensor) -> None:
+    def _track_real(self, tensor: Tensor) -> None:
         if _is_sparse(tensor):
             return
         storage = tensor.untyped_storage()
@@ -381,7 +381,7 @@ def _has_large_floats(args: tuple[Any, ...]) -> bool:
     return sum(t.numel() * 4 for t in taken) >= VIRTUAL_HOST_BYTES
 
 
-def _bare(value: Any) -> Any:
+def _as_meta(value: Any) -> Any:
     """Replace real tensors in `value` by meta tensors; scalars stay."""
     return map_tensors(lambda t: t if is_meta(t) or not t.dim() else t.to(META), value)
 

@@ -145,13 +145,13 @@ def find_shifts(program: Program) -> None:
             before = set(alive)
             for part in batch:
                 if part.is_optimizers and number == 1:  # one in the middle ends here
-                    shift = _pairs(program.storages, before, alive)
+                    shift = _renames(program.storages, before, alive)
                 play(part.events, alive, program.storages)
             if number == 1 and not any(part.is_optimizers for part in batch):
-                shift = _pairs(program.storages, before, alive)
+                shift = _renames(program.storages, before, alive)
         program.micro_shifts.append(shift)
         if len(program.steps) > 1:
-            program.step_shift = _pairs(program.storages, before_step, alive)
+            program.step_shift = _renames(program.storages, before_step, alive)
 
 
 def play(
@@ -180,7 +180,7 @@ def ended_by(event: int, storages: StorageTable, *, is_immediate: bool = False) 
     return index if is_return == is_stashed else -1
 
 
-def _pairs(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> dict[int, int]:
+def _renames(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> Shift:
     """Pair storages only in `after` with those only in `before`, by size, site and kind."""
     freed: dict[object, list[int]] = defaultdict(list)
     for index in sorted(before.difference(after)):

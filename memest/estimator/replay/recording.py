@@ -174,24 +174,24 @@ class _RecordedAllocator(CachingAllocator):
         begin, end = address, address + num_bytes
         for first, last in list(self._ends.items()):
             if first == end or last == begin:
-                self._drop(first, block.stream)
+                self._drop_range(first, block.stream)
                 begin, end = min(begin, first), max(end, last)
-        self._keep(begin, end, block.stream)
+        self._add_range(begin, end, block.stream)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
         super().unmapped(address, num_bytes, block)
         end = address + num_bytes
         first = next(f for f, last in self._ends.items() if f <= address and end <= last)
-        last = self._drop(first, block.stream)
-        self._keep(first, address, block.stream)
-        self._keep(end, last, block.stream)
+        last = self._drop_range(first, block.stream)
+        self._add_range(first, address, block.stream)
+        self._add_range(end, last, block.stream)
 
-    def _drop(self, first: int, stream: int) -> int:
+    def _drop_range(self, first: int, stream: int) -> int:
         last = self._ends.pop(first)
         self._add_segment(Act.SEGMENT_FREE, first, last - first, stream)
         return last
 
-    def _keep(self, first: int, last: int, stream: int) -> None:
+    def _add_range(self, first: int, last: int, stream: int) -> None:
         if first < last:
             self._ends[first] = last
             self._add_segment(Act.SEGMENT_ALLOC, first, last - first, stream)
@@ -455,7 +455,8 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
 def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
     """Return the frames of storages of one call site."""
     frames = [
-        {"filename": filename, "line": 0, "name": name} for filename, name in _places(site, kind)
+        {"filename": filename, "line": 0, "name": name}
+        for filename, name in _frame_names(site, kind)
     ]
     lines = [(site.line, "forward" if site.caller else site.phase), (site.caller, site.phase)]
     for line, name in reversed(lines):
@@ -465,7 +466,7 @@ def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
     return frames
 
 
-def _places(site: Site, kind: str) -> Iterator[tuple[str, str]]:
+def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
     """Return (kind of place, name) from the operator outwards; never empty."""
     if site.op:
         yield "operator", site.op

@@ -139,7 +139,7 @@ class Player:
         """Apply events in order, with pools by stream and blocks that return later."""
         storages, allocator, blocks = self.storages, self.allocator, self.blocks
         num_bytes, streams, tried = storages.num_bytes, storages.streams, storages.tried
-        malloc, end = allocator.malloc, self._end
+        malloc, end = allocator.malloc, self._apply_free
         for event in events:
             self.num_events += 1
             if event < 0:
@@ -178,7 +178,7 @@ class Player:
             num_bytes //= 2
         return None
 
-    def _end(self, event: int) -> None:
+    def _apply_free(self, event: int) -> None:
         ended = ended_by(event, self.storages, is_immediate=self.is_immediate)
         block = self.blocks.pop(ended, None)
         if block is None:
@@ -229,7 +229,7 @@ class _Replay:
             if repeats:
                 step_rows = rows[first_row:]
                 for later in range(1, num_left + 1):
-                    rows += _shifted(step_rows, step=later)
+                    rows += _repeated(step_rows, step=later)
                 return
 
     def _play_step(self, num_micro_batches: int) -> None:
@@ -248,7 +248,7 @@ class _Replay:
             if state == before:
                 batch_rows = rows[first_row:]
                 for later in range(1, num_alike + 1):
-                    rows += _shifted(batch_rows, micro_batch=later)
+                    rows += _repeated(batch_rows, micro_batch=later)
                 self.player.num_events += num_alike * sum(len(part.events) for part in batch)
                 micro += num_alike
 
@@ -310,7 +310,7 @@ class _Replay:
         )
 
 
-def _shifted(rows: Sequence[PhaseRow], *, step: int = 0, micro_batch: int = 0) -> list[PhaseRow]:
+def _repeated(rows: Sequence[PhaseRow], *, step: int = 0, micro_batch: int = 0) -> list[PhaseRow]:
     return [
         replace(row, step=row.step + step, micro_batch=row.micro_batch + micro_batch)
         for row in rows

@@ -70,22 +70,22 @@ class LeastLimit:
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether the run fits under `limit_bytes`."""
-        return self._try(limit_bytes // UNIT_BYTES)[0]
+        return self._result_under(limit_bytes // UNIT_BYTES)[0]
 
     def bytes_for(self, limit_bytes: int) -> int:
         """Return the least limit; it is above `limit_bytes` if the run does not fit under that."""
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
-        while not self._try(top)[0]:  # only with settings that feel the limit early
+        while not self._result_under(top)[0]:  # only with settings that feel the limit early
             top += ceil_div(top, NUM_PROBES)
-        fits, high = self._try(limit)
+        fits, high = self._result_under(limit)
         low = -1
         if not fits:
-            high, low = self._try(top)[1], limit
+            high, low = self._result_under(top)[1], limit
         start = min(self._allocated, top) - 1
         for step in reversed(range(self._num_probes)):
             probe = start + step * (top - start) // NUM_PROBES
             if low < probe < high and self._may_try(probe):
-                fits, units = self._try(probe)
+                fits, units = self._result_under(probe)
                 if not fits:
                     return self._bisect(probe, high, units)
                 high = units
@@ -103,7 +103,7 @@ class LeastLimit:
             probe = max(low + 1, min(guess, high - 1)) if guess is not None else (low + high) // 2
             if not self._may_try(probe):
                 break
-            fits, units = self._try(probe)
+            fits, units = self._result_under(probe)
             if fits:
                 guess = units - 1 if is_guess and probe < high - 1 else None
                 high = units
@@ -115,13 +115,13 @@ class LeastLimit:
     def _may_try(self, limit: int) -> bool:
         return limit in self._known or self._num_left > 0
 
-    def _try(self, limit: int) -> tuple[bool, int]:
+    def _result_under(self, limit: int) -> tuple[bool, int]:
         """Return the result of `replay`, in units of `UNIT_BYTES`; each limit is replayed once."""
         if limit not in self._known:
-            self._known[limit] = self._found(limit)
+            self._known[limit] = self._replay_under(limit)
         return self._known[limit]
 
-    def _found(self, limit: int) -> tuple[bool, int]:
+    def _replay_under(self, limit: int) -> tuple[bool, int]:
         if limit < 0:
             return False, 0
         if not self._is_felt_early:
@@ -181,7 +181,7 @@ class Scenario:
         self.unlimited = unlimited or run.on(None, timing)
         self._traced = traced
         self.least = LeastLimit(
-            lambda limit: _ending(run.on(limit, timing, is_soft=True)),
+            lambda limit: _fits_and_bytes(run.on(limit, timing, is_soft=True)),
             self.unlimited.peak_allocated_bytes,
             self.unlimited.peak_reserved_bytes,
             num_events=self.unlimited.num_events,
@@ -199,11 +199,11 @@ class Scenario:
         if self.unlimited.peak_reserved_bytes <= limit_bytes and self.run.settings.is_default:
             return self.unlimited
         result = self.run.on(limit_bytes, self.timing)
-        self.least.add(limit_bytes, *_ending(result))
+        self.least.add(limit_bytes, *_fits_and_bytes(result))
         return result
 
 
-def _ending(result: Replayed) -> tuple[bool, int]:
+def _fits_and_bytes(result: Replayed) -> tuple[bool, int]:
     if result.failed is not None or result.lacking_bytes:
         return False, result.lacking_bytes
     return True, result.peak_reserved_bytes

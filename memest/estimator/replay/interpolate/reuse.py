@@ -101,7 +101,7 @@ class _Numbers:
         return self.at_first[0]
 
 
-def _numbers(samples: Sequence[Template]) -> _Numbers:
+def _polynomials(samples: Sequence[Template]) -> _Numbers:
     """Return the polynomials through the numbers of one call in each sample."""
     first = samples[0]
     if any(other.shape != first.shape for other in samples[1:]):
@@ -139,12 +139,12 @@ class Interpolation:
         self._rebuilt: dict[tuple[RequestOrder, ...], Rebuilt] = {}
         _check_alike(samples)
         logs = [sample.calls for sample in samples if sample.calls is not None]
-        self._numbers, calls = _match(logs)
+        self._polynomials, calls = _match_calls(logs)
         self._sample = replace(samples[0], calls=calls)
         if len({len(log.choices) for log in logs}) > 1:
             raise NotInterpolable("other things are decided")
         rows = zip(*(log.choices for log in logs), strict=True)
-        self._choices = {row[0]: _numbers([choice.template for choice in row]) for row in rows}
+        self._choices = {row[0]: _polynomials([choice.template for choice in row]) for row in rows}
         for position, sample in enumerate(samples):
             value = start + position * spacing
             if self.at(value).program != sample.program:
@@ -160,7 +160,7 @@ class Interpolation:
             raise NotInterpolable(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
         try:
-            requests = [numbers.requests(index, self._gpu) for numbers in self._numbers]
+            requests = [numbers.requests(index, self._gpu) for numbers in self._polynomials]
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
             raise NotInterpolable(f"there is no such call at {value}: {error}") from error
         orders = tuple([r.order for r in requests])
@@ -219,7 +219,7 @@ def _check_alike(samples: Sequence[TracedPlan]) -> None:
             raise NotInterpolable("the model differs")
 
 
-def _match(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
+def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
     """Match the calls of the samples; two calls that differ in any sample count as distinct.
 
     Return the polynomials of each distinct call, and the first sample's log in terms of them.
@@ -236,7 +236,7 @@ def _match(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
             calls.append(replace(row[0], template=index))
         spans.append(Span(group[0].events, calls))
     numbers = [
-        _numbers([log.templates[i] for log, i in zip(logs, key, strict=True)]) for key in known
+        _polynomials([log.templates[i] for log, i in zip(logs, key, strict=True)]) for key in known
     ]
     return numbers, CallLog([n.template for n in numbers], spans, logs[0].choices)
 
@@ -430,7 +430,7 @@ def _replaced_attention(
             continue
         if choice.outcome not in FUSED or outcome not in FUSED:
             raise NotInterpolable("a decision by shapes is another")
-        for scale, backward in _uses(choice, log):
+        for scale, backward in _attention_uses(choice, log):
             old_calls, old_strides = _run_alone(choice, scale, backward, first)
             new_calls, new_strides = _run_alone(choice, scale, backward, gpu)
             if len(old_calls) != len(new_calls) or old_strides != new_strides:
@@ -443,22 +443,24 @@ def _replaced_attention(
     return replaced, extra
 
 
-def _uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
+def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
     """Yield (`scale`, backward call) of each attention call that follows from `choice`."""
     (query, key, value, *_), _ = put_numbers(choice.template, choice.template.numbers)
     inputs = take_numbers((query, key, value))
     name = FUSED[choice.outcome]
     backward_name = f"{name}_backward" if choice.grads[-1] and any(choice.grads[:-1]) else ""
     backwards = [
-        t for t in log.templates if t.operator == backward_name and _inputs(t, 1) == inputs
+        t
+        for t in log.templates
+        if t.operator == backward_name and _attention_inputs(t, 1) == inputs
     ]
     for template in log.templates:
-        if template.operator == name and _inputs(template, 0) == inputs:
+        if template.operator == name and _attention_inputs(template, 0) == inputs:
             scale = put_numbers(template, template.numbers)[2].get("scale")
             yield from ((scale, backward) for backward in backwards or (None,))
 
 
-def _inputs(template: Template, position: int) -> Template:
+def _attention_inputs(template: Template, position: int) -> Template:
     """Return query, key and value of an attention call; `position` is that of the query."""
     args = put_numbers(template, template.numbers)[1]
     return take_numbers(tuple(args[position : position + 3]))
