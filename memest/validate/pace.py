@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +35,7 @@ MAX_FLOPS = 4e12
 MAX_BYTES = 6e9  # largest measured call: its operations, and the bytes of its tensors
 MEASURED_US = 3000  # time for which one case repeats, after two calls that are not timed
 HEATED_MS = 30  # for which the GPU trains before each case, for the clocks of a training
-SLEEP_CYCLES_PER_CALL = 60_000  # for which the GPU sleeps per timed call: 30 us
+SLEEP_CYCLES_PER_US = 3_000  # for which the GPU sleeps while the host launches: 1.5 us
 DIMS = (16, 128, 1024, 8192, 65536)
 INNER = (64, 256, 1024, 4096, 16384)
 MIB = 1 << 20
@@ -107,9 +108,10 @@ def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
         with Observer() as observer:
             call()
         assert len(observer.found) == 1, [w.kind for w in observer.found]
-        once = elapsed_us(call, 3)
+        once = elapsed_us(call, 3, second)
         heat()
-        us = elapsed_us(call, max(3, min(60, int(MEASURED_US / once))))
+        count = max(3, min(60, int(MEASURED_US / once)))
+        us = min(elapsed_us(call, count, second) for _ in range(3))  # pauses of the host only add
     return observer.found[0], us, max(0.0, first - second)
 
 
@@ -140,11 +142,14 @@ def heater() -> Callable[[], None]:
     return heat
 
 
-def elapsed_us(call: Call, count: int) -> float:
-    """Return microseconds of one of `count` calls that the GPU runs one after another."""
+def elapsed_us(call: Call, count: int, host_us: float) -> float:
+    """Return microseconds of one of `count` calls that the GPU runs one after another.
+
+    The GPU sleeps until the host, which takes at most `host_us` for each, has launched all.
+    """
     cuda: Any = torch.cuda
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-    cuda._sleep(SLEEP_CYCLES_PER_CALL * count)
+    cuda._sleep(int(SLEEP_CYCLES_PER_US * host_us * count))
     start.record()
     for _ in range(count):
         call()
@@ -201,6 +206,9 @@ def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> 
     return lambda: aten.bmm.default(x, y)
 
 
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 8192)
+
+
 def attention() -> Iterator[Case]:
     """The fused attention kernels, forward and backward."""
     kinds = [
@@ -210,7 +218,7 @@ def attention() -> Iterator[Case]:
         (SDPBackend.EFFICIENT_ATTENTION, FULL),
     ]
     for backend, dtype in kinds:
-        for length, d, causal in itertools.product((128, 512, 2048, 8192), (64, 128), (0, 1)):
+        for length, d, causal in itertools.product(LENGTHS, (64, 128), (0, 1)):
             heads = {max(8, 65536 // length), max(8, 524288 // length)}
             sizes = heads, [length], [d], [bool(causal)]
             yield from cases(_attention, [backend], [dtype], *sizes, (False, True))
@@ -236,24 +244,46 @@ def _attention(
 
 
 CONVOLUTIONS = (
-    (32, 3, 224, 64, 7, 2, 1), (32, 64, 56, 64, 3, 1, 1), (32, 64, 56, 256, 1, 1, 1),
-    (32, 256, 56, 64, 1, 1, 1), (32, 128, 28, 128, 3, 1, 1), (32, 512, 28, 128, 1, 1, 1),
-    (32, 256, 14, 256, 3, 1, 1), (32, 512, 7, 512, 3, 1, 1), (8, 64, 224, 64, 3, 1, 1),
-    (8, 128, 64, 128, 3, 1, 1), (4, 320, 64, 320, 3, 1, 1), (4, 1280, 16, 1280, 3, 1, 1),
-    (128, 64, 32, 128, 3, 1, 1), (128, 16, 32, 16, 3, 1, 1), (32, 3, 224, 768, 16, 16, 1),
-    (64, 128, 16, 256, 4, 2, 1), (32, 96, 56, 96, 7, 1, 96), (32, 240, 28, 240, 5, 1, 240),
-    (32, 768, 7, 768, 3, 1, 768), (32, 192, 28, 192, 7, 1, 192), (32, 384, 14, 384, 7, 1, 384),
-    (32, 768, 7, 768, 7, 1, 768), (64, 96, 112, 96, 3, 2, 96), (64, 144, 56, 144, 3, 1, 144),
-    (64, 672, 14, 672, 5, 1, 672),
+    (32, 3, 224, 64, 7, 2, 1), (64, 3, 32, 64, 3, 1, 1), (64, 3, 224, 32, 3, 2, 1),
+    (16, 3, 128, 128, 3, 1, 1), (32, 3, 224, 96, 4, 4, 1), (32, 3, 224, 768, 16, 16, 1),
+    (32, 3, 224, 1024, 14, 14, 1), (32, 3, 224, 768, 32, 32, 1), (128, 16, 32, 16, 3, 1, 1),
+    (64, 32, 112, 32, 3, 1, 1), (32, 64, 56, 64, 3, 1, 1), (8, 64, 224, 64, 3, 1, 1),
+    (128, 64, 32, 128, 3, 1, 1), (8, 128, 64, 128, 3, 1, 1), (16, 128, 128, 128, 3, 1, 1),
+    (32, 128, 28, 128, 3, 1, 1), (32, 128, 56, 128, 3, 2, 1), (32, 256, 14, 256, 3, 1, 1),
+    (8, 256, 64, 256, 3, 1, 1), (4, 256, 200, 256, 3, 1, 1), (16, 256, 128, 128, 3, 1, 1),
+    (32, 256, 28, 256, 3, 2, 1), (32, 512, 7, 512, 3, 1, 1), (8, 512, 64, 512, 3, 1, 1),
+    (4, 320, 64, 320, 3, 1, 1), (4, 640, 32, 640, 3, 1, 1), (4, 1280, 16, 1280, 3, 1, 1),
+    (8, 2048, 64, 256, 3, 1, 1), (64, 128, 16, 256, 4, 2, 1), (32, 64, 64, 128, 4, 2, 1),
+    (32, 96, 56, 192, 2, 2, 1), (32, 384, 14, 768, 2, 2, 1), (64, 48, 27, 64, 5, 1, 1),
+    (128, 16, 112, 16, 1, 1, 1), (128, 16, 112, 64, 1, 1, 1), (128, 64, 56, 24, 1, 1, 1),
+    (64, 24, 65, 144, 1, 1, 1), (64, 144, 65, 24, 1, 1, 1), (64, 40, 28, 120, 1, 1, 1),
+    (64, 120, 28, 40, 1, 1, 1), (64, 112, 14, 672, 1, 1, 1), (64, 672, 14, 112, 1, 1, 1),
+    (64, 160, 7, 960, 1, 1, 1), (64, 960, 7, 160, 1, 1, 1), (64, 960, 1, 240, 1, 1, 1),
+    (32, 64, 56, 64, 1, 1, 1), (32, 64, 56, 256, 1, 1, 1), (32, 256, 56, 64, 1, 1, 1),
+    (32, 256, 56, 512, 1, 2, 1), (32, 512, 28, 128, 1, 1, 1), (32, 128, 28, 512, 1, 1, 1),
+    (32, 1024, 14, 256, 1, 1, 1), (32, 256, 14, 1024, 1, 1, 1), (32, 1024, 14, 2048, 1, 2, 1),
+    (32, 2048, 7, 512, 1, 1, 1), (32, 512, 7, 2048, 1, 1, 1), (8, 2048, 64, 512, 1, 1, 1),
+    (4, 256, 200, 12, 1, 1, 1), (8, 3072, 128, 768, 1, 1, 1), (4, 320, 64, 320, 1, 1, 1),
+    (8, 64, 512, 21, 1, 1, 1), (32, 96, 56, 96, 7, 1, 96), (32, 192, 28, 192, 7, 1, 192),
+    (32, 384, 14, 384, 7, 1, 384), (32, 768, 7, 768, 7, 1, 768), (64, 32, 112, 32, 3, 1, 32),
+    (64, 96, 112, 96, 3, 2, 96), (64, 144, 56, 144, 3, 1, 144), (64, 144, 56, 144, 5, 2, 144),
+    (64, 240, 28, 240, 5, 1, 240), (64, 288, 33, 288, 3, 1, 288), (64, 480, 14, 480, 3, 1, 480),
+    (64, 672, 14, 672, 5, 1, 672), (64, 1152, 7, 1152, 5, 1, 1152), (32, 768, 7, 768, 3, 1, 768),
+    (8, 512, 64, 512, 3, 1, 512), (8, 1280, 32, 1280, 3, 1, 1280), (32, 128, 56, 128, 3, 1, 32),
+    (32, 512, 14, 512, 3, 1, 32), (32, 256, 56, 256, 3, 2, 32),
 )  # fmt: skip
 """(samples, channels, side, output channels, window, stride, groups) of usual networks."""
+
+FIRST_CONVOLUTIONS = (*CONVOLUTIONS[:10], CONVOLUTIONS[15], CONVOLUTIONS[46], CONVOLUTIONS[63])
+"""Convolutions that are also measured without the gradient of their input."""
 
 
 def convolutions() -> Iterator[Case]:
     """Convolutions forward and backward, in two precisions and two layouts."""
     masks = (None, (True, True), (False, True))
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
-        yield from cases(_convolution, [dtype], [last], [mask], [2], CONVOLUTIONS)
+        sizes = CONVOLUTIONS if mask != (False, True) else FIRST_CONVOLUTIONS
+        yield from cases(_convolution, [dtype], [last], [mask], [2], sizes)
         yield from cases(_convolution, [dtype], [last], [mask], [1], () if last else SEQUENCES)
 
 
@@ -285,10 +315,13 @@ SEQUENCES = (
 ROWS = ((64, 768), (1024, 1024), (8192, 1024), (65536, 1024), (4096, 50304), (524288, 256))
 """(rows, columns) of what the kernels below read."""
 
-SHORT_ROWS = ((3136, 96), (65536, 96), (524288, 48), (65536, 384))
+SHORT_ROWS = (
+    (3136, 96), (65536, 96), (131072, 64), (32768, 128), (524288, 48), (65536, 384), (2048, 768),
+    (16384, 768), (2048, 2048), (512, 4096),
+)  # fmt: skip
 BY_ROW = (
     "sum_rows", "sum_outer", "mean", "softmax", "softmax_backward", "layer_norm",
-    "layer_norm_backward",
+    "layer_norm_backward", "cast", "cat", "cat_columns",
 )  # fmt: skip
 """Calls whose time depends on the length of a row."""
 
@@ -334,6 +367,7 @@ def _memory_calls(x: Tensor) -> dict[str, Call]:
         "clone": lambda: aten.clone.default(x.t(), memory_format=torch.contiguous_format),
         "copy": lambda: aten.copy_.default(y, x),
         "cat": lambda: aten.cat.default([x, y]),
+        "cat_columns": lambda: aten.cat.default([x, y], 1),
         "sum_rows": lambda: aten.sum.dim_IntList(x, [0]),
         "sum": lambda: aten.sum.default(x),
         "sum_outer": lambda: aten.sum.dim_IntList(x.view(-1, 32, columns), [0, 2]),
@@ -361,7 +395,8 @@ def _memory_calls(x: Tensor) -> dict[str, Call]:
 
 IMAGES = (
     (32, 64, 112), (32, 256, 56), (32, 128, 28), (32, 1024, 14), (32, 2048, 7), (8, 64, 128),
-    (8, 512, 32), (128, 64, 32),
+    (8, 512, 32), (128, 64, 32), (128, 16, 112), (64, 32, 112), (64, 24, 56), (64, 144, 56),
+    (64, 40, 28), (64, 240, 28), (64, 960, 7), (8, 512, 64), (8, 2048, 64), (4, 256, 200),
 )  # fmt: skip
 """(samples, channels, side) of images between convolutions."""
 
@@ -370,7 +405,9 @@ def image_kernels() -> Iterator[Case]:
     """Norms, pools and resizing of images, in two layouts."""
     names = (
         "batch_norm", "batch_norm_backward", "native", "native_backward", "group_norm",
-        "group_norm_backward", "pool", "pool_backward", "upsample", "upsample_backward",
+        "group_norm_backward", "pool", "pool_backward", "mean_pool", "mean_pool_backward",
+        "nearest", "nearest_backward", "bilinear", "bilinear_backward", "bilinear_8",
+        "bilinear_8_backward",
     )  # fmt: skip
     return cases(_image_kernel, DTYPES, (False, True), IMAGES, names)
 
@@ -402,17 +439,35 @@ def _image_kernel(dtype: Any, last: bool, sizes: tuple[int, int, int], name: str
         return lambda: aten.native_group_norm_backward.default(
             y, x, saved, inverse, w, *shape, [True, True, True]
         )
+    if "mean" in name:
+        options = ([2, 2], [2, 2], [0, 0], False, True, None)
+        out = aten.avg_pool2d.default(x, *options)
+        if name == "mean_pool":
+            return lambda: aten.avg_pool2d.default(x, *options)
+        return lambda: aten.avg_pool2d_backward.default(out, x, *options)
     if "pool" in name:
         out, indices = aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
         if name == "pool":
             return lambda: aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
         rest = ([2, 2], [2, 2], [0, 0], [1, 1], False, indices)
         return lambda: aten.max_pool2d_with_indices_backward.default(out, x, *rest)
-    large = [2 * side, 2 * side]
-    out = aten.upsample_nearest2d.default(x, large)
-    if name == "upsample":
-        return lambda: aten.upsample_nearest2d.default(x, large)
-    return lambda: aten.upsample_nearest2d_backward.default(out, large, list(x.shape))
+    return _resizing(name, x)
+
+
+def _resizing(name: str, x: Tensor) -> Call:
+    kind, *rest = name.removesuffix("_backward").split("_")
+    scale = int(rest[0]) if rest else 2
+    if scale > 2:
+        x = x[:, :, ::4, ::4].contiguous(memory_format=suggest_memory_format(x))
+    operator, backward = (
+        getattr(aten, f"upsample_{kind}2d{end}").default for end in ("", "_backward")
+    )
+    large = [scale * n for n in x.shape[2:]]
+    corners = [False] if kind == "bilinear" else []
+    out = operator(x, large, *corners)
+    if "backward" not in name:
+        return lambda: operator(x, large, *corners)
+    return lambda: backward(out, large, list(x.shape), *corners)
 
 
 def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Call:
@@ -453,6 +508,7 @@ def _row_calls(x: Tensor) -> dict[str, Call]:
         "argmax": lambda: aten.argmax.default(x, -1),
         "times_row": lambda: aten.mul.Tensor(x, weight),
         "times_column": lambda: aten.mul.Tensor(x, column),
+        "stack_heads": lambda: aten.stack.default([turned, turned, turned], 2),
         "add_heads": lambda: aten.add.Tensor(heads, turned),
         "sum_last": lambda: aten.sum.dim_IntList(x.view(-1, 64), [-1]),
         "sum_middle": lambda: aten.sum.dim_IntList(x.view(-1, 64, columns), [1]),

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from memest import TrainingPlan, predict, virtual_gpu
 from memest.cli import main
 from memest.errors import OOM_EXIT_CODE, PlanError
+from memest.estimator import hardware
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import ELSEWHERE, PACE, estimate, step_times, table_of
 from memest.estimator.hardware.speed import kernel_us, speed_of
@@ -120,6 +121,55 @@ def test_the_backward_of_a_convolution_counts_both_products() -> None:
     assert forward.num_flops == 2 * 800 * 32 * 144
     assert found.num_flops == 2 * forward.num_flops
     assert found.kind == "convolution-data-weight float16"
+
+
+def test_a_transposed_convolution_multiplies_each_position_of_its_input() -> None:
+    x, weight = meta(8, 16, 10, 10), meta(16, 32, 4, 4)
+    rest = ([2, 2], [1, 1], [1, 1], True, [0, 0], 1)
+
+    found = work(aten.convolution.default, x, weight, None, *rest)
+
+    assert found.num_flops == 2 * 800 * weight.numel()
+    assert found.size == (800, 3200, 16, 32, 16)
+
+
+def test_the_bias_of_a_convolution_takes_time_too() -> None:
+    x, weight, bias = meta(8, 16, 64, 64), meta(32, 16, 3, 3), meta(32)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    without, given = (work(aten.convolution.default, x, weight, b, *rest) for b in (None, bias))
+    grad = meta(8, 32, 64, 64)
+    mask = [True, True, True]
+    backward = work(aten.convolution_backward.default, grad, x, weight, [32], *rest, mask)
+
+    assert (without.more_bytes, given.more_bytes) == (0, 2 * grad.nbytes)
+    assert backward.more_bytes == grad.nbytes
+    table = table_of(H100)
+    added = Work(ELSEWHERE, (2 * grad.nbytes,), "", 0, 2 * grad.nbytes)
+    same = given._replace(num_bytes=without.num_bytes)
+    assert table.kernel_s(same) == pytest.approx(table.kernel_s(without) + table.kernel_s(added))
+
+
+def test_a_tensor_that_is_given_twice_is_read_once() -> None:
+    x, y = meta(1024), meta(1024)
+
+    assert work(aten.mul.Tensor, x, x).num_bytes == 2 * x.nbytes
+    assert work(aten.mul.Tensor, x, y).num_bytes == 3 * x.nbytes
+    lists = [x], [y], [y]
+    assert work(aten._foreach_addcmul_.Scalar, *lists, 1.0).num_bytes == 3 * x.nbytes
+
+
+def test_joined_tensors_have_the_elements_that_stay_adjacent() -> None:
+    x = meta(4, 8, 16)
+
+    assert work(aten.cat.default, [x, x]).size[1] == 512
+    assert work(aten.cat.default, [x, x], 1).size[1] == 128
+    assert work(aten.stack.default, [x, x], -1).size[1] == 1
+
+
+def test_resized_images_have_their_planes_and_the_scale() -> None:
+    x = meta(2, 8, 16, 16)
+
+    assert work(aten.upsample_bilinear2d.default, x, [64, 64], False).size[1:] == (16, 16)
 
 
 @pytest.mark.parametrize(
@@ -371,6 +421,20 @@ def test_a_file_without_times_is_refused(
     monkeypatch.setenv(PACE, str(path))
 
     with pytest.raises(PlanError, match="no measured times"):
+        table_of(H100)
+
+
+def test_a_file_with_other_sizes_of_a_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Path(hardware.__file__).with_name("pace") / "h100-80gb.json"
+    own = json.loads(measured.read_text("utf-8"))
+    own["kernels"]["convolution tf32"] = [[802816, 64, 147, 1, 1, 10.0]]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(own), encoding="utf-8")
+    monkeypatch.setenv(PACE, str(path))
+
+    with pytest.raises(PlanError, match="another version of memest: other sizes of `convolution"):
         table_of(H100)
 
 

@@ -228,7 +228,11 @@ class Table:
         nearest = np.argpartition(squares, min(NUM_NEAREST, len(squares)) - 1)[:NUM_NEAREST]
         weights = 1 / squares[nearest]
         efficiency = np.exp((weights * efficiencies[nearest]).sum() / weights.sum())
-        return float(ideal_s(work.rate, work.num_flops, work.num_bytes, self._gpu) / efficiency)
+        seconds = ideal_s(work.rate, work.num_flops, work.num_bytes, self._gpu) / efficiency
+        more = work.more_bytes
+        return float(seconds) + (
+            self.kernel_s(Work(ELSEWHERE, (more,), "", 0, more)) if more else 0
+        )
 
     def link_s(self, work: Work) -> float:
         """Return seconds of a collective on the link to another GPU of the node."""
@@ -323,10 +327,21 @@ def _table_of(gpu: Gpu, path: str) -> Table:
     if not path:
         return Table(gpu, content, origin)
     own = _read(Path(path))
+    _check_sizes(own["kernels"], content["kernels"], path)
     found = match_device(own["device"], own["memory_bytes"])
     if found is not None and (found.chip or found.name) == chip:
         return Table(gpu, own, found, Path(path).name)
     return Table(gpu, content | {"host": own["host"]}, origin, f"{Path(path).name} (host only)")
+
+
+def _check_sizes(own: dict[str, Any], ours: dict[str, Any], path: str) -> None:
+    """Refuse a file in which a kind has other sizes than memest gives it now."""
+    for kind, rows in own.items():
+        if kind in ours and len(rows[0]) != len(ours[kind][0]):
+            raise PlanError(
+                f"`{path}` is of another version of memest: other sizes of `{kind}`",
+                hint="measure again: `memest validate --pace FILE`",
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:

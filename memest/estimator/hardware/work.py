@@ -32,6 +32,7 @@ class Work(NamedTuple):
     num_flops: int
     num_bytes: int  # bytes read and written, each tensor once
     num_tensors: int = 1  # tensors of a list that one call works on; each takes the host time
+    more_bytes: int = 0  # bytes of a second kernel, which memory bounds: a bias, its gradient
 
 
 NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
@@ -84,11 +85,15 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if name.startswith(_ATTENTION):
         return _attention(name, func, args, kwargs, num_bytes)
     if name in ("convolution", "cudnn_convolution"):
-        return _convolution("convolution", args[0], args[1], out, num_bytes)
+        is_transposed = name == "convolution" and args[6]
+        found = _convolution("convolution", args[0], args[1], out, is_transposed, num_bytes)
+        has_bias = isinstance(args[2], Tensor)
+        return found._replace(more_bytes=2 * out.nbytes if has_bias else 0)
     if name == "convolution_backward":
-        data, weight, _ = args[10]
+        data, weight, bias = args[10]
         kind = "convolution" + "-data" * bool(data) + "-weight" * bool(weight)
-        return _convolution(kind, args[1], args[2], args[0], num_bytes)
+        found = _convolution(kind, args[1], args[2], args[0], args[7], num_bytes)
+        return found._replace(more_bytes=args[0].nbytes if bias else 0)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(func, args, num_bytes)
     first = next(tensors_in(args), None)
@@ -100,8 +105,14 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         name = _kind_of_pointwise(args, out)
     elif name == "sum" and first is not None:
         more = _reduced(func, args, kwargs)
+    elif name.startswith("upsample") and isinstance(out, Tensor) and first is not None:
+        large, small = sorted((out.numel(), first.numel()), reverse=True)
+        planes = prod(first.shape[:2])
+        name, more = name + _layout(first), (planes, max(1, large // max(1, small)))
     elif any(part in name for part in _OF_IMAGES) and first is not None:
         name, more = name + _layout(first), (_length(first, 1),)
+    elif name == "cat" and first is not None:
+        more = (_adjacent(func, args),)
     elif name in _INDEXED and first is not None:
         more = (_length(first, -1),)
     elif name in _ROWS:
@@ -157,6 +168,14 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
     dims = dims if x.dim() else ()  # `sum(0)` of a single number
     steps = [x.stride(dim) for dim in dims if x.shape[dim] > 1]
     return prod(x.shape[dim] for dim in dims), max(1, min(steps, default=1))
+
+
+def _adjacent(func: Any, args: Any) -> int:
+    """Return how many elements of a tensor are adjacent in the tensor that joins several."""
+    tensors, dim = args[0], args[1] if len(args) > 1 else 0
+    first = max(tensors, key=Tensor.numel)
+    is_new = func._overloadpacket.__name__ == "stack"
+    return prod(first.shape[dim if dim >= 0 else first.dim() + is_new + dim :])
 
 
 def _kind_of_pointwise(args: Any, out: Any) -> str:
@@ -255,21 +274,23 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> 
     return Work(kind, size, rate, int(flops), num_bytes)
 
 
-def _convolution(kind: str, x: Tensor, weight: Tensor, out: Tensor, num_bytes: int) -> Work:
-    """Work of a convolution as the product that it is: output positions, channels, window."""
-    num_outputs = out.numel() // max(1, out.shape[1])
-    window = weight.numel() // max(1, weight.shape[0])
-    size = (num_outputs, weight.shape[0], window)
+def _convolution(
+    kind: str, x: Tensor, weight: Tensor, out: Tensor, is_transposed: bool, num_bytes: int
+) -> Work:
+    """Work of a convolution: its positions, channels, and elements of the window.
+
+    A transposed one is described as the convolution from its result to its input.
+    """
+    whole, made = (out, x) if is_transposed else (x, out)
+    positions = [t.numel() // max(1, t.shape[1]) for t in (made, whole)]
+    window = prod(weight.shape[2:])
+    size = (*positions, weight.shape[0], weight.shape[1], window)
     rate = rate_of(x.dtype, "conv")
-    num_products = kind.count("-") or 1
-    is_depthwise = weight.dim() > 2 and weight.shape[1] == 1 and x.shape[1] > 1
-    layout = " depthwise" * is_depthwise
-    whole = x if weight.shape[0] == out.shape[1] else out  # a transposed one has output channels
-    if not is_depthwise and weight.shape[1] != whole.shape[1]:
-        layout = " grouped"
-    layout += _layout(x)
-    kind = f"{kind}{layout} {_alike(rate)}"
-    return Work(kind, size, rate, 2 * prod(size) * num_products, num_bytes)
+    flops = 2 * positions[0] * weight.numel() * (kind.count("-") or 1)
+    layout = ""
+    if weight.shape[1] != whole.shape[1]:
+        layout = " depthwise" if weight.shape[1] == 1 else " grouped"
+    return Work(f"{kind}{layout}{_layout(x)} {_alike(rate)}", size, rate, flops, num_bytes)
 
 
 def _recurrent(func: Any, args: Any, num_bytes: int) -> Work:
@@ -302,7 +323,8 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
     read = args[1:] if name in _READS_FEW or name in _ONLY_WRITES else args
     if name == "nll_loss_backward":
         read = (args[0], *args[2:])
-    total = sum(map(_bytes_of, tensors_in((read, tuple(kwargs.values()), out))))
+    once = {id(t): t for t in tensors_in((read, tuple(kwargs.values())))}  # `g * g` reads `g` once
+    total = sum(map(_bytes_of, (*once.values(), *tensors_in((out,)))))
     if name in _READS_FEW:  # the rows that are read are as large as the result or the values
         total += sum(map(_bytes_of, tensors_in((out,) if name in _READS_OUT else args[1:])))
     elif not func._schema.returns:
@@ -314,7 +336,7 @@ _ONLY_WRITES = ("copy", "zero", "random")  # first argument is written, not read
 _INDEXED = ("index_select", "index", "index_add", "_index_put_impl")
 """Operators whose kernels move elements of the last dimension together."""
 
-_OF_IMAGES = ("batch_norm", "group_norm", "max_pool2d", "upsample_nearest2d")
+_OF_IMAGES = ("batch_norm", "group_norm", "pool2d")
 """Parts of names of operators whose time depends on the layout and the channels."""
 
 _READS_OUT = ("embedding", "index", "index_select", "gather", "take")
