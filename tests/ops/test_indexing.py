@@ -113,6 +113,21 @@ def test_a_mask_whose_values_are_not_known_is_reported() -> None:
     assert not op_of(aten.index_put_.default).is_modelled((*args, meta(3)), {}, H200)
 
 
+def test_masked_scatter_expands_its_target_to_the_mask() -> None:
+    args = (meta(5), meta(5, 5, dtype=torch.bool), meta(25))
+
+    assert scratch(aten.masked_scatter.default, *args).after[0] == 25 * 8
+
+
+@pytest.mark.usefixtures("requests")
+def test_a_number_is_selected_by_a_mask_of_one() -> None:
+    """`masked_select_out_cuda_impl` gives both a dimension."""
+    value, mask = torch.tensor(1.0, device="cuda"), torch.tensor(True, device="cuda")
+
+    assert torch.masked_select(value, mask).shape == (1,)
+    assert torch.masked_select(value, ~mask).shape == (0,)
+
+
 def test_masked_scatter_counts_the_mask() -> None:
     """int64 count per element, the expanded mask, and 25600 / 896 = 29 tiles: (29 + 32) * 16 B."""
     args = (meta(2, 50, 256), meta(2, 50, 1, dtype=torch.bool), meta(2, 32, 256))

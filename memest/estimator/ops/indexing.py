@@ -129,9 +129,9 @@ def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu)
 @registry.requests("masked_scatter masked_scatter_")
 def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `masked_scatter` (IndexKernel.cu): running count, copies, a scan's storage."""
-    target, mask, source = args[0], args[1].expand(args[0].shape), args[2]
-    count = target.numel()
-    copies = contiguous_copy(mask, source)
+    _, mask = broadcast(args[:2])
+    count = mask.numel()
+    copies = contiguous_copy(mask, args[2])
     return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
 
 
@@ -348,7 +348,7 @@ def normalize_indices(
     is_select = func is aten.masked_select.default
     source, indices = args[0], args[1]
     if is_select:
-        mask, source = broadcast((args[1], args[0]))
+        mask, source = broadcast([t.unsqueeze(0) if t.dim() == 0 else t for t in args[1::-1]])
         indices = [mask]
     given = [index for index in indices if index is not None]
     masks = [index for index in given if index.dtype in MASK_DTYPES]
