@@ -121,7 +121,8 @@ def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
 
 
 outputs_only(
-    "_to_copy _unsafe_view arange as_strided_ cat clone constant_pad_nd copy copy_ diag_embed "
+    "_to_copy _unsafe_view alias_copy arange as_strided_ as_strided_copy cat clone constant_pad_nd "
+    "copy copy_ diag_embed expand_copy logspace "
     "diagonal_backward diagonal_copy empty empty_like empty_strided eye fill fill_ flip full "
     "full_like is_nonzero lift_fresh linspace _local_scalar_dense new_empty new_empty_strided "
     "new_full new_ones new_zeros ones ones_like repeat rot90 scalar_tensor select_backward "

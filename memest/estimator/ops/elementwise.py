@@ -95,7 +95,7 @@ outputs_only(
     "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _fused_adagrad_ "
     "_fused_adam_ _fused_adamw_ _fused_sgd_"
 )
-outputs_only("complex polar")  # TensorFactories.cpp: one kernel over a `TensorIterator`
+outputs_only("addr complex frexp.Tensor polar")  # one kernel over a `TensorIterator`
 outputs_only("_assert_async")  # TensorCompare.cu: one thread that reads the value
 
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
