@@ -31,6 +31,7 @@ def per_sample_weights() -> torch.Tensor:
 CENTRES = {"align_corners": False}
 
 CALLS: dict[str, Callable[[], torch.Tensor]] = {
+    "addr": lambda: torch.addr(randn(4, 6), randn(4), randn(6)),
     "bilinear": lambda: F.bilinear(randn(4, 6), randn(4, 5), randn(3, 6, 5)),
     "block_diag": lambda: torch.block_diag(randn(4, 6), randn(2, 3)),
     "cdist": lambda: torch.cdist(randn(2, 4, 6), randn(5, 6), p=1),
@@ -41,11 +42,14 @@ CALLS: dict[str, Callable[[], torch.Tensor]] = {
     "median": lambda: randn(4, 6).median(),
     "nanmedian": lambda: randn(4, 6).nanmedian(),
     "pdist": lambda: F.pdist(randn(4, 6), p=1),
+    "logspace": lambda: torch.logspace(0, 3, 8, device="cuda"),
     "per_sample_weights": per_sample_weights,
     "pinv": lambda: torch.linalg.pinv(randn(4, 6)),
     "renorm": lambda: randn(4, 6).renorm(2, 0, 1.0),
+    "rsub": lambda: torch.rsub(randn(4, 6), randn(6)),
     "select_scatter": lambda: randn(4, 6).select_scatter(randn(6), 0, 1),
     "slice_scatter": lambda: randn(4, 6).slice_scatter(randn(2, 6), 0, 0, 2),
+    "trace": lambda: randn(4, 4).trace(),
 }
 
 

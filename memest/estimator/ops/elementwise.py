@@ -63,7 +63,7 @@ def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(before=tuple(casts + copies))
 
 
-outputs_only("floor_divide")
+outputs_only("floor_divide rsub.Tensor")
 
 register("pow.Scalar", layout=contiguous)  # Pow.cpp
 register(

@@ -459,6 +459,12 @@ def logsumexp_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return around((maxima,), searched + around((exponentials,), summed))
 
 
+@registry.composed("trace")
+def trace(matrix: Tensor) -> Tensor:
+    """Run `trace_cuda` (cuda/TriangularOps.cu): the sum of the diagonal."""
+    return matrix.diagonal().sum()
+
+
 @registry.requests("equal")
 def equal_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `cuda_equal`: the elementwise comparison, its `all`, and that one's staging."""
