@@ -100,6 +100,7 @@ ALONE: dict[str, Callable[[], Any]] = {
     ),
     "masked_fill -1e9 f16": lambda: half().masked_fill(no(), -1e9),
     "masked_fill -inf f16": lambda: half().masked_fill(no(), float("-inf")),
+    "masked_fill u8 mask": lambda: half().masked_fill(no().byte(), 0.0),
     "fill_ over bf16": lambda: half().bfloat16().fill_(torch.finfo(torch.float32).min),
     "fill_ 300 u8": lambda: ones(2, dtype=torch.uint8).fill_(300),
     "full 1e5 f16": lambda: torch.full((2,), 1e5, dtype=torch.float16, device="cuda"),

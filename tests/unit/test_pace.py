@@ -164,6 +164,7 @@ def test_joined_tensors_have_the_elements_that_stay_adjacent() -> None:
     assert work(aten.cat.default, [x, x]).size[1] == 512
     assert work(aten.cat.default, [x, x], 1).size[1] == 128
     assert work(aten.stack.default, [x, x], -1).size[1] == 1
+    assert work(aten.stack.default, [x.transpose(0, 1)] * 3).size[1] == 16
 
 
 def test_resized_images_have_their_planes_and_the_scale() -> None:
@@ -383,7 +384,7 @@ def test_every_measured_kind_has_a_finite_efficiency() -> None:
         rate = kind.rpartition(" ")[2]
         for *size, flops, num_bytes, us in rows:
             made = Work(kind, tuple(size), "" if rate.isdigit() else rate, flops, num_bytes)
-            assert 0 < table.kernel_s(made) < 1, (kind, size, us)
+            assert 0 < table.kernel_s(made) < 2, (kind, size, us)
 
 
 def test_a_user_s_own_times_count_on_that_gpu_and_their_host_on_others(

@@ -171,11 +171,16 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
 
 
 def _adjacent(func: Any, args: Any) -> int:
-    """Return how many elements of a tensor are adjacent in the tensor that joins several."""
+    """Return how many elements are adjacent in a tensor and in the one that joins several."""
     tensors, dim = args[0], args[1] if len(args) > 1 else 0
     first = max(tensors, key=Tensor.numel)
     is_new = func._overloadpacket.__name__ == "stack"
-    return prod(first.shape[dim if dim >= 0 else first.dim() + is_new + dim :])
+    run = 1
+    for size, step in zip(reversed(first.shape), reversed(first.stride()), strict=True):
+        if size > 1 and step != run:
+            break
+        run *= size
+    return min(run, prod(first.shape[dim if dim >= 0 else first.dim() + is_new + dim :]))
 
 
 def _kind_of_pointwise(args: Any, out: Any) -> str:

@@ -394,14 +394,19 @@ _COPIED = same_type(
     0, 3, "index_copy_(): self and source expected to have the same dtype, but got (self) {} and "
     "(source) {}"
 )  # fmt: skip
+_MASK = accepts(1, (torch.bool,), "masked_fill only supports boolean masks, but got dtype {}")
+_FILL = fits(2)
 
-# TensorAdvancedIndexing.cpp
+# TensorAdvancedIndexing.cpp; `masked_fill__cuda` of cuda/IndexKernel.cpp
 register("index_put index_put_", refuse=_PUT)
 register("index_copy index_copy_", refuse=_COPIED)
 register(
     "index_add index_add_", refuse=lambda args, kwargs: _INDEX(args, kwargs) or _ADDED(args, kwargs)
 )
-register("masked_fill.Scalar masked_fill_.Scalar", refuse=fits(2))
+register(
+    "masked_fill.Scalar masked_fill_.Scalar",
+    refuse=lambda args, kwargs: _MASK(args, kwargs) or _FILL(args, kwargs),
+)
 
 register(
     "index_put",
