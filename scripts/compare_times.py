@@ -54,7 +54,7 @@ GROUPS = {
     ),
     "sixth": (
         "written for this table: text and image models, 26 steps; the host took 1.4 times as long",
-        "2026-11-27", "means of six hosts; depthwise convolutions",
+        "2026-11-27", "means of six hosts; convolutions, images, short rows, joined tensors",
     ),
 }  # fmt: skip
 """Scripts of each group, the day of their first comparison, and the rules that followed from it."""
