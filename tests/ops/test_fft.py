@@ -75,7 +75,7 @@ def test_what_was_not_measured_is_not_modelled(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_transform_asks_for_what_it_asked_for(name: str) -> None:
-    """Of 2 to 1,048,576 points, alone and in batches; two or three dimensions of few points."""
+    """Transforms have 2 to 1,048,576 points, alone and in batches, or two or three dimensions."""
     make, call = CALLS[name]
     with VirtualGpu(find_gpu("h100-80gb")) as virtual:
         requests = Requests(virtual)
