@@ -274,8 +274,8 @@ CONVOLUTIONS = (
 )  # fmt: skip
 """(samples, channels, side, output channels, window, stride, groups) of usual networks."""
 
-FIRST_CONVOLUTIONS = (*CONVOLUTIONS[:10], CONVOLUTIONS[15], CONVOLUTIONS[46], CONVOLUTIONS[63])
-"""Convolutions that are also measured without the gradient of their input."""
+FIRST_CONVOLUTIONS = [sizes for i, sizes in enumerate(CONVOLUTIONS) if sizes[1] == 3 or i % 9 == 0]
+"""Convolutions that are also measured without the gradient of their input: of images, and some."""
 
 
 def convolutions() -> Iterator[Case]:
@@ -457,6 +457,7 @@ def _image_kernel(dtype: Any, last: bool, sizes: tuple[int, int, int], name: str
 
 
 def _resizing(name: str, x: Tensor) -> Call:
+    """Return a call that enlarges the corner of `x`; `name` has the kind, and a scale if not 2."""
     kind, *rest = name.removesuffix("_backward").split("_")
     scale = int(rest[0]) if rest else 2
     side = max(1, x.shape[-1] * 2 // scale)
