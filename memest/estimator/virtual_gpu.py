@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -31,9 +32,16 @@ from memest.estimator.gpu.worlds import ALONE, Rank
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import encoder, recurrent, sparse
 from memest.estimator.ops.autograd_ops import CASTS, decisions_of, follow_autocast
+from memest.estimator.ops.registry import Args, Kwargs, Op
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import GPU, host_storages, install_layouts
+from memest.estimator.tensors.placement import (
+    GPU,
+    host_storages,
+    install_layouts,
+    local_part,
+    tensors_in,
+)
 from memest.estimator.torch_api import attributes, cuda, distributed, files
 
 GRADS_LIVE_ON = (
@@ -98,6 +106,7 @@ class VirtualGpu:
         self.guesses = Guesses(is_strict, lines.current)
         self.mode = CudaSimMode(gpu, self.allocator, self.guesses, lines)
         self.mode.rank = rank
+        self._own_steps = OwnSteps(self.mode, self._count_own_step)
         rank.mailbox.begin_rank(rank.rank)
         self.mode.timeline.is_slow = rank.may_wait
         self.mode.memory.is_immediate = is_immediate
@@ -162,6 +171,7 @@ class VirtualGpu:
         recurrent.install(patches)
         sparse.install(patches)
         DeviceThread(self._after_backward, mode.attribution.lines.current).install(patches)
+        self._own_steps.install(patches)
         mode.host.rng.install(patches)
         hooks = ImportHooks(mode.notes.add)
         hooks.install()
@@ -179,6 +189,9 @@ class VirtualGpu:
         mode.memory.pace.start()
 
     def __exit__(self, *exception: Any) -> None:
+        if exception[0] is None and self._own_steps.has_written:
+            self.max_steps = None  # the script ends with this step
+            self._count_own_step()
         self.mode.memory.settle()
         self.mode.attribution.labels.of_models()
         self.mode.memory.history.fold()
@@ -229,6 +242,7 @@ class VirtualGpu:
         def called(model: Any, is_new: bool) -> None:
             if is_new:
                 mode.attribution.labels.of_model(model)
+            self._own_steps.end()
             if stepped and model.training and torch.is_grad_enabled():
                 found = stepped.pop(threading.get_ident(), None)
                 optimizer = None if found is None else found()
@@ -275,11 +289,73 @@ class VirtualGpu:
         if self.max_steps is not None and self.num_steps >= self.max_steps:
             raise StepLimit(0)
 
-    def _after_backward(self) -> None:
+    def _count_own_step(self) -> None:
+        """Record a step of a loop that writes to its parameters itself."""
+        self.mode.memory.settle()
+        self.mode.work.stepped()
+        self._count_step()
+
+    def _after_backward(self, outputs: Any) -> None:
+        self._own_steps.follow(outputs)
         if self._has_stepped:
             self._has_stepped = False
             self.mode.memory.settle()
             self._count_step()
+
+
+class OwnSteps:
+    """Finds the steps of a script that has no optimizer of torch.
+
+    A step begins with a write to a leaf tensor of the last backward. It ends before the next call
+    of a model, or the next operator that autograd records.
+    """
+
+    def __init__(self, mode: CudaSimMode, at_end: Callable[[], None]) -> None:
+        self.has_written = False
+        self._mode, self._at_end = mode, at_end
+        self._leaves: set[int] = set()
+        self._has_optimizer = False
+
+    def install(self, patches: Patches) -> None:
+        """Follow the operators of the script, until it makes an optimizer of torch."""
+        make, request = Optimizer.__init__, self._mode.request
+
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self._has_optimizer, self._leaves = True, set()
+            make(optimizer, *args, **kwargs)
+
+        def follow(op: Op, args: Args, kwargs: Kwargs, *rest: Any) -> None:
+            if self._leaves:
+                self._see(op, args, kwargs)
+            request(op, args, kwargs, *rest)
+
+        patches.set(Optimizer, "__init__", init)
+        patches.set(self._mode, "request", follow)
+
+    def follow(self, outputs: Any) -> None:
+        """Remember the leaf tensors of a backward that has ended."""
+        if self._has_optimizer:
+            return
+        self._leaves.clear()
+        for leaf in _leaf_tensors(outputs):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # it has no storage
+                index = self._mode.memory.id_of(local_part(leaf))
+                if index is not None:
+                    self._leaves.add(index)
+
+    def end(self) -> None:
+        """End a step that has begun."""
+        if self.has_written:
+            self.has_written, self._leaves = False, set()
+            self._at_end()
+
+    def _see(self, op: Op, args: Args, kwargs: Kwargs) -> None:
+        if op.is_mutable:
+            written = next(tensors_in(args), None)
+            if written is not None and self._mode.memory.id_of(written) in self._leaves:
+                self.has_written = True
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
+            self.end()
 
 
 def _in_backward() -> bool:
@@ -322,9 +398,9 @@ def _next_number() -> int:
 
 
 class DeviceThread:
-    """Numbers the nodes of a backward as the thread of a GPU would; calls `at_end` after it."""
+    """Numbers the nodes of a backward as the thread of a GPU would; calls `at_end(outputs)`."""
 
-    def __init__(self, at_end: Callable[[], None], line: Callable[[], str]) -> None:
+    def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
         self._at_end, self._line = at_end, line
         self._is_running = False
         self._is_mixed = False
@@ -372,7 +448,7 @@ class DeviceThread:
             self._num_made += last - first
             self._starts.append(last)
             self._skipped.append(self._skipped[-1] + last - first)
-        self._at_end()
+        self._at_end(outputs)
         return grads
 
     def _renumber(self, tensors: Iterable[Any], first: int) -> None:

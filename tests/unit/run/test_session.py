@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch import multiprocessing as torch_multiprocessing
-from torch import nn
 from torch.utils.data import DataLoader
 
 import memest
@@ -352,3 +354,50 @@ def test_one_rank_alone_may_keep_the_buckets_of_its_first_step(
 
     assert found.high_bytes == session.peak_allocated_bytes
     assert found.high_bytes - found.low_bytes == 4 * (2048 * 2048 + 2048)
+
+
+def by_hand(parameters: list[Tensor]) -> None:
+    """Take a step as a loop without an optimizer does, under `no_grad`."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter -= 0.1 * parameter.grad
+
+
+def of_data(parameters: list[Tensor]) -> None:
+    """Take a step by `data`, outside of `no_grad`."""
+    for parameter in parameters:
+        parameter.data.add_(parameter.grad.data, alpha=-0.1)
+
+
+@pytest.mark.parametrize("step", [by_hand, of_data])
+@pytest.mark.parametrize(("max_steps", "ending"), [(None, Ending.FINISHED), (2, Ending.STOPPED)])
+def test_a_step_without_an_optimizer_of_torch_is_counted(
+    step: Callable[[list[Tensor]], None], max_steps: int | None, ending: Ending
+) -> None:
+    """Three steps of two micro-batches. A step ends before the next forward."""
+    with contextlib.suppress(SystemExit), memest.virtual_gpu(max_steps=max_steps) as gpu:
+        first = torch.ones(64, 64, device="cuda", requires_grad=True)
+        second = nn.Linear(64, 64, device="cuda")
+        parameters = [first, *second.parameters()]
+        for _ in range(3):
+            for _ in range(2):
+                second(torch.ones(8, 64, device="cuda") @ first).sum().backward()
+            step(parameters)
+            for parameter in parameters:
+                parameter.grad = None
+
+    assert gpu.ending is ending
+    assert gpu.num_steps == gpu.report().num_steps == (max_steps or 3)
+
+
+def test_a_perturbed_input_is_no_step_where_the_script_has_an_optimizer() -> None:
+    with memest.virtual_gpu() as gpu:
+        model = nn.Linear(64, 64, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        delta = torch.zeros(8, 64, device="cuda", requires_grad=True)
+        for _ in range(3):
+            model(delta).sum().backward()
+            delta.data.add_(delta.grad)
+        optimizer.step()
+
+    assert gpu.num_steps == 1
