@@ -267,7 +267,7 @@ class VirtualGpu:
             mode.work.is_in_optimizer = False
             mode.memory.settle()
             mode.attribution.labels.of_optimizer(optimizer, with_grads=False)
-            mode.work.stepped(id(optimizer))
+            mode.work.stepped(id(optimizer), len(_grads_of(optimizer)))
             if _in_backward():  # by a hook of each weight: one step, which ends with the backward
                 self._has_stepped = True
                 return
@@ -365,8 +365,13 @@ def _in_backward() -> bool:
 
 def _holds_grads(mode: CudaSimMode, optimizer: Any) -> bool:
     """Return whether a gradient of `optimizer` is on the GPU."""
+    return any(mode.memory.id_of(grad) is not None for grad in _grads_of(optimizer))
+
+
+def _grads_of(optimizer: Any) -> list[Any]:
+    """Return the gradients that `optimizer` reads."""
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return any(grad is not None and mode.memory.id_of(grad) is not None for grad in grads)
+    return [grad for grad in grads if grad is not None]
 
 
 def _forget_in_child() -> None:

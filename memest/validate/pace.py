@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, work_of
+from memest.estimator.tensors.placement import tensors_in
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
@@ -56,7 +57,7 @@ class Observer(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         work = VIEW if func.is_view else work_of(func, args, kwargs or {}, out)
-        if work.kind:
+        if work.kind and next(tensors_in((args, out)), None) is not None:
             self.counts[host_kind(work)] += 1
             self.found += [] if func.is_view else [work]
         return out
@@ -638,22 +639,19 @@ FAMILIES = (
 
 
 def host_times() -> dict[str, float]:
-    """Return microseconds of the host for what a training step does, on tiny tensors."""
+    """Return microseconds of the host for what a training step does apart from launches.
+
+    | name | time of |
+    |---|---|
+    | `list` | a tensor of a list on which one call works |
+    | `step`, `zero_grad` | a parameter of the optimizer, in Python |
+    | `loop` | a call of an optimizer that works on one parameter after another |
+    | `read` | a number that the host reads |
+
+    Rates of copies are in GB/s.
+    """
     x = torch.randn(8, 64, device="cuda")
-    many = [nn.Parameter(torch.randn(64, device="cuda")) for _ in range(148)]
-    for p in many:
-        p.grad = torch.randn_like(p)
-    found: dict[str, float] = {}
-    for name, made in (
-        ("adamw", torch.optim.AdamW(many)),
-        ("loop", torch.optim.AdamW(many, foreach=False)),
-    ):
-        made.step()
-        with Observer() as observer:
-            made.step()
-        found[f"{name}_us"] = _host_us(made.step, 5)
-        found[f"{name}_calls"] = len(observer.found)
-    found["read"] = _host_us(lambda: x[0, 0].item(), 50)
+    found = _optimizer_times() | {"read": _host_us(lambda: x[0, 0].item(), 50)}
     pinned, pageable = (torch.empty(64 * MIB, pin_memory=p) for p in (True, False))
     gpu = torch.empty_like(pageable, device="cuda")
     for name, host in (("pinned", pinned), ("pageable", pageable)):
@@ -662,6 +660,45 @@ def host_times() -> dict[str, float]:
         us = _host_us(partial(host.copy_, gpu), 3)
         found[f"to_host_{name}_gb_s"] = host.nbytes / us * 1e-3
     return {name: round(value, 2) for name, value in found.items()}
+
+
+LAYER = (768, 768), (768,), (2304, 768), (2304,), (3072, 768), (3072,), (768, 3072), (768,), (768,)
+"""Shapes of a transformer's layer, about as large as BERT's."""
+
+
+ADAMW: dict[str, dict[str, Any]] = {
+    "lists": {}, "fused": {"fused": True}, "loop": {"foreach": False},
+}  # fmt: skip
+"""Ways of AdamW: nine calls on lists of tensors, one call, or many calls on one tensor each."""
+
+
+def _optimizer_times() -> dict[str, float]:
+    """Return `list`, `step` and `loop` of `host_times`, of a step of AdamW."""
+    many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in LAYER * 16]
+    us, calls = dict[str, float](), dict[str, int]()
+    for name, options in ADAMW.items():
+        optimizer = torch.optim.AdamW(many, **options)
+        for _ in range(2):  # the first step makes the states
+            _give_gradients(many)
+            with Observer() as observer:
+                optimizer.step()
+        calls[name] = len(observer.found)
+        steps, zeros = [], []
+        for _ in range(7):
+            _give_gradients(many)
+            steps.append(_host_us(optimizer.step, 1))
+            zeros.append(_host_us(optimizer.zero_grad, 1))
+        us[name], us["zero"] = statistics.median(steps), statistics.median(zeros)
+    each = (us["lists"] - us["fused"]) / (calls["lists"] - 1)
+    step = us["fused"] - each
+    loop = (us["loop"] - step) / calls["loop"]
+    of_all = {"list": each, "step": step, "zero_grad": us["zero"]}
+    return {name: taken / len(many) for name, taken in of_all.items()} | {"loop": loop}
+
+
+def _give_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 SIZES = {

@@ -17,7 +17,7 @@ from memest.cli import main
 from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator import hardware
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
-from memest.estimator.hardware.pace import ELSEWHERE, PACE, estimate, step_times, table_of
+from memest.estimator.hardware.pace import ELSEWHERE, PACE, PAUSE_S, estimate, step_times, table_of
 from memest.estimator.hardware.speed import kernel_us, speed_of
 from memest.estimator.hardware.work import (
     BACKWARD,
@@ -25,6 +25,7 @@ from memest.estimator.hardware.work import (
     MAX_STEPS,
     NOTHING,
     NUM_HOSTS,
+    PER_PARAMETER,
     VIEW,
     WAITS,
     Work,
@@ -311,22 +312,38 @@ def log_of(*steps: list[Work | None]) -> WorkLog:
 
 
 def test_a_busy_gpu_takes_the_time_of_its_kernels() -> None:
-    kernel = table_of(H100).kernel_s(LARGE)
+    table = table_of(H100)
+    launch, kernel = table.host_s(LARGE, 0), table.kernel_s(LARGE)
 
     *_, last = step_times(log_of(*[[LARGE] * 50] * 3), H100)
 
-    assert last.seconds == pytest.approx(50 * kernel)
-    assert last.idle_seconds == pytest.approx(0)
+    assert last.seconds == pytest.approx(launch + 50 * (kernel + PAUSE_S))
+    assert last.idle_seconds == pytest.approx(launch + 50 * PAUSE_S)
 
 
 def test_small_kernels_take_the_time_of_the_host() -> None:
     small = Work("pointwise 4", (1024,), "", 0, 1024)
-    launch = table_of(H100).host_s(small, 0)
+    table = table_of(H100)
+    launch, kernel = table.host_s(small, 0), table.kernel_s(small)
 
     *_, last = step_times(log_of(*[[small] * 50] * 3), H100)
 
-    assert last.seconds == pytest.approx(50 * launch)
+    assert last.seconds == pytest.approx(50 * launch + kernel + PAUSE_S)
     assert last.idle_seconds > 0.5 * last.seconds
+
+
+def test_python_of_the_optimizer_counts_its_parameters_with_gradients() -> None:
+    with virtual_gpu("h100-80gb") as virtual:
+        layer = torch.nn.Linear(8, 8, device="cuda")
+        torch.nn.init.zeros_(layer.weight)
+        optimizer = torch.optim.SGD([layer.weight, layer.bias])
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+        log = virtual.virtual.mode.work
+
+    counts = {work.kind: work.num_tensors for work in log.works if work.kind in PER_PARAMETER}
+    assert counts == {"step": 1, "zero_grad": 1}
+    assert table_of(H100).host_s(Work("step", (), "", 0, 0, 9), 0) > 9e-6
 
 
 def test_a_host_that_reads_a_value_waits_for_the_gpu() -> None:
@@ -350,7 +367,8 @@ def test_micro_batches_that_did_not_run_are_like_those_that_did() -> None:
 
     assert two is not None
     assert eight is not None
-    assert eight.seconds == pytest.approx(4 * two.seconds, rel=1e-3)
+    each = table_of(H100).kernel_s(LARGE) + PAUSE_S
+    assert eight.seconds - two.seconds == pytest.approx(6 * each, rel=1e-3)
 
 
 def test_a_run_without_a_step_has_no_estimate() -> None:
@@ -373,7 +391,9 @@ def test_a_gpu_that_was_not_measured_is_slower_by_its_rates_and_less_certain() -
     assert a100 is not None
     assert h100 is not None
     assert (a100.origin, h100.origin) == ("h100-80gb", "")
-    assert a100.seconds == pytest.approx(h100.seconds * 989.4 / 312, rel=1e-3)
+    without_kernels = table_of(H100).host_s(LARGE, 0) + 3 * PAUSE_S
+    busy = [time.seconds - without_kernels for time in (a100, h100)]
+    assert busy[0] == pytest.approx(busy[1] * 989.4 / 312, rel=1e-3)
     assert a100.high_seconds / a100.seconds > h100.high_seconds / h100.seconds
 
 

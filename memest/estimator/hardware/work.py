@@ -37,6 +37,9 @@ class Work(NamedTuple):
 
 NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
 VIEW = Work("view", (), "", 0, 0)  # a view, which takes time of the host alone
+STEP, ZERO_GRAD = PER_PARAMETER = ("step", "zero_grad")
+"""Kinds of what `Optimizer.step` and `zero_grad` do in Python for each parameter."""
+
 HOST_KINDS = ("launch", "cudnn", "view")  # a launch, a call of cuDNN, a view
 _WITHOUT_KERNEL = frozenset((
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view",
@@ -455,8 +458,12 @@ class WorkLog:
         """Forget the events since the last step."""
         self._events = array("q")
 
-    def stepped(self, optimizer: int = 0) -> None:
-        """End a step of an optimizer, by its id; its second step begins another training step."""
+    def stepped(self, optimizer: int = 0, num_params: int = 0) -> None:
+        """End a step of an optimizer, by its id; its second step begins another training step.
+
+        `num_params` counts the parameters with gradients.
+        """
+        self._add_python(STEP, num_params)
         if optimizer in self._stepped:
             self._steps.append(self._step)
             self._starts.append(self._start)
@@ -465,6 +472,11 @@ class WorkLog:
         self._end = len(self.works)
         self._stepped.add(optimizer)
         self._events = array("q")
+        self._add_python(ZERO_GRAD, num_params)
+
+    def _add_python(self, kind: str, num_params: int) -> None:
+        if num_params:
+            self.add(Work(kind, (), "", 0, 0, num_params))
 
     @property
     def steps(self) -> list[array[int]]:
