@@ -170,6 +170,22 @@ def test_a_native_depthwise_convolution_computes_the_gradient_of_the_weight_firs
     assert found == [96 * 49 * 4, 8 * 96 * 56 * 56 * 4]
 
 
+def test_the_input_of_one_dimension_is_copied_until_the_bias_is_done() -> None:
+    """Recorded on an H100 in a ConvNeXt block of vocos: 4 x 256 x 65, 7 wide, depthwise."""
+    turned = torch.empty(4, 65, 256, device="meta").transpose(1, 2)
+    args = (
+        turned, turned, meta(256, 1, 7), [256], [1], [3], [1], False, [0], 256, [True] * 3,
+    )  # fmt: skip
+    out = (meta(4, 256, 65), args[2], meta(256))
+    copy = 266240
+
+    events = convolution_backward_events(args, {}, out, H100)
+
+    assert [event.num_bytes for event in events] == [
+        copy, copy, 7168, copy, -copy, 1024, -copy,
+    ]  # fmt: skip
+
+
 def test_a_float16_depthwise_convolution_goes_to_cudnn_and_the_input_comes_first() -> None:
     args = convolution(meta(8, 576, 16, 16, dtype=HALF), meta(576, 1, 3, 3, dtype=HALF))
     found = backward(args, meta(8, 576, 14, 14, dtype=HALF), (True, True, False))

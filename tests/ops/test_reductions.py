@@ -6,7 +6,9 @@ import torch
 
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
+from memest.estimator.virtual_gpu import VirtualGpu
 from tests.op_calls import A100, H200, L40S, meta, requests, scratch, workspaces
+from tests.requested import Requests
 
 aten = torch.ops.aten
 INT, FLOAT = torch.int64, torch.float32
@@ -103,6 +105,17 @@ def test_equal_compares_into_a_boolean_tensor_and_reduces_it() -> None:
     found = op_of(aten.equal.default).requests((meta(100, 2560), meta(100, 2560)), {}, None, H200)
 
     assert found == Scratch(after=(256_000, 1, 32, 4))
+
+
+def test_equal_requests_its_temporaries_unless_it_needs_no_kernel() -> None:
+    """Recorded on an H100 in `torch.istft` (vocos): one element and its `all`, 1 byte each."""
+    with VirtualGpu(H200) as virtual:
+        one, other = torch.ones(2, 4, device="cuda"), torch.ones(1, device="cuda")
+        requests = Requests(virtual)
+
+        assert requests.in_order(lambda: torch.equal(one[0, :1], other)) == [1, 1, -1, -1]
+        assert requests.in_order(lambda: torch.equal(one, other)) == []
+        assert requests.in_order(lambda: torch.equal(one[0], one[0])) == []
 
 
 def test_logsumexp_looks_for_infinite_maxima_first() -> None:

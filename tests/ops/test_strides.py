@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from memest.estimator.ops.registry import op_of
+from memest.estimator.ops.strides import plain
 
 aten = torch.ops.aten
 
@@ -82,3 +85,50 @@ def test_the_gradient_of_a_dropout_has_no_gaps() -> None:
     kept = torch.empty_like(images, dtype=torch.bool)
     out = op_of(func).layout((images, kept, 2.0), func(images, kept, 2.0))
     assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def odd() -> Tensor:
+    """Positive numbers in plain order, whose dimension of one element has the stride 1."""
+    return (torch.rand(60) / 2 + 0.25).as_strided((4, 1, 3, 5), (15, 1, 5, 1))
+
+
+def pointwise_calls() -> Iterator[tuple[OpOverload, list[Any]]]:
+    """Yield pointwise operators with arguments: tensors of `odd`, and numbers."""
+    made = {"Tensor": odd, "Scalar": lambda: 2, "number": lambda: 2, "int": lambda: 1}
+    packets = (getattr(aten, name) for name in dir(aten))
+    for packet in (packet for packet in packets if hasattr(packet, "overloads")):
+        for func in (getattr(packet, name) for name in packet.overloads()):
+            kinds = [str(a.type) for a in func._schema.arguments if not a.has_default_value()]
+            is_pointwise = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+            if not is_pointwise or has_kernel(func.name(), "CompositeImplicitAutograd"):
+                continue
+            if made.keys() >= set(kinds):
+                args = [made[kind]() for kind in kinds]
+                yield func, args
+                if kinds.count("Tensor") > 1 and kinds[1] == "Tensor":
+                    yield func, [args[0], torch.rand(4, 1, 3, 5), *args[2:]]
+
+
+def test_pointwise_results_of_plain_order_have_plain_strides() -> None:
+    """Also in dimensions of one element, by which a convolution chooses its memory format."""
+    count = 0
+    for func, args in pointwise_calls():
+        on_meta = [
+            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+            if isinstance(a, Tensor)
+            else a
+            for a in args
+        ]
+        try:
+            expected, found = func(*args), func(*on_meta)
+        except (NotImplementedError, RuntimeError):
+            continue
+        if isinstance(expected, Tensor):
+            op = op_of(func)
+            found = op.layout(on_meta, found) if op.layout else found
+            assert plain(func, on_meta, found).stride() == expected.stride(), func
+            count += 1
+    assert count > 200

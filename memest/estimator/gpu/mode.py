@@ -38,7 +38,7 @@ from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.work import WorkLog
-from memest.estimator.ops import collectives
+from memest.estimator.ops import collectives, strides
 from memest.estimator.ops.autograd_ops import decomposition_key, run_decomposed
 from memest.estimator.ops.copies import (
     as_dtype_layout,
@@ -380,6 +380,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work.view()
             return self._result(op, args, kwargs)
         if op.reads_value:
+            if op.requests:  # a comparison
+                made = self.kernels.new_recipe(op, args, kwargs, None, None)
+                self.request(op, args, kwargs, None, made)
             return self._read(func, args, kwargs)
         key = self.kernels.key_of(func, args, kwargs)
         recipe = self.kernels.recipes.get(key)
@@ -432,7 +435,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func = op.func
         try:
             out = func(*args, **kwargs)
-            return op.layout(args, out) if op.layout else out
+            out = op.layout(args, out) if op.layout else out
+            return strides.plain(func, args, out) if op.is_pointwise else out
         except (NotImplementedError, RuntimeError) as error:
             try:
                 values = self.values.compute(func, args, kwargs)

@@ -412,21 +412,24 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     bias's.
 
     Input and incoming gradient are copied if they have another memory format, until both results
-    are done. A gradient with gaps is copied for each of the two, and the weight for the input's
-    gradient (`cudnn_convolution_backward` of ConvShared.cpp).
+    are done. The input of one dimension is copied for the whole function. A gradient with gaps is
+    copied for each of the two, and the weight for the input's gradient
+    (`cudnn_convolution_backward` of ConvShared.cpp).
     """
     grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
     shapes, direction = _shapes_of(args, grad, 1), _of_input(args)
     plane = grad.unsqueeze(2) if grad.dim() == 3 else grad  # torch makes two dimensions of one
     memory_format = convolution_format(tensor, weight)
-    copies = copies_in(memory_format, tensor) if wanted[1] else ()
+    line = copies_in(memory_format, tensor) if grad.dim() == 3 else ()
+    copies = copies_in(memory_format, tensor) if wanted[1] and not line else ()
     is_copied = wanted[1] and not tensor.is_contiguous(memory_format=memory_format)
     given = memory_format if is_copied else suggest_memory_format(tensor)
     each: tuple[int, ...] = ()
+    of_grad: tuple[int, ...] = ()
     if args[7] or is_native(shapes):
-        copies += copies_in(given, grad)
+        of_grad = copies_in(given, grad)
     elif suggest_memory_format(plane) != given:  # `to(memory_format)`, which leaves what is strided
-        copies += (grad.nbytes,)
+        of_grad = (grad.nbytes,)
     else:
         each = copies_in(memory_format, grad)
     of_input: Events = []
@@ -440,11 +443,12 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
         num_bytes = _workspace(shapes, "weight", gpu).num_bytes
         tried = _tried(shapes, "weight", gpu)
         of_weight = around(each, outputs({1: weight.nbytes}) + tried + passing(num_bytes))
-    # torch's own depthwise kernels begin with the weight: `conv_depthwise2d_backward_cuda_out` of
-    # DepthwiseConv2d.cu
-    both = of_weight + of_input if is_native(shapes) else of_input + of_weight
     of_bias = _bias_events(grad, out[2].nbytes, gpu) if wanted[2] else []
-    return around(copies, both) + of_bias
+    if is_native(shapes):  # `conv_depthwise2d_backward_cuda_out` of DepthwiseConv2d.cu
+        both = around(of_grad, around(copies, of_weight) + of_input)
+    else:
+        both = around(copies + of_grad, of_input + of_weight)
+    return around(line, both + of_bias)
 
 
 def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:

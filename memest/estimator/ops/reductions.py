@@ -467,7 +467,16 @@ def trace(matrix: Tensor) -> Tensor:
 
 @registry.requests("equal")
 def equal_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `cuda_equal`: the elementwise comparison, its `all`, and that one's staging."""
+    """Requests of `cuda_equal`: the elementwise comparison, its `all`, and that one's staging.
+
+    Tensors of other shapes and views of the same elements are not compared (cuda/Equal.cpp).
+    """
+    first, second = args
+    is_same = first.untyped_storage()._cdata == second.untyped_storage()._cdata and (
+        (first.storage_offset(), first.stride()) == (second.storage_offset(), second.stride())
+    )
+    if first.shape != second.shape or not first.numel() or is_same:
+        return Scratch()
     compared = torch.empty(args[0].shape, dtype=torch.bool, device="meta")
     return Scratch(after=(compared.numel(), 1, *reduce_bytes(compared, (), gpu)))
 

@@ -106,6 +106,7 @@ class Op:
     is_random: bool = field(init=False)  # True if it can move the offset of the GPU's generator
     is_view: bool = field(init=False)
     is_mutable: bool = field(init=False)
+    is_pointwise: bool = field(init=False)  # makes a result, element by element
     is_foreach_in_place: bool = field(init=False)
     """True if the CUDA kernel increments the versions of its tensors (ForeachFunctors.cuh)."""
 
@@ -123,6 +124,7 @@ class Op:
         self.takes_handle = self.product is not None or self.calls_cublas is not None
         self.is_view = func.is_view
         self.is_mutable = func._schema.is_mutable
+        self.is_pointwise = torch.Tag.pointwise in func.tags and not self.is_mutable
         is_foreach = func._schema.name.startswith("aten::_foreach_")
         self.is_foreach_in_place = is_foreach and self.is_mutable
         self.is_resize = func._schema.name in ("aten::resize_", "aten::resize_as_")

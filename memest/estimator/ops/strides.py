@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._ops import OpOverload
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
 
 from memest.estimator.ops.registry import Args
+
+aten = torch.ops.aten
 
 
 def contiguous(args: Args, out: Any) -> Any:
     """Return contiguous results, where the meta kernel copies the strides of an argument."""
     if isinstance(out, Tensor):
-        return out.contiguous()
+        return _strided(out, make_contiguous_strides_for(out.shape))
     return tuple(t if t is None else t.contiguous() for t in out)
 
 
@@ -46,6 +53,34 @@ def elementwise(args: Args, out: Tensor) -> Tensor:
     """Return the result with the strides of `TensorIterator`."""
     given = [arg.expand(out.shape) for arg in args if isinstance(arg, Tensor) and arg.dim()]
     return _strided(out, compute_elementwise_output_strides(*given)) if given else out
+
+
+def plain(func: OpOverload, args: Args, out: Any) -> Any:
+    """Return a pointwise result in plain order if all operands are, as `fast_set_up` returns it.
+
+    Strides of dimensions of one element differ (TensorIterator.cpp), which meta tensors keep.
+    """
+    if not isinstance(out, Tensor) or func.overloadpacket in _ALIKE or _has_number(func, args):
+        return out
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not all(t.shape == out.shape and t.is_contiguous() for t in tensors):
+        return out
+    return _strided(out, make_contiguous_strides_for(out.shape))
+
+
+_ALIKE = {getattr(aten, name) for name in (
+    "clone", "conj_physical", "deg2rad", "hardtanh", "nan_to_num", "rad2deg",
+)}  # fmt: skip
+"""Pointwise operators that make their result by `empty_like`."""
+
+
+def _has_number(func: OpOverload, args: Args) -> bool:
+    """Return whether a number is an operand, which has another shape than the tensors."""
+    overload = func._overloadname.lower()
+    if "scalar" in overload and func not in (aten.pow.Tensor_Scalar, aten.lerp.Scalar):
+        return True
+    given = zip(func._schema.arguments, args, strict=False)
+    return any(isinstance(a, int | float) and "Tensor" in str(spec.type) for spec, a in given)
 
 
 def _strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -199,3 +199,18 @@ def test_torch_is_as_before_afterwards() -> None:
         assert isinstance(torch.device(0), torch.device)
         assert torch.device(0) == torch.device("cuda:0")
     assert (torch.save, torch.load, torch.device, torch.UntypedStorage.clone) == before
+
+
+def test_a_copy_of_a_tensor_has_the_same_storage(gpu: VirtualGpu) -> None:
+    """`copy.copy` makes a tensor over the storage, as MAML++ copies its statistics."""
+    weight = nn.Parameter(torch.ones(1000, 1000, device="cuda"), requires_grad=False)
+    before = torch.cuda.memory_allocated()
+
+    copied, plain = copy.copy(weight), copy.copy(weight * 2)
+
+    assert torch.cuda.memory_allocated() == before + BYTES
+    assert type(copied) is nn.Parameter
+    assert not copied.requires_grad
+    assert copied.data_ptr() == weight.data_ptr()
+    assert plain.is_cuda
+    assert copy.copy(torch.ones(3)).tolist() == [1, 1, 1]

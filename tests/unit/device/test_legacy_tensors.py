@@ -104,3 +104,13 @@ def test_new_is_on_the_gpu_of_its_tensor(gpu: VirtualGpu) -> None:
     assert gpu.allocator.allocated_bytes == before + 7680
     assert x.new([1.0, 2.0]).type() == KIND
     assert torch.ones(1).new(2).device.type == "cpu"
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(float, torch.float64), (bool, torch.bool)])
+def test_a_type_of_python_is_a_dtype(gpu: VirtualGpu, kind: type, dtype: torch.dtype) -> None:
+    """`to(bool)`, as the decision transformer of CORL masks."""
+    host = torch.ones(4)
+
+    assert host.to(kind).dtype == host.cuda().to(dtype=kind).dtype == dtype
+    assert host.to("cuda", kind).dtype == dtype
+    assert host.to("cuda", dtype=kind).device.type == "cuda"

@@ -246,10 +246,19 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
     return move
 
 
+_PYTHON_TYPES: dict[Any, torch.dtype] = {
+    float: torch.float64, int: torch.int64, bool: torch.bool
+}  # fmt: skip
+"""Types that torch takes for a dtype (`isScalarType`, python_arg_parser.cpp)."""
+
+
 def _parser(move: Move, to_: Move) -> Move:
     """Replace all forms of `Tensor.to`."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(_PYTHON_TYPES.get(a, a) if isinstance(a, type) else a for a in args)
+        if kwargs.get("dtype") in _PYTHON_TYPES:
+            kwargs["dtype"] = _PYTHON_TYPES[kwargs["dtype"]]
         if "other" in kwargs:
             args = (kwargs.pop("other"), *args)
         if args and isinstance(args[0], Tensor):

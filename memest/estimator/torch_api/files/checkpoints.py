@@ -8,6 +8,7 @@ its first tensor, in the order of the file.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -245,7 +246,19 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
             return reduce(tensor, protocol)
         return checkpoints.reduced(tensor)
 
+    def copied(tensor: Tensor) -> Any:
+        """Return a tensor with the same storage, as `copy.copy` does."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_meta(tensor):
+            parts: Any = tensor.__reduce_ex__(4)  # type: ignore[no-untyped-call]
+            return copy._reconstruct(tensor, None, *parts)  # type: ignore[attr-defined]
+        made: Tensor = tensor.data
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made)
+        made.__dict__.update(tensor.__dict__)
+        return made.requires_grad_(tensor.requires_grad)
+
     patches.set(Tensor, "_reduce_ex_internal", reduced)
+    patches.set(Tensor, "__copy__", copied)
     module: Any = torch.serialization
     patches.set(torch, "save", checkpoints.within(module.save, "placeholders", dict))
     patches.set(module, "save", torch.save)
