@@ -214,3 +214,24 @@ def test_unique_rows_are_sorted_by_their_positions(
 
     assert requests(func, *args, out=out) == measured
     assert op_of(func).is_modelled(args, {}, H100)
+
+
+@pytest.mark.parametrize(
+    ("inverse", "counts", "measured"),
+    [
+        (False, False, [800, 1535, -1535, 2400, -800]),
+        (False, True, [800, 808, 1535, -1535, 800, 255, -255, -808, 2400, -800]),
+        (True, False, [800, 800, 800, 255, -255, 1279, -1279, -800, 1535, -1535, 2400, -800]),
+    ],
+)
+def test_consecutive_rows_are_not_sorted(inverse: bool, counts: bool, measured: list[int]) -> None:
+    """Recorded on an H200: 100 rows of three int64, all of them unique."""
+    rows, row = meta(100, 3, dtype=torch.int64), meta(100, dtype=torch.int64)
+    for func, args in (
+        (aten.unique_dim_consecutive.default, (rows, 0, inverse, counts)),
+        (aten.unique_consecutive.default, (rows, inverse, counts, 0)),
+    ):
+        found = op_of(func).requests(args, {}, (rows, row, row), H200)
+
+        assert [event.num_bytes for event in found] == measured
+        assert op_of(func).is_modelled(args, {}, H200)

@@ -200,6 +200,21 @@ def _sorted_gradient(
     return around((*copies, row, row), found)  # sorted and original positions
 
 
+@registry.requests("index_reduce index_reduce_")
+def index_reduce_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `index_reduce` (cuda/Indexing.cu): for a mean the count of each element.
+
+    Without the given elements, places of other dtypes are cast to fill these elements.
+    """
+    tensor, index, source, reduce = args[0], args[2], args[3], args[4]
+    is_cast = not kwargs.get("include_self", True) and index.dtype != torch.int64
+    events = passing(index.numel() * INDEX_BYTES) if is_cast else []
+    if reduce == "mean":
+        counts = passing(source.nbytes) + passing(tensor.numel())
+        events = events + around((tensor.numel() * tensor.itemsize,), counts)
+    return events if out is tensor else outputs({0: out.nbytes}) + events
+
+
 @registry.modelled("embedding_dense_backward")
 def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the gradient is not scaled by the count of an index, and no index is int32.

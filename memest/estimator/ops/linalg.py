@@ -2,15 +2,16 @@
 
 Source (torch 2.11): aten/src/ATen/native/BatchLinearAlgebra.cpp, and cuda/linalg/ there with the
 choice between loops over cuSOLVER and batched cuBLAS.
-Evidence: 1,398 calls on an H100 (CUDA 13.0) with 2 to 4096 rows, in float32 and float64, alone and
-in batches; every workspace is exact (`tests/data/linalg.json.gz`). Other GPUs were not measured.
+Evidence: 2,735 calls on Hopper (CUDA 13.0) with 1 to 4096 rows, in float32 and float64, alone and
+in batches; every workspace is exact (`tests/data/linalg.json.gz`), except 3 of 309 of eigenvalues
+of general matrices, within 512 bytes. Other GPUs were not measured.
 Shapes: b matrices of m rows and n columns, k the smaller of both, `item` bytes of an element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -61,8 +62,8 @@ class _Matrices:
 
     @property
     def is_factored_by_cublas(self) -> bool:
-        """True for many matrices of up to 128 columns: `getrfBatched`."""
-        return not self.is_single and self.n <= 128
+        """True for many matrices of 16 columns, or a few of up to 128: `getrfBatched`."""
+        return not self.is_single and (self.n <= 16 or (self.n <= 128 and self.batch <= 8))
 
     def is_solved_in_a_loop(self, num_right: int) -> bool:
         """Return whether cuSOLVER solves one matrix after the other, without cuBLAS."""
@@ -193,6 +194,34 @@ def lstsq(args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     return solution.squeeze(-1) if is_vector else solution, residuals, rank, values
 
 
+@_measured("linalg_lstsq")
+def lstsq_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `linalg_lstsq`: QR by cuBLAS for many small matrices, else by cuSOLVER.
+
+    The residuals come last. The conjugate of a wide matrix is decomposed.
+    """
+    a, solution = _of(args[0]), out[0]
+    is_vector = solution.dim() < args[0].dim()
+    num_right = 1 if is_vector else solution.shape[-1]
+    a = replace(a, batch=prod(solution.shape[: -1 if is_vector else -2]))
+    tall, k = max(a.m, a.n), min(a.m, a.n)
+    copy, factors = a.m * a.n * a.item * a.batch, k * a.item * a.batch
+    is_batched = tall <= 256 and a.batch >= max(2, tall // 16)
+    reflectors = around((INFO,), a.loop(geqrf_bytes(k, a.item)))
+    rotated = around((INFO,), a.loop(ormqr_bytes(tall, k, num_right, a.item)))
+    triangular = replace(a, n=k).triangular
+    if a.m < a.n:
+        reflectors = a.pointers if is_batched else reflectors
+        solved = around((factors, copy), reflectors + triangular + rotated)
+    elif is_batched:
+        solved = around((copy,), a.pointers)
+    else:
+        solved = around((factors,), reflectors + rotated + triangular)
+    made = outputs({0: tall * num_right * a.item * a.batch})
+    solved = around((copy,), solved + outputs({1: out[1].nbytes}))
+    return around((INFO * a.batch,), made + solved + a.checks)
+
+
 @_measured("linalg_householder_product")
 def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `linalg_householder_product`."""
@@ -247,10 +276,12 @@ def triangular_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> E
 
 
 def _lu(a: _Matrices) -> Events:
-    """Requests of LU: one matrix by cuSOLVER, many of up to 128 columns by batched cuBLAS.
+    """Requests of LU: one matrix by cuSOLVER, several small ones by batched cuBLAS.
 
-    Above that there is no workspace: MAGMA is not linked, and 129 to 255 columns were not measured.
+    Other shapes have no workspace: MAGMA is not linked.
     """
+    if a.m != a.n:
+        return []
     if a.is_single:
         return passing(getrf_bytes(a.n, a.item))
     return passing(POINTER * a.batch) if a.is_factored_by_cublas else []
@@ -276,6 +307,65 @@ def _lu_solve(a: _Matrices, num_right: int) -> Events:
 def lu_factor_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `linalg_lu_factor_ex`: factors, pivots, info."""
     return outputs({i: made.nbytes for i, made in enumerate(out)}) + _lu(_of(args[0]))
+
+
+@_measured("linalg_lu")
+def lu_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `linalg_lu`: permutation, both triangles, and the factors of `lu_factor_ex`."""
+    a = _of(args[0])
+    made = outputs({i: part.nbytes for i, part in enumerate(out)})
+    factors = (a.m * a.n * a.item * a.batch,) if a.m * a.n > 1 else ()
+    pivots, info = INFO * min(a.m, a.n) * a.batch, INFO * a.batch
+    has_rows = out[0].numel() > 0
+    solved = _lu(a) + ([] if has_rows else passing(INFO * min(a.m, a.n)))
+    events = temporaries(*factors, pivots, info) + solved + temporaries(*(-n for n in factors))
+    return made + events + (_rows(a) if has_rows else []) + temporaries(-info, -pivots)
+
+
+@_measured("lu_unpack")
+def lu_unpack_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `lu_unpack`: the results, and the rows of the permutation."""
+    made = outputs({i: part.nbytes for i, part in enumerate(out)})
+    return made + (_rows(_of(args[0])) if out[0].numel() else [])
+
+
+def _rows(a: _Matrices) -> Events:
+    """Requests of a permutation of rows from pivots: a range, and its copy for each matrix."""
+    one, rows = INDEX * a.m, INDEX * a.m * a.batch
+    return passing(one) if a.is_single else temporaries(one, rows, -one, -rows)
+
+
+@_measured("linalg_eig")
+def eig_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `linalg_eig`: a check for finite numbers, and results that are copied."""
+    a, (values, vectors) = _of(args[0]), (part.nbytes for part in out)
+    marks = args[0].numel()
+    is_finite = temporaries(a.square, marks, marks, marks, -marks, -marks, -a.square)
+    is_finite += passing(1) + temporaries(-marks)
+    found = around((values, a.square), _geev(a) + _are_real(a))
+    copies = outputs({0: values, 1: vectors}) + temporaries(-vectors, -values)
+    given = temporaries(vectors, values) + found + copies
+    return is_finite + around((INFO * a.batch,), given + a.checks)
+
+
+@_measured("_linalg_eigvals")
+def eigvals_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_linalg_eigvals`."""
+    a, values = _of(args[0]), out.nbytes
+    found = around((values,), _geev(a) + _are_real(a))
+    copies = outputs({0: values}) + temporaries(-values)
+    return around((INFO * a.batch,), temporaries(values) + found + copies + a.checks)
+
+
+def _geev(a: _Matrices) -> Events:
+    """Requests of cuSOLVER's eigenvalues: a copy of matrices that are not in order by columns."""
+    return around((a.square,) if a.n > 1 else (), passing(geev_bytes(a.n, a.item)))
+
+
+def _are_real(a: _Matrices) -> Events:
+    """Requests of the question whether an eigenvalue has an imaginary part."""
+    count = a.n * a.batch
+    return around((count,), passing(1)) if count > 1 else passing(1, 1)
 
 
 @_measured("linalg_inv_ex")
@@ -361,6 +451,14 @@ def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
     return aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
 
 
+@registry.above_autograd("linalg_eigvals")
+def eigvals(then: Next, a: Tensor) -> Tensor:
+    """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
+    if has_gradient(a):
+        return aten.linalg_eig.default(a)[0]
+    return aten._linalg_eigvals.default(a)
+
+
 @registry.above_autograd("linalg_eigvalsh")
 def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
     """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
@@ -416,6 +514,21 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
     work = 256 * tall + 256 * 257 + up(tall * k + vectors) + up(512 * vectors) + up(k * k)
     needed = max(up(geqrf_bytes(k, item) // item), work) + up(k)
     return item * (needed + (up(m * n) if m < n else 0))
+
+
+def ormqr_bytes(m: int, k: int, num_right: int, item: int) -> int:
+    """Workspace of the product of `num_right` columns with Q of k reflectors."""
+    work = 512 * num_right + 256 * (m + 257) + up(m * k + k * k)
+    return item * (work + (up(num_right) if m > BLOCK else 0))
+
+
+def geev_bytes(n: int, item: int) -> int:
+    """Workspace of eigenvalues of one general matrix, to 512 bytes: the largest of its parts."""
+    work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
+    if n <= 128:
+        blocked = 16384 + 3 * n * n - up(n) - 2 * n + 447
+        work = max(32768 + up(n * n - n) + 3 * n + 286, blocked)
+    return round_up(item * work, 512)
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:

@@ -9,6 +9,7 @@ Shapes: n elements, in slices along the sorted dimension.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -338,6 +339,9 @@ def unique_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 @registry.requests("unique_consecutive")
 def unique_consecutive_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `unique_consecutive` (cuda/UniqueCub.cu), which sorts nothing."""
+    dim = argument(args, kwargs, 3, "dim", None)
+    if dim is not None:
+        return _unique_rows(args[0], dim, _asked(args, kwargs, 1), out, gpu)
     has_inverse = argument(args, kwargs, 1, "return_inverse", False)
     num_locations = args[0].numel() * 4
     return _unique(args, out, gpu, has_inverse, num_locations) if num_locations else []
@@ -360,15 +364,40 @@ def _unique(args: Args, out: Any, gpu: Gpu, has_inverse: bool, location_bytes: i
 
 @registry.requests("unique_dim")
 def unique_rows_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `unique_dim_cuda_template` (cuda/Unique.cu): positions of rows, sorted."""
-    values, dim = args[0], args[1]
+    """Requests of `unique_dim`: positions of rows, sorted."""
+    sorting = passing(keys_merge_sort_bytes(args[0].size(args[1])))
+    return _unique_rows(args[0], args[1], _asked(args, kwargs, 3), out, gpu, sorting)
+
+
+@registry.requests("unique_dim_consecutive")
+def unique_rows_in_order_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `unique_dim_consecutive`, which sorts nothing."""
+    return _unique_rows(args[0], args[1], _asked(args, kwargs, 2), out, gpu)
+
+
+def _asked(args: Args, kwargs: Kwargs, at: int) -> tuple[bool, bool]:
+    """Return whether the inverse and the counts are asked for, by arguments from `at` on."""
+    names = ("return_inverse", "return_counts")
+    inverse, counts = (argument(args, kwargs, at + i, n, False) for i, n in enumerate(names))
+    return inverse, counts
+
+
+def _unique_rows(
+    values: Tensor,
+    dim: int,
+    asked: tuple[bool, bool],
+    out: Any,
+    gpu: Gpu,
+    sorting: Sequence[KernelEvent] = (),
+) -> Events:
+    """Requests of `unique_dim_cuda_template` (cuda/Unique.cu)."""
     num_rows = values.size(dim)
     row = num_rows * INDEX_BYTES
-    events = passing(keys_merge_sort_bytes(num_rows))
-    if argument(args, kwargs, 3, "return_inverse", False):
+    events = [*sorting]
+    if asked[0]:
         found = passing(UNALIGNED) + passing(long_sum_scan_bytes(num_rows))
         events += around((row,), outputs({1: row}) + found)
-    if argument(args, kwargs, 4, "return_counts", False):
+    if asked[1]:
         counts = outputs({2: out[2].nbytes}) + passing(UNALIGNED)
         storage = passing(thrust_unique_by_key_bytes(num_rows, gpu))
         events += around((row + INDEX_BYTES,), storage + counts)
@@ -378,11 +407,11 @@ def unique_rows_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     return around(kept, events + outputs({0: out[0].nbytes}))
 
 
-@registry.modelled("unique_dim")
+@registry.modelled("unique_dim unique_dim_consecutive")
 def unique_rows_are_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
     """Return whether the GPU is of compute capability 9.0, as the measured H200.
 
-    Evidence: 408 calls of up to 100,000 rows; every request is exact.
+    Evidence: 504 calls of up to 100,000 rows; every request is exact.
     """
     return gpu.capability == (9, 0)
 
@@ -394,10 +423,11 @@ def unique_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     Evidence: 196 calls on an H100 (CUDA 13.0), up to a million elements; every request is exact.
     """
     is_consecutive = func is aten.unique_consecutive.default
-    is_whole = not is_consecutive or argument(args, kwargs, 3, "dim", None) is None
+    if is_consecutive and argument(args, kwargs, 3, "dim", None) is not None:
+        return unique_rows_are_modelled(func, args, kwargs, gpu)
     sizes = (1, 2, 4, 8) if is_consecutive else (4, 8)
     is_measured = args[0].itemsize in sizes or args[0].dtype is torch.bool
-    return is_whole and is_measured and (gpu.capability == (9, 0) or not args[0].numel())
+    return is_measured and (gpu.capability == (9, 0) or not args[0].numel())
 
 
 @registry.above_autograd("cumprod_backward")
