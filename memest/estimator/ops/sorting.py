@@ -341,7 +341,7 @@ def unique_consecutive_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) ->
     """Requests of `unique_consecutive` (cuda/UniqueCub.cu), which sorts nothing."""
     dim = argument(args, kwargs, 3, "dim", None)
     if dim is not None:
-        return _unique_rows(args[0], dim, _asked(args, kwargs, 1), out, gpu)
+        return _unique_rows(args[0], dim, _requested(args, kwargs, 1), out, gpu)
     has_inverse = argument(args, kwargs, 1, "return_inverse", False)
     num_locations = args[0].numel() * 4
     return _unique(args, out, gpu, has_inverse, num_locations) if num_locations else []
@@ -366,17 +366,17 @@ def _unique(args: Args, out: Any, gpu: Gpu, has_inverse: bool, location_bytes: i
 def unique_rows_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `unique_dim`: positions of rows, sorted."""
     sorting = passing(keys_merge_sort_bytes(args[0].size(args[1])))
-    return _unique_rows(args[0], args[1], _asked(args, kwargs, 3), out, gpu, sorting)
+    return _unique_rows(args[0], args[1], _requested(args, kwargs, 3), out, gpu, sorting)
 
 
 @registry.requests("unique_dim_consecutive")
 def unique_rows_in_order_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `unique_dim_consecutive`, which sorts nothing."""
-    return _unique_rows(args[0], args[1], _asked(args, kwargs, 2), out, gpu)
+    return _unique_rows(args[0], args[1], _requested(args, kwargs, 2), out, gpu)
 
 
-def _asked(args: Args, kwargs: Kwargs, at: int) -> tuple[bool, bool]:
-    """Return whether the inverse and the counts are asked for, by arguments from `at` on."""
+def _requested(args: Args, kwargs: Kwargs, at: int) -> tuple[bool, bool]:
+    """Return whether the inverse and the counts are requested, by arguments from `at` on."""
     names = ("return_inverse", "return_counts")
     inverse, counts = (argument(args, kwargs, at + i, n, False) for i, n in enumerate(names))
     return inverse, counts
@@ -385,7 +385,7 @@ def _asked(args: Args, kwargs: Kwargs, at: int) -> tuple[bool, bool]:
 def _unique_rows(
     values: Tensor,
     dim: int,
-    asked: tuple[bool, bool],
+    requested: tuple[bool, bool],
     out: Any,
     gpu: Gpu,
     sorting: Sequence[KernelEvent] = (),
@@ -394,10 +394,10 @@ def _unique_rows(
     num_rows = values.size(dim)
     row = num_rows * INDEX_BYTES
     events = [*sorting]
-    if asked[0]:
+    if requested[0]:
         found = passing(UNALIGNED) + passing(long_sum_scan_bytes(num_rows))
         events += around((row,), outputs({1: row}) + found)
-    if asked[1]:
+    if requested[1]:
         counts = outputs({2: out[2].nbytes}) + passing(UNALIGNED)
         storage = passing(thrust_unique_by_key_bytes(num_rows, gpu))
         events += around((row + INDEX_BYTES,), storage + counts)
