@@ -14,7 +14,7 @@ from torch import Tensor, linalg
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.virtual_gpu import VirtualGpu
-from tests.requested import WORKSPACE, Requests
+from tests.requested import WORKSPACE, Requests, peak
 
 DATA = Path(__file__).parents[1] / "data" / "linalg.json.gz"
 ROWS: list[Any] = json.loads(gzip.decompress(DATA.read_bytes()))
@@ -200,3 +200,20 @@ def test_eigenvalues_of_general_matrices_without_a_gradient_have_no_vectors() ->
         a.requires_grad_()
 
         assert len(requests.in_order(lambda: linalg.eigvals(a))) > len(without)
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [((100, 100), 520124), ((3, 100, 100), 1320136), ((3, 64, 64), 540808), ((1, 1), 4)],
+)
+def test_the_exponential_of_a_matrix_has_powers_and_their_sums(
+    shape: tuple[int, ...], measured: int
+) -> None:
+    """Peaks of an H200 for large norms, without counts of matrices by their squarings."""
+    with VirtualGpu(find_gpu("h100-80gb")) as virtual:
+        a = torch.empty(shape, device="cuda")
+        torch.mm(a.view(-1, shape[-1])[:1], torch.empty(shape[-1], 1, device="cuda"))
+        found = peak(Requests(virtual).in_order(lambda: linalg.matrix_exp(a)))
+
+        assert measured - 16 <= found <= measured
+        assert not virtual.mode.kernels.coverage.unmodelled

@@ -10,6 +10,7 @@ Shapes: b matrices of m rows and n columns, k the smaller of both, `item` bytes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -463,6 +464,51 @@ def eigvals(then: Next, a: Tensor) -> Tensor:
 def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
     """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
     return aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
+
+
+@registry.composed("linalg_matrix_exp")
+def matrix_exp(a: Tensor) -> Tensor:
+    """Run `mexp` of LinearAlgebra.cpp, whose highest degree is assumed also for one matrix.
+
+    The host reads norms, by which matrices are sorted and squared. One squaring is assumed: the
+    powers before it need more memory.
+    """
+    n = a.shape[-1]
+    if n <= 1:
+        return a.exp() if n else a.clone()
+    given = a.reshape(-1, n, n)
+    norms = given.abs().sum(-2).max(-1).values
+    if len(given) > 1:
+        return _scaled_exp(given, norms).view(a.shape)
+    result = torch.full_like(given, math.nan, memory_format=torch.contiguous_format)
+    index = torch.zeros_like(norms, dtype=torch.int64)
+    result.index_put_((index,), _scaled_exp(given.index_select(0, index), norms))
+    return result.view(a.shape)
+
+
+def _scaled_exp(a: Tensor, norms: Tensor) -> Tensor:
+    """Run `compute_T18_scale_square`."""
+    scales = (norms / 3.01).log2().ceil().clamp(min=0)
+    terms = _taylor(a * torch.pow(2, -scales).view(-1, 1, 1))
+    order = scales.sort(0).indices
+    ordered = terms.index_select(0, order)
+    squared = torch.bmm(ordered, ordered, out=torch.empty_like(ordered))
+    return torch.cat([squared]).index_select(0, order.argsort())
+
+
+def _taylor(a: Tensor) -> Tensor:
+    """Run `compute_T18`: powers of the matrices, and five sums of these."""
+    num_sums = 5
+    _coefficients = torch.empty(num_sums, num_sums, dtype=a.real.dtype, device=a.device)
+    powers = a.new_empty(num_sums, *a.shape)
+    powers[0].copy_(torch.diag_embed(a.new_ones(1).expand(a.shape[:-1])))
+    powers[1].copy_(a)
+    for first, second, made in ((1, 1, 2), (1, 2, 3), (3, 3, 4)):
+        torch.bmm(powers[first], powers[second], out=powers[made])
+    sums = a.new_zeros(num_sums, *a.shape)
+    sums[3].add_(torch.bmm(sums[0], sums[4], out=powers[0]))
+    last = torch.bmm(sums[2].add_(sums[3]), sums[3], out=powers[0])
+    return sums[1].add_(last)
 
 
 BLOCK = 32
