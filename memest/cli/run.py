@@ -329,22 +329,24 @@ def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str
 ) -> RunResult:
     """Run the ranks at the same time; the files are those of the worst."""
+    from memest.run.kept_files import kept_files
     from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_together
 
     reports: list[tuple[Rank, RunReport]] = []
     interrupted = []
-    every = run_together(chosen, partial(_run_with_files, run_one, files, folder))
-    for rank, ran in every:
-        report = ran.report
-        if report is None:
-            continue
-        if report.verdict is Outcome.OOM and ran.decides:
-            again = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
-            if again.report is not None and again.report.ending is Ending.INTERRUPTED:
-                interrupted = [again]
-            elif again.report is not None and again.report.fits:
-                report = open_verdict(report, ran.decides)
-        reports.append((rank, report))
+    with kept_files():
+        every = run_together(chosen, partial(_run_with_files, run_one, files, folder))
+        for rank, ran in every:
+            report = ran.report
+            if report is None:
+                continue
+            if report.verdict is Outcome.OOM and ran.decides:
+                again = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
+                if again.report is not None and again.report.ending is Ending.INTERRUPTED:
+                    interrupted = [again]
+                elif again.report is not None and again.report.fits:
+                    report = open_verdict(report, ran.decides)
+            reports.append((rank, report))
     ran = _first_failed([*interrupted, *(ran for _, ran in every)])
     if not reports:
         return ran

@@ -25,8 +25,10 @@ import torch
 from memest.errors import MemestError, PlanError, UnsupportedError, shown
 from memest.estimator.replay.scenarios import describe_deferred_blocks
 from memest.report import Ending, RunReport
+from memest.run.kept_files import KeptFiles, kept_files
 from memest.run.session import Session, ending_of, refusal_within
 from memest.run.target import Target
+from memest.units import counted
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as in shells
 _MEMEST = str(Path(__file__).resolve().parents[1])
@@ -61,10 +63,11 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     error: BaseException | None = None
     gc.collect()  # what was made before does not move the moments of the next collections
     try:
-        with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
-            with _exit_functions():
-                _run_script(target)
-            session.virtual.mode.rank.mailbox.finish()
+        with kept_files() as kept:
+            try:
+                _run_on(session, target, limit_s)
+            finally:
+                _note_kept(session, kept)
     except BaseException as raised:
         error = raised
     finally:
@@ -77,6 +80,24 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     report = session.report() if is_used else None
     decides = describe_deferred_blocks(mode.memory.storages) if virtual.depends_on_time else ""
     return replace(_result_of(error, report), decides=decides)
+
+
+def _run_on(session: Session, target: Target, limit_s: float | None) -> None:
+    """Run the script on the GPU, with the functions that it registers with `atexit`."""
+    with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
+        with _exit_functions():
+            _run_script(target)
+        session.virtual.mode.rank.mailbox.finish()
+
+
+def _note_kept(session: Session, kept: KeptFiles) -> None:
+    for paths, words in (
+        (kept.paths, "put back: {}, which the script has changed or deleted"),
+        (kept.not_kept, "not put back: {}, which the script may have changed"),
+    ):
+        if paths:
+            rest = f" and {counted(len(paths) - 1, 'other file')}" if len(paths) > 1 else ""
+            session.virtual.mode.notes.add(words.format(f"`{Path(paths[0]).name}`{rest}"))
 
 
 @contextmanager

@@ -1,0 +1,249 @@
+"""Files of the user that a simulated script writes over, changes or deletes: all are kept.
+
+What a simulated script saves has no values. So a file that was there before moves aside before the
+script changes it, and returns at the end of the run. Functions of Python's library and `torch.save`
+are replaced for that. Files that the script makes stay. Libraries in C that open files by
+themselves, such as HDF5, are not seen.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from stat import S_ISLNK, S_ISREG
+from typing import Any
+
+import torch
+
+from memest.estimator.tensors.patches import Patches, setting
+from memest.writing import cache_folder
+
+FOLDER = "MEMEST_KEPT_FILES"  # environment variable with the journal, for ranks and for workers
+PREFIX = "memest-kept-"
+OWN_FILES = os.path.join(tempfile.gettempdir(), "memest-")  # beginning of memest's own paths
+MAX_COPIED_BYTES = 1 << 28  # larger files that are changed in place are not kept
+
+
+class _Thread(threading.local):
+    """State of a thread."""
+
+    keeps = False  # True while this module itself moves files
+
+
+_thread = _Thread()
+
+
+class KeptFiles:
+    """Journal of the files that moved aside: a JSON file for each, named by the path's digest."""
+
+    def __init__(self, journal: Path) -> None:
+        self.journal = journal
+        self.not_kept: list[str] = []
+        """Paths of large files that are changed in place, and of those that cannot move."""
+
+        self._start = Path.cwd()
+        self._seen: set[str] = set()
+        self._made: set[str] = set()  # by the script
+
+    # --- before a change
+
+    def opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+        """Keep a file before `open` opens it for writing."""
+        if not isinstance(file, int) and set("wa+") & set(mode):
+            self._keep(os.path.realpath(os.fsdecode(file)), has_copy="w" not in mode)
+
+    def opened_by_flags(
+        self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None
+    ) -> None:
+        """Keep a file before `os.open` opens it for writing."""
+        if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and dir_fd is None:
+            self.opened(path, "w" if flags & os.O_TRUNC else "a")
+
+    def truncated(self, path: Any, length: int) -> None:
+        """Keep a file before `os.truncate` shortens it."""
+        self.opened(path, "a")
+
+    def saved(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Keep a file before `torch.save` writes it, which opens it in C++."""
+        if isinstance(f, str | os.PathLike):
+            self.opened(f, "w")
+
+    def removed(self, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        """Keep a file or a folder before it is deleted."""
+        if dir_fd is None:
+            for name in _files_of(path):
+                self._keep(name, is_linked=True)
+
+    def renamed(self, src: Any, dst: Any, **dir_fds: int | None) -> None:
+        """Keep what is renamed, and what it replaces; what the script has made stays its own."""
+        if any(dir_fd is not None for dir_fd in dir_fds.values()):
+            return
+        before, after = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))
+        if os.path.lexists(after):
+            self.removed(after)
+        for name in _files_of(before):
+            self._keep(name, is_linked=True)
+            if name in self._made:
+                self._note_made(after + name.removeprefix(before))
+
+    def _keep(self, path: str, *, is_linked: bool = False, has_copy: bool = False) -> None:
+        """Move a file aside, once. A copy or a hard link may take its place."""
+        if path in self._seen or path.endswith(".pyc") or path.startswith(OWN_FILES):
+            return
+        self._seen.add(path)
+        entry = self._entry(path)
+        if entry.exists():  # another rank has kept it, or made it
+            return
+        try:
+            info = os.lstat(path)
+        except FileNotFoundError:
+            self._note_made(path)
+            return
+        if not (S_ISREG(info.st_mode) or S_ISLNK(info.st_mode)):
+            return
+        if has_copy and info.st_size > MAX_COPIED_BYTES:
+            self.not_kept.append(path)
+            return
+        try:
+            kept = self._folder_beside(path, info.st_dev) / f".{PREFIX}{entry.name}"
+            entry.write_text(json.dumps([path, str(kept)]), encoding="utf-8")
+            if is_linked:
+                os.link(path, kept, follow_symlinks=False)
+                return
+            os.rename(path, kept)
+            if has_copy:
+                shutil.copy2(kept, path)
+        except (OSError, IndexError):  # no folder can be written to
+            entry.unlink(missing_ok=True)
+            self.not_kept.append(path)
+
+    def _note_made(self, path: str) -> None:
+        self._seen.add(path)
+        self._made.add(path)
+        self._entry(path).touch()
+
+    def _entry(self, path: str) -> Path:
+        return self.journal / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+
+    def _folder_beside(self, path: str, device: int) -> Path:
+        """Return a folder on the file system of a file that the script hardly deletes.
+
+        It is the folder in which the script began, or the outermost one above the file.
+        """
+        folders = [*Path(path).parents, self._start]
+        return [p for p in folders if p.stat().st_dev == device and os.access(p, os.W_OK)][-1]
+
+    # --- at the end
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the files that are kept."""
+        return sorted(path for path, _ in self._entries())
+
+    def _entries(self) -> Iterator[tuple[str, str]]:
+        for entry in self.journal.glob("*"):
+            text = entry.read_text(encoding="utf-8")
+            if text:
+                path, kept = json.loads(text)
+                yield path, kept
+
+    def restore(self) -> None:
+        """Put all files back, and forget the journal."""
+        for path, kept in self._entries():
+            with suppress(OSError):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                os.replace(kept, path)
+        shutil.rmtree(self.journal, ignore_errors=True)
+
+
+def _files_of(path: Any) -> list[str]:
+    """Return the absolute path of a file, or of all files in a folder."""
+    name = os.path.abspath(os.fsdecode(path))
+    if not os.path.isdir(name) or os.path.islink(name):
+        return [name]
+    return [os.path.join(folder, each) for folder, _, files in os.walk(name) for each in files]
+
+
+@contextmanager
+def kept_files() -> Iterator[KeptFiles]:
+    """Keep the user's files during the block, and put them back at its end.
+
+    Within another such block, also of a parent process, the outer one puts them back.
+    """
+    outer = os.environ.get(FOLDER)
+    kept = KeptFiles(Path(outer) if outer else _new_journal())
+    patches = Patches()
+    for owner, names, see in (
+        (builtins, ("open",), kept.opened), (io, ("open",), kept.opened),
+        (os, ("open",), kept.opened_by_flags), (os, ("truncate",), kept.truncated),
+        (os, ("remove", "unlink"), kept.removed), (os, ("rename", "replace"), kept.renamed),
+        (shutil, ("rmtree",), kept.removed), (torch.serialization, ("save",), kept.saved),
+    ):  # fmt: skip
+        for name in names:
+            patches.set(owner, name, _after(see, getattr(owner, name)))
+    if not outer:
+        _restore_what_was_left()
+        os.environ[FOLDER] = str(kept.journal)
+    try:
+        yield kept
+    finally:
+        patches.undo()
+        if not outer:
+            del os.environ[FOLDER]
+            kept.restore()
+
+
+def _after(see: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, which first calls `see` with its arguments."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _thread.keeps:
+            with setting(_thread, "keeps", True), suppress(OSError, TypeError, ValueError):
+                see(*args, **kwargs)  # the call itself reports what is wrong
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _new_journal() -> Path:
+    """Return the folder of this process in the user's cache, or a temporary one."""
+    folder = _journals() / str(os.getpid())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix=PREFIX))
+    return folder
+
+
+def _journals() -> Path:
+    """Return the folder of this machine's journals: others may share the user's cache."""
+    return cache_folder() / "kept-files" / platform.node()
+
+
+def _restore_what_was_left() -> None:
+    """Put back the files of runs that were killed; Windows has no test of which processes live."""
+    if os.name != "posix":
+        return
+    for journal in _journals().glob("*"):
+        if not _is_alive(int(journal.name)):
+            KeptFiles(journal).restore()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
