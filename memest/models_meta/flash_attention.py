@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -101,10 +101,9 @@ class FlashAttention(torch.autograd.Function):
         dropout_p: float,
         is_windowed: bool,
         deterministic: bool,
-        is_grad_enabled: bool,
+        is_kept: bool,
     ) -> Tensor:
         """Return the output in the given width."""
-        is_kept = is_grad_enabled and any(t.requires_grad for t in (query, key, value))
         width = query.shape[-1]
         if width % 8:
             query, key, value = (_padded(tensor) for tensor in (query, key, value))
@@ -123,15 +122,56 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return gradients of query, key and value, each with the strides of its input."""
-        query, key, value, out, softmax_lse, *lengths, _rng_state = ctx.saved_tensors
-        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        saved = ctx.saved_tensors  # once, or a checkpoint refuses it
+        gradients = [torch.empty_like(tensor) for tensor in saved[:3]]
+        _write_gradients(ctx, saved, grad_outputs[0], gradients)
         width = grad_outputs[0].shape[-1]
-        grad_out = _padded(grad_outputs[0]) if width % 8 else grad_outputs[0]
-        BACKWARD(
-            grad_out, query, key, value, out, softmax_lse, *gradients,
-            lengths[0] if ctx.is_of_texts else None, ctx.deterministic,
-        )  # fmt: skip
         return (*(gradient[..., :width] for gradient in gradients), *(None,) * 6)
+
+
+class PackedFlashAttention(torch.autograd.Function):
+    """`FlashAttnQKVPackedFunc`, `FlashAttnKVPackedFunc` and these for texts in one row.
+
+    Key and value are parts of one tensor, as is the query unless it is given. Their gradients are
+    parts of one tensor too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor | None, packed: Tensor, *options: Any) -> Any:
+        """Return the output in the given width."""
+        parts = packed.detach().unbind(-3)
+        ctx.num_parts = len(parts)
+        given: Any = parts if query is None else (query, *parts)
+        return FlashAttention.forward(ctx, *given, *options)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return gradients of the query, if it was given, and of the packed tensor."""
+        query, key, *rest = ctx.saved_tensors
+        packed = key.new_empty(*key.shape[:-2], ctx.num_parts, *key.shape[-2:])
+        parts = packed.unbind(-3)
+        of_query = None if len(parts) == 3 else torch.empty_like(query)
+        gradients = parts if of_query is None else (of_query, *parts)
+        _write_gradients(ctx, (query, key, *rest), grad_outputs[0], gradients)
+        width = grad_outputs[0].shape[-1]
+        of_query = None if of_query is None else of_query[..., :width]
+        return of_query, packed[..., :width], *(None,) * 6
+
+
+def _write_gradients(
+    ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, gradients: Sequence[Tensor]
+) -> None:
+    """Write the gradients of query, key and value."""
+    query, key, value, out, softmax_lse, *lengths, _rng_state = saved
+    BACKWARD(
+        _padded(grad_out) if grad_out.shape[-1] % 8 else grad_out,
+        query, key, value, out, softmax_lse, *gradients,
+        lengths[0] if ctx.is_of_texts else None, ctx.deterministic,
+    )  # fmt: skip
+
+
+def _is_kept(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _padded(tensor: Tensor) -> Tensor:
@@ -156,7 +196,7 @@ def flash_attn_func(
     window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, None, (q.shape[1], k.shape[1]), dropout_p, window, deterministic,
-        torch.is_grad_enabled(),
+        _is_kept(q, k, v),
     )  # fmt: skip
 
 
@@ -184,7 +224,98 @@ def flash_attn_varlen_func(
     window = max(window_size) >= 0 or (causal and queries > 1)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, (cu_seqlens_q, cu_seqlens_k), (queries, keys), dropout_p, window, deterministic,
-        torch.is_grad_enabled(),
+        _is_kept(q, k, v),
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Return the attention of (B, L, 3, H, E): query, key and value."""
+    return _packed(None, qkv, dropout_p, causal, window_size, softcap, deterministic)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Return the attention of (B, L, H, E) with (B, S, 2, K, E): key and value."""
+    return _packed(q, kv, dropout_p, causal, window_size, softcap, deterministic)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Return the attention of texts packed into one row, (N, 3, H, E)."""
+    texts = ((cu_seqlens, cu_seqlens), (int(max_seqlen), int(max_seqlen)))
+    return _packed(None, qkv, dropout_p, causal, window_size, softcap, deterministic, texts)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Return the attention of texts packed into one row, (N, H, E) with (S, 2, K, E)."""
+    texts = ((cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k)))
+    return _packed(q, kv, dropout_p, causal, window_size, softcap, deterministic, texts)
+
+
+def _packed(
+    query: Tensor | None,
+    packed: Tensor,
+    dropout_p: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    texts: tuple[Any, tuple[int, int]] | None = None,
+) -> Any:
+    parts = packed.unbind(-3)
+    first, key, value = parts if query is None else (query, *parts)
+    _check_call(first, key, value, dropout_p, softcap)
+    cu_seqlens, lengths = texts or (None, (first.shape[1], key.shape[1]))
+    window = any(0 <= n < lengths[1] for n in window_size) or (causal and lengths[0] > 1)
+    return PackedFlashAttention.apply(  # type: ignore[no-untyped-call]
+        query, packed, cu_seqlens, lengths, dropout_p, window, deterministic,
+        _is_kept(first, key, value),
     )  # fmt: skip
 
 

@@ -99,6 +99,41 @@ def test_a_deterministic_backward_has_one_query_gradient_per_round_of_multiproce
     assert backward[-1] == 9 * B * 256 * H * 64 * 4  # 108 multiprocessors over 2 * 6 heads
 
 
+@pytest.mark.parametrize("is_row", [False, True])
+def test_packed_tensors_get_one_gradient(is_row: bool) -> None:
+    """Query, key and value of one tensor, or of one row of texts, as SEDD and k-diffusion call."""
+    begins = torch.empty(B + 1, dtype=torch.int32, device="meta")
+    shape = (B * L, 3, H, E) if is_row else (B, L, 3, H, E)
+    qkv, log = tensor(*shape), recorder()
+    with log:
+        if is_row:
+            out = fa.flash_attn_varlen_qkvpacked_func(qkv, begins, L, 0.1)
+        else:
+            out = fa.flash_attn_qkvpacked_func(qkv, 0.1)
+    forward, grad = births(log), torch.empty_like(out)
+    with log:
+        out.backward(grad)
+
+    assert forward == [SIZES[0], B * H * L * 4, 16]
+    assert births(log)[0] == 3 * SIZES[0]
+    assert qkv.grad is not None
+    assert qkv.grad.untyped_storage().nbytes() == 3 * SIZES[0]
+
+
+def test_packed_keys_and_values_get_one_gradient_beside_the_query() -> None:
+    query, pair, log = tensor(B, L, H, E), tensor(B, S, 2, H, E), recorder()
+    with log:
+        out = fa.flash_attn_kvpacked_func(query, pair)
+    births(log)
+    grad = torch.empty_like(out)
+    with log:
+        out.backward(grad)
+
+    assert births(log)[:2] == [2 * SIZES[0], SIZES[0]]
+    assert query.grad is not None
+    assert query.grad.shape == query.shape
+
+
 def test_an_odd_width_is_padded_to_a_multiple_of_8_and_the_copies_are_kept() -> None:
     q, k, v = tensor(B, L, H, 20), tensor(B, S, H, 20), tensor(B, S, H, 20)
     log = recorder()

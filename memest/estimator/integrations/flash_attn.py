@@ -18,13 +18,16 @@ from memest.models_meta import flash_attention
 from memest.plan.keys import FLASH_ATTENTION_2
 
 VERSION = "2.8.3"  # mirrored release
+_FUNCTIONS = (
+    "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func",
+)  # fmt: skip
 _CONTENTS = {
-    "flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
-    "flash_attn.flash_attn_interface": (
-        "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
-    ),
+    "flash_attn": _FUNCTIONS,
+    "flash_attn.flash_attn_interface": _FUNCTIONS,
     "flash_attn.bert_padding": ("unpad_input", "pad_input"),
-}  # fmt: skip
+}
 _NOTE = f"`flash_attn` {VERSION} is taken to be installed where the script runs"
 
 
