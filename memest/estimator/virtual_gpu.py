@@ -252,6 +252,7 @@ class VirtualGpu:
         mode.attribution.modules.on_call = called
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._own_steps.stop()
             mode.attribution.labels.of_optimizer(optimizer, with_grads=True)
             mode.attribution.phase_given = "optimizer"
             mode.work.is_in_optimizer = True
@@ -321,7 +322,7 @@ class OwnSteps:
         make, request = Optimizer.__init__, self._mode.request
 
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self._has_optimizer, self._leaves = True, set()
+            self.stop()
             make(optimizer, *args, **kwargs)
 
         def follow(op: Op, args: Args, kwargs: Kwargs, *rest: Any) -> None:
@@ -331,6 +332,11 @@ class OwnSteps:
 
         patches.set(Optimizer, "__init__", init)
         patches.set(self._mode, "request", follow)
+
+    def stop(self) -> None:
+        """Follow no more: the script has an optimizer of torch."""
+        self._has_optimizer, self.has_written = True, False
+        self._leaves.clear()
 
     def follow(self, outputs: Any) -> None:
         """Remember the leaf tensors of a backward that has ended."""
@@ -346,7 +352,8 @@ class OwnSteps:
     def end(self) -> None:
         """End a step that has begun."""
         if self.has_written:
-            self.has_written, self._leaves = False, set()
+            self.has_written = False
+            self._leaves.clear()
             self._at_end()
 
     def _see(self, op: Op, args: Args, kwargs: Kwargs) -> None:

@@ -401,3 +401,15 @@ def test_a_perturbed_input_is_no_step_where_the_script_has_an_optimizer() -> Non
         optimizer.step()
 
     assert gpu.num_steps == 1
+
+
+def test_an_optimizer_that_was_made_before_the_block_counts_alone() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    with memest.virtual_gpu() as gpu:
+        model.cuda()
+        for _ in range(3):
+            model(torch.ones(8, 8, device="cuda")).sum().backward()
+            optimizer.step()
+
+    assert gpu.num_steps == 3
