@@ -6,6 +6,7 @@ import _thread
 import atexit
 import gc
 import linecache
+import os
 import runpy
 import signal
 import sys
@@ -19,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,6 +36,8 @@ INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as in shells
 _MEMEST = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _RUNPY = ("<frozen runpy>", runpy.__file__)
+_TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug"}
+"""Modes of services that record runs, in which they send nothing (their documentation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     error: BaseException | None = None
     gc.collect()  # what was made before does not move the moments of the next collections
     try:
-        with kept_files() as kept:
+        with kept_files() as kept, mock.patch.dict(os.environ, _TRACKERS | os.environ):
             try:
                 _run_on(session, target, limit_s)
             finally:

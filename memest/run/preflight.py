@@ -46,7 +46,6 @@ NO_SCRIPT = (
 )
 _ENDS = (Ending.FINISHED, Ending.STOPPED)
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_QUIET = {"WANDB_MODE": "disabled"}  # docs.wandb.ai, environment variables
 _SMALLEST_LIMIT = 2 << 20
 _RULE = "-" * 80
 _BOOT = (
@@ -294,7 +293,7 @@ class _Script:
 
 def _environment(alloc_conf: str) -> dict[str, str]:
     """Return the environment of a virtual run: the script's, with allocator settings."""
-    found = {**os.environ, **_QUIET, VARIABLE: INSIDE}
+    found = {**os.environ, VARIABLE: INSIDE}
     if alloc_conf:
         newer, older = VARIABLES
         before = os.environ.get(newer, os.environ.get(older, ""))

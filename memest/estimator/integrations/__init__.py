@@ -15,6 +15,7 @@ from memest.estimator.integrations import (
     compilers,
     deepspeed,
     flash_attn,
+    hub,
     litgpt,
     torchvision,
     triton,
@@ -28,7 +29,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     forget()
     patches.on_undo(forget)
     for library in (
-        triton, bitsandbytes, flash_attn, compilers, deepspeed, litgpt, torchvision, vllm,
+        triton, bitsandbytes, flash_attn, compilers, deepspeed, litgpt, torchvision, vllm, hub,
     ):  # fmt: skip
         library.install(patches, mode, hooks)
 

@@ -1,0 +1,71 @@
+"""Hugging Face Hub (huggingface_hub 1.33): a simulated script reads from it, and sends nothing.
+
+What the script would send has no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors.patches import Patches
+
+NOT_SENT = "nothing is sent to the Hugging Face Hub"
+"""Note of a run that would send something."""
+
+_COMMITS = (
+    "create_commit", "delete_file", "delete_files", "delete_folder", "upload_file", "upload_folder",
+)  # fmt: skip
+"""Methods that return a commit."""
+
+_OTHERS = (
+    "create_branch", "create_pull_request", "create_repo", "create_tag", "delete_branch",
+    "delete_repo", "delete_tag", "move_repo", "preupload_lfs_files", "super_squash_history",
+    "update_repo_settings", "upload_large_folder",
+)  # fmt: skip
+_NO_COMMIT = "0" * 40
+
+
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+    """Replace what sends, where a script uses the Hub."""
+
+    def replace(module: Any) -> None:
+        for name in (*_COMMITS, *_OTHERS):
+            if not hasattr(module.HfApi, name):  # a later release has it
+                continue
+            made = _unsent(module, name, mode.notes.add)
+            patches.set(module.HfApi, name, made)
+            if hasattr(module, name):  # a method of the module's own `HfApi`
+                replace_everywhere(patches, getattr(module, name), partial(made, module.api))
+
+    hooks.after("huggingface_hub.hf_api", replace)
+
+
+def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    """Return a method like `name`, with the result that the Hub would give."""
+
+    def call(api: Any, *args: Any, **kwargs: Any) -> Any:
+        note(NOT_SENT)
+        repo = kwargs.get("repo_id") or next((a for a in args if isinstance(a, str)), "")
+        folder = {"dataset": "datasets/", "space": "spaces/"}.get(kwargs.get("repo_type") or "", "")
+        url, made = f"{module.constants.ENDPOINT}/{folder}{repo}", None
+        if name == "create_repo":
+            made = module.RepoUrl(url)
+        elif name in _COMMITS:
+            made = module.CommitInfo(
+                commit_url=f"{url}/commit/{_NO_COMMIT}",
+                commit_message=kwargs.get("commit_message") or "",
+                commit_description=kwargs.get("commit_description") or "",
+                oid=_NO_COMMIT,
+            )
+        if not kwargs.get("run_as_future"):
+            return made
+        future: Future[Any] = Future()
+        future.set_result(made)
+        return future
+
+    return call
