@@ -17,6 +17,7 @@ import platform
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -32,6 +33,7 @@ from memest.writing import cache_folder
 FOLDER = "MEMEST_KEPT_FILES"  # environment variable with the journal, for ranks and for workers
 PREFIX = "memest-kept-"
 OWN_FILES = os.path.join(tempfile.gettempdir(), "memest-")  # beginning of memest's own paths
+WAIT_MS = 2000  # longest wait for another rank that moves a file
 MAX_COPIED_BYTES = 1 << 28  # larger files that are changed in place are not kept
 
 
@@ -101,10 +103,13 @@ class KeptFiles:
         """Move a file aside, once. A copy or a hard link may take its place."""
         if path in self._seen or path.endswith(".pyc") or path.startswith(OWN_FILES):
             return
+        with self._alone():
+            entry = self._entry(path)
+            if not entry.exists():  # else another rank has kept it, or made it
+                self._move(path, entry, is_linked, has_copy)
         self._seen.add(path)
-        entry = self._entry(path)
-        if entry.exists():  # another rank has kept it, or made it
-            return
+
+    def _move(self, path: str, entry: Path, is_linked: bool, has_copy: bool) -> None:
         try:
             info = os.lstat(path)
         except FileNotFoundError:
@@ -127,6 +132,21 @@ class KeptFiles:
         except (OSError, IndexError):  # no folder can be written to
             entry.unlink(missing_ok=True)
             self.not_kept.append(path)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let other threads and ranks wait; a lock that a killed process has left ends in time."""
+        lock = self.journal / "lock"
+        for _ in range(WAIT_MS):
+            with suppress(FileExistsError):
+                lock.mkdir()
+                break
+            time.sleep(1e-3)
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):
+                lock.rmdir()
 
     def _note_made(self, path: str) -> None:
         self._seen.add(path)
@@ -152,7 +172,7 @@ class KeptFiles:
         return sorted(path for path, _ in self._entries())
 
     def _entries(self) -> Iterator[tuple[str, str]]:
-        for entry in self.journal.glob("*"):
+        for entry in self.journal.glob("[0-9a-f]*"):
             text = entry.read_text(encoding="utf-8")
             if text:
                 path, kept = json.loads(text)
@@ -182,6 +202,8 @@ def kept_files() -> Iterator[KeptFiles]:
     Within another such block, also of a parent process, the outer one puts them back.
     """
     outer = os.environ.get(FOLDER)
+    if not outer:
+        _restore_what_was_left()
     kept = KeptFiles(Path(outer) if outer else _new_journal())
     patches = Patches()
     for owner, names, see in (
@@ -193,7 +215,6 @@ def kept_files() -> Iterator[KeptFiles]:
         for name in names:
             patches.set(owner, name, _after(see, getattr(owner, name)))
     if not outer:
-        _restore_what_was_left()
         os.environ[FOLDER] = str(kept.journal)
     try:
         yield kept

@@ -108,7 +108,6 @@ def test_views_elementwise_ops_and_copies_have_no_scratch(func: torch._ops.OpOve
 def test_an_op_that_nobody_compared_is_not_called_scratch_free() -> None:
     for func in (
         aten.median.default,
-        aten.unique_dim_consecutive.default,
         aten._foreach_max.default,
     ):
         assert op_of(func).requests is None

@@ -134,6 +134,27 @@ def test_a_rank_leaves_the_file_to_the_process_that_began(file: Path) -> None:
     assert file.read_bytes() == OLD
 
 
+def test_ranks_that_write_at_the_same_time_lose_nothing(file: Path) -> None:
+    files = [file.with_name(f"{number}.pt") for number in range(40)]
+    for each in files:
+        each.write_bytes(OLD)
+    code = (
+        "import glob\n"
+        "from memest.run.kept_files import kept_files\n"
+        "with kept_files():\n"
+        f"    for name in sorted(glob.glob({str(file.parent)!r} + '/*.pt')):\n"
+        "        open(name, 'w').write('zeros')\n"
+    )
+
+    with kept_files() as kept:
+        ranks = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+        assert [rank.wait() for rank in ranks] == [0, 0]
+        assert len(kept.paths) == 41
+
+    assert {each.read_bytes() for each in files} == {OLD}
+    assert not [p for p in file.parents[1].iterdir() if "memest" in p.name]
+
+
 def test_a_killed_run_is_made_good_by_the_next(file: Path) -> None:
     code = (
         "import os\n"
@@ -143,10 +164,11 @@ def test_a_killed_run_is_made_good_by_the_next(file: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=False)
     assert file.read_bytes() == b"zeros"
 
-    with kept_files():
-        pass
+    with kept_files() as kept:
+        assert kept.paths == []
+        assert file.read_bytes() == OLD
 
-    assert file.read_bytes() == OLD
+    assert not [p for p in file.parents[1].iterdir() if "memest" in p.name]
 
 
 def test_a_large_file_that_is_changed_in_place_is_named(
