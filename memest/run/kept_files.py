@@ -33,7 +33,7 @@ from memest.writing import cache_folder
 FOLDER = "MEMEST_KEPT_FILES"  # environment variable with the journal, for ranks and for workers
 PREFIX = "memest-kept-"
 OWN_FILES = os.path.join(tempfile.gettempdir(), "memest-")  # beginning of memest's own paths
-WAIT_MS = 2000  # longest wait for another rank that moves a file
+WAIT_MS = 30_000  # longest wait for another rank that moves a file
 MAX_COPIED_BYTES = 1 << 28  # larger files that are changed in place are not kept
 
 
@@ -124,7 +124,7 @@ class KeptFiles:
             kept = self._folder_beside(path, info.st_dev) / f".{PREFIX}{entry.name}"
             entry.write_text(json.dumps([path, str(kept)]), encoding="utf-8")
             if is_linked:
-                os.link(path, kept, follow_symlinks=False)
+                _link(path, kept)
                 return
             os.rename(path, kept)
             if has_copy:
@@ -185,6 +185,14 @@ class KeptFiles:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 os.replace(kept, path)
         shutil.rmtree(self.journal, ignore_errors=True)
+
+
+def _link(path: str, kept: Path) -> None:
+    """Make a hard link, or a copy on systems without."""
+    try:
+        os.link(path, kept, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        shutil.copy2(path, kept, follow_symlinks=False)
 
 
 def _files_of(path: Any) -> list[str]:

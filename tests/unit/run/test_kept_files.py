@@ -195,6 +195,18 @@ def test_a_cache_that_cannot_be_written_to_does_not_matter(
     assert not kept.journal.exists()
 
 
+def test_a_system_without_hard_links_copies(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(os, "link", link)
+
+    with kept_files():
+        file.unlink()
+
+    assert file.read_bytes() == OLD
+
+
 def test_a_file_that_cannot_move_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
 
