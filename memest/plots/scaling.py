@@ -324,6 +324,7 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
     under = (f"{row.rank}" + f"\n{_highest(row) / GIB:.1f}" * has_numbers for row in rows)
     chart = _stacked(parts, under, 0 if is_far else limit_bytes, limit)
     simulated = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
+    simulated += ", their sum in GiB below" * has_numbers
     version = f"memest {report.versions['memest']}"
     subtitle = dotted(simulated, gpu_label(report.gpu), str(report.verdict), version)
     words = Slide(title=f"{report.name}: peak by rank", subtitle=subtitle, notes=(), chart=chart)
