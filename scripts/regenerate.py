@@ -112,7 +112,7 @@ TARGETS = {
         command=(*MEMEST, "explore", "--suite", "lab-a100", "-o", "{out}/explorer.html"),
         inputs=("memest/report/explorer.*", "memest/estimator/search/explore.py",
                 "memest/__init__.py", _SUITES.format("lab-a100")),
-        outputs=("docs/img/explorer.png",), made="explorer.html",
+        outputs=("docs/img/explorer.png",), made="explorer.html", height=889,
     ),
     "report": Target(
         command=(*MEMEST, "run", "--gpu", "t4", "--max-steps", "3", "--html", "{out}/report.html",
