@@ -60,7 +60,7 @@ GROUPS = {
 """Scripts of each group, the day of their first comparison, and the rules that followed from it."""
 
 FIELDS = {"estimated_s": "seconds", "first_s": "first_seconds", "bound_by": "bound_by"}
-"""What is kept of an estimate, by its name in the report."""
+"""Fields of an estimate that are stored, and their names in the report."""
 
 FEW_NEW = 0.1
 """Largest share of a step that first calls take where its sizes count as not new."""

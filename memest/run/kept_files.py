@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -179,12 +180,20 @@ class KeptFiles:
                 yield path, kept
 
     def restore(self) -> None:
-        """Put all files back, and forget the journal."""
+        """Put all files back, and remove the journal; name files that cannot be put back."""
+        is_done = True
         for path, kept in self._entries():
-            with suppress(OSError):
+            if not os.path.lexists(kept):  # put back before, by a run that could not put back all
+                continue
+            try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 os.replace(kept, path)
-        shutil.rmtree(self.journal, ignore_errors=True)
+            except OSError as error:
+                is_done = False
+                reason = error.strerror or repr(error)
+                sys.stderr.write(f"warning: `{path}` is not put back, but in `{kept}`: {reason}\n")
+        if is_done:  # else the next run tries again
+            shutil.rmtree(self.journal, ignore_errors=True)
 
 
 def _link(path: str, kept: Path) -> None:

@@ -673,7 +673,7 @@ ADAMW: dict[str, dict[str, Any]] = {
 
 
 def _optimizer_times() -> dict[str, float]:
-    """Return `list`, `step` and `loop` of `host_times`, of a step of AdamW."""
+    """Return the times of AdamW's step: `list`, `step`, `zero_grad` and `loop` of `host_times`."""
     many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in LAYER * 16]
     us, calls = dict[str, float](), dict[str, int]()
     for name, options in ADAMW.items():

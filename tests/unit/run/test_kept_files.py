@@ -171,6 +171,20 @@ def test_a_killed_run_is_made_good_by_the_next(file: Path) -> None:
     assert not [p for p in file.parents[1].iterdir() if "memest" in p.name]
 
 
+def test_a_file_that_cannot_return_stays_where_it_is(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with kept_files():
+        file.unlink()
+        file.mkdir()
+        (file / "part").touch()
+
+    (kept,) = file.parents[1].glob(".memest-kept-*")
+    assert kept.read_bytes() == OLD
+    assert f"warning: `{file}` is not put back, but in `{kept}`" in capsys.readouterr().err
+    shutil.rmtree(file)
+
+
 def test_a_large_file_that_is_changed_in_place_is_named(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
