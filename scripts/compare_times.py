@@ -42,7 +42,8 @@ GROUPS = {
     "second": ("memest's authors, after that", "2026-11-25", "the host's times"),
     "third": (
         "at random: GANs, dynamic programs, factorizing optimizers", "2026-11-26",
-        "the host's times; pinned copies, broadcasts, factorizations, grouped convolutions",
+        "the host's times; pinned copies, broadcasts, factorizations, grouped convolutions; both"
+        " directions of recurrent networks",
     ),
     "fourth": (
         "at random: scripts of more than 2 GB", "2026-11-26",
@@ -54,7 +55,8 @@ GROUPS = {
     ),
     "sixth": (
         "written for this table: text and image models, 26 steps; the host took 1.4 times as long",
-        "2026-11-27", "means of hosts; convolutions, images, short rows, joined tensors; pauses",
+        "2026-11-27",
+        "means of hosts; convolutions, images, short rows, joined tensors; pauses; checkpointing",
     ),
 }  # fmt: skip
 """Scripts of each group, the day of their first comparison, and the rules that followed from it."""

@@ -48,7 +48,7 @@ from memest.validate.results import find_suite, suite_for_device
 @click.option(
     "--pace",
     type=OUT,
-    help="Measure times of kernels and host instead, into this JSON file: five minutes.",
+    help="Measure times of kernels and host instead, into this JSON file: six minutes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
 @remote_code_option

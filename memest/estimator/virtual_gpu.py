@@ -42,7 +42,7 @@ from memest.estimator.tensors.placement import (
     local_part,
     tensors_in,
 )
-from memest.estimator.torch_api import attributes, cuda, distributed, files
+from memest.estimator.torch_api import attributes, cuda, distributed, files, saved_hooks
 
 GRADS_LIVE_ON = (
     "gradients live through the forward of the next step, since the script frees them after it: "
@@ -172,6 +172,7 @@ class VirtualGpu:
         sparse.install(patches)
         DeviceThread(self._after_backward, mode.attribution.lines.current).install(patches)
         self._own_steps.install(patches)
+        saved_hooks.install(patches, mode.work)
         mode.host.rng.install(patches)
         hooks = ImportHooks(mode.notes.add)
         hooks.install()

@@ -5,27 +5,37 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from memest import TrainingPlan, predict, virtual_gpu
 from memest.cli import main
 from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator import hardware
+from memest.estimator.hardware import pace
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.hardware.pace import ELSEWHERE, PACE, PAUSE_S, estimate, step_times, table_of
 from memest.estimator.hardware.speed import kernel_us, speed_of
 from memest.estimator.hardware.work import (
     BACKWARD,
     FORWARD,
+    IN_PYTHON,
     MAX_STEPS,
     NOTHING,
     NUM_HOSTS,
-    PER_PARAMETER,
     VIEW,
     WAITS,
     Work,
@@ -296,9 +306,35 @@ def test_a_recurrent_network_has_its_steps_one_after_another(backward: bool) -> 
 
     found = work_of(func, (*given, *options), {}, ())
 
-    assert found.kind.startswith("rnn-backward" if backward else "rnn ")
-    assert found.size == (2 * 20, 8, 32)  # two directions
-    assert found.num_flops == (4 if backward else 2) * 2 * 128 * (16 + 32) * 20 * 8
+    assert found.kind.startswith("rnn-both-backward" if backward else "rnn-both ")
+    assert found.size == (20, 1, 8, 32, 4)  # four gates
+    assert found.num_flops == (4 if backward else 2) * 2 * 128 * 32 * 20 * 8
+
+
+def test_both_directions_of_a_recurrent_network_run_at_the_same_time() -> None:
+    table, size = table_of(H100), (100, 1, 64, 512, 4)
+    each, both = (Work(f"{kind} float16", size, "float16", 1, 0) for kind in ("rnn", "rnn-both"))
+
+    times = [table.kernel_s(w._replace(num_flops=n)) for w, n in ((each, 1 << 33), (both, 1 << 34))]
+
+    assert 1.1 < times[1] / times[0] < 1.6  # 1.3 in the median of measured networks
+
+
+def test_left_out_calls_are_predicted_from_the_others() -> None:
+    path = Path(pace.__file__).with_name("pace") / "h100-80gb.json"
+    errors = []
+    for kind, rows in json.loads(path.read_text())["kernels"].items():
+        rate = kind.rpartition(" ")[2]
+        if rate.isdigit() or len(rows) < 8:  # bytes bound the kind, or there are no others
+            continue
+        for left_out in range(0, len(rows), 5):
+            *size, num_flops, num_bytes, us = rows[left_out]
+            calls = pace.Calls(kind, rows[:left_out] + rows[left_out + 1 :], H100)
+            ideal = pace.ideal_s(rate, num_flops, num_bytes, H100)
+            errors.append(abs(ideal / calls.efficiency(tuple(size)) / (1e-6 * us) - 1))
+
+    assert len(errors) > 300
+    assert median(errors) < 0.15  # 0.19 by the mean of the nearest calls
 
 
 def log_of(*steps: list[Work | None]) -> WorkLog:
@@ -341,9 +377,50 @@ def test_python_of_the_optimizer_counts_its_parameters_with_gradients() -> None:
         optimizer.step()
         log = virtual.virtual.mode.work
 
-    counts = {work.kind: work.num_tensors for work in log.works if work.kind in PER_PARAMETER}
+    counts = {work.kind: work.num_tensors for work in log.works if work.kind in IN_PYTHON}
     assert counts == {"step": 1, "zero_grad": 1}
     assert table_of(H100).host_s(Work("step", (), "", 0, 0, 9), 0) > 9e-6
+
+
+def in_python(train: Callable[[torch.nn.Module], torch.Tensor]) -> dict[str, int]:
+    """How often code of each kind of `IN_PYTHON` runs in a step of the loss that `train` makes."""
+    with virtual_gpu("h100-80gb") as virtual:
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).cuda()
+        optimizer = torch.optim.SGD(layer.parameters())
+        train(layer).backward()
+        optimizer.step()
+        log = virtual.virtual.mode.work
+    kinds = [log.works[event // NUM_HOSTS].kind for event in log.steps[0] if event >= 0]
+    return {kind: kinds.count(kind) for kind in ("region", "hook", "choice")}
+
+
+def recompute(*args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, recompute)
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"use_reentrant": True}, {"region": 1, "hook": 0, "choice": 0}),
+        ({"use_reentrant": False}, {"region": 1, "hook": 9, "choice": 0}),
+        (
+            {"use_reentrant": False, "context_fn": SELECTIVE},
+            {"region": 1, "hook": 9, "choice": 8},
+        ),
+    ],
+    ids=["reentrant", "hooks", "selective"],
+)
+def test_python_of_checkpointing_counts(options: dict[str, Any], counts: dict[str, int]) -> None:
+    """Three tensors are saved, saved again and read; four operators are chosen twice."""
+
+    def train(layer: torch.nn.Module) -> torch.Tensor:
+        x = torch.ones(4, 8, device="cuda", requires_grad=True)
+        return checkpoint(layer, x, **options).sum()
+
+    assert in_python(train) == counts
 
 
 def test_a_host_that_reads_a_value_waits_for_the_gpu() -> None:

@@ -5,9 +5,10 @@ the GPU executes them in order. A kernel takes the time of the roofline, divided
 
     time = max(operations / peak rate, bytes / memory bandwidth) / efficiency
 
-The efficiency is that of the measured calls of the same kind with the nearest sizes
-(`pace/NAME.json`, by `memest validate --pace`). A GPU that was not measured has its own rates and
-the efficiencies of the measured one. No figure depends on a model or a script.
+The efficiency follows from the measured calls of the same kind with the nearest sizes
+(`pace/NAME.json`, by `memest validate --pace`). It is their mean where bytes bound the kind, else a
+plane fitted to them. A GPU that was not measured has its own rates and the efficiencies of the
+measured one. No figure depends on a model or a script.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from memest.estimator.hardware.work import (
     CUT,
     HOST,
     HOST_KINDS,
+    IN_PYTHON,
     LINK,
     NUM_HOSTS,
-    PER_PARAMETER,
     VIEW,
     WAITS,
     Work,
@@ -45,6 +46,8 @@ PACE = "MEMEST_PACE"  # environment variable that names a file of `memest valida
 _MEASURED = Path(__file__).with_name("pace")
 _PHASES = ("forward", "backward")
 NUM_NEAREST = 4  # measured calls that are averaged, by the inverse square of their distance
+NUM_FITTED = 8  # measured calls to which the plane is fitted, with the same weights
+RIDGE = 0.01  # added to the squares of the slopes; 8 calls and 0.01 predict left-out calls best
 PAUSE_S = 1.3e-6
 """Pause between two kernels of a busy GPU: seven trainings on an H100 took 1.2 to 1.8 microseconds
 a kernel longer than the sum of their kernels (`torch.profiler`).
@@ -199,12 +202,12 @@ class Table:
     def __init__(self, gpu: Gpu, measured: dict[str, Any], origin: Gpu, file: str = "") -> None:
         self.file = file
         self._gpu = gpu
-        self._kinds = {k: _efficiencies(rows, k, origin) for k, rows in measured["kernels"].items()}
+        self._kinds = {k: Calls(k, rows, origin) for k, rows in measured["kernels"].items()}
         host = measured["host"]
         times = {name: 1e-6 * us for name, us in host.items()}
         self.wait_s = times["read"]
         self._tensor_s = times["list"]
-        self._parameter_s = {kind: times[kind] for kind in PER_PARAMETER}
+        self._python_s = {kind: times[kind] for kind in IN_PYTHON}
         each = [[times[f"{phase}_{kind}"] for kind in HOST_KINDS] for phase in _PHASES]
         self._host_s = [*each, [times["loop"], *each[0][1:]]]
         self._first_s = {kind: 1e-6 * us for kind, us in measured["first_us"].items()}
@@ -217,8 +220,8 @@ class Table:
 
     def host_s(self, work: Work, host: int) -> float:
         """Return the seconds that the host needs to launch a call."""
-        if work.kind in PER_PARAMETER:
-            return self._parameter_s[work.kind] * work.num_tensors
+        if work.kind in IN_PYTHON:
+            return self._python_s[work.kind] * work.num_tensors
         return float(max(self._host_s[host][host_kind(work)], self._tensor_s * work.num_tensors))
 
     def first_s(self, work: Work) -> float:
@@ -229,20 +232,13 @@ class Table:
         """Return seconds of the kernels of a call."""
         if work.kind in self._copy_bytes_s:
             return float(work.num_bytes / self._copy_bytes_s[work.kind])
-        if work.kind in (LINK, *PER_PARAMETER) or work == VIEW:
+        if work.kind in (LINK, *IN_PYTHON) or work == VIEW:
             return 0.0
         kind, size = self._known(work)
-        sizes, efficiencies = self._kinds[kind]
-        point = np.log(np.maximum(1, size))
-        squares = ((sizes - point) ** 2).sum(axis=1) + 1e-6
-        nearest = np.argpartition(squares, min(NUM_NEAREST, len(squares)) - 1)[:NUM_NEAREST]
-        weights = 1 / squares[nearest]
-        efficiency = np.exp((weights * efficiencies[nearest]).sum() / weights.sum())
+        efficiency = self._kinds[kind].efficiency(size)
         seconds = ideal_s(work.rate, work.num_flops, work.num_bytes, self._gpu) / efficiency
         more = work.more_bytes
-        return float(seconds) + (
-            self.kernel_s(Work(ELSEWHERE, (more,), "", 0, more)) if more else 0
-        )
+        return seconds + (self.kernel_s(Work(ELSEWHERE, (more,), "", 0, more)) if more else 0)
 
     def link_s(self, work: Work) -> float:
         """Return seconds of a collective on the link to another GPU of the node."""
@@ -284,7 +280,7 @@ class Table:
         if kind is None:
             return ELSEWHERE, (work.num_bytes,)
         size = work.size
-        if len(size) == 4 and len(self._kinds[kind][0][0]) == 3:
+        if len(size) == 4 and self._kinds[kind].num_sizes == 3:
             size = (size[0] * size[1], *size[2:])
         return kind, size
 
@@ -295,23 +291,53 @@ def ideal_s(rate: str, num_flops: int, num_bytes: int, gpu: Gpu) -> float:
     return max(moved, num_flops / (1e12 * gpu.tflops_of(rate))) if rate else moved
 
 
-def _efficiencies(rows: list[list[float]], kind: str, gpu: Gpu) -> tuple[Any, Any]:
-    """Return the logarithms of sizes, and of the efficiency of each row.
+class Calls:
+    """Measured calls of one kind: `rows` of sizes, operations, bytes and microseconds on `gpu`."""
 
-    A measurement repeats one call, so small tensors stay in the L2 cache. In a training step they
-    come from memory, so no call is more efficient than the largest.
-    """
-    last = kind.rpartition(" ")[2]
-    rate = "" if last.isdigit() else last
-    sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
-    efficiencies = [ideal_s(rate, int(r[-3]), int(r[-2]), gpu) / (1e-6 * r[-1]) for r in rows]
-    ideal = np.array(efficiencies)
-    if not rate:
-        for alike in {tuple(row[1:]) for row in sizes}:
-            group = np.flatnonzero((sizes[:, 1:] == alike).all(axis=1))
-            largest = group[sizes[group, 0].argmax()]
-            ideal[group] = np.minimum(ideal[group], ideal[largest])
-    return sizes, np.log(ideal)
+    def __init__(self, kind: str, rows: list[list[float]], gpu: Gpu) -> None:
+        last = kind.rpartition(" ")[2]
+        self._rate = "" if last.isdigit() else last
+        self._sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
+        ideal = [ideal_s(self._rate, int(row[-3]), int(row[-2]), gpu) for row in rows]
+        self._efficiencies = np.log(ideal) - np.log([1e-6 * row[-1] for row in rows])
+        self.num_sizes = self._sizes.shape[1]
+        if not self._rate:
+            self._limit()
+
+    def _limit(self) -> None:
+        """Let no call be more efficient than the largest.
+
+        A measurement repeats one call, so small tensors stay in the L2 cache. In a training step
+        they come from memory.
+        """
+        for alike in {tuple(row[1:]) for row in self._sizes}:
+            group = np.flatnonzero((self._sizes[:, 1:] == alike).all(axis=1))
+            largest = group[self._sizes[group, 0].argmax()]
+            most = self._efficiencies[largest]
+            self._efficiencies[group] = np.minimum(self._efficiencies[group], most)
+
+    def efficiency(self, size: tuple[int, ...]) -> float:
+        """Return the efficiency of a call, which is between those of the nearest measured ones."""
+        apart = self._sizes - np.log(np.maximum(1, size))
+        squares = (apart**2).sum(axis=1)
+        return float(np.exp(self._fitted(squares, apart) if self._rate else self._mean(squares)))
+
+    def _mean(self, squares: Any) -> float:
+        squares = squares + 1e-6
+        nearest = np.argpartition(squares, min(NUM_NEAREST, len(squares)) - 1)[:NUM_NEAREST]
+        weights = 1 / squares[nearest]
+        return float((weights * self._efficiencies[nearest]).sum() / weights.sum())
+
+    def _fitted(self, squares: Any, apart: Any) -> float:
+        """Return the height of a plane near the calls, where the distances `apart` are 0."""
+        nearest = np.argsort(squares, kind="stable")[:NUM_FITTED]
+        weights = 1 / (squares[nearest] + 1e-2)
+        plane = np.column_stack((np.ones(len(nearest)), apart[nearest]))
+        weighted = plane.T * (weights / weights.sum())
+        ridge = np.diag([0.0, *[RIDGE] * apart.shape[1]])
+        known = self._efficiencies[nearest]
+        height = np.linalg.solve(weighted @ plane + ridge, weighted @ known)[0]
+        return float(min(max(height, known.min()), known.max()))
 
 
 def table_of(gpu: Gpu) -> Table:
@@ -354,7 +380,7 @@ def _check_sizes(own: dict[str, Any], ours: dict[str, Any], path: str) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = found["kernels"][ELSEWHERE], found["host"]["list"], found["memory_bytes"]
+        _ = found["kernels"][ELSEWHERE], found["host"]["hook"], found["memory_bytes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else repr(error)
         raise PlanError(

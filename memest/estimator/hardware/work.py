@@ -37,8 +37,14 @@ class Work(NamedTuple):
 
 NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
 VIEW = Work("view", (), "", 0, 0)  # a view, which takes time of the host alone
-STEP, ZERO_GRAD = PER_PARAMETER = ("step", "zero_grad")
-"""Kinds of what `Optimizer.step` and `zero_grad` do in Python for each parameter."""
+STEP, ZERO_GRAD, HOOK, REGION, CHOICE = IN_PYTHON = (
+    "step", "zero_grad", "hook", "region", "choice",
+)  # fmt: skip
+"""Kinds of Python code.
+
+`Optimizer.step` and `zero_grad` run it for each parameter, checkpointing for each region. `hook` is
+a call of a hook of saved tensors, and `choice` that of selective checkpointing for an operator.
+"""
 
 HOST_KINDS = ("launch", "cudnn", "view")  # a launch, a call of cuDNN, a view
 _WITHOUT_KERNEL = frozenset((
@@ -98,7 +104,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         found = _convolution(kind, args[1], args[2], args[0], args[7], num_bytes)
         return found._replace(more_bytes=args[0].nbytes if bias else 0)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
-        return _recurrent(func, args, num_bytes)
+        return _recurrent(func, args)
     first = next(tensors_in(args), None)
     more: tuple[int, ...] = ()
     if name in _COPIES:
@@ -301,19 +307,26 @@ def _convolution(
     return Work(f"{kind}{layout}{_layout(x)} {_alike(rate)}", size, rate, flops, num_bytes)
 
 
-def _recurrent(func: Any, args: Any, num_bytes: int) -> Work:
-    """Work of a recurrent network: its steps one after another, samples and hidden units."""
+_GATES = {2: 4, 3: 3}
+"""Gates of an LSTM and a GRU by cuDNN's number of the mode; other networks have one."""
+
+
+def _recurrent(func: Any, args: Any) -> Work:
+    """Work of a recurrent network: its steps, layers, samples, hidden units and gates.
+
+    Steps run one after another, the kernels of both directions at the same time. Only products with
+    the hidden state count, as those with the inputs are one large product for all steps.
+    """
     values = dict(zip(_names(func), args, strict=False))
-    x, lengths = values["input"], values["batch_sizes"]
+    x, lengths, hidden = values["input"], values["batch_sizes"], values["hidden_size"]
     num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))
-    num_layers = values["num_layers"] * (2 if values["bidirectional"] else 1)
-    size = (num_steps * num_layers, samples, values["hidden_size"])
-    backward = "-backward" * ("grad_output" in values)
-    weights = sum(w.numel() for w in values["weight"] if w.dim() > 1)
-    flops = 2 * weights * num_steps * samples * (2 if backward else 1)
+    size = (num_steps, values["num_layers"], samples, hidden, _GATES.get(values["mode"], 1))
+    is_backward, both = "grad_output" in values, bool(values["bidirectional"])
+    flops = 2 * prod(size) * (values["proj_size"] or hidden) * (1 + both) * (1 + is_backward)
     rate = rate_of(x.dtype, "rnn")
-    return Work(f"rnn{backward} {_alike(rate)}", size, rate, flops, num_bytes)
+    kind = "rnn" + "-both" * both + "-backward" * is_backward
+    return Work(f"{kind} {_alike(rate)}", size, rate, flops, 0)
 
 
 @cache
@@ -463,7 +476,7 @@ class WorkLog:
 
         `num_params` counts the parameters with gradients.
         """
-        self._add_python(STEP, num_params)
+        self.run_python(STEP, num_params)
         if optimizer in self._stepped:
             self._steps.append(self._step)
             self._starts.append(self._start)
@@ -472,11 +485,12 @@ class WorkLog:
         self._end = len(self.works)
         self._stepped.add(optimizer)
         self._events = array("q")
-        self._add_python(ZERO_GRAD, num_params)
+        self.run_python(ZERO_GRAD, num_params)
 
-    def _add_python(self, kind: str, num_params: int) -> None:
-        if num_params:
-            self.add(Work(kind, (), "", 0, 0, num_params))
+    def run_python(self, kind: str, count: int = 1) -> None:
+        """Add `count` times the Python code of a kind of `IN_PYTHON`."""
+        if count:
+            self.add(Work(kind, (), "", 0, 0, count))
 
     @property
     def steps(self) -> list[array[int]]:

@@ -1,0 +1,279 @@
+"""Measures the host: launches, optimizers, checkpointing, copies."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, work_of
+from memest.estimator.tensors.placement import tensors_in
+
+Call = Callable[[], Any]
+
+HALF = torch.bfloat16
+MIB = 1 << 20
+
+
+class Observer(TorchDispatchMode):
+    """Records the work of each call with a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Work] = []
+        self.counts = [0] * len(HOST_KINDS)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        work = VIEW if func.is_view else work_of(func, args, kwargs or {}, out)
+        if work.kind and next(tensors_in((args, out)), None) is not None:
+            self.counts[host_kind(work)] += 1
+            self.found += [] if func.is_view else [work]
+        return out
+
+
+def waited_us(call: Call) -> float:
+    """Return microseconds of one call until the GPU is done."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - started)
+
+
+def host_times() -> dict[str, float]:
+    """Return microseconds of the host for what a training step does apart from launches.
+
+    | name | time of |
+    |---|---|
+    | `list` | a tensor of a list on which one call works |
+    | `step`, `zero_grad` | a parameter of the optimizer, in Python |
+    | `loop` | a call of an optimizer that works on one parameter after another |
+    | `region` | a checkpointed region, apart from its hooks |
+    | `hook` | a call of a hook of saved tensors |
+    | `choice` | an operator in a region of selective checkpointing |
+    | `read` | a number that the host reads |
+
+    Rates of copies are in GB/s.
+    """
+    x = torch.randn(8, 64, device="cuda")
+    found = _optimizer_times() | checkpoint_times()
+    found["read"] = _host_us(lambda: x[0, 0].item(), 50)
+    pinned, pageable = (torch.empty(64 * MIB, pin_memory=p) for p in (True, False))
+    gpu = torch.empty_like(pageable, device="cuda")
+    for name, host in (("pinned", pinned), ("pageable", pageable)):
+        us = _host_us(partial(gpu.copy_, host), 3)
+        found[f"to_gpu_{name}_gb_s"] = host.nbytes / us * 1e-3
+        us = _host_us(partial(host.copy_, gpu), 3)
+        found[f"to_host_{name}_gb_s"] = host.nbytes / us * 1e-3
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+LAYER = (768, 768), (768,), (2304, 768), (2304,), (3072, 768), (3072,), (768, 3072), (768,), (768,)
+"""Shapes of a transformer's layer, about as large as BERT's."""
+
+
+ADAMW: dict[str, dict[str, Any]] = {
+    "lists": {}, "fused": {"fused": True}, "loop": {"foreach": False},
+}  # fmt: skip
+"""Ways of AdamW: nine calls on lists of tensors, one call, or many calls on one tensor each."""
+
+
+def _optimizer_times() -> dict[str, float]:
+    """Return the times of AdamW's step: `list`, `step`, `zero_grad` and `loop` of `host_times`."""
+    many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in LAYER * 16]
+    us, calls = dict[str, float](), dict[str, int]()
+    for name, options in ADAMW.items():
+        optimizer = torch.optim.AdamW(many, **options)
+        for _ in range(2):  # the first step makes the states
+            _give_gradients(many)
+            with Observer() as observer:
+                optimizer.step()
+        calls[name] = len(observer.found)
+        steps, zeros = [], []
+        for _ in range(7):
+            _give_gradients(many)
+            steps.append(_host_us(optimizer.step, 1))
+            zeros.append(_host_us(optimizer.zero_grad, 1))
+        us[name], us["zero"] = statistics.median(steps), statistics.median(zeros)
+    each = (us["lists"] - us["fused"]) / (calls["lists"] - 1)
+    step = us["fused"] - each
+    loop = (us["loop"] - step) / calls["loop"]
+    of_all = {"list": each, "step": step, "zero_grad": us["zero"]}
+    return {name: taken / len(many) for name, taken in of_all.items()} | {"loop": loop}
+
+
+def checkpoint_times() -> dict[str, float]:
+    """Return the times of checkpointing: `region`, `hook` and `choice` of `host_times`."""
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 128) for _ in range(8)).cuda()
+    x = torch.randn(16, 2, 64, device="cuda", requires_grad=True)
+    selective = partial(create_selective_checkpoint_contexts, _recompute)
+    ways: dict[str, dict[str, Any]] = {
+        "region": {"use_reentrant": True},
+        "hook": {"use_reentrant": False},
+        "choice": {"use_reentrant": False, "context_fn": selective},
+    }
+
+    def forward(options: dict[str, Any] | None = None) -> Tensor:
+        out = x
+        for layer in layers:
+            out = checkpoint(layer, out, **options) if options else layer(out)
+        return out.sum()
+
+    def step(options: dict[str, Any] | None = None) -> None:
+        torch.autograd.backward(forward(options))
+
+    num_saved = 0
+
+    def save(tensor: Tensor) -> Tensor:
+        nonlocal num_saved
+        num_saved += 1
+        return tensor
+
+    with Observer() as observer, saved_tensors_hooks(save, lambda tensor: tensor):
+        forward()
+    again = _median_us(forward) + _median_us(step)  # a region runs its forward twice
+    us = {name: _median_us(partial(step, options)) for name, options in ways.items()}
+    return {
+        "region": (us["region"] - again) / len(layers),
+        "hook": (us["hook"] - us["region"]) / (3 * num_saved),  # to save, to save again, to read
+        "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts)),
+    }
+
+
+def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _median_us(call: Call) -> float:
+    """Return the median microseconds of nine calls after three, each until the GPU is done."""
+    return statistics.median([waited_us(call) for _ in range(12)][3:])
+
+
+def _give_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 128, "vocab_size": 512, "head_dim": 16, "pad_token_id": 0,
+    "num_conv_pos_embedding_groups": 4, "num_conv_pos_embeddings": 16,
+    "image_size": 32, "patch_size": 8, "layerdrop": 0.0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("Llama", "Qwen3", "GPT2", "Bert", "ModernBert", "ViT", "Wav2Vec2"), SIZES),
+    "Swin": {"image_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16,
+             "depths": [2, 4], "num_heads": [2, 4]},
+    "ConvNext": {"hidden_sizes": [16, 32, 64, 128], "depths": [2, 2, 4, 2]},
+    "ResNet": {"hidden_sizes": [64, 64, 64, 64], "depths": [2, 2, 4, 2]},
+}  # fmt: skip
+"""Architectures of transformers, whose launches take the host's usual time, and their sizes."""
+
+
+def model_times() -> dict[str, list[list[float]]]:
+    """Return what forward and backward of small models launch, and their microseconds.
+
+    A row has a number for each of `HOST_KINDS`, then the time.
+    """
+    library: Any = importlib.import_module("transformers")
+    rows = []
+    for (name, sizes), is_autocast in itertools.product(MODELS.items(), (False, True)):
+        config = getattr(library, f"{name}Config")(**sizes)
+        model = getattr(library, f"{name}Model")(config).cuda().train()
+        given = {
+            "pixel_values": torch.randn(2, 3, 32, 32, device="cuda"),
+            "input_values": torch.randn(2, 4000, device="cuda"),
+            "input_ids": torch.zeros(2, 16, dtype=torch.long, device="cuda"),
+        }[model.main_input_name]
+        with torch.autocast("cuda", HALF, enabled=is_autocast):
+            rows.append(phase_times(model, given))
+    return {"forward": [row for row, _ in rows], "backward": [row for _, row in rows]}
+
+
+def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
+    """Return microseconds of the host for each of `HOST_KINDS` that give those of the models.
+
+    Half of the models take longer, half of them less.
+    """
+    found = {}
+    for phase, rows in (("forward", forward), ("backward", backward)):
+        counts, times = [row[:-1] for row in rows], [row[-1] for row in rows]
+        factors = np.array(_not_negative(counts, times))
+        factors /= np.median(np.array(counts) @ factors / times)
+        for name, us in zip(HOST_KINDS, factors, strict=True):
+            found[f"{phase}_{name}"] = round(float(us), 2)
+    return found
+
+
+def _not_negative(rows: list[Any], times: list[float]) -> list[float]:
+    """Return the factors >= 0 of the columns that give the times, by the least relative squares."""
+    a = np.array(rows, dtype=float) / np.array(times)[:, None]
+    best = min(
+        (
+            (columns, np.linalg.lstsq(a[:, columns], np.ones(len(a)), rcond=None))
+            for count in range(1, a.shape[1] + 1)
+            for columns in map(list, itertools.combinations(range(a.shape[1]), count))
+            if a[:, columns].any(axis=0).all()
+        ),
+        key=lambda c: (min(c[1][0]) < 0, float(((a[:, c[0]] @ c[1][0] - 1) ** 2).sum())),
+    )
+    factors = [0.0] * a.shape[1]
+    for column, value in zip(best[0], best[1][0], strict=True):
+        factors[column] = float(value)
+    return factors
+
+
+def phase_times(model: nn.Module, x: Tensor) -> tuple[list[float], list[float]]:
+    """Return the rows of `model_times` of one model's forward and backward, in a training."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_of() -> Any:
+        return model(x).last_hidden_state.float().sum()
+
+    with Observer() as forward:
+        loss = loss_of()
+    with Observer() as backward:
+        loss.backward()
+    taken = []
+    for _ in range(16):
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = loss_of()
+        middle = time.perf_counter()
+        loss.backward()
+        taken.append((middle - started, time.perf_counter() - middle))
+    forward_us, backward_us = (
+        round(1e6 * statistics.median(s), 1) for s in zip(*taken[3:], strict=True)
+    )
+    return [*forward.counts, forward_us], [*backward.counts, backward_us]
+
+
+def _host_us(call: Call, count: int) -> float:
+    """Return microseconds of the host for one of `count` calls."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    taken = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return 1e6 * taken / count
