@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,16 +92,16 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_a_plan_is_predicted() -> None:
-    plan = {"model_name": "gpt2", "batch_size": 1, "seq_len": 16, "gpu": ["t4"]}
+def test_a_plan_is_predicted(shallow: Callable[..., str]) -> None:
+    plan = {"model_name": shallow("gpt2"), "batch_size": 1, "seq_len": 16, "gpu": ["t4"]}
 
     found = asyncio.run(mcp.predict(plan))
 
     assert found["verdicts"]["t4"]["verdict"] == "fits"
 
 
-def test_advice_has_options_and_gpus_have_memory() -> None:
-    plan = {"model_name": "gpt2", "batch_size": 1, "seq_len": 16, "gpu": ["t4"]}
+def test_advice_has_options_and_gpus_have_memory(shallow: Callable[..., str]) -> None:
+    plan = {"model_name": shallow("gpt2"), "batch_size": 1, "seq_len": 16, "gpu": ["t4"]}
 
     assert asyncio.run(mcp.advise(plan))["fits"]
     assert {"name": "t4", "label": "Tesla T4"}.items() <= asyncio.run(mcp.gpus())[0].items()

@@ -8,10 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from memest.pytest_plugin import _stored
+
 ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("-q", "-rN", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--assert=plain")
+"""Options that save 2 s a session: pytest rewrites the modules of a plugin without this cache."""
 
 TEST = """
 import pytest, torch
@@ -43,14 +49,16 @@ def test_without():
 
 def pytest_in(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rN", "-p", "no:cacheprovider", *args],
+        [sys.executable, "-m", "pytest", *QUICK, *args],
         cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
 
 
-def write(folder: Path, *, size: int = 256, limit: str = "1GiB") -> None:
-    (folder / "test_train.py").write_text(TEST.format(size=size, limit=limit))
+def write(
+    folder: Path, *, size: int = 256, limit: str = "1GiB", name: str = "test_train.py"
+) -> None:
+    (folder / name).write_text(TEST.format(size=size, limit=limit))
 
 
 @pytest.fixture
@@ -68,6 +76,9 @@ def test_nothing(): ...
 
 @pytest.mark.gpu_memory("1GiB", gpuu="t4")
 def test_misspelt(): ...
+
+@pytest.mark.gpu_memory("20G")
+def test_without_unit(): ...
 """
 LARGE = """
 import torch
@@ -80,7 +91,10 @@ def test_large(virtual_gpu):
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Output of a session: one test is above its limit, one out of memory, one without the GPU."""
+    """Output of a session: one test is above its limit, one out of memory, one without the GPU.
+
+    Two have a wrong mark.
+    """
     folder = tmp_path_factory.mktemp("failures")
     (folder / "pyproject.toml").write_text('[tool.memest]\ngpu = "t4"\n')
     write(folder, limit="8MiB")
@@ -90,7 +104,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_test_fails_above_the_limit_of_its_mark(failures: str) -> None:
-    assert "3 failed, 2 passed, 1 error" in failures
+    assert "3 failed, 2 passed, 2 errors" in failures
     assert re.search(r"needs \d+\.\d\d MiB on a100-40gb, \d+\.\d\d MiB more than 8MiB", failures)
     assert "test_train.py:18  model(hidden).sum().backward()" in failures
 
@@ -126,43 +140,44 @@ def test_peaks_are_stored_by_test(stored: tuple[str, str]) -> None:
     assert "memest: 2 tests: stored in memest-peaks.json" in output
 
 
-def test_a_peak_that_grows_fails_with_the_lines_that_grew(
-    folder: Path, stored: tuple[str, str]
-) -> None:
-    (folder / "memest-peaks.json").write_text(stored[1])
+@pytest.fixture(scope="module")
+def increased(tmp_path_factory: pytest.TempPathFactory, stored: tuple[str, str]) -> str:
+    """Output of a session that compares with stored peaks.
+
+    Tests of two files have grown. Peaks of two files are of other versions. One file has none.
+    """
+    folder = tmp_path_factory.mktemp("increased")
+    (folder / "pyproject.toml").write_text('[tool.memest]\ngpu = "t4"\n')
     write(folder, size=1024)
-
-    more = pytest_in(folder, "--memest-fail-on-increase")
-
-    assert "1 failed, 2 passed" in more.stdout
-    assert "the peak grew: allocated 27.25 MiB -> " in more.stdout
-    assert "+3.00 MiB  test_train.py:17  hidden = torch.ones(" in more.stdout
-    assert "(1.00 MiB before)" in more.stdout
-    assert "the stored peak is of" not in more.stdout
-
-
-@pytest.mark.parametrize("size", [256, 1024])
-def test_a_stored_peak_of_other_versions_is_named(
-    folder: Path, stored: tuple[str, str], size: int
-) -> None:
+    write(folder, name="test_older.py")
+    write(folder, name="test_older_grown.py", size=1024)
+    write(folder, name="test_new.py")
     peaks = json.loads(stored[1])
-    for peak in peaks["peaks"].values():
-        peak["versions"] = {"memest": "0.1.0", "torch": "2.9.0"}
+    for name in ("test_older.py", "test_older_grown.py"):
+        older = json.loads(stored[1].replace("test_train.py", name))["peaks"]
+        for peak in older.values():
+            peak["versions"] = {"memest": "0.1.0", "torch": "2.9.0"}
+        peaks["peaks"] |= older
     (folder / "memest-peaks.json").write_text(json.dumps(peaks))
-    write(folder, size=size)
-
-    done = pytest_in(folder, "--memest-fail-on-increase")
-
-    assert ("1 failed" in done.stdout) == (size == 1024)
-    assert "memest: 2 tests: the stored peak is of memest 0.1.0, torch 2.9.0" in done.stdout
-    assert done.stdout.count("the stored peak is of") == (2 if size == 1024 else 1)
+    return pytest_in(folder, "--memest-fail-on-increase").stdout
 
 
-def test_a_test_without_a_stored_peak_is_counted(folder: Path) -> None:
-    done = pytest_in(folder, "--memest-fail-on-increase")
+def test_a_peak_that_grows_fails_with_the_lines_that_grew(increased: str) -> None:
+    assert "2 failed, 10 passed" in increased
+    assert increased.count("the peak grew: allocated 27.25 MiB -> ") == 2
+    for name in ("test_train.py", "test_older_grown.py"):
+        assert f"+3.00 MiB  {name}:17  hidden = torch.ones(" in increased
+    assert increased.count("(1.00 MiB before)") == 2
 
-    assert done.returncode == 0
-    assert "memest: 2 tests: no stored peak; `--memest-update` stores one" in done.stdout
+
+def test_a_stored_peak_of_other_versions_is_named(increased: str) -> None:
+    """In the failure of the test that grew, and for all of them at the end."""
+    assert "memest: 4 tests: the stored peak is of memest 0.1.0, torch 2.9.0" in increased
+    assert increased.count("the stored peak is of") == 2
+
+
+def test_a_test_without_a_stored_peak_is_counted(increased: str) -> None:
+    assert "memest: 2 tests: no stored peak; `--memest-update` stores one" in increased
 
 
 def test_another_schema_of_the_file_is_an_error(folder: Path) -> None:
@@ -209,21 +224,15 @@ def test_a_test_without_the_plugin_pays_at_most_5_ms_for_it(folder: Path) -> Non
     assert seconds() - seconds("-p", "no:memest") < 200 * 0.005
 
 
-def test_a_mark_with_a_wrong_limit_fails_before_the_test_in_two_lines(folder: Path) -> None:
-    write(folder, limit="20G")
-
-    done = pytest_in(folder, "-k", "test_step")
-
-    assert done.returncode != 0
-    assert "`20G` is not a memory size\nhint: write it as `78.4GiB` or `80GB`" in done.stdout
-    assert "pytest_plugin.py" not in done.stdout
+def test_a_mark_with_a_wrong_limit_fails_before_the_test_in_two_lines(failures: str) -> None:
+    assert "`20G` is not a memory size\nhint: write it as `78.4GiB` or `80GB`" in failures
+    assert "pytest_plugin.py" not in failures
 
 
 @pytest.mark.parametrize("content", ["[]", '{"schema": "memest.peaks/1"}'])
 def test_a_file_without_peaks_is_an_error(content: str, folder: Path) -> None:
     (folder / "memest-peaks.json").write_text(content)
+    config: Any = SimpleNamespace(rootpath=folder, stash=pytest.Stash())
 
-    done = pytest_in(folder, "-k", "test_step")
-
-    assert done.returncode != 0
-    assert "or no peaks" in done.stdout
+    with pytest.raises(pytest.UsageError, match="or no peaks"):
+        _stored(config)

@@ -44,15 +44,17 @@ def test_what_a_series_makes_is_what_a_trace_says(
     series = TraceSeries(plan, card)
     series.cover(range(1, 65))
 
-    for batch_size in (1, 2, 5, 8, 23, 50, 64):
+    for batch_size in sorted({5, 8, 23, 50} - series._traces.keys()):
         alone = trace_plan(with_value(plan, "batch_size", batch_size), card)
         assert series.at(batch_size) == alone, batch_size
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
-def test_sixty_four_sizes_of_one_form_cost_four_traces(precision: str) -> None:
+def test_sixty_four_sizes_of_one_form_cost_four_traces(
+    precision: str, shallow: Callable[..., str]
+) -> None:
     """Attention in float32 frees the older of two temporaries first."""
-    plan = TrainingPlan(model_name="gpt2", seq_len=48, precision=precision)
+    plan = TrainingPlan(model_name=shallow("gpt2"), seq_len=48, precision=precision)
     series = TraceSeries(plan, find_gpu("h200"))
     series.cover(range(1, 65))
 
@@ -61,18 +63,19 @@ def test_sixty_four_sizes_of_one_form_cost_four_traces(precision: str) -> None:
     assert series.num_traces == 4
 
 
-def test_lengths_agree_with_single_traces_as_well() -> None:
-    plan = TrainingPlan(model_name="opt-125m", batch_size=2)
+def test_lengths_agree_with_single_traces_as_well(shallow: Callable[..., str]) -> None:
+    plan = TrainingPlan(model_name=shallow("opt-125m"), batch_size=2)
     card = find_gpu("h200")
     series = TraceSeries(plan, card, "seq_len")
     series.cover(range(64, 1025, 64))
 
-    for seq_len in (64, 320, 512, 960, 1024):
+    for seq_len in (320, 512, 960):
+        assert seq_len not in series._traces
         assert series.at(seq_len) == trace_plan(with_value(plan, "seq_len", seq_len), card), seq_len
 
 
-def test_a_guess_is_made_below_its_samples_too() -> None:
-    plan, card = TrainingPlan(model_name="gpt2", seq_len=48), find_gpu("h200")
+def test_a_guess_is_made_below_its_samples_too(shallow: Callable[..., str]) -> None:
+    plan, card = TrainingPlan(model_name=shallow("gpt2"), seq_len=48), find_gpu("h200")
     series = TraceSeries(plan, card)
     series.interpolation(20)
 
@@ -80,15 +83,17 @@ def test_a_guess_is_made_below_its_samples_too() -> None:
     assert series.num_traces == 2
 
 
-def test_lengths_are_guessed_at_multiples_of_what_attention_pads_to() -> None:
-    plan, card = TrainingPlan(model_name="gpt2", batch_size=2), find_gpu("h200")
+def test_lengths_are_guessed_at_multiples_of_what_attention_pads_to(
+    shallow: Callable[..., str],
+) -> None:
+    plan, card = TrainingPlan(model_name=shallow("gpt2"), batch_size=2), find_gpu("h200")
     series = TraceSeries(plan, card, "seq_len")
 
     made = {n: series.guess(n) for n in (64, 256, 960, 100)}
 
     assert sorted(series._traces) == [64, 100, 128, 192]
-    for seq_len, traced in made.items():
-        assert traced == trace_plan(with_value(plan, "seq_len", seq_len), card), seq_len
+    for seq_len in (256, 960):
+        assert made[seq_len] == trace_plan(with_value(plan, "seq_len", seq_len), card), seq_len
 
 
 def test_values_are_cut_into_runs_from_the_left() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import isnan
@@ -76,9 +77,12 @@ def test_of_one_number_of_gpus_no_term_is_called_constant() -> None:
     assert constant_terms(alone) == {}
 
 
-def test_a_strategy_that_does_not_go_with_the_plan_is_left_out_with_its_reason() -> None:
+def test_a_strategy_that_does_not_go_with_the_plan_is_left_out_with_its_reason(
+    shallow: Callable[..., str],
+) -> None:
     """FSDP cannot shard a quantised base, DDP need not."""
-    values = {"model_name": "gpt2", "use_qlora": True, "seq_len": 16, "gpu": ["rtx-4090"]}
+    name = shallow("gpt2")
+    values = {"model_name": name, "use_qlora": True, "seq_len": 16, "gpu": ["rtx-4090"]}
 
     ddp, fsdp = scale(values, strategies=["ddp", "fsdp"], devices=[2], jobs=1)
 
@@ -88,8 +92,10 @@ def test_a_strategy_that_does_not_go_with_the_plan_is_left_out_with_its_reason()
     assert fsdp.notes[0].startswith("not predicted on 2 GPUs: `fsdp` cannot shard a quantised base")
 
 
-def test_offload_takes_its_own_optimizer_and_keys_of_others_are_not_read() -> None:
-    values = {"model_name": "gpt2", "seq_len": 16, "wrap_classes": ["GPT2Block"]}
+def test_offload_takes_its_own_optimizer_and_keys_of_others_are_not_read(
+    shallow: Callable[..., str],
+) -> None:
+    values = {"model_name": shallow("gpt2"), "seq_len": 16, "wrap_classes": ["GPT2Block"]}
 
     (offload,) = scale(values, strategies=["deepspeed_stage_2_offload"], devices=[1, 2], jobs=1)
 
@@ -216,10 +222,13 @@ def test_labels_keep_their_distance_inside_the_chart(count: int) -> None:
     assert places[-1] <= 4.5
 
 
-def test_the_command_writes_pictures_and_their_data(tmp_path: Path) -> None:
-    options = "--model gpt2 --seq-len 16 --strategies ddp,fsdp --devices 1,2 --jobs 1"
+def test_the_command_writes_pictures_and_their_data(
+    tmp_path: Path, shallow: Callable[..., str]
+) -> None:
+    options = "--seq-len 16 --strategies ddp,fsdp --devices 1,2 --jobs 1".split()
+    command = ["chart", "scaling", "--model", shallow("gpt2"), *options, "--out", str(tmp_path)]
 
-    result = CliRunner().invoke(main, [*f"chart scaling {options}".split(), "--out", str(tmp_path)])
+    result = CliRunner().invoke(main, command)
 
     assert result.exit_code == 0, result.output
     names = sorted(path.name for path in tmp_path.iterdir())
