@@ -39,11 +39,14 @@ NEAR = 0.25
 
 GROUPS = {
     "first": ("memest's authors, while they made the rules", "2026-11-25", "all rules"),
-    "second": ("memest's authors, after that", "2026-11-25", "the host's times"),
+    "second": (
+        "memest's authors, after that", "2026-11-25",
+        "the host's times; convolutions in three dimensions",
+    ),
     "third": (
         "at random: GANs, dynamic programs, factorizing optimizers", "2026-11-26",
         "the host's times; pinned copies, broadcasts, factorizations, grouped convolutions; both"
-        " directions of recurrent networks",
+        " directions of recurrent networks; products with a short side; added rows",
     ),
     "fourth": (
         "at random: scripts of more than 2 GB", "2026-11-26",

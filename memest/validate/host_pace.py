@@ -149,8 +149,9 @@ def checkpoint_times() -> dict[str, float]:
 
     with Observer() as observer, saved_tensors_hooks(save, lambda tensor: tensor):
         forward()
-    again = _median_us(forward) + _median_us(step)  # a region runs its forward twice
-    us = {name: _median_us(partial(step, options)) for name, options in ways.items()}
+    calls = {name: partial(step, options) for name, options in ways.items()}
+    us = _median_us({"forward": forward, "step": step, **calls})
+    again = us["forward"] + us["step"]  # a region runs its forward twice
     return {
         "region": (us["region"] - again) / len(layers),
         "hook": (us["hook"] - us["region"]) / (3 * num_saved),  # to save, to save again, to read
@@ -162,9 +163,13 @@ def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _median_us(call: Call) -> float:
-    """Return the median microseconds of nine calls after three, each until the GPU is done."""
-    return statistics.median([waited_us(call) for _ in range(12)][3:])
+def _median_us(calls: dict[str, Call]) -> dict[str, float]:
+    """Return the median microseconds of nine calls after three, each until the GPU is done.
+
+    The calls take turns, as hosts change their speed.
+    """
+    rows = [[waited_us(call) for call in calls.values()] for _ in range(12)][3:]
+    return dict(zip(calls, map(statistics.median, zip(*rows, strict=True)), strict=True))
 
 
 def _give_gradients(parameters: list[nn.Parameter]) -> None:

@@ -173,6 +173,17 @@ def batched_products() -> Iterator[Case]:
             for shape in ((b, n, n, d), (b, n, d, n)):
                 if b * n * n * 4 <= MAX_BYTES / 3:
                     yield partial(_batched, *shape, dtype, tf32)
+        for shape in NARROW:
+            if dtype is FULL or not any(n % 8 for n in shape[2:]):  # half precision pads others
+                yield partial(_batched, *shape, dtype, tf32)
+
+
+NARROW = (
+    (16, 1, 1024, 1024), (64, 1, 256, 256), (256, 1, 1024, 64), (256, 1, 64, 1024),
+    (128, 1, 65536, 6), (32, 1, 262144, 4),
+    (1024, 8, 8, 64), (4096, 3, 3, 3), (64, 16, 1024, 64), (64, 1024, 16, 64),
+)  # fmt: skip
+"""Batched products with a short side: vectors, and the small matrices of solvers."""
 
 
 def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Call:
@@ -259,7 +270,10 @@ def convolutions() -> Iterator[Case]:
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
         sizes = CONVOLUTIONS if mask != (False, True) else FIRST_CONVOLUTIONS
         yield from cases(_convolution, [dtype], [last], [mask], [2], sizes)
-        yield from cases(_convolution, [dtype], [last], [mask], [1], () if last else SEQUENCES)
+        if not last:
+            yield from cases(_convolution, [dtype], [last], [mask], [1], SEQUENCES)
+            volumes = [v for v in VOLUMES if mask != (False, True) or v[1] <= 3]
+            yield from cases(_convolution, [dtype], [last], [mask], [3], volumes)
 
 
 def _convolution(
@@ -267,17 +281,35 @@ def _convolution(
 ) -> Call:
     samples, channels, side, outputs, window, stride, groups = sizes
     layout = torch.channels_last if last else torch.contiguous_format
-    x = random(samples, channels, *[side] * dims, dtype=dtype).to(memory_format=layout)
-    weight = random(outputs, channels // groups, *[window] * dims, dtype=dtype)
+    sides, windows = (n if isinstance(n, tuple) else [n] * dims for n in (side, window))
+    x = random(samples, channels, *sides, dtype=dtype).to(memory_format=layout)
+    weight = random(outputs, channels // groups, *windows, dtype=dtype)
     weight = weight.to(memory_format=layout)
-    padding = 0 if stride == window else window // 2
-    options = ([stride] * dims, [padding] * dims, [1] * dims, False, [0] * dims, groups)
+    padding = [0 if stride == n else n // 2 for n in windows]
+    options = ([stride] * dims, padding, [1] * dims, False, [0] * dims, groups)
     if mask is None:
         return lambda: aten.convolution.default(x, weight, None, *options)
     gradient = aten.convolution.default(x, weight, None, *options)
     given = (gradient, x, weight, None, *options, [*mask, False])
     return lambda: aten.convolution_backward.default(*given)
 
+
+VOLUMES = (
+    (2, 1, 96, 32, 3, 1, 1), (2, 32, 96, 32, 3, 1, 1), (2, 32, 96, 64, 3, 2, 1),
+    (2, 64, 48, 64, 3, 1, 1), (2, 128, 24, 128, 3, 1, 1), (2, 256, 12, 256, 3, 1, 1),
+    (2, 320, 6, 320, 3, 1, 1), (2, 64, 48, 32, 1, 1, 1), (2, 32, 96, 4, 1, 1, 1),
+    (2, 64, 48, 128, 2, 2, 1), (8, 3, (16, 112, 112), 768, (2, 16, 16), 16, 1),
+    (8, 3, (16, 112, 112), 64, 7, 2, 1), (8, 64, (16, 56, 56), 64, 3, 1, 1),
+    (8, 64, (16, 56, 56), 144, (1, 3, 3), 1, 1), (8, 144, (16, 56, 56), 64, (3, 1, 1), 1, 1),
+    (8, 128, (8, 28, 28), 288, (1, 3, 3), 1, 1), (8, 288, (8, 28, 28), 128, (3, 1, 1), 1, 1),
+    (8, 256, (4, 14, 14), 576, (1, 3, 3), 1, 1), (8, 576, (4, 14, 14), 256, (3, 1, 1), 1, 1),
+    (24, 64, (16, 56, 56), 144, (1, 3, 3), 1, 1), (24, 144, (16, 56, 56), 64, (3, 1, 1), 1, 1),
+    (24, 128, (8, 28, 28), 288, (1, 3, 3), 1, 1), (24, 288, (8, 28, 28), 128, (3, 1, 1), 1, 1),
+    (24, 64, (16, 56, 56), 128, 1, 2, 1), (24, 64, (8, 56, 56), 64, 3, 1, 1),
+    (4, 16, 128, 16, 3, 1, 1), (4, 16, 128, 32, 3, 2, 1), (1, 32, 128, 32, 3, 1, 1),
+    (1, 64, 64, 128, 3, 1, 1), (1, 256, 32, 256, 3, 1, 1), (4, 512, 8, 512, 3, 1, 1),
+)  # fmt: skip
+"""Convolutions in three dimensions, of scans and of videos."""
 
 SEQUENCES = (
     (8, 512, 4096, 512, 3, 2, 1), (8, 512, 1000, 512, 3, 1, 1), (8, 768, 500, 768, 128, 1, 16),

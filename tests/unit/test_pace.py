@@ -284,6 +284,15 @@ def test_indexed_rows_have_the_length_of_the_last_dimension() -> None:
     assert work(aten.index_select.default, meta(64, 32), 0, ids).size[1] == 32
 
 
+@pytest.mark.parametrize("num_rows", [10, 1_000_000])
+def test_rows_that_are_added_take_the_same_time_in_any_tensor(num_rows: int) -> None:
+    ids, rows = torch.zeros(8, dtype=torch.long, device="meta"), meta(8, 32)
+
+    found = work(aten.index_add_.default, meta(num_rows, 32), 0, ids, rows)
+
+    assert found.num_bytes == 8 * 8 + 3 * rows.nbytes
+
+
 def test_a_norm_has_the_length_of_its_rows() -> None:
     weight = meta(32)
 

@@ -304,6 +304,7 @@ def _convolution(
     layout = ""
     if weight.shape[1] != whole.shape[1]:
         layout = " depthwise" if weight.shape[1] == 1 else " grouped"
+    layout += " 3d" * (x.dim() == 5)
     return Work(f"{kind}{layout}{_layout(x)} {_alike(rate)}", size, rate, flops, num_bytes)
 
 
@@ -341,6 +342,9 @@ def _layout(x: Tensor) -> str:
 
 def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes that a kernel reads and writes at least."""
+    if name in _WRITES_FEW and func._schema.is_mutable:
+        given = list(tensors_in(args[1:]))
+        return sum(map(_bytes_of, given)) + 2 * _bytes_of(given[-1])  # what the values change
     read = args[1:] if name in _READS_FEW or name in _ONLY_WRITES else args
     if name == "nll_loss_backward":
         read = (args[0], *args[2:])
@@ -354,6 +358,9 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 _ONLY_WRITES = ("copy", "zero", "random")  # first argument is written, not read
+_WRITES_FEW = ("index_add", "_index_put_impl", "index_put", "index_copy", "scatter_add", "scatter")
+"""Operators that change some rows of their first argument, as many as there are values."""
+
 _INDEXED = ("index_select", "index", "index_add", "_index_put_impl")
 """Operators whose kernels move elements of the last dimension together."""
 
