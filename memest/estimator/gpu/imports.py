@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -89,30 +89,34 @@ class ImportHooks(MetaPathFinder):
         loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
-_found: dict[tuple[int, int], tuple[Any, list[tuple[ModuleType, str]]]] = {}
+_Names = list[tuple[ModuleType, str, int]]  # module, name in it, position of its object
+_found: dict[tuple[int, ...], tuple[Sequence[Any], _Names]] = {}
 
 
-def names_of(original: Any) -> list[tuple[ModuleType, str]]:
-    """Return the modules that have imported `original` by name, with its name there.
+def names_of(originals: Sequence[Any]) -> _Names:
+    """Return the modules that have imported one of `originals` by name.
 
     The result is cached by the number of modules, since the search takes 10 ms.
     """
-    key = id(original), len(sys.modules)
+    positions = {id(original): index for index, original in enumerate(originals)}
+    key = *positions, len(sys.modules)
     if key in _found:
         return _found[key][1]
     found = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        if id(original) in map(id, list(names.values())):  # most modules end here, in C
-            found += [(module, name) for name, value in list(names.items()) if value is original]
-    _found[key] = original, found
+        if not positions.keys().isdisjoint(map(id, list(names.values()))):  # most end here, in C
+            known = ((name, positions.get(id(value))) for name, value in list(names.items()))
+            found += [(module, name, index) for name, index in known if index is not None]
+    _found[key] = originals, found
     return found
 
 
-def replace_everywhere(patches: Patches, original: Any, made: Any) -> None:
-    """Replace `original` by `made` in each module that has imported it by name."""
-    for owner, name in names_of(original):
-        patches.set(owner, name, made)
+def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Replace objects by others in each module that has imported them by name: pairs of both."""
+    originals, made = zip(*pairs, strict=True)
+    for owner, name, index in names_of(originals):
+        patches.set(owner, name, made[index])
 
 
 class StubFinder(MetaPathFinder, Loader):

@@ -34,13 +34,15 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Replace what sends, where a script uses the Hub."""
 
     def replace(module: Any) -> None:
+        functions = []
         for name in (*_COMMITS, *_OTHERS):
             if not hasattr(module.HfApi, name):  # a later release has it
                 continue
             made = _unsent(module, name, mode.notes.add)
             patches.set(module.HfApi, name, made)
             if hasattr(module, name):  # a method of the module's own `HfApi`
-                replace_everywhere(patches, getattr(module, name), partial(made, module.api))
+                functions.append((getattr(module, name), partial(made, module.api)))
+        replace_everywhere(patches, functions)
 
     hooks.after("huggingface_hub.hf_api", replace)
 

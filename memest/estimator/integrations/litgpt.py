@@ -41,7 +41,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def after_utils(module: ModuleType) -> None:
         original = module.check_valid_checkpoint_dir
-        replace_everywhere(patches, original, checked(original))
+        replace_everywhere(patches, [(original, checked(original))])
 
     def after_import(module: ModuleType) -> None:
         release = installed_versions("litgpt").get("litgpt")

@@ -372,9 +372,12 @@ def install_safetensors(patches: Patches, mode: CudaSimMode, hooks: ImportHooks)
 
     def files(module: ModuleType) -> None:
         writer = Writer(module, mode)
-        replace_everywhere(patches, module.save_file, writer.save_file)
-        replace_everywhere(patches, module.save, writer.save)
-        replace_everywhere(patches, module.safe_open, _opener(module, mode))
+        functions = (
+            (module.save_file, writer.save_file),
+            (module.save, writer.save),
+            (module.safe_open, _opener(module, mode)),
+        )
+        replace_everywhere(patches, functions)
 
     hooks.after("safetensors.torch", files)
 

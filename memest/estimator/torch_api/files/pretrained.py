@@ -60,14 +60,17 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let transformers, where a script uses it, load models without weights here."""
     pool = SimpleNamespace(submit=OnDemand, shutdown=constant(None))
 
-    def replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(module, name)
-        replace_everywhere(patches, original, make(original))
+    def replace(module: ModuleType, makers: dict[str, Callable[[Any], Any]]) -> None:
+        pairs = [(old := getattr(module, name), make(old)) for name, make in makers.items()]
+        replace_everywhere(patches, pairs)
 
     def models(module: ModuleType) -> None:
-        replace(module, "_get_resolved_checkpoint_files", lambda f: _resolving(f, mode))
         old = not hasattr(module, "_get_dtype")  # before transformers 4.56
-        replace(module, "_get_torch_dtype" if old else "_get_dtype", _dtype_without_files)
+        makers = {
+            "_get_resolved_checkpoint_files": lambda f: _resolving(f, mode),
+            "_get_torch_dtype" if old else "_get_dtype": _dtype_without_files,
+        }
+        replace(module, makers)
         model: Any = module.PreTrainedModel
         load = _loading(model._load_pretrained_model, mode)
         patches.set(model, "_load_pretrained_model", staticmethod(load))
@@ -75,7 +78,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     hooks.after(
         "transformers.utils.hub",
         lambda module: replace(
-            module, "cached_files", lambda f: _with_bundled_configs(f, patches, mode)
+            module, {"cached_files": lambda f: _with_bundled_configs(f, patches, mode)}
         ),
     )
     hooks.after(
