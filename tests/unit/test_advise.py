@@ -160,7 +160,8 @@ def test_the_largest_micro_batch_that_fits_is_found(shallow: Callable[..., str])
     plan = replace(PLAN, model_name=shallow("gpt2"), batch_size=8, seq_len=1024)
     needed = predict(plan).peak_reserved_bytes
     plan = replace(plan, memory_limit=int(0.6 * needed))
-    found = next(o for o in advise(plan, A100).options if o.title.startswith("micro-batch"))
+    options = advise(plan, A100, max_predictions=8).options
+    found = next(option for option in options if option.title.startswith("micro-batch"))
     size = found.plan.batch_size
 
     assert size in (1, 2, 4)
@@ -214,8 +215,9 @@ def test_no_change_needs_less_than_is_thought_before_it_is_predicted(
     traced = trace_plan(plan, A100)
     least = [(change, least_bytes(change, traced)) for change in all_changes(plan).values()]
 
-    assert sum(num_bytes > 0 for _, num_bytes in least) > len(least) / 2
-    for change, num_bytes in least:
+    bounds = [(change, num_bytes) for change, num_bytes in least if num_bytes > 0]
+    assert len(bounds) > len(least) / 2
+    for change, num_bytes in bounds:
         with suppress(PlanError):
             assert num_bytes <= predict(apply(plan, [change])).peak_allocated_bytes, change.title
 
@@ -245,7 +247,7 @@ def test_a_change_that_cannot_be_predicted_is_named_with_its_reason(
 
     monkeypatch.setattr("memest.estimator.search.advise.predict", without_qlora)
 
-    advice = advise(replace(light, memory_limit=40 * MIB), A100)
+    advice = advise(replace(light, memory_limit=40 * MIB), A100, max_predictions=14)
 
     reasons = {r.title: r.reason for r in advice.refused}
     assert reasons["QLoRA, rank 16"] == "it has no linear layer to quantise"

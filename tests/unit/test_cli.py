@@ -81,12 +81,14 @@ def test_models_and_gpus_list_what_is_there() -> None:
     assert models.returncode == gpus.returncode == 0
 
 
-def test_an_experiment_that_cannot_be_predicted_costs_the_suite_no_other(tmp_path: Path) -> None:
+def test_an_experiment_that_cannot_be_predicted_costs_the_suite_no_other(
+    tmp_path: Path, shallow: Callable[..., str]
+) -> None:
     suite = tmp_path / "suite.yaml"
     suite.write_text(
         "defaults: {seq_len: 8}\nexperiments:\n"
         "  - {name: flash-t5, model_name: t5-small, attn_implementation: flash_attention_2}\n"
-        "  - {name: plain, model_name: gpt2}\n"
+        f"  - {{name: plain, model_name: {shallow('gpt2')}}}\n"
     )
 
     done = memest_here("predict", "--suite", str(suite), "--json")
@@ -100,10 +102,10 @@ def test_an_experiment_that_cannot_be_predicted_costs_the_suite_no_other(tmp_pat
     ]
 
 
-def test_a_suite_is_json_lines_in_its_order(tmp_path: Path) -> None:
+def test_a_suite_is_json_lines_in_its_order(tmp_path: Path, shallow: Callable[..., str]) -> None:
     suite = tmp_path / "suite.yaml"
     suite.write_text(
-        "defaults: {model_name: gpt2, seq_len: 16, gpu: [t4]}\n"
+        f"defaults: {{model_name: {shallow('gpt2')}, seq_len: 16, gpu: [t4]}}\n"
         "experiments: [{name: two, batch_size: 2}, {name: one}]\n"
     )
 

@@ -15,6 +15,12 @@ from memest.cli import main
 PLAN = ("--model", "gpt2", "--seq-len", "16", "--gpu", "t4")
 
 
+@pytest.fixture(scope="module")
+def few(shallow: Callable[..., str]) -> tuple[str, ...]:
+    """`PLAN` with few layers."""
+    return ("--model", shallow("gpt2"), *PLAN[2:])
+
+
 def memest(*args: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(list(args))
@@ -54,8 +60,8 @@ def test_the_ladder_of_a_suite_has_its_predictions_beside_it(
     assert "not drawn: two: " in printed.err
 
 
-def test_the_data_of_a_timeline_is_its_points(tmp_path: Path) -> None:
-    assert memest("chart", "timeline", *PLAN, "--out", str(tmp_path), "--dark") == 0
+def test_the_data_of_a_timeline_is_its_points(tmp_path: Path, few: tuple[str, ...]) -> None:
+    assert memest("chart", "timeline", *few, "--out", str(tmp_path), "--dark") == 0
 
     assert files(tmp_path) == ["timeline.jsonl", "timeline.png"]
     points = rows(tmp_path / "timeline.jsonl")
@@ -65,18 +71,18 @@ def test_the_data_of_a_timeline_is_its_points(tmp_path: Path) -> None:
     assert points[0]["params_bytes"] == points[-1]["params_bytes"] > 0
 
 
-def test_the_phases_of_a_plan(tmp_path: Path) -> None:
-    assert memest("chart", "phases", *PLAN, "--out", str(tmp_path), "--format", "pdf") == 0
+def test_the_phases_of_a_plan(tmp_path: Path, few: tuple[str, ...]) -> None:
+    assert memest("chart", "phases", *few, "--out", str(tmp_path), "--format", "pdf") == 0
 
     assert files(tmp_path) == ["phases.jsonl", "phases.pdf"]
     assert rows(tmp_path / "phases.jsonl")[0]["kind"] == "predicted"
 
 
-def test_predict_writes_a_page_a_snapshot_and_a_trace(tmp_path: Path) -> None:
+def test_predict_writes_a_page_a_snapshot_and_a_trace(tmp_path: Path, few: tuple[str, ...]) -> None:
     page, snapshot, trace = (tmp_path / n for n in ("page.html", "step.pickle", "step.json"))
 
     code = memest(
-        "predict", *PLAN, "--html", str(page), "--snapshot", str(snapshot),
+        "predict", *few, "--html", str(page), "--snapshot", str(snapshot),
         "--chrome-trace", str(trace),
     )  # fmt: skip
 
@@ -107,8 +113,8 @@ def test_a_sweep_is_drawn_at_once_or_from_its_file(
     assert len(verdicts) == 6
 
 
-def test_a_chart_without_a_gpu_is_of_the_lab_s(tmp_path: Path) -> None:
-    assert memest("chart", "phases", *PLAN[:4], "--out", str(tmp_path)) == 0
+def test_a_chart_without_a_gpu_is_of_the_lab_s(tmp_path: Path, few: tuple[str, ...]) -> None:
+    assert memest("chart", "phases", *few[:4], "--out", str(tmp_path)) == 0
 
     assert [r["gpu"] for r in rows(tmp_path / "phases.jsonl")] == ["a100-80gb"]
 

@@ -149,8 +149,9 @@ def test_the_snapshot_gives_each_block_and_segment_its_stream() -> None:
     assert (waiting["allocated_size"], waiting["active_size"]) == (0, 4 * MIB)
 
 
-def test_a_recorded_strategy_has_the_peak_of_its_prediction() -> None:
-    recording, report = record_plan(FSDP), predict(FSDP)
+def test_a_recorded_strategy_has_the_peak_of_its_prediction(shallow: Callable[..., str]) -> None:
+    plan = TrainingPlan.from_dict(FSDP.to_dict() | {"model_name": shallow("gpt2")})
+    recording, report = record_plan(plan), predict(plan)
 
     line = timeline(recording)
     assert line.total(line.peak) == report.peak_allocated_bytes

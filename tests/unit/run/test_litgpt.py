@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
@@ -154,11 +155,13 @@ def test_lora_trains_its_adapters_alone_and_a_base_is_quantised() -> None:
 
 
 def test_pretraining_is_compiled() -> None:
+    config = yaml.safe_load(Path("checkpoints/pythia-14m/model_config.yaml").read_text())
+    few = json.dumps(config | {"n_layer": 2})
     ran = litgpt(
         "pretrain", "pythia-14m", "--data", "lab_tokens.Tokens", "--logger_name", "csv",
         "--train.max_tokens", "512", "--train.lr_warmup_steps", "1",
         "--precision", "bf16-true", "--devices", "1", "--out_dir", "pretrained",
-        *COMMON[2:12],
+        "--model_config", few, *COMMON[2:12],
     )  # fmt: skip
 
     assert (ran.exit_code, ran.error_text) == (0, "")
