@@ -245,9 +245,9 @@ class VirtualGpu:
                 mode.attribution.labels.of_model(model)
             self._own_steps.end()
             if stepped and model.training and torch.is_grad_enabled():
-                found = stepped.pop(threading.get_ident(), None)
-                optimizer = None if found is None else found()
-                if optimizer is not None and _holds_grads(mode, optimizer):
+                optimizer = stepped.pop(threading.get_ident(), lambda: None)()
+                grads = [] if optimizer is None else _grads_of(optimizer)
+                if any(mode.memory.id_of(grad) is not None for grad in grads):
                     mode.notes.add(GRADS_LIVE_ON)
 
         mode.attribution.modules.on_call = called
@@ -369,11 +369,6 @@ class OwnSteps:
 def _in_backward() -> bool:
     """Return whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _holds_grads(mode: CudaSimMode, optimizer: Any) -> bool:
-    """Return whether a gradient of `optimizer` is on the GPU."""
-    return any(mode.memory.id_of(grad) is not None for grad in _grads_of(optimizer))
 
 
 def _grads_of(optimizer: Any) -> list[Any]:

@@ -622,11 +622,7 @@ def recurrent() -> Iterator[Case]:
 
 
 def _recurrent(
-    network: tuple[Any, int, bool],
-    dtype: torch.dtype,
-    samples: int,
-    hidden: int,
-    backward: bool,
+    network: tuple[Any, int, bool], dtype: torch.dtype, samples: int, hidden: int, backward: bool
 ) -> Call:
     kind, layers, both = network
     length = 32  # few enough kernels for the queue of launches

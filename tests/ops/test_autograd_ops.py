@@ -128,7 +128,7 @@ def test_nothing_else_uses_the_dispatch_key() -> None:
     layers = ("lstm", "gru", "rnn_tanh", "rnn_relu")
     ours |= {f"{layer}.{form}" for layer in layers for form in ("input", "data")}
 
-    ours |= {"rms_norm", "mish_backward", "one_hot"}
+    ours |= {"rms_norm", "mish_backward", "one_hot", "binary_cross_entropy"}
     ours |= {"_pad_packed_sequence", "pad_sequence", "vander"}
     ours |= {"ctc_loss.Tensor", "ctc_loss.IntList"}
     ours |= {"cumprod_backward", "linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals"}
@@ -280,6 +280,15 @@ def test_transformers_can_switch_autocast_off() -> None:
         with maybe_autocast(device_type=x.device.type, enabled=False):
             assert F.linear(x, weight).dtype is FP32
         assert F.linear(x, weight).dtype is BF16
+
+
+def test_autocast_refuses_the_cross_entropy_of_probabilities_on_the_gpu() -> None:
+    """Recorded on an H200: the first line of its message."""
+    with VirtualGpu(H200), torch.autocast("cuda", BF16):
+        on_host = F.binary_cross_entropy(torch.ones(3), torch.ones(3))
+        with pytest.raises(RuntimeError, match="BCELoss are unsafe to autocast"):
+            F.binary_cross_entropy(torch.ones(3, device="cuda"), torch.ones(3, device="cuda"))
+    assert on_host == 0
 
 
 def test_checkpointing_recomputes_under_the_same_autocast() -> None:

@@ -216,6 +216,21 @@ def test_writes_that_the_backward_knows_to_be_in_range_are_not_checked() -> None
     assert found[:4] == [9 * 8 * 4, 40, 40, -40]
 
 
+def test_the_host_multiplies_its_own_indices_before_values_accumulate(requests: Requests) -> None:
+    """Recorded on an H200 (RT-DETR): a row for each index, then what sorts them."""
+    boxes = torch.ones(4, 300, 4, device="cuda")
+    batch, query = torch.arange(4).repeat_interleave(7), torch.arange(28)
+    values, row = torch.ones(28, 4, device="cuda"), 28 * 8
+
+    of_host = requests.of(lambda: boxes.index_put_((batch, query), values, accumulate=True))
+    indices = batch.cuda(), query.cuda()
+    of_gpu = requests.of(lambda: boxes.index_put_(indices, values, accumulate=True))
+
+    assert of_host == [row, row, -row, row, row, row, 1, -row, -row, -row, -row, -1]
+    linear = [row, row, -row, row, row, -row, -row]
+    assert of_gpu == [8, 1, -8, -1] * 4 + linear + of_host[3:]
+
+
 def test_one_value_of_several_dimensions_is_repeated() -> None:
     """A gradient of an expanded bias has the shape (1, 1)."""
     index = meta(1, dtype=torch.int64)

@@ -84,3 +84,13 @@ def test_volumes_are_pooled_in_their_own_memory_format() -> None:
     assert found == Scratch(after=(grad.nbytes, positions.nbytes))
     made = (t.contiguous(memory_format=torch.channels_last_3d) for t in (grad, positions))
     assert rule((next(made), last, *args, next(made)), {}, None, H100) == Scratch()
+
+
+def test_images_are_pooled_in_a_dense_memory_format() -> None:
+    """Recorded on an H200: queries of sam2 are a part of `qkv`, with channels last."""
+    args, rule = ([2, 2], [2, 2]), op_of(aten.max_pool2d_with_indices.default).requests
+    last = meta(4, 8, 16, 16).to(memory_format=torch.channels_last)
+    part = meta(4, 16, 16, 3, 8)[..., 0, :].permute(0, 3, 1, 2)
+
+    assert rule((last, *args), {}, None, H100) == Scratch()
+    assert rule((part, *args), {}, None, H100) == Scratch(after=(32768,))

@@ -7,6 +7,7 @@ They decide above autograd: autocast runs them in float32, and NMS calls operato
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.ops.autograd_ops import KEY_NAME, Next, kernel_above
 from memest.estimator.ops.registry import copying, register
 from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.placement import CPU, on_gpu
 from memest.units import ceil_div
 
 BOXES_PER_WORD = 64  # `threadsPerBlock` of nms_kernel.cu: bits of a word of the mask
@@ -31,6 +33,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     _notes.append(mode.guesses.note)
     patches.on_undo(_notes.clear)
     hooks.after("torchvision.extension", _after)
+    hooks.after("torchvision.models.detection._utils", partial(_guess_samples, patches, mode))
 
 
 def _after(module: ModuleType) -> None:
@@ -50,6 +53,22 @@ def _after(module: ModuleType) -> None:
     ):  # fmt: skip
         op = packet.default
         library.impl(op, kernel_above(op, kernel), KEY_NAME, with_keyset=True)
+
+
+def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
+    """Give unknown labels of a detector's sampler as many positives as the sampler takes."""
+    sampler = module.BalancedPositiveNegativeSampler
+    sample = sampler.__call__
+
+    def sample_guessed(self: Any, matched_idxs: list[Tensor]) -> Any:
+        num_positive = int(self.batch_size_per_image * self.positive_fraction)
+        for labels in matched_idxs:
+            if on_gpu(labels) and not mode.values.is_known(labels):
+                is_positive = torch.arange(len(labels), device=CPU) < num_positive
+                mode.guessed.adopt(labels, is_positive.to(labels.dtype))
+        return sample(self, matched_idxs)
+
+    patches.set(sampler, "__call__", sample_guessed)
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:

@@ -37,6 +37,7 @@ _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _PYTHON = torch._C.DispatchKey.Python
+_AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 
 # The policies of ATen/autocast_mode.h (torch 2.11); a test compares their union with what the
 # installed torch registers for AutocastCUDA.
@@ -99,7 +100,7 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
             with _pop_mode_temporarily() as mode:
                 return mode.__torch_dispatch__(self, [], args, kwargs)
         return _dispatch(self, key, *args, **kwargs)
-    if torch._C.DispatchKey.AutocastCUDA in self.py_kernels and torch.is_autocast_enabled(_CUDA):
+    if _AUTOCAST in self.py_kernels and torch.is_autocast_enabled(_CUDA):
         dtype = torch.get_autocast_dtype(_CUDA)
         args = tuple(_cast(a, dtype) if isinstance(a, Tensor) else a for a in args)
     keyset = torch._ops._compute_keyset(args, kwargs, self.non_fallthrough_keys) & _BELOW  # type: ignore[no-untyped-call]
@@ -227,6 +228,7 @@ def _register_once() -> None:
             (FLOAT32, _to_float32),
             (FLOAT32_RESULT, _to_float32_result),
             (PROMOTE, _to_widest),
+            (("binary_cross_entropy",), _refuse),
         )
         for op in named(*names)
     }
@@ -351,6 +353,11 @@ def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[s
         given["dtype"] = torch.float32
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in given]
     return ([given[n] for n in positional], {n: v for n, v in given.items() if n not in positional})
+
+
+def _refuse(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    """Call torch's kernel on the GPU, `binary_cross_entropy_banned`, which raises."""
+    return op._op_dk(_AUTOCAST, *args, **kwargs) if _is_on_gpu(args) else (args, kwargs)
 
 
 def _to_widest(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:

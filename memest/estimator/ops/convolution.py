@@ -33,11 +33,7 @@ from memest.estimator.ops.cudnn_library import (
     device_properties,
     library,
 )
-from memest.estimator.ops.cudnn_rules import (
-    DTYPES,
-    ConvolutionShapes,
-    workspace_bytes,
-)
+from memest.estimator.ops.cudnn_rules import DTYPES, ConvolutionShapes, workspace_bytes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import same_type, tensor_type
 from memest.estimator.ops.registry import Args, Kwargs, register

@@ -91,10 +91,7 @@ ALIGNMENT = 16  # bytes of every tensor; with 32, which torch passes, results ar
 TENSOR_CORES, DOWN_CONVERTS, FOURIER, NONDETERMINISTIC, MOST_NOTES = 0, 1, 3, 4, 16
 """`cudnnBackendNumericalNote_t`, and room for all of them."""
 
-LAYOUTS = (
-    (18, *(0,) * 39),
-    (0, 18, *(0,) * 23, *(max(1, 18 // size) for size in range(1, 17))),
-)
+LAYOUTS = ((18, *(0,) * 39), (0, 18, *(0,) * 23, *(max(1, 18 // size) for size in range(1, 17))))
 """Numbers after compute capability and driver in a descriptor made from JSON, in cuDNN 9.19 and in
 9.24. The last 40 are about clusters; the last 16 are the clusters of each size that fit.
 """

@@ -9,7 +9,7 @@ place. Evidence: event by event on an H200. Shapes: n indices, V rows of the tab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 from typing import Any
 
@@ -43,7 +43,7 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
-from memest.estimator.tensors.placement import META, on_gpu
+from memest.estimator.tensors.placement import META, is_meta, on_gpu
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -301,25 +301,23 @@ def _sorted_events(args: Args, gpu: Gpu) -> Events:
 
     Each index is checked against both bounds, but not in the backward of `index` (`unsafe`). Linear
     indices follow (`computeLinearIndex`): the remainder and the product with the stride for each.
-    Then come values that are not contiguous, sorted indices, original positions and their range.
-    The sort's storage is for the bits that the number of rows needs.
+    The host does that for its own indices, and copies the products to the GPU. Then come values
+    that are not contiguous, sorted indices, original positions and their range. The sort's storage
+    is for the bits that the number of rows needs.
     """
     target, values = args[0], args[2]
     indices = index_tensors(args)
     count = broadcast(indices)[0].numel()
-    slice_size = prod(n for d, n in enumerate(target.shape) if d >= len(args[1]))
-    slice_size *= prod(
-        n for d, n in enumerate(target.shape) if d < len(args[1]) and args[1][d] is None
-    )
+    slice_size = prod(n for n, index in zip_longest(target.shape, args[1]) if index is None)
     is_one = values.numel() == 1
     expanded = values.reshape(()).expand(count * slice_size) if is_one else values
     largest = target.numel() // max(1, slice_size)
     row = count * INDEX_BYTES
     sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
-    is_unsafe = len(args) > 4 and args[4]
-    num_checks = 0 if is_unsafe else 2 * len(indices)
-    checks = passing(INDEX_BYTES, 1) * num_checks
-    linear = passing(row) + passing(row, row) * (len(indices) - 1)
+    first, *others = [(row,) * is_meta(index) for index in indices]  # remainders on the GPU
+    num_checks = 2 * sum(map(is_meta, indices))
+    checks = [] if len(args) > 4 and args[4] else passing(INDEX_BYTES, 1) * num_checks
+    linear = passing(*first) + [e for remainder in others for e in passing(*remainder, row)]
     sorting = passing(*contiguous_copy(expanded), row, row, row, sort)
     return outputs({0: target.nbytes}) + checks + around((row,), linear + sorting)
 
@@ -356,6 +354,7 @@ def normalize_indices(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the call as CUDA runs it: indices on the GPU, and positions in place of masks.
 
+    Indices of the host stay there if values accumulate: `_sorted_events` copies their products.
     `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask. `masked_select` is
     `index` by the mask (cuda/IndexKernel.cpp). A number written through one mask is filled in
     (`canDispatchToMaskedFill`). The call is unchanged where a mask is not known.
@@ -371,6 +370,7 @@ def normalize_indices(
         return func, args
     if func in _COPIED_FIRST:
         func, source = aten.index_put_.default, mode.call(aten.clone.default, types, (source,), {})
+    is_sorted = len(args) > 3 and args[3]
     taken: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
@@ -378,7 +378,7 @@ def normalize_indices(
             index = mode.call(aten.nonzero.default, types, (index,), {})
         elif is_mask:
             index = mode.host.nonzero(index)
-        if index is not None and not on_gpu(index):
+        if index is not None and not (on_gpu(index) or (is_sorted and not is_meta(index))):
             index = mode.call(aten._to_copy.default, types, (index,), {"device": META})
         taken += index.unbind(1) if is_mask else [index]
     return aten.index.Tensor if is_select else func, (source, taken, *args[2:])

@@ -82,7 +82,8 @@ def _copies_like(like: int, *positions: int) -> registry.RequestRule:
 
 
 image_copy_after = _copies_like(0, 0)
-register(_IMAGES, "avg_pool2d max_pool3d_with_indices", requests=image_copy_after)
+register(_IMAGES, "avg_pool2d", requests=image_copy_after)
+register("max_pool2d_with_indices max_pool3d_with_indices", requests=image_copy_after)
 register("max_pool3d_with_indices_backward", requests=_copies_like(1, 0, 7))
 register(
     "avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward",
@@ -123,8 +124,7 @@ def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
 outputs_only(
     "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
     "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_2d grid_sampler_3d "
-    "grid_sampler_2d_backward grid_sampler_3d_backward max_pool2d_with_indices pixel_shuffle "
-    "pixel_unshuffle "
+    "grid_sampler_2d_backward grid_sampler_3d_backward pixel_shuffle pixel_unshuffle "
     "replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward "
     "replication_pad3d replication_pad3d_backward upsample_bicubic2d upsample_bilinear2d "
     "upsample_linear1d upsample_trilinear3d"

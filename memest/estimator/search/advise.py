@@ -204,11 +204,7 @@ MAX_CALLS = 70_000  # operator calls of an answer's runs, 4 s; changed runs coun
 
 
 def cheapest_change(
-    plan: TrainingPlan,
-    gpu: Gpu | str,
-    prediction: Prediction,
-    *,
-    trust_remote_code: bool = False,
+    plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction, *, trust_remote_code: bool = False
 ) -> Option | None:
     """Return a single change with which `plan` fits `gpu`, cheapest in kind first, or None.
 

@@ -25,9 +25,10 @@ MAX_FLOAT_NUMEL = 1 << 18  # largest known floating-point tensor: masks, scales,
 MAX_SHOWN_NUMEL = 64  # largest copied tensor that a script is assumed to print or compare
 MAX_SPLIT_BYTES = 8 * MAX_SHOWN_NUMEL  # largest value of which a part may be unknown
 MAX_TOTAL_BYTES = 1 << 28  # all known values; one of up to a 256th of it is always stored
-_CONSTANT_LIKE = frozenset(
-    map(id, (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default))
-)
+_CONSTANT_LIKE = frozenset(map(id, (
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+)))  # fmt: skip
 """Operators whose result does not depend on their first argument's values."""
 
 _UNWRITTEN = frozenset((
@@ -208,7 +209,8 @@ class KnownValues:
             return  # `first` has its new geometry already, and the values stay
         if id(func) in _CONSTANT_LIKE and isinstance(first, Tensor):
             if self.may_hold(out):
-                args = (torch.empty(first.size(), dtype=first.dtype, device=CPU), *args[1:])
+                like = torch.empty((), dtype=first.dtype, device=CPU).expand(first.size())
+                args = (like, *args[1:])
         elif not is_mutable and not all(map(self.is_known, tensors_in((*args, *kwargs.values())))):
             return
         self._follow(func, args, kwargs, out)

@@ -234,8 +234,7 @@ def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> C
             is_for_gpu = torch.device(device).type == "cuda"
         if is_for_gpu:
             raise UnsupportedError(
-                f"{where() or 'the script'}: `{name}` on the GPU cannot be simulated",
-                hint=_HINT,
+                f"{where() or 'the script'}: `{name}` on the GPU cannot be simulated", hint=_HINT
             )
         return make(*args, **kwargs)
 

@@ -29,6 +29,16 @@ def activations(*shape: int) -> Tensor:
     return wide @ torch.randn(1 << 10, shape[-1], device="cuda")
 
 
+def test_a_mask_made_like_unknown_activations_is_known(gpu: Session) -> None:
+    """A block mask of the host is copied into `new_zeros` (DINOv2 in lightly)."""
+    x, blocks = activations(16, WIDTH), torch.arange(16 * 9).view(16, 9) % 5 == 0
+    for made, value in ((x.new_zeros, 0), (x.new_ones, 1)):
+        mask = made((16, 10), dtype=torch.bool)
+        assert len(mask.nonzero()) == 160 * value
+        mask[:, 1:] = blocks.cuda()
+        assert len(mask.nonzero()) == 16 * value + int(blocks.sum())
+
+
 def by_where(chosen: Tensor) -> list[int]:
     return [len(torch.where(chosen == expert)[0]) for expert in range(EXPERTS)]
 

@@ -11,6 +11,7 @@ import torch
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.integrations import torchvision as integration
+from memest.estimator.tensors.patches import Patches
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.requested import Requests
 
@@ -123,3 +124,22 @@ def test_deformable_convolutions_run_in_float32_under_autocast(gpu: VirtualGpu) 
         )
 
     assert (out.dtype, out.shape) == (torch.float16, (6, 2, 8, 8))
+
+
+def test_a_detector_samples_as_many_positives_as_its_sampler_takes(gpu: VirtualGpu) -> None:
+    """Labels depend on values: a quarter of 512 samples is positive, and is found by a mask."""
+
+    class Sampler:
+        batch_size_per_image, positive_fraction = 512, 0.25
+
+        def __call__(self, matched: list[torch.Tensor]) -> list[int]:
+            return [len(torch.where(labels >= 1)[0]) for labels in matched]
+
+    module = ModuleType("torchvision.models.detection._utils")
+    vars(module)["BalancedPositiveNegativeSampler"] = Sampler
+    scores = torch.randn(2006, 1024, device="cuda") @ torch.randn(1024, 91, device="cuda")
+
+    integration._guess_samples(Patches(), gpu.mode, module)
+
+    assert Sampler()([scores.argmax(1)]) == [128]
+    assert Sampler()([torch.arange(2006, device="cuda") // 2000]) == [6], "known labels"

@@ -418,8 +418,7 @@ class Rebuilt:
             else:
                 self._workspaces[workspace] = events[-1]
         events.extend(free_of(index) for index in (*reversed(passing), *dropped))
-        for old in new_storages.values():
-            events.append(self._allocated(old, (ZERO, 0)))
+        events.extend(self._allocated(old, (ZERO, 0)) for old in new_storages.values())
 
 
 @dataclass(frozen=True, slots=True)
