@@ -91,11 +91,11 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
 
 
 def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
-    """Cast all tensors to float32, and the result back, under autocast: csrc/ops/autocast."""
+    """Cast all tensors to float32, the last first, and the result back: csrc/ops/autocast."""
     if not torch.is_autocast_enabled("cuda"):
         return then(image, *args)
-    wide = (arg.float() if isinstance(arg, Tensor) else arg for arg in args)
-    return then(image.float(), *wide).to(image.dtype)
+    wide = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]
+    return then(*wide[::-1]).to(image.dtype)
 
 
 MAX_IMAGES = 32  # `kMaxParallelImgs` of deform_conv2d_kernel.cu: most images of a product
