@@ -80,6 +80,16 @@ def test_a_batch_norm_of_rows_without_a_gradient_of_its_input_sums_first() -> No
     assert found == [48 * 96 * 400 * 4, 384, 384]
 
 
+def test_pictures_of_one_pixel_are_rows_of_a_batch_norm() -> None:
+    """Recorded on an H200: a pooled image, dense in both orders, in BiRefNet's ASPP."""
+    pixels, each = meta(2, 256, 1, 1), meta(256)
+    args = (pixels, pixels, each, each, each, each, each, True, 1e-5, [True, True, True])
+
+    found = requests(aten.native_batch_norm_backward.default, *args, out=(pixels, each, each))
+
+    assert found == [1024, 1024, 1024, 1024, 2048, -1024, -1024]
+
+
 def test_many_rows_of_a_batch_norm_stage_sums() -> None:
     """`flexible_launch_configs`: 32 by 16 threads, 16 rows each; below 8 blocks there are none."""
     each, more = meta(128), (True, 0.1, 1e-5)

@@ -134,9 +134,9 @@ def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gp
 
 def _takes_rows(tensor: Tensor) -> bool:
     """Return whether channels are contiguous: `batch_norm_use_channels_last_kernels`."""
-    if tensor.dim() == 2:
-        return tensor.is_contiguous() and tensor.stride(1) == 1
-    return tensor.dim() > 3 and _is_channels_last(tensor)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(tensor.dim(), torch.contiguous_format)
+    return tensor.is_contiguous(memory_format=last) and (tensor.dim() > 3 or tensor.stride(1) == 1)
 
 
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
