@@ -152,11 +152,12 @@ def checkpoint_times() -> dict[str, float]:
     calls = {name: partial(step, options) for name, options in ways.items()}
     us = _median_us({"forward": forward, "step": step, **calls})
     again = us["forward"] + us["step"]  # a region runs its forward twice
-    return {
+    found = {
         "region": (us["region"] - again) / len(layers),
         "hook": (us["hook"] - us["region"]) / (3 * num_saved),  # to save, to save again, to read
         "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts)),
     }
+    return {name: max(0.0, us) for name, us in found.items()}
 
 
 def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
