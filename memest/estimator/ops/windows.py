@@ -42,11 +42,10 @@ _COPYING = (
     "upsample_nearest1d upsample_nearest1d_backward _upsample_nearest_exact1d "
     "_upsample_nearest_exact1d_backward upsample_linear1d_backward upsample_nearest3d "
     "upsample_nearest3d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward "
-    "upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward "
-    "_upsample_bicubic2d_aa_backward avg_pool3d avg_pool3d_backward "
-    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
-    "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward "
-    "reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward"
+    "upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward adaptive_max_pool2d_backward "
+    "_upsample_bicubic2d_aa_backward avg_pool3d avg_pool3d_backward adaptive_max_pool3d_backward "
+    "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward reflection_pad2d "
+    "reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward"
 )
 
 
