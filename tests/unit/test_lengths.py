@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,23 @@ PLAN = TrainingPlan.from_dict(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def report() -> Prediction:
-    return predict(PLAN)
+LAYERS = 4
 
 
 @pytest.fixture(scope="module")
-def grown() -> tuple[Prediction, list[Growth]]:
-    return growths(PLAN)
+def plan(shallow: Callable[..., str]) -> TrainingPlan:
+    """`PLAN` with few layers."""
+    return replace(PLAN, model_name=shallow("gpt2", LAYERS))
+
+
+@pytest.fixture(scope="module")
+def report(plan: TrainingPlan) -> Prediction:
+    return predict(plan)
+
+
+@pytest.fixture(scope="module")
+def grown(plan: TrainingPlan) -> tuple[Prediction, list[Growth]]:
+    return growths(plan)
 
 
 def test_lengths_come_from_a_list_a_text_or_a_file(tmp_path: Path) -> None:
@@ -84,7 +94,7 @@ def test_a_length_beyond_the_model_is_refused() -> None:
         predict(replace(PLAN, lengths=(8, 1025)))
 
 
-def test_every_micro_batch_is_run(report: Prediction) -> None:
+def test_every_micro_batch_is_run(report: Prediction, plan: TrainingPlan) -> None:
     assert shortened(canonical(PLAN)) == (replace(PLAN, gpu=()), 0)
     assert PLAN.steps == len(LENGTHS)
     forwards = [row for row in report.phases if row.phase == "after_forward"]
@@ -93,7 +103,7 @@ def test_every_micro_batch_is_run(report: Prediction) -> None:
     assert order == sorted(range(1, 6), key=LENGTHS.__getitem__)
     assert report.assumptions[0] == "6 micro-batches of 40 to 1000 tokens"
     assert "6 lengths from 40 to 1000 tokens" in str(report)
-    assert TrainingPlan.from_dict(report.plan) == replace(PLAN, padded=True)
+    assert TrainingPlan.from_dict(report.plan) == replace(plan, padded=True)
 
 
 def test_the_plan_reserves_what_a_script_that_does_the_same_would(report: Prediction) -> None:
@@ -101,7 +111,7 @@ def test_the_plan_reserves_what_a_script_that_does_the_same_would(report: Predic
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with virtual_gpu("h100-80gb"):
-        model = GPT2LMHeadModel(GPT2Config()).cuda().train()
+        model = GPT2LMHeadModel(GPT2Config(n_layer=LAYERS)).cuda().train()
         optimizer = torch.optim.AdamW(model.parameters())
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -119,15 +129,17 @@ def test_the_plan_reserves_what_a_script_that_does_the_same_would(report: Predic
     assert found[1] == pytest.approx(report.peak_reserved_bytes, rel=1e-2)
 
 
-def test_settings_of_the_allocator_change_what_is_reserved(report: Prediction) -> None:
+def test_settings_of_the_allocator_change_what_is_reserved(
+    report: Prediction, plan: TrainingPlan
+) -> None:
     grows, splits = (
-        predict(replace(PLAN, alloc_conf=text))
+        predict(replace(plan, alloc_conf=text))
         for text in ("expandable_segments:True", "max_split_size_mb:64")
     )
 
     assert grows.peak_reserved_bytes < report.peak_reserved_bytes < splits.peak_reserved_bytes
     assert any("expandable_segments:True" in line for line in grows.assumptions)
-    half = predict(replace(PLAN, alloc_conf="per_process_memory_fraction:0.5"))
+    half = predict(replace(plan, alloc_conf="per_process_memory_fraction:0.5"))
     assert half.verdicts["h100-80gb"].limit_bytes == 85_017_493_504 // 2
 
 
@@ -137,7 +149,7 @@ def test_a_setting_that_torch_refuses_is_refused_with_its_words() -> None:
 
 
 def test_growth_by_setting_is_that_of_each_prediction(
-    grown: tuple[Prediction, list[Growth]], report: Prediction
+    grown: tuple[Prediction, list[Growth]], report: Prediction, plan: TrainingPlan
 ) -> None:
     found, runs = grown
 
@@ -146,7 +158,7 @@ def test_growth_by_setting_is_that_of_each_prediction(
         "PyTorch's defaults", "expandable_segments:True", "max_split_size_mb:64",
     ]  # fmt: skip
     for run in runs:
-        alone = predict(replace(PLAN, alloc_conf=run.alloc_conf))
+        alone = predict(replace(plan, alloc_conf=run.alloc_conf))
         assert max(run.reserved) == alone.peak_reserved_bytes
         assert max(run.allocated) == alone.peak_allocated_bytes
         assert len(run.rows()) == PLAN.steps
@@ -154,11 +166,11 @@ def test_growth_by_setting_is_that_of_each_prediction(
 
 
 def test_the_step_that_runs_out_of_memory_is_marked(
-    grown: tuple[Prediction, list[Growth]],
+    grown: tuple[Prediction, list[Growth]], plan: TrainingPlan
 ) -> None:
     _, runs = grown
     limit = runs[1].reserved[-1] + 8 * MIB
-    found, capped = growths(replace(PLAN, memory_limit=limit))
+    found, capped = growths(replace(plan, memory_limit=limit))
     figure = plot_fragmentation(found, capped, gpu_limit_bytes=limit)
 
     assert found.verdict is Outcome.OOM
@@ -179,8 +191,11 @@ def test_the_step_that_runs_out_of_memory_is_marked(
         assert len(run.on_gpu) == (PLAN.steps if run.failed_step is None else run.failed_step)
 
 
-def test_the_command_draws_the_chart_and_its_data(tmp_path: Path) -> None:
-    args = ["chart", "fragmentation", "--model", "gpt2", "--lengths", "16,64,8", "--gpu", "t4"]
+def test_the_command_draws_the_chart_and_its_data(
+    tmp_path: Path, shallow: Callable[..., str]
+) -> None:
+    name = shallow("gpt2")
+    args = ["chart", "fragmentation", "--model", name, "--lengths", "16,64,8", "--gpu", "t4"]
     ran = CliRunner().invoke(
         main, [*args, "--setting", "default", "--out", str(tmp_path), "--format", "svg"]
     )
