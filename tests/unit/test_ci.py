@@ -295,6 +295,7 @@ def test_the_action_does_without_git(environment: dict[str, str], tmp_path: Path
 
 
 def test_a_branch_that_is_not_there_is_named(repository: Path, environment: dict[str, str]) -> None:
+    (repository / "train.py").write_text(TRAIN.format(size=4))
     done = run_step("memest ci", repository, environment, BASE="none", COMMAND="", INCREASE="")
 
     assert done.returncode == 0, done.stderr

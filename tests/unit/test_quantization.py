@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -392,8 +392,9 @@ def test_in_place_means_that_the_model_was_whole_on_the_gpu(requests: Requests) 
     assert peaks[0] > 1.3 * peaks[1]
 
 
-def test_a_plan_says_that_peft_turns_checkpointing_on() -> None:
-    keys: dict[str, Any] = {"model_name": "opt-125m", "use_qlora": True, "seq_len": 32}
+def test_a_plan_says_that_peft_turns_checkpointing_on(shallow: Callable[..., str]) -> None:
+    name = shallow("opt-125m", 4)
+    keys: dict[str, Any] = {"model_name": name, "use_qlora": True, "seq_len": 32}
     on, off = (
         predict(TrainingPlan(**keys, kbit_ckpt=kbit_ckpt, batch_size=8))
         for kbit_ckpt in (None, False)
@@ -458,9 +459,10 @@ def test_plans_that_contradict_themselves_are_refused(values: dict[str, object],
         TrainingPlan.from_dict({"model_name": "gpt2", **values})
 
 
-def test_a_prediction_says_that_outliers_are_left_out() -> None:
+def test_a_prediction_says_that_outliers_are_left_out(shallow: Callable[..., str]) -> None:
+    name = shallow("gpt2")
     prediction = predict(
-        TrainingPlan(model_name="gpt2", use_qlora=True, quant="int8", batch_size=1, seq_len=32)
+        TrainingPlan(model_name=name, use_qlora=True, quant="int8", batch_size=1, seq_len=32)
     )
 
     assert any("no activation reaches 6.0" in line for line in prediction.assumptions)
