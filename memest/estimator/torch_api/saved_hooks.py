@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,23 +15,28 @@ from memest.estimator.tensors.patches import Patches
 
 def install(patches: Patches, work: WorkLog) -> None:
     """Add regions, choices of selective checkpointing and calls of hooks to the log of `work`."""
-
-    def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            work.run_python(kind)
-            return function(*args, **kwargs)
-
-        return call
-
     make = saved_tensors_hooks.__init__
 
     def init(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:
-        make(hooks, counted(HOOK, pack_hook), counted(HOOK, unpack_hook))
+        # partial functions, since few objects move the moments of Python's garbage collection
+        make(hooks, partial(_call, work, HOOK, pack_hook), partial(_call, work, HOOK, unpack_hook))
 
     patches.set(saved_tensors_hooks, "__init__", init)
     checkpoint: Any = import_module("torch.utils.checkpoint")  # torch.utils has a function of it
     get_states = checkpoint.get_device_states  # a region calls it once
-    patches.set(checkpoint, "get_device_states", counted(REGION, get_states))
+    patches.set(checkpoint, "get_device_states", partial(_call, work, REGION, get_states))
     for mode in (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode):
-        patches.set(mode, "__torch_dispatch__", counted(CHOICE, mode.__torch_dispatch__))
+        patches.set(mode, "__torch_dispatch__", _chosen(work, mode.__torch_dispatch__))
+
+
+def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) -> Any:
+    work.run_python(kind)
+    return function(*args)
+
+
+def _chosen(work: WorkLog, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        work.run_python(CHOICE)
+        return dispatch(*args, **kwargs)
+
+    return call
