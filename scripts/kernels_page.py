@@ -228,10 +228,13 @@ def merged(items: Mapping[Any, Any]) -> list[tuple[list[Any], Any]]:
 
 
 def by_function(rules: Mapping[Any, Callable[..., Any]]) -> list[tuple[list[Any], Any]]:
-    """The operators of each rule, by the file and line of the rule."""
-    return sorted(
-        merged(rules), key=lambda row: (row[1].__module__, row[1].__code__.co_firstlineno)
-    )
+    """The operators of each rule, by the file and line of the rule, then by their names."""
+
+    def place(row: tuple[list[Any], Any]) -> tuple[str, int, list[str]]:
+        ops, rule = row
+        return rule.__module__, rule.__code__.co_firstlineno, op_names(ops)
+
+    return sorted(merged(rules), key=place)
 
 
 def backend_rows() -> Table:
