@@ -80,12 +80,12 @@ class KernelCalls:
         self._cublas_ids: list[int] = []
         self._threads_with_handle: set[str] = set()
 
-    def key_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def key_of(self, op: Op, args: Any, kwargs: Any) -> Any:
         """Return the key that calls with the same recipe share; None if no calls share one."""
-        if id(func) not in self._repeatable:
+        if id(op.func) not in self._repeatable:
             return None
         try:
-            return _key(func, args, kwargs)
+            return _key(op, args, kwargs)
         except RuntimeError:  # a sparse tensor has no strides
             return None
 
@@ -97,7 +97,7 @@ class KernelCalls:
         recipe = recipe_of(self._gpu, op, args, kwargs, out, more)
         if _can_repeat(op, args, out):
             self._repeatable.add(id(op.func))
-            self.recipes[key or _key(op.func, args, kwargs)] = recipe
+            self.recipes[key or _key(op, args, kwargs)] = recipe
         if len(self.recipes) > num_recipes:
             self._memory.pace.made(max(0, gc.get_count()[0] - before))
         return recipe
@@ -216,8 +216,11 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
 def _can_repeat(op: Op, args: Any, out: Any) -> bool:
     """Return whether a call with the same shapes makes the same outputs, each in its own storage.
 
-    `_unsafe_view` is a view whose schema does not mark it as one.
+    A plain operator in place makes none. `_unsafe_view` is a view whose schema does not mark it as
+    one.
     """
+    if op.is_plain_in_place:
+        return out is args[0]
     if op.is_mutable or any(r.alias_info is not None for r in op.func._schema.returns):
         return False
     given = out if isinstance(out, list | tuple) else (out,)
@@ -250,10 +253,16 @@ def is_on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Key that calls with the same shapes share; default dtype and autocast count as arguments."""
+def _key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Key that calls with the same shapes share; default dtype and autocast count as arguments.
+
+    The values of floats do not count for a plain operator in place: they differ in each step.
+    """
     state = torch.get_default_dtype(), is_in_autocast()
-    return (id(func), *state, *map(_signature, args), *map(_signature, kwargs.items()))
+    if op.is_plain_in_place:
+        args = [float if type(value) is float else value for value in args]
+        kwargs = {k: float if type(v) is float else v for k, v in kwargs.items()}
+    return (id(op.func), *state, *map(_signature, args), *map(_signature, kwargs.items()))
 
 
 _SEQUENCES = (list, tuple)

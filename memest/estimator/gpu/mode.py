@@ -384,14 +384,14 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = self.kernels.new_recipe(op, args, kwargs, None, None)
                 self.request(op, args, kwargs, None, made)
             return self._read(func, args, kwargs)
-        key = self.kernels.key_of(func, args, kwargs)
+        key = self.kernels.key_of(op, args, kwargs)
         recipe = self.kernels.recipes.get(key)
         if recipe is None:
             make = self._result_that_may_grow if op.may_grow else self._result
             out = make(op, args, kwargs)
             recipe = self.kernels.new_recipe(op, args, kwargs, out, key)
         else:
-            out = recipe.make_outputs()
+            out = args[0] if op.is_plain_in_place else recipe.make_outputs()
         self.request(op, args, kwargs, out, recipe)
         if op.is_foreach_in_place:
             for tensor in args[0]:

@@ -110,6 +110,9 @@ class Op:
     is_foreach_in_place: bool = field(init=False)
     """True if the CUDA kernel increments the versions of its tensors (ForeachFunctors.cuh)."""
 
+    is_plain_in_place: bool = field(init=False)
+    """True if the kernel writes to its first argument only, whose shape stays, without requests."""
+
     is_resize: bool = field(init=False)
     may_grow: bool = field(init=False)  # enlarges the storage that it writes to
     returns_nothing: bool = field(init=False)
@@ -130,6 +133,7 @@ class Op:
         self.is_resize = func._schema.name in ("aten::resize_", "aten::resize_as_")
         self.may_grow = self.is_resize or any(a.is_out for a in func._schema.arguments)
         self.returns_nothing = not func._schema.returns
+        self.is_plain_in_place = self._is_plain_in_place()
         self.reads_value = func in READS_VALUE
         self.is_collective = func.namespace == _COLLECTIVES
         self.is_wait = func._schema.name == "_c10d_functional::wait_tensor"
@@ -153,6 +157,14 @@ class Op:
         reason = "" if self.refuse is None else self.refuse(args, kwargs)
         if reason:
             raise (NotImplementedError if _NOT_IMPLEMENTED in reason else RuntimeError)(reason)
+
+    def _is_plain_in_place(self) -> bool:
+        written = [
+            a.alias_info is not None and a.alias_info.is_write for a in self.func._schema.arguments
+        ]
+        has_rule = self.requests or self.result or self.refuse or self.shaped_by
+        is_reshaping = self.may_grow or torch.Tag.inplace_view in self.func.tags
+        return written[:1] == [True] and sum(written) == 1 and not has_rule and not is_reshaping
 
     def _is_known_without(self) -> bool:
         """Return whether a kernel without a rule for its requests is known to need none.
