@@ -159,9 +159,8 @@ class Op:
             raise (NotImplementedError if _NOT_IMPLEMENTED in reason else RuntimeError)(reason)
 
     def _is_plain_in_place(self) -> bool:
-        written = [
-            a.alias_info is not None and a.alias_info.is_write for a in self.func._schema.arguments
-        ]
+        aliases = [argument.alias_info for argument in self.func._schema.arguments]
+        written = [alias is not None and alias.is_write for alias in aliases]
         has_rule = self.requests or self.result or self.refuse or self.shaped_by
         is_reshaping = self.may_grow or torch.Tag.inplace_view in self.func.tags
         return written[:1] == [True] and sum(written) == 1 and not has_rule and not is_reshaping
