@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
 from memest.estimator.replay.interpolate.reuse import with_value
 from memest.estimator.replay.simulated_plan import trace_plan
+from memest.estimator.search import related_plans
 from memest.estimator.search.largest import TECHNIQUES, largest, peak_requested, technique_values
 from memest.estimator.search.sweep import MIN_PARALLEL_POINTS, make_grid, parse_values, sweep
 from memest.plan import TrainingPlan
@@ -80,6 +82,42 @@ def test_a_sweep_says_what_single_predictions_say(shallow: Callable[..., str]) -
         single = predict(point.plan)
         assert point.verdict == single.verdicts[point.gpu]
     assert {str(p.verdict.verdict) for p in points if p.verdict} == {"fits", "oom"}
+
+
+def test_optimizers_share_the_traces_of_the_first(
+    shallow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of AdamW, and a step of each other optimizer; Adafactor adds a note."""
+    traced: list[TrainingPlan] = []
+    trace = related_plans._made
+
+    def counted(run: Any, plan: TrainingPlan, *args: Any, **kwargs: Any) -> Any:
+        traced.append(plan)
+        return trace(run, plan, *args, **kwargs)
+
+    monkeypatch.setattr(related_plans, "_made", counted)
+    plan = TrainingPlan(model_name=shallow("gpt2"), seq_len=64, gpu=("a100-40gb",))
+    optimizers = ("adamw", "sgd", "adafactor")
+    plans = [replace(plan, optim=o, batch_size=n) for o in optimizers for n in range(2, 10)]
+
+    points = sweep(plans, jobs=1)
+
+    assert [(each.optim, each.batch_size) for each in traced] == [
+        ("adamw", 2), ("adamw", 3), ("adamw", 9), ("sgd", 2), ("adafactor", 2),
+    ]  # fmt: skip
+    for point in points[::3]:
+        single = predict(point.plan)
+        assert point.verdict == single.verdicts["a100-40gb"], point.plan
+        assert point.peak_allocated_bytes == single.peak_allocated_bytes
+
+
+def test_an_optimizer_that_fails_leaves_the_others(shallow: Callable[..., str]) -> None:
+    plan = TrainingPlan(model_name=shallow("gpt2"), seq_len=64, gpu=("a100-40gb",))
+
+    broken, fine = sweep([replace(plan, optim="muon"), plan], jobs=1)
+
+    assert "2D parameters" in broken.error
+    assert fine.verdict == predict(plan).verdicts["a100-40gb"]
 
 
 def test_points_replayed_in_several_processes_are_those_of_one(

@@ -1,16 +1,18 @@
 """Programs of plans that train one model, from few traces.
 
-The plans differ in the optimizer, checkpointing, the micro-batches of a step and the batch size.
+The plans differ in the optimizer, checkpointing, the micro-batches of a step, and the batch size or
+the sequence length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from memest.errors import PlanError
+from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.replay.interpolate.reuse import (
     DEGREE,
@@ -27,6 +29,15 @@ from memest.plan import TrainingPlan
 
 SPACING = {"batch_size": 1, "seq_len": 64}  # of a guess's samples: attention pads to 8 and 32
 GROWTH = 4  # factor to the next size that a search tries while everything fits
+
+MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
+"""False in a forked process, where autograd does not work: a plan without a trace is refused."""
+
+
+def _made(trace: Callable[..., TracedPlan], *args: Any, trust_remote_code: bool) -> TracedPlan:
+    if not MAY_TRACE.get():
+        raise UnsupportedError("a forked process cannot run a plan")
+    return trace(*args, trust_remote_code=trust_remote_code)
 
 
 class TraceSeries:
@@ -54,7 +65,7 @@ class TraceSeries:
             plan = with_value(self.plan, self.key, value)
             trace = trace_plan if self.is_alone else logged_trace
             trust = self.trust_remote_code
-            self._traces[value] = trace(plan, self.gpu, trust_remote_code=trust)
+            self._traces[value] = _made(trace, plan, self.gpu, trust_remote_code=trust)
             self.num_traces += 1
         return self._traces[value]
 
@@ -212,51 +223,69 @@ SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
 
 
 class RelatedPlans:
-    """Traced plans of related plans on one chip, at `batches`, whose spacing `steps` has.
+    """Traced plans of related plans on one chip, at `values` of `key`, whose spacing `steps` has.
 
-    With and without checkpointing, one optimizer and two micro-batches are traced at a few sizes.
-    Of every other optimizer one step is traced.
+    One optimizer is traced at a few sizes, with and without checkpointing, and with two
+    micro-batches if plans with several are among them (`accumulates`). Of every other optimizer one
+    step is traced.
     """
 
-    def __init__(self, gpu: Gpu, steps: Sequence[int], batches: Sequence[int]) -> None:
-        self.gpu, self.steps, self.batches = gpu, steps, batches
+    def __init__(
+        self,
+        gpu: Gpu,
+        steps: Sequence[int],
+        values: Sequence[int],
+        key: str = "batch_size",
+        *,
+        accumulates: bool = True,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.gpu, self.steps, self.values, self.key = gpu, steps, values, key
+        self.accumulates = accumulates
+        self.trust_remote_code = trust_remote_code
         self._series: dict[TrainingPlan, TraceSeries] = {}
         self._optimizers: dict[TrainingPlan, OptimizerStep | None] = {}
-        self._lead = ""
+        self._lead: TrainingPlan | None = None
 
     def at(self, plan: TrainingPlan) -> TracedPlan:
         """Return the traced plan of `plan`; `MemestError` if it cannot be predicted."""
         if not repeats_micro_batches(plan):
             return self._traced(plan)
-        self._lead = self._lead or plan.optim
+        self._lead = self._lead or plan
         with suppress(NotInterpolable):
-            if plan.optim == self._lead:
+            if plan.optim == self._lead.optim:
                 return self._in_short(plan)
-            step = self._step(plan)
+            step = self._step(plan, self._lead)
             if step is not None:
-                return step.applied_to(self._in_short(replace(plan, optim=self._lead)))
+                return step.applied_to(self._in_short(replace(plan, optim=self._lead.optim)))
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:
         """Trace two micro-batches, which include the trace of one."""
+        if not self.accumulates:
+            return self._traced(plan)
         two = self._traced(replace(plan, accumulate_grad_batches=2))
         return of_one_micro_batch(two) if plan.accumulate_grad_batches == 1 else two
 
     def _traced(self, plan: TrainingPlan) -> TracedPlan:
-        key = replace(plan, batch_size=1)
+        key = with_value(plan, self.key, 1)
         if key not in self._series:
-            self._series[key] = TraceSeries(plan, self.gpu, "batch_size")
-            self._series[key].cover(self.steps, queried=self.batches)
-        return self._series[key].at(plan.batch_size)
+            trust = self.trust_remote_code
+            self._series[key] = TraceSeries(plan, self.gpu, self.key, trust_remote_code=trust)
+            self._series[key].cover(self.steps, queried=self.values)
+        return self._series[key].at(getattr(plan, self.key))
 
-    def _step(self, plan: TrainingPlan) -> OptimizerStep | None:
+    def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
         """Return the step of the plan's optimizer, if plans differ only in it."""
-        size = min((b for b in self.batches if b > 1), default=1)
-        short = replace(plan, act_ckpt=False, accumulate_grad_batches=1, batch_size=size)
+        own = getattr(plan, self.key)
+        size = min((value for value in self.values if value > 1), default=own)
+        short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)
+        if self.accumulates:
+            short = replace(short, accumulate_grad_batches=1)
         if short not in self._optimizers:
             self._optimizers[short] = None
-            with suppress(NotInterpolable):
-                own = trace_plan(short, self.gpu)
-                beside = self._in_short(replace(short, optim=self._lead))
-                self._optimizers[short] = OptimizerStep(own, beside)
+            with suppress(NotInterpolable, MemestError):  # the lead may be what fails
+                own = _made(trace_plan, short, self.gpu, trust_remote_code=self.trust_remote_code)
+                other = self._in_short(replace(short, optim=lead.optim))
+                self._optimizers[short] = OptimizerStep(own, other)
         return self._optimizers[short]

@@ -1,7 +1,7 @@
 """Plans that differ in a few keys, predicted from few traces.
 
-Plans that differ in batch size or sequence length alone share a `TraceSeries` on one kind of chip.
-Every point equals the prediction of that plan to the byte.
+Plans that differ in the optimizer, and in batch size or sequence length, share traces on one kind
+of chip (`RelatedPlans`). Every point equals the prediction of that plan to the byte.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Outcome, Verdict, read_as
 
 if TYPE_CHECKING:
-    from memest.estimator.search.related_plans import TraceSeries
+    from memest.estimator.search.related_plans import RelatedPlans
 
 Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]  # varied values, plan or error
 MAX_POINTS = 1000  # default limit of predictions in one sweep
@@ -240,17 +240,22 @@ def sweep(
 def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
     plans, key = task
     first = plans[0]
-    parts = [first.label, first.precision, first.optim]
-    if len(plans) > 1:
-        parts.append(f"{len(plans)} of {key.replace('_', ' ')}")
+    optimizers = list(dict.fromkeys(plan.optim for plan in plans))
+    parts = [first.label, first.precision, ", ".join(optimizers)]
+    num_values = len(plans) // len(optimizers)
+    if num_values > 1:
+        parts.append(f"{num_values} of {key.replace('_', ' ')}")
     return " ".join(parts)
 
 
 def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
-    """Return the key with the most values, and positions of plans that differ only in it."""
+    """Return the key with the most values, and positions of plans that share traces.
+
+    They differ only in this key and in the optimizer.
+    """
     num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
     key = max(_VARIED, key=lambda k: num_values[k])
-    names = [name for name in (*PLAN_KEYS, "assumed") if name not in (key, "name")]
+    names = [name for name in (*PLAN_KEYS, "assumed") if name not in (key, "optim", "name")]
     groups: dict[Any, list[int]] = {}
     for index, plan in enumerate(plans):
         # a length that is left out is the model's default, and no number of a series
@@ -265,25 +270,29 @@ def _sweep_group(
     task: tuple[Sequence[TrainingPlan], str], *, jobs: int, trust_remote_code: bool
 ) -> list[list[SweepPoint] | MemestError]:
     """Return the points of each plan of one group, or its error."""
-    from memest.estimator.search.related_plans import TraceSeries
+    from memest.estimator.search.related_plans import RelatedPlans
 
     plans, key = task
-    values = [getattr(plan, key) for plan in plans]
-    all_series: dict[str, TraceSeries] = {}
-    try:
-        for gpu in target_gpus(plans[0]):
-            chip = gpu.chip
-            if chip not in all_series:
-                series = TraceSeries(plans[0], gpu, key, trust_remote_code=trust_remote_code)
-                all_series[chip] = series
-                series.cover(value for value in values if value is not None)
-    except MemestError:
-        pass  # each point is predicted below, where its own error is found
+    given = [getattr(plan, key) for plan in plans]
+    values = sorted({value for value in given if value is not None})
+    chips: dict[Any, RelatedPlans] = {}
+    with suppress(MemestError):  # each point is predicted below, where its error is found
+        for gpu in reversed(target_gpus(plans[0])):
+            chips[gpu.chip] = RelatedPlans(
+                gpu, values, values, key, accumulates=False, trust_remote_code=trust_remote_code
+            )
+    for plan in {plan.optim: plan for plan in plans}.values():
+        with suppress(MemestError):
+            for related in chips.values():
+                related.at(plan)
     gc.freeze()  # collections pass over the traces, which are many objects
     try:
-        found = _replay_in_parallel(plans, key, all_series, jobs)
-        missing = [plan for plan, points in zip(plans, found, strict=True) if points is None]
-        rest: Any = iter([result_or_error(_points, plan, key, all_series) for plan in missing])
+        found = _replay_in_parallel(plans, chips, jobs)
+        rest: Any = (
+            result_or_error(_points, plan, chips)
+            for plan, points in zip(plans, found, strict=True)
+            if points is None
+        )
         return [points or next(rest) for points in found]
     finally:
         gc.unfreeze()
@@ -293,18 +302,21 @@ MIN_PARALLEL_POINTS = 16  # below which one process is as fast as several
 
 
 def _replay_in_parallel(
-    plans: Sequence[TrainingPlan], key: str, all_series: Mapping[Any, TraceSeries], jobs: int
+    plans: Sequence[TrainingPlan], chips: Mapping[Any, RelatedPlans], jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
     """Replay plans in forked processes, which have the traces, and return their points.
 
     A plan that needs another trace has None, because autograd does not work after a fork.
     """
+    from memest.estimator.search.related_plans import MAY_TRACE
+
     found: list[list[SweepPoint] | None] = [None] * len(plans)
     if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS:
         return found
 
     def replay(part: int) -> list[list[SweepPoint] | None]:
-        made = [result_or_error(_points, p, key, all_series, False) for p in plans[part::jobs]]
+        MAY_TRACE.set(False)
+        made = [result_or_error(_points, plan, chips) for plan in plans[part::jobs]]
         return [None if isinstance(points, MemestError) else points for points in made]
 
     with ExitStack() as stack:
@@ -314,18 +326,13 @@ def _replay_in_parallel(
     return found
 
 
-def _points(
-    plan: TrainingPlan, key: str, all_series: Mapping[Any, TraceSeries], may_trace: bool = True
-) -> list[SweepPoint] | None:
-    """Return a plan's points; None if `may_trace` is False and one needs another trace."""
+def _points(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans]) -> list[SweepPoint]:
+    """Return a plan's points, one for each of its GPUs."""
     points: list[SweepPoint] = []
     trials: dict[Any, Trial] = {}
     for gpu in target_gpus(plan):
         chip = gpu.chip
-        series, value = all_series[chip], getattr(plan, key)
-        traced = series.at(value) if may_trace else series.known(value)
-        if traced is None:
-            return None
+        traced = chips[chip].at(plan)
         found = trials[chip] = Trial(traced, plan, gpu, trials.get(chip))
         outside_bytes = gpu.context_bytes + traced.libraries_bytes
         points.append(

@@ -274,6 +274,8 @@ class OptimizerStep:
     def __init__(self, own: TracedPlan, other: TracedPlan) -> None:
         self._own = own
         self._parts = [{part.phase: part for part in step[0]} for step in own.program.steps]
+        self._notes = [note for note in own.notes if note not in other.notes]
+        self._other_notes = [note for note in other.notes if note not in own.notes]
         made = self.applied_to(other)
         if replace(made, program=replace(made.program, coverage=own.program.coverage)) != own:
             raise NotInterpolable("more than the optimizer's step is another")
@@ -294,10 +296,12 @@ class OptimizerStep:
             for number, step in enumerate(program.steps)
         ]
         groups = traced.param_groups | {"optimizer": self._own.param_groups["optimizer"]}
+        notes = [note for note in traced.notes if note not in self._other_notes]
         return replace(
             traced,
             program=_program_of(made, setup, steps, program),
             param_groups=groups,
+            notes=(*notes, *self._notes),
             host_bytes=self._own.host_bytes,
             libraries_bytes=self._own.libraries_bytes,
             work=None,
