@@ -1,12 +1,13 @@
 """Times one worker against several on the same plans, and compares the files byte by byte.
 
     python scripts/engines.py                    # 640 plans on 1 and on 4 workers of a Ray cluster
-    python scripts/engines.py --plans 96         # fewer: a multiple of 32 up to 160, or of 160
+    python scripts/engines.py --plans 160        # fewer: a multiple of 160
     python scripts/engines.py --engine local     # processes instead of Ray
     python scripts/engines.py --kill             # one of the 4 is killed when half is done
 
-Sixteen batch sizes share traces, so they are one task. Exit code 1 if the files differ, or if the
-share of one worker's time is above `--most`: 0.6 on two cores, 0.35 on four.
+Sixteen batch sizes with five optimizers share traces, so they are one task. Exit code 1 if the
+files differ, or if the share of one worker's time is above `--most`: 0.6 on two cores, 0.35 on
+four.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "rmsprop", "adagrad")
-PER_TASK = 16
+NUM_BATCHES = 16
 MARK = "MEMEST_ENGINES_RUN"
 """Variable by which the processes of a run are found."""
 
@@ -67,16 +68,14 @@ def main() -> int:
 
 def sweep(plans: int) -> list[str]:
     """Return the command of this many plans."""
-    tasks, rest = divmod(plans, PER_TASK)
-    per_precision = 2 * len(OPTIMIZERS)
-    if rest or tasks % (2 if tasks <= per_precision else per_precision) or not 2 <= tasks <= 40:
-        raise SystemExit("--plans is a multiple of 32 up to 160, or of 160 up to 640")
+    num_precisions, rest = divmod(plans, 2 * len(OPTIMIZERS) * NUM_BATCHES)
+    if rest or not 1 <= num_precisions <= len(PRECISIONS):
+        raise SystemExit("--plans is 160, 320, 480 or 640")
     return [
         sys.executable, "-m", "memest", "sweep", "--model", "gpt2-medium", "--seq-len", "128",
-        "--gpu", "a100-40gb", "--bs", f"1:{PER_TASK}",
-        "--precision", ",".join(PRECISIONS[: max(1, tasks // per_precision)]),
-        "--optim", ",".join(OPTIMIZERS[: min(len(OPTIMIZERS), tasks // 2)]),
-        "--act-ckpt", "false,true",
+        "--gpu", "a100-40gb", "--bs", f"1:{NUM_BATCHES}",
+        "--precision", ",".join(PRECISIONS[:num_precisions]),
+        "--optim", ",".join(OPTIMIZERS), "--act-ckpt", "false,true",
     ]  # fmt: skip
 
 
@@ -90,7 +89,7 @@ def run(command: list[str], folder: Path, output: Path, *, killed: bool) -> None
     num_plans = 0
     for name in ("--bs", "--precision", "--optim", "--act-ckpt"):
         values = command[command.index(name) + 1]
-        count = PER_TASK if ":" in values else values.count(",") + 1
+        count = NUM_BATCHES if ":" in values else values.count(",") + 1
         num_plans = count * (num_plans or 1)
     while killed and process.poll() is None:
         if stored.is_file() and stored.read_bytes().count(b"\n") * 2 >= num_plans:
