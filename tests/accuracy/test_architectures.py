@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +25,12 @@ CHOSEN = (
     "qwen3_5_text/causal",  # triangular systems
     "xlnet/causal",  # gradients that lie as their inputs do not
 )
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of the scripts in copies of a process that has the libraries."""
+    monkeypatch.setattr(subprocess, "run", partial(forked.run, imports=("transformers",)))
 
 
 @pytest.fixture(scope="module")

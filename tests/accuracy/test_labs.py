@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.command import memest_here
 
 pytest.importorskip("lightning")
@@ -56,8 +58,10 @@ def checkpoint(shallow: Callable[..., str], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def plans_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predict plans in this process, which has imported the libraries."""
+    """Predict plans in this process, and run scripts in copies of one that has the libraries."""
     in_a_process = make_labs.memest
+    copied = partial(forked.run, imports=("lightning", "transformers", "torch.distributed.fsdp"))
+    monkeypatch.setattr(subprocess, "run", copied)
 
     def memest(arguments: Sequence[str], *rest: Any) -> subprocess.CompletedProcess[str]:
         is_plan = arguments[0] == "predict"

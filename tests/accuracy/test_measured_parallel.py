@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests import forked
 
 if TYPE_CHECKING:
     from scripts import compare_parallel
@@ -25,6 +28,12 @@ def comparison() -> Iterator[Any]:
         yield compare_parallel
     finally:
         sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of the scripts in copies of a process that has the libraries."""
+    monkeypatch.setattr(subprocess, "run", forked.run)
 
 
 def stored(comparison: compare_parallel) -> tuple[list[dict[str, Any]], dict[str, Any]]:

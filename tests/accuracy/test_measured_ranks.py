@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests import forked
 
 if TYPE_CHECKING:
     from scripts import compare_ranks
@@ -34,6 +37,12 @@ def comparison() -> compare_ranks:
     finally:
         sys.path.pop(0)
     return compare_ranks
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of the scripts in copies of a process that has the libraries."""
+    monkeypatch.setattr(subprocess, "run", forked.run)
 
 
 def test_every_measured_script_was_simulated() -> None:

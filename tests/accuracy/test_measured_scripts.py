@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests import forked
 
 if TYPE_CHECKING:
     from scripts import compare_scripts
@@ -36,6 +40,12 @@ def comparison() -> compare_scripts:
     finally:
         sys.path.pop(0)
     return compare_scripts
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of the scripts in copies of a process that has the libraries."""
+    monkeypatch.setattr(subprocess, "run", partial(forked.run, imports=("transformers.trainer",)))
 
 
 def figures_of(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import gc
 import gzip
 import json
 import pickle
-from multiprocessing import get_context
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from memest.run.ranks import run_rank
 from memest.run.replays import record_run_of
 from memest.run.session import Session
 from memest.run.target import find_script
+from tests import forked
 
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "scripts"
-RESULTS = Path(__file__).parents[2] / "validation" / "scripts"
+RESULTS = ROOT / "validation" / "scripts"
 RECORDED = sorted(path.name.removesuffix(".npy.gz") for path in FOLDER.iterdir())
 BLOCK_BYTES = 512
 
@@ -79,9 +81,9 @@ def simulate_and_keep(case: str, rank: int, out: Path) -> None:
 def test_a_rank_requests_and_frees_as_the_recorded_one(name: str, tmp_path: Path) -> None:
     case, _, rank = name.rpartition(".rank")
     out = tmp_path / "requests"
-    process = get_context("spawn").Process(target=simulate_and_keep, args=(case, int(rank), out))
-    process.start()
-    process.join()
+    code = "from tests.replay.test_scripts import simulate_and_keep, Path\n"
+    code += f"simulate_and_keep({case!r}, {rank}, Path({str(out)!r}))"
+    forked.run([sys.executable, "-c", code], cwd=ROOT, check=True, imports=("accelerate",))
 
     ours, theirs = pickle.loads((tmp_path / "requests").read_bytes()), recorded(name)
 

@@ -35,6 +35,7 @@ from memest.plan import TrainingPlan
 from memest.report import Outcome, Prediction
 from memest.report.advice import render_advice
 from memest.units import GIB, MIB
+from tests import forked
 from tests.command import memest_here
 
 PLAN = TrainingPlan(model_name="gpt2", batch_size=6, seq_len=128, precision="32-true")
@@ -458,9 +459,7 @@ def test_weights_that_are_too_many_need_other_states_or_adapters(
 
 def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "memest", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300
-    )
+    return forked.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ from pathlib import Path
 import click
 import pytest
 
+from tests import forked
 from tests.command import memest_here
 
 
 def memest(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "memest", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300
-    )
+    return forked.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def completed(*words: str) -> list[str]:
         "COMP_WORDS": " ".join(["memest", *words]),
         "COMP_CWORD": str(len(words)),
     }
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "memest"], capture_output=True, text=True, check=False, env=env
     )
     return [line.partition(",")[2] for line in done.stdout.splitlines()]

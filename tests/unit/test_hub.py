@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from huggingface_hub import HfApi
 from memest import virtual_gpu
 from memest.estimator.integrations.hub import NOT_SENT
 from memest.report import RunReport
+from tests import forked
 
 
 def _report(block: object) -> RunReport:
@@ -64,7 +64,7 @@ def test_trackers_are_off_unless_their_mode_is_given(
     environment = {k: v for k, v in os.environ.items() if k != "WANDB_MODE"}
     environment |= {"WANDB_MODE": given} if given else {}
 
-    ran = subprocess.run(
+    ran = forked.run(
         [sys.executable, "-m", "memest", "run", str(script)],
         capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip

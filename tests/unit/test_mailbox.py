@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memest import virtual_gpu
 from memest.estimator.gpu.worlds import Mailbox, PeerEnded, Rank
 from memest.estimator.hardware.gpus import find_gpu
 from memest.run.launcher import RunResult, run_target
@@ -35,6 +36,16 @@ assert torch.cuda.memory_allocated() == before  # NCCL keeps it until somebody w
 work.wait()
 assert torch.cuda.memory_allocated() == before - 512
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tables() -> None:
+    """Fill tables of operators and of Dynamo, which each copy of this process would fill."""
+    import torch._dynamo
+
+    with virtual_gpu() as gpu:
+        torch.ones(1, device="cuda")
+    gpu.report()
 
 
 def run(rank: Rank, path: Path) -> RunResult:

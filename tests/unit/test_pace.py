@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +43,7 @@ from memest.estimator.hardware.work import (
 )
 from memest.report import StepTime
 from memest.report.times import Training, read_prices, seconds, steps_of_plan
+from tests import forked
 
 aten = torch.ops.aten
 H100 = find_gpu("h100-80gb")
@@ -829,7 +829,7 @@ def test_text_and_page_have_the_estimated_time(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     command = ["run", "--html", str(page), "--price", "2", str(script)]
 
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "memest", *command], capture_output=True, text=True, check=True
     )
 

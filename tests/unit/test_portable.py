@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.command import memest_here
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +111,8 @@ def files(tmp_path: Path) -> Path:
 def ended(files: Path, *words: str, has_unix: bool = False) -> subprocess.CompletedProcess[str]:
     path = [str(ROOT)] if has_unix else [str(files), str(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    return subprocess.run(
+    start = forked.run if has_unix else subprocess.run
+    return start(
         [sys.executable, *words], env=environment, cwd=files, text=True, capture_output=True
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.integrations.inductor import compiler
 from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.virtual_gpu import VirtualGpu
+from tests import forked
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ with memest.virtual_gpu("h100-80gb", strict=True):
 
 def test_flex_attention_is_compiled() -> None:
     """As in modded-nanogpt: causal attention within documents, forward and backward."""
-    command = [sys.executable, "-W", "ignore", "-c", _FLEX]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _FLEX]
+    done = forked.run(command, capture_output=True, text=True, check=False)
 
     assert done.stdout.splitlines() == [
         "torch.float32 torch.float32",
@@ -133,8 +133,8 @@ with memest.virtual_gpu("h100-80gb", strict=True):
 
 def test_flex_attention_runs_uncompiled() -> None:
     """torch then allocates the matrix of scores, several times."""
-    command = [sys.executable, "-W", "ignore", "-c", _EAGER_FLEX]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _EAGER_FLEX]
+    done = forked.run(command, capture_output=True, text=True, check=False)
 
     assert done.stdout.splitlines() == ["True True", "True True", "torch.Size([4])"], done.stderr
 
@@ -157,8 +157,8 @@ with memest.virtual_gpu("h100-80gb", strict=True):
 
 def test_a_block_mask_is_made_by_compiled_code() -> None:
     """modded-nanogpt passes `_compile=True`: the mask mode is traced under `torch.vmap`."""
-    command = [sys.executable, "-W", "ignore", "-c", _BLOCK_MASK]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _BLOCK_MASK]
+    done = forked.run(command, capture_output=True, text=True, check=False)
 
     expected = "torch.Size([1, 1, 8, 8]) cuda:0"
     assert done.stdout.splitlines() == [expected, expected], done.stderr

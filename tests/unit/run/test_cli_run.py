@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from memest.cli import main
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -111,7 +112,7 @@ def test_ranks_of_a_launcher_and_of_the_command_are_refused(
 def test_a_launchers_command_runs_its_ranks_with_their_arguments(folder: Path) -> None:
     (folder / "rank.py").write_text("import os, sys\nprint(sys.argv[1:], os.environ['RANK'])\n")
     words = ["run", "python", "-m", "torch.distributed.launch", "--nproc-per-node", "2", "rank.py"]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "memest", *words, "a b"],
         capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -132,7 +133,7 @@ def test_the_report_follows_the_output_of_the_script(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("ranks", [(), ("--nproc-per-node", "2")])
 def test_the_report_is_printed_if_its_file_cannot_be_written(ranks: tuple[str, ...]) -> None:
     words = ["run", "--summary", "--json", "/dev/full", *ranks, "train.py", "1"]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "memest", *words],
         capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -322,7 +323,7 @@ def run_in_a_process(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "memest", "run", *args]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.run(
+        return forked.run(
             command, capture_output=True, text=True, env=environment, timeout=120, check=False
         )
     finally:
@@ -536,7 +537,7 @@ def test_wrong_settings_of_a_project_are_refused(
 
 def memest(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings}
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "memest", "run", *words],
         capture_output=True, text=True, check=False, timeout=300, env=environment,
     )  # fmt: skip

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
@@ -21,7 +22,7 @@ def memest_run(folder: Path, name: str, *options: str) -> str:
     command = [sys.executable, "-m", "memest", "run", *options, name]
     if name == "block.py":
         command = [sys.executable, name]
-    done = subprocess.run(
+    done = forked.run(
         command,
         cwd=folder,
         capture_output=True,
@@ -52,7 +53,7 @@ def test_the_report_of_four_ranks_is_the_one_shown(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "4", "--gpu", "a100-80gb")
 
     out, tight = (
-        subprocess.run(
+        forked.run(
             [sys.executable, "-m", "memest", "run", *options, *more, "ddp.py"],
             cwd=tmp_path, capture_output=True, text=True, check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT)},

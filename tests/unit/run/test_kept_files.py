@@ -14,6 +14,7 @@ import torch
 
 from memest.run import kept_files as module
 from memest.run.kept_files import FOLDER, kept_files
+from tests import forked
 
 OLD = b"weights of a real training"
 
@@ -253,7 +254,7 @@ def test_a_run_puts_back_what_its_script_has_saved(file: Path) -> None:
     command = [sys.executable, "-m", "memest", "run", "--gpu", "h100-80gb", "--json", str(report)]
 
     for ranks in ((), ("--nproc-per-node", "2")):
-        ran = subprocess.run(
+        ran = forked.run(
             [*command, *ranks, str(script)], capture_output=True, text=True, check=True
         )
         assert "put back: `model.pt`, which the script has changed or deleted" in ran.stdout

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -23,6 +22,7 @@ from memest.estimator.integrations.vllm import files_bytes
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import Outcome, RunReport
 from memest.units import GIB, MIB
+from tests import forked
 from tests.command import memest_here
 
 GPU = "a100-80gb"
@@ -256,9 +256,9 @@ with_trl = pytest.mark.skipif(
 def run_trl(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
     (folder / "train.py").write_text(TRAIN, encoding="utf-8")
     command = ["run", "--gpu", GPU, "--json", "run.json", "train.py", *options]
-    ran = subprocess.run(
+    ran = forked.run(
         [sys.executable, "-m", "memest", *command], cwd=folder, capture_output=True, text=True,
-        check=False, env=os.environ | {"COLUMNS": "500"},
+        check=False, env=os.environ | {"COLUMNS": "500"}, imports=("transformers.trainer",),
     )  # fmt: skip
     return ran.stdout + ran.stderr, json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
