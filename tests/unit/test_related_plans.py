@@ -70,14 +70,16 @@ def test_a_step_of_two_micro_batches_holds_that_of_one(loop: str, text: Training
     assert but_for_coverage(of_one_micro_batch(two)) == but_for_coverage(trace_plan(plan, GPU))
 
 
-def test_an_optimizer_whose_step_is_not_by_itself_is_traced(text: TrainingPlan) -> None:
-    """The scaler of 16-mixed frees in it what the backward made."""
+def test_a_step_that_frees_what_the_backward_made_is_shared(text: TrainingPlan) -> None:
+    """The scaler of 16-mixed does; one optimizer makes its state before the first step."""
     first = replace(text, precision="16-mixed", batch_size=2)
-    related = RelatedPlans(GPU, (2,), (2,))
+    related = RelatedPlans(GPU, (2, 3), (2, 3), accumulates=False)
     related.at(first)
 
-    plan = replace(first, optim="sgd")
-    assert but_for_coverage(related.at(plan)) == but_for_coverage(trace_plan(plan, GPU))
+    for optim in ("sgd", "adagrad"):
+        plan = replace(first, optim=optim, batch_size=3)
+        assert but_for_coverage(related.at(plan)) == but_for_coverage(trace_plan(plan, GPU))
+    assert len(related._series) == 1
 
 
 def test_another_loop_is_traced_plan_by_plan(text: TrainingPlan) -> None:

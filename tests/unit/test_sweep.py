@@ -87,7 +87,7 @@ def test_a_sweep_says_what_single_predictions_say(shallow: Callable[..., str]) -
 def test_optimizers_share_the_traces_of_the_first(
     shallow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of AdamW, and a step of each other optimizer; Adafactor adds a note."""
+    """Adafactor adds a note, and Adagrad makes its state before the first step."""
     traced: list[TrainingPlan] = []
     trace = related_plans._made
 
@@ -97,13 +97,13 @@ def test_optimizers_share_the_traces_of_the_first(
 
     monkeypatch.setattr(related_plans, "_made", counted)
     plan = TrainingPlan(model_name=shallow("gpt2"), seq_len=64, gpu=("a100-40gb",))
-    optimizers = ("adamw", "sgd", "adafactor")
+    optimizers = ("adamw", "sgd", "adafactor", "adagrad")
     plans = [replace(plan, optim=o, batch_size=n) for o in optimizers for n in range(2, 10)]
 
     points = sweep(plans, jobs=1)
 
     assert [(each.optim, each.batch_size) for each in traced] == [
-        ("adamw", 2), ("adamw", 3), ("adamw", 9), ("sgd", 2), ("adafactor", 2),
+        ("adamw", 2), ("adamw", 3), ("adamw", 9), ("sgd", 2), ("adafactor", 2), ("adagrad", 2),
     ]  # fmt: skip
     for point in points[::3]:
         single = predict(point.plan)

@@ -284,13 +284,15 @@ class OptimizerStep:
         """Return `traced` with the steps of this optimizer in place of its own.
 
         Raises:
-            NotInterpolable: a step frees storages made outside of steps, or has other phases.
+            NotInterpolable: the setups differ by more than the optimizer's state, another part
+                frees storages of a step, or the phases are others.
         """
         program = traced.program
         made = StorageTable()
         theirs = _Copier(program.storages, made)
         ours = _Copier(self._own.program.storages, made)
-        setup = theirs.copied(program.setup)
+        setup = ours.copied(self._own.program.setup)  # some optimizers make their state in it
+        theirs.align_setup(program, self._own.program, setup)
         steps: list[list[MicroBatch]] = [
             [list(self._micro_batch(batch, number, theirs, ours)) for batch in step]
             for number, step in enumerate(program.steps)
@@ -314,8 +316,11 @@ class OptimizerStep:
             own = self._parts[step].get(part.phase)
             if part.phase is None or own is None:
                 raise NotInterpolable("the loop has other phases")
-            is_step = part.is_optimizers
-            events = ours.copied(own.events) if is_step else theirs.copied(part.events)
+            if part.is_optimizers:
+                events = ours.copied(own.events)
+            else:
+                events = theirs.copied(part.events)
+                ours.align(own.events, events)
             state = replace(part.state, optimizer=own.state.optimizer)
             yield Part(events, part.phase, state)
 
@@ -355,6 +360,30 @@ class _Copier:
             else:
                 raise NotInterpolable("a part frees what another made")
         return found
+
+    def align(self, events: Sequence[int], copied: Sequence[int]) -> None:
+        """Map the storages of `events` to those of `copied`, the same events of another program."""
+        if [event >= 0 for event in events] != [event >= 0 for event in copied]:
+            return
+        for event, other in zip(events, copied, strict=True):
+            if event >= 0:
+                self.ids[event] = other
+            else:
+                self.ids.pop(free_of(event), None)
+
+    def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
+        """Map the storages of a setup to `copied`, the setup of `other` with more or less state.
+
+        Optimizers make state last, before the cache is emptied.
+        """
+        mine = [event for event in own.setup if event != EMPTIED]
+        theirs = [event for event in other.setup if event != EMPTIED]
+        num = min(len(mine), len(theirs))
+        sizes = [own.storages.num_bytes[event] for event in mine[:num] if event >= 0]
+        others = [other.storages.num_bytes[event] for event in theirs[:num] if event >= 0]
+        if mine[:num] != theirs[:num] or sizes != others:
+            raise NotInterpolable("the setups differ")
+        self.align(mine[:num], [event for event in copied if event != EMPTIED][:num])
 
     def leave_out(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
         """Leave out `streams`; `shift` maps storages that they keep to equal ones they free."""
