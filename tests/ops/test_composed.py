@@ -106,3 +106,13 @@ def test_a_median_sorts_all_values(gpu: VirtualGpu) -> None:
     requests = Requests(gpu).made(values.median)
 
     assert {values.nbytes, 2 * values.nbytes} <= set(requests)
+
+
+def test_tensors_are_set_to_each_other_if_they_are_one_part_of_a_storage(gpu: VirtualGpu) -> None:
+    """TensorDict compares parameters so."""
+    x = torch.ones(4, 6, device="cuda")
+
+    assert x.is_set_to(x.view(4, 6))
+    assert x[1:].is_set_to(x.narrow(0, 1, 3))
+    for other in (torch.ones_like(x), x[1:], x.view(6, 4), x.t()):
+        assert not x.is_set_to(other)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from traceback import walk_stack
@@ -34,12 +34,12 @@ NUMBER = 1.0  # guess of a loss, a norm or a tensor that is copied to the host
 FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
 TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
 MAX_IN_A_ROW = 100_000  # reads by one line without an optimizer step: a waiting loop
+_REDUCTIONS = frozenset((aten.all.default, aten.all.dim, aten.any.default, aten.any.dim))
 _ALL_FALSE = frozenset((
     aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
     aten.lt.Tensor, aten.le.Tensor,
     aten.isnan.default, aten.isinf.default,
-    aten.all.default, aten.all.dim, aten.any.default, aten.any.dim,
-))  # fmt: skip
+)) | _REDUCTIONS  # fmt: skip
 """Comparisons that return False: an unknown value equals nothing, passes no threshold."""
 
 _ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
@@ -147,6 +147,8 @@ def guessed_comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor 
         threshold = args[1]
         is_true = 0 < abs(threshold) <= TOLERANCE and (func in _ABOVE) == (threshold > 0)
         return torch.full(out.shape, is_true, device=CPU)
+    if func in _REDUCTIONS and args[0].is_floating_point():  # numbers differ from 0
+        return torch.ones(out.shape, dtype=torch.bool, device=CPU)
     if func in _ALL_FALSE:
         return torch.zeros(out.shape, dtype=torch.bool, device=CPU)
     if func in _ALL_TRUE:
@@ -204,7 +206,36 @@ EVENLY = (
     "the size of some results depends on unknown values: choices, such as those of a router "
     "between experts, are spread evenly, and comparisons in size pass"
 )
+_OPPOSITES = frozenset((aten.bitwise_not.default, aten.logical_not.default))
 MAX_COMPARED = 1 << 20  # elements of the largest stored comparison; larger selections are full
+
+
+class _Selections:
+    """Masks that have selected elements; a later `mask.any()` agrees with that."""
+
+    def __init__(self) -> None:
+        self._opposites: dict[int, int] = {}  # storage of `~mask` -> that of `mask`
+        self._masks: set[int] = set()
+        self._answers: set[int] = set()  # storages of `mask.any()`
+
+    def add(self, masks: Iterable[Tensor]) -> None:
+        """Record masks, or opposites of masks, that decided the size of a result."""
+        for key in map(storage_key, masks):
+            self._masks.update((key, self._opposites.get(key, key)))
+
+    def follow(self, func: Any, source: Any, out: Any) -> None:
+        """Record that `out` is the opposite of a mask, or whether a mask has an element."""
+        if func in _OPPOSITES:
+            self._opposites[storage_key(out)] = storage_key(source)
+        elif func is aten.any.default and storage_key(source) in self._masks:
+            self._answers.add(storage_key(out))
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is `any()` of a mask that has selected; forget it."""
+        key = storage_key(tensor)
+        is_answer = key in self._answers
+        self._answers.discard(key)
+        return is_answer
 
 
 class GuessedValues:
@@ -217,6 +248,7 @@ class GuessedValues:
         self._known = known
         self._layer = KnownValues(below=known)
         self._guesses = guesses
+        self._selections = _Selections()
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the guessed value of `tensor`, or None."""
@@ -238,7 +270,10 @@ class GuessedValues:
         ):
             return None
         if tensor.dtype is torch.bool and self._layer.is_guessed([tensor]):
-            return None
+            if not self._selections.follows(tensor):
+                return None
+            self._guesses.note(f"{value_of.item()} from a mask that has selected")
+            return value_of.item()
         self._guesses.note("a choice, spread evenly")
         return value_of.item()
 
@@ -264,6 +299,8 @@ class GuessedValues:
             name = func._schema.name.removeprefix("aten::")
             self._guesses.note(f"{name} as {len(first)} of {deciding[0].numel()} elements")
             self._guesses.notes.add(EVENLY if is_guessed else LARGEST)
+        if is_guessed:
+            self._selections.add(deciding)
         return made
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -291,6 +328,7 @@ class GuessedValues:
                 if known is not None:  # the operator writes to a copy in the layer
                     layer.set_storage(key, known.clone())  # type: ignore[no-untyped-call]
             layer.follow(func, args, kwargs, out)
+            self._selections.follow(func, first, out)
 
     def _choose(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor

@@ -168,6 +168,17 @@ def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
         return then(given, *args, **kwargs)
 
 
+@registry.composed("is_set_to")
+def is_set_to(x: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same part of one storage (`is_set_to`, TensorShape.cpp).
+
+    The host answers from what it has of both. meta has no kernel.
+    """
+    is_alike = (x.shape, x.stride()) == (other.shape, other.stride())
+    is_first = x.storage_offset() == other.storage_offset()
+    return is_alike and is_first and storage_key(x) == storage_key(other)
+
+
 BLOCK_THREADS = 128  # `BLOCK_SIZE`
 BLOCK_BYTES = 16 * BLOCK_THREADS  # copied by a block at once: `BYTES_PER_THREAD` per thread
 WAVES = 2  # waves of blocks per launch at most, when each thread copies several chunks

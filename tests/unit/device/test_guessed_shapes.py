@@ -115,6 +115,18 @@ def test_all_of_it_passes_a_threshold_though_nothing_is_said_to(gpu: Session) ->
     assert any("as large" in note or "spread evenly" in note for note in gpu.report().notes)
 
 
+def test_a_mask_whose_opposite_selected_nothing_has_elements(gpu: Session) -> None:
+    """Splines of nflows: outside of an interval nothing is done, and inside only if any is."""
+    x = activations(512, 32)
+    inside = (x >= -3) & (x <= 3)
+    outside = ~inside
+
+    assert len(x[outside]) == 0
+    assert torch.any(inside)
+    assert len(x[inside]) == x.numel()
+    assert not torch.any((x >= -3) & (x <= 3))  # another mask
+
+
 def test_what_is_known_of_a_mask_is_kept(gpu: Session) -> None:
     scores = activations(512, 32)
     is_real = torch.arange(512, device="cuda") < 100

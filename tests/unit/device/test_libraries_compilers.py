@@ -166,6 +166,14 @@ def test_a_kernel_is_timed_before_its_first_run() -> None:
     assert peak_of(step, x) == 0
 
 
+def test_a_product_with_the_integer_zero_is_folded(gpu: VirtualGpu) -> None:
+    """The orthogonalization of heavyball's Muon has one."""
+    scale = torch.compile(lambda x: x.sin() + x * 0, fullgraph=True)
+
+    assert scale(torch.ones(64, 64, device="cuda")).is_cuda
+    assert not gpu.guesses.notes.warnings
+
+
 def test_reading_a_value_breaks_a_graph(gpu: VirtualGpu) -> None:
     """What is computed before and after the read is fused."""
 

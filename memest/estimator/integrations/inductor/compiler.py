@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memest.errors import UnsupportedError
@@ -166,7 +167,6 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     from torch._dynamo import utils
     from torch._inductor import async_compile, compile_fx
     from torch._inductor.codegen import triton_utils
-    from torch._inductor.fx_passes import joint_graph
     from torch._subclasses import fake_tensor
     from torch.fx.experimental import proxy_tensor
     from torch.utils import _triton
@@ -180,10 +180,6 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     def on_gpu_passes(graph: Any, *args: Any, **kwargs: Any) -> Any:
         place_on_gpu(graph)
         return passes(graph, *args, **kwargs)
-
-    def fold(self: Any) -> Any:
-        with _constants_on_the_host(self.module):
-            return run_folder(self)
 
     def on_gpu(graph: Any, inputs: Any, **options: Any) -> Any:
         return _lower(mode, graph, inputs, options)
@@ -199,8 +195,6 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     compile_whole = compile_fx.compile_fx
     unset_fake = vars(proxy_tensor)["unset_fake_temporarily"]
-    folder: Any = joint_graph.UniformValueConstantFolder
-    run_folder = folder.run
     guards: Any = torch._C._dynamo.guards
     triton = importlib.import_module("triton")
     utils.__dict__.setdefault("triton", triton)  # imported there if there is CUDA
@@ -212,7 +206,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(fake_tensor, "init_gpu_context", lambda device: None)  # allocates on the GPU
     patches.set(compile_fx, "compile_fx", compile_graph)
     patches.set(compile_fx, "_recursive_joint_graph_passes", on_gpu_passes)
-    patches.set(folder, "run", fold)
+    _install_folder(patches)
     patches.set(async_compile.AsyncCompile, "triton", kernels_for(mode.work))
     patches.set(
         torch._C, "_conv_determine_backend_memory_format",
@@ -220,6 +214,26 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     )  # fmt: skip
     patches.set(guards, "_empty_strided_cuda", _empty_strided)
     patches.set(guards, "copy_if_misaligned", lambda tensor: tensor)
+
+
+def _install_folder(patches: Patches) -> None:
+    """Let Inductor fold constants on the host."""
+    from torch._inductor.fx_passes import joint_graph
+
+    def fold(self: Any) -> Any:
+        with _constants_on_the_host(self.module):
+            return run(self)
+
+    def find_zeros_on_host(self: Any) -> None:
+        with _OnHost():
+            find_zeros(self)
+
+    folder: Any = joint_graph.UniformValueConstantFolder
+    run = folder.run
+    find_zeros: Any = getattr(folder, "_add_peephole_patterns", None)
+    patches.set(folder, "run", fold)
+    if find_zeros is not None:
+        patches.set(folder, "_add_peephole_patterns", find_zeros_on_host)
 
 
 def _install_waits(patches: Patches, mode: CudaSimMode) -> None:
@@ -263,6 +277,14 @@ class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prims.device_put.default:
             return args[0].to(args[1])
         return func(*args, **(kwargs or {}))
+
+
+class _OnHost(TorchFunctionMode):
+    """Products with the integer 0, which Inductor (torch 2.11) makes on their device and reads."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        return func(*args, **(kwargs | {"device": CPU} if "device" in kwargs else kwargs))
 
 
 def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
