@@ -30,7 +30,7 @@ _new_process = subprocess.run
 def run(
     command: Sequence[str], *, imports: Sequence[str] = (), **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a command as `subprocess.run` does: `python -m memest` or `python -c` in a copy.
+    """Run a command as `subprocess.run` does: `python -m` or `python -c` in a copy of the server.
 
     The server has imported `imports` before; its later copies have them too.
     """
@@ -39,7 +39,7 @@ def run(
     if (
         not CAN_FORK
         or command[0] != sys.executable
-        or not (command[1:3] == ["-m", "memest"] or command[1] == "-c")
+        or command[1] not in ("-m", "-c")
         or options.keys() - HANDLED
         or streams - {subprocess.PIPE, subprocess.DEVNULL, None}
         or any(environment.get(name) != _ENVIRONMENT.get(name) for name in AT_START)

@@ -51,8 +51,8 @@ A100 = find_gpu("a100-80gb")
 
 @pytest.fixture(scope="module")
 def light(shallow: Callable[..., str]) -> TrainingPlan:
-    """`PLAN` with few layers."""
-    return replace(PLAN, model_name=shallow("gpt2"))
+    """`PLAN` with one layer."""
+    return replace(PLAN, model_name=shallow("gpt2", 1))
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def test_a_sweep_of_a_strategy_gives_what_single_predictions_give(
     shallow: Callable[..., str],
 ) -> None:
     few = FSDP.to_dict() | {"model_name": shallow("gpt2")}
-    plans = [TrainingPlan.from_dict(few, batch_size=n) for n in (2, 3, 4, 5, 6)]
+    plans = [TrainingPlan.from_dict(few, batch_size=n) for n in (2, 3, 6)]
 
     points = sweep(plans, jobs=1)
 
@@ -49,7 +49,7 @@ def test_a_sweep_of_a_strategy_gives_what_single_predictions_give(
 def test_the_largest_batch_of_a_strategy_is_traced_size_by_size(
     shallow: Callable[..., str],
 ) -> None:
-    few = FSDP.to_dict() | {"model_name": shallow("gpt2")}
+    few = FSDP.to_dict() | {"model_name": shallow("gpt2", 1)}
     plan = TrainingPlan.from_dict(few, seq_len=512, memory_limit="2GiB")
 
     found = largest(plan, [find_gpu("rtx-4090")], "batch_size")[0]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from memest.pytest_plugin import _stored
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("-q", "-rN", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--assert=plain")
@@ -47,12 +49,15 @@ def test_without():
 """
 
 
-def pytest_in(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def pytest_in(
+    folder: Path, *args: str, start: Callable[..., Any] = forked.run
+) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = start(
         [sys.executable, "-m", "pytest", *QUICK, *args],
         cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
+    return done
 
 
 def write(
@@ -204,7 +209,7 @@ def test_the_plugin_imports_nothing_heavy(folder: Path) -> None:
         "    assert 'torch' not in sys.modules\n"
     )
 
-    assert "1 passed" in pytest_in(folder).stdout
+    assert "1 passed" in pytest_in(folder, start=subprocess.run).stdout
 
 
 def test_a_test_without_the_plugin_pays_at_most_5_ms_for_it(folder: Path) -> None:
@@ -217,7 +222,7 @@ def test_a_test_without_the_plugin_pays_at_most_5_ms_for_it(folder: Path) -> Non
         found = []
         for _ in range(2):
             before = os.times().children_user
-            assert "200 passed" in pytest_in(folder, *args).stdout
+            assert "200 passed" in pytest_in(folder, *args, start=subprocess.run).stdout
             found.append(os.times().children_user - before)
         return min(found)
 
