@@ -25,7 +25,7 @@ from memest.estimator.ops import attention, autograd_ops, convolution, matmul
 from memest.estimator.ops.attention import choose_backend
 from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, registered
-from memest.estimator.versions import MEASURED, TORCH_2_11, simulating
+from memest.estimator.versions import MEASURED, known, simulating
 from memest.units import MIB
 
 FIRST_OF_CUDA_13 = (7, 5)
@@ -125,7 +125,7 @@ def gpu_rows() -> Table:
     rows = [["compute capability", "GPUs of the catalogue", "torch 2.11 built for", "cuBLAS",
              "threads per SM", "experts in bf16 (MoE)", "cuDNN workspaces known"]]  # fmt: skip
     for capability, gpus in generations().items():
-        workspace = matmul.cublas_workspace_bytes(capability, TORCH_2_11) / MIB
+        workspace = matmul.cublas_workspace_bytes(capability, known("2.11")) / MIB
         rows.append([
             version(capability),
             ", ".join(gpu.name for gpu in gpus),

@@ -278,6 +278,9 @@ def batches(
     pictures.save(figure, "batches", data)
 
 
+_OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that define no sweep
+
+
 @chart.command("sweep")
 @click.argument("file", required=False, type=PATH)
 @grid_options
@@ -289,12 +292,7 @@ def batches(
 )
 @chart_options
 def sweep_chart(
-    file: Path | None,
-    across: str,
-    jobs: int | None,
-    trust_remote_code: bool,
-    pictures: Pictures,
-    **flags: Any,
+    file: Path | None, across: str, jobs: int | None, pictures: Pictures, **flags: Any
 ) -> None:
     """Draw the verdicts of a sweep.
 
@@ -304,7 +302,7 @@ def sweep_chart(
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090
     memest chart sweep sweep.csv --across batch_size
     """
-    if file is not None and any(flags[key] for key in flags if key != "max_points"):
+    if file is not None and any(flags[key] for key in flags if key not in _OF_THE_RUN):
         raise PlanError(
             f"`{file}` holds a sweep, and flags define another",
             hint="give either a file or the flags of `memest sweep`",
@@ -315,7 +313,7 @@ def sweep_chart(
     rows = [] if file is None else read_rows(file)
     make_folder(pictures.folder)
     with progress_bar():
-        rows = rows or sweep_grid(points, jobs=jobs, trust_remote_code=trust_remote_code)
+        rows = rows or sweep_grid(points, jobs=jobs)
     table = fits_table(rows, across)
     figure = plots.plot_fits(
         table.verdicts,

@@ -42,6 +42,7 @@ def read_plans(
     A command that `tries_lora` also reads options of adapters for a full fine-tune.
     """
     only_one({"--config": config, "--suite": suite})
+    trust_remote_code = given.pop("trust_remote_code", False)
     if suite is not None:
         plans = read_suite(suite, given)
     else:
@@ -50,7 +51,7 @@ def read_plans(
     if needs and not any(plan.uses_adapters for plan in plans):
         message = WITH_ADAPTERS.error.format(key=needs[0])
         raise PlanError(message, hint=WITH_ADAPTERS.hint)
-    return plans
+    return [replace(plan, trust_remote_code=trust_remote_code) for plan in plans]
 
 
 _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")

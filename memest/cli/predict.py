@@ -86,7 +86,7 @@ def predict(
     memest predict --model gpt2 --bs 8 --html report.html --snapshot step.pickle
     """
     files = {name: flags.pop(name) for name in ("html", "snapshot", "chrome_trace")}
-    how = {name: flags.pop(name) for name in ("jobs", "trust_remote_code")}
+    jobs = flags.pop("jobs")
     _check_output(as_json, summary, emit, suite, output, resume, whole)
     plans = read_plans(config, suite, given_only(flags))
     if (files["snapshot"] or files["chrome_trace"]) and len(plans) > 1:
@@ -94,7 +94,7 @@ def predict(
     if emit:
         plans = [with_gpus(plan, *NAMES) for plan in plans]
     with progress_bar():
-        found = predict_resumably(plans, output if suite else None, is_resumed=resume, **how)
+        found = predict_resumably(plans, output if suite else None, is_resumed=resume, jobs=jobs)
     predicted, failed = partition(plans, found)
     if suite is None and failed:
         raise failed[0][1]
@@ -106,7 +106,7 @@ def predict(
     elif suite is not None:
         text = render_suite(reports)
     else:
-        change = _cheapest(plans[0], reports[0], how["trust_remote_code"])
+        change = _cheapest(plans[0], reports[0])
         training = whole.of(reports[0].plan) if whole.is_given else None
         looks = {"colour": output is None and has_colour(), "verbose": verbose}
         text = render_text(reports[0], change=change, training=training, **looks)
@@ -151,7 +151,7 @@ def _short(report: Prediction, emit: str | None) -> str:
     return "\n".join(summary_line(report, gpu) for gpu in gpus)
 
 
-def _cheapest(plan: TrainingPlan, report: Prediction, trust_remote_code: bool) -> Option | None:
+def _cheapest(plan: TrainingPlan, report: Prediction) -> Option | None:
     """Return the cheapest change with which a plan fits, if it is found quickly."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":
@@ -160,7 +160,7 @@ def _cheapest(plan: TrainingPlan, report: Prediction, trust_remote_code: bool) -
 
     gpu = custom_gpu(plan.gpu_memory) if plan.gpu_memory and not plan.gpu else report.gpu
     with progress_bar("looking for what would fit"):
-        return cheapest_change(plan, gpu, report, trust_remote_code=trust_remote_code)
+        return cheapest_change(plan, gpu, report)
 
 
 def write_files(
@@ -198,7 +198,6 @@ def advise(
     as_json: bool,
     output: Path | None,
     check: bool,
-    trust_remote_code: bool,
     **flags: Any,
 ) -> int:
     """Find changes that make a plan fit a GPU, cheapest first.
@@ -219,9 +218,7 @@ def advise(
     from memest.estimator.search.advise import advise as find_advice
 
     with progress_bar():
-        advice = find_advice(
-            plan, gpu, max_predictions=max_predictions, trust_remote_code=trust_remote_code
-        )
+        advice = find_advice(plan, gpu, max_predictions=max_predictions)
     text = json.dumps(advice.to_dict()) if as_json else render_advice(advice)
     print_or_write(text, output, is_folded=not as_json)
     return OOM_EXIT_CODE if check and not (advice.fits or advice.options) else 0

@@ -123,17 +123,15 @@ def predict_resumably(
     *,
     is_resumed: bool,
     jobs: int | None = None,
-    trust_remote_code: bool = False,
 ) -> list[Prediction | MemestError]:
     """Run `predict_each`, storing results next to `target`, if the command writes one."""
-    how: dict[str, Any] = {"jobs": jobs, "trust_remote_code": trust_remote_code}
     if target is None or is_stream(target):
-        return predict_each(plans, **how)
+        return predict_each(plans, jobs=jobs)
     stored = StoredResults(target, is_resumed=is_resumed)
     known = {p: Prediction.from_dict(row) for p, row in stored.of(plans).items()}
     new = [plan for plan in plans if plan not in known]
     with stored.storing(predictions_of):
-        made = iter(predict_each(new, **how) if new else ())
+        made = iter(predict_each(new, jobs=jobs) if new else ())
     return [known[plan] if plan in known else next(made) for plan in plans]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from memest.estimator.hardware.gpus import find_gpu, list_gpus
 from memest.estimator.predict import predict, target_gpus
 from memest.estimator.search.sweep import Grid, make_grid, parse_values
 from memest.models_meta.registry import check_name
+from memest.plan import TrainingPlan
 from memest.plan.files import read_config
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import RunReport, SimulatedReport
@@ -60,7 +62,6 @@ def max_batch(
     output: Path | None,
     check: bool,
     jobs: int | None,
-    trust_remote_code: bool,
     **flags: Any,
 ) -> int:
     """Find the largest batch (or sequence) that fits a GPU.
@@ -84,7 +85,7 @@ def max_batch(
         from memest.estimator.search.largest import largest_of_all
 
         with progress_bar():
-            rows = largest_of_all(plan, gpus, key, jobs=jobs, trust_remote_code=trust_remote_code)
+            rows = largest_of_all(plan, gpus, key, jobs=jobs)
         nothing_fits = all(r.largest is None or r.largest.value is None for r in rows)
         as_rows = [r.to_dict() for r in rows]
         text = json_lines(as_rows) if as_json else render_techniques(rows, key)
@@ -92,7 +93,7 @@ def max_batch(
         from memest.estimator.search.largest import largest
 
         with progress_bar(f"{plan.label}: looking for the largest"):
-            found = largest(plan, gpus, key, trust_remote_code=trust_remote_code)
+            found = largest(plan, gpus, key)
         nothing_fits = any(row.value is None for row in found)
         as_rows = [row.to_dict() for row in found]
         text = json_lines(as_rows) if as_json else render_largest(found)
@@ -130,6 +131,7 @@ def grid_points(
     vary: tuple[str, ...],
     config: Path | None,
     max_points: int,
+    trust_remote_code: bool,
     **flags: str | None,
 ) -> Grid:
     """Every combination of the flags' values."""
@@ -141,7 +143,9 @@ def grid_points(
         base["gpu"] = list(gpu)
     if gpu_memory is not None:
         base["gpu_memory"] = gpu_memory
-    return make_grid(base, varied, max_points=max_points)
+    grid = make_grid(base, varied, max_points=max_points)
+    trusting = partial(replace, trust_remote_code=trust_remote_code)
+    return [(v, trusting(plan) if isinstance(plan, TrainingPlan) else plan) for v, plan in grid]
 
 
 @main.command("sweep")
@@ -158,7 +162,6 @@ def sweep(
     resume: bool,
     engine: str,
     jobs: int | None,
-    trust_remote_code: bool,
     **flags: Any,
 ) -> int:
     """Predict every combination of a plan's keys.
@@ -172,9 +175,8 @@ def sweep(
     if resume and output is None:
         raise PlanError("`--resume` needs `-o`", hint="results are stored next to that file")
     points = grid_points(**flags)
-    how: dict[str, Any] = {"engine": engine, "trust_remote_code": trust_remote_code}
     with progress_bar():
-        rows = sweep_resumably(points, output, is_resumed=resume, jobs=jobs, **how)
+        rows = sweep_resumably(points, output, is_resumed=resume, jobs=jobs, engine=engine)
     text = json_lines(rows) if as_json else to_csv(rows)
     print_or_write(text, output)
     forget(output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def validate(
     from memest.validate.runner import detect_on
 
     device = detect_on(engine)
-    rows, label = _validation_rows(config, suite, given, device)
+    plans, label = _validation_rows(config, suite, given, device)
+    plans = [replace(plan, trust_remote_code=trust_remote_code) for plan in plans]
     limit = given.get("memory_limit")
     if results is None:
         capped = f"-capped-{limit / GIB:.2f}GiB" if limit else ""
@@ -101,13 +103,11 @@ def validate(
     from memest.validate.runner import header
     from memest.validate.runner import validate as run_all
 
-    options = RunOptions(
-        weights=weights, data=data, snapshots=snapshots, trust_remote_code=trust_remote_code
-    )
+    options = RunOptions(weights=weights, data=data, snapshots=snapshots)
     click.echo(header(), err=True)
     with watched(_show):
         measured = run_all(
-            rows, results=results, device=device, resume=resume, timeout_s=timeout,
+            plans, results=results, device=device, resume=resume, timeout_s=timeout,
             options=options, engine=engine, workers=workers,
         )  # fmt: skip
     click.echo(f"results: {results}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -45,14 +45,17 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     check_torch()
     from memest.estimator.summary import summarise
 
+    if trust_remote_code:
+        plan = replace(plan, trust_remote_code=True)
+
     started = time.perf_counter()
     gpus = target_gpus(plan)
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
     require(*packages_of(plan))
-    _import_libraries(plan.model_name, plan.loop, trust_remote_code)
-    found = _results_on_chips(plan, list(by_chip.values()), trust_remote_code, jobs)
+    _import_libraries(plan.model_name, plan.loop, plan.trust_remote_code)
+    found = _results_on_chips(plan, list(by_chip.values()), jobs)
     primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
     return summarise(
         plan=plan,
@@ -120,9 +123,7 @@ class _Results:
             self.failed[why] = [*self.failed.get(why, ()), *names]
 
 
-def _results_on_chips(
-    plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], trust_remote_code: bool, jobs: int
-) -> _Results:
+def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: int) -> _Results:
     """Return the results on all chips; `scenarios` are those of the first that runs the plan.
 
     If the plan fails on a chip, the newest chip is tried next: it may support more.
@@ -133,40 +134,40 @@ def _results_on_chips(
         found = _Results()
         for gpus in others:
             try:
-                found.add(_results_on_chip(plan, gpus, trust_remote_code))
+                found.add(_results_on_chip(plan, gpus))
             except MemestError as error:
                 found.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
         return found
 
     try:
         if not plan.is_distributed:  # before a copy is made: the others begin with these runs
-            _trace(plan, first[0], trust_remote_code)
+            _trace(plan, first[0])
         with forked(on_others) if others and jobs > 1 else nullcontext(lambda: None) as answer:
-            found = _results_on_chip(plan, first, trust_remote_code)
+            found = _results_on_chip(plan, first)
             found.add(answer() or on_others())
     except MemestError as error:
         others.sort(key=lambda gpus: gpus[0].capability, reverse=True)
         if not others or others[0][0].capability <= first[0].capability:
             raise
-        found = _results_on_chips(plan, others, trust_remote_code, jobs)
+        found = _results_on_chips(plan, others, jobs)
         found.add(_Results(failed={str(error): [gpu.name for gpu in first]}))
     return found
 
 
-def _trace(plan: TrainingPlan, gpu: Gpu, trust_remote_code: bool = False) -> TracedPlan:
+def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
     from memest.estimator.replay.simulated_plan import trace_plan
 
-    return trace_plan(plan, gpu, trust_remote_code=trust_remote_code)
+    return trace_plan(plan, gpu)
 
 
-def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], trust_remote_code: bool) -> _Results:
+def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu]) -> _Results:
     """Return the results on `gpus` of one chip; the simulated run uses the speed of the first."""
     found = _Results()
-    trials: dict[int, Trial] = {}
-    for gpu in gpus:
-        like_first = replace(gpu, memory_gb_s=gpus[0].memory_gb_s)
-        traced = _trace(plan, like_first, trust_remote_code)
-        trial = trials[id(traced)] = Trial(traced, plan, gpu, trials.get(id(traced)))
+
+    def traced(gpu: Gpu) -> TracedPlan:
+        return _trace(plan, replace(gpu, memory_gb_s=gpus[0].memory_gb_s))
+
+    for gpu, trial in trials(plan, gpus, traced):
         found.scenarios = found.scenarios or trial.scenarios
         found.results[gpu.name] = trial.results
         found.verdicts[gpu.name] = trial.verdict
@@ -270,3 +271,14 @@ class Trial:
     def fits(self) -> bool:
         """True if the run fits in every scenario."""
         return all(result.failed is None for result in self.results)
+
+
+def trials(
+    plan: TrainingPlan, gpus: Iterable[Gpu], traced_on: Callable[[Gpu], TracedPlan]
+) -> Iterator[tuple[Gpu, Trial]]:
+    """Yield each GPU with the trial of the plan there; GPUs of one program share its replays."""
+    known: dict[int, Trial] = {}
+    for gpu in gpus:
+        traced = traced_on(gpu)
+        known[id(traced)] = Trial(traced, plan, gpu, known.get(id(traced)))
+        yield gpu, known[id(traced)]

@@ -80,7 +80,6 @@ class RunOptions:
     weights: str = "random"  # `random`, or `pretrained`: from the Hub or a local folder
     data: Path | None = None  # `datasets` folder of `image` and `text`; None: synthetic
     snapshots: Path | None = None  # folder for a recording of the allocator; None records nothing
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +141,7 @@ def run_job(job: Job) -> None:
 
     plan, options = job.plan, job.options
     torch.manual_seed(SEED)
-    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
+    config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     model = _build_model(job, config)
     if options.data is None:
         feed = data.synthetic_feed(plan, model, config)

@@ -189,24 +189,12 @@ class _Messenger(Callback):
 class OneProcess(LightningEnvironment):
     """Cluster environment of one process, regardless of launchers' variables."""
 
+    creates_processes_externally = True  # so Lightning starts no processes
+    main_address, main_port = "127.0.0.1", 1  # are never contacted
+
     def __init__(self, rank: int, num_local: int) -> None:
         super().__init__()
         self._host, self._rank = divmod(rank, num_local)
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: Lightning starts no processes."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Address that is never contacted."""
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        """Port that is never contacted."""
-        return 1
 
     def local_rank(self) -> int:
         """Rank within its host."""

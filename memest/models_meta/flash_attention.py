@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -228,53 +228,35 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+class _Options(NamedTuple):
+    """Options of the functions for packed tensors, in the order of the package."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """Return the attention of (B, L, 3, H, E): query, key and value."""
-    return _packed(None, qkv, dropout_p, causal, window_size, softcap, deterministic)
+    return _packed(None, qkv, _Options(*options, **named))
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """Return the attention of (B, L, H, E) with (B, S, 2, K, E): key and value."""
-    return _packed(q, kv, dropout_p, causal, window_size, softcap, deterministic)
+    return _packed(q, kv, _Options(*options, **named))
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: Any,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Any, *options: Any, **named: Any
 ) -> Any:
     """Return the attention of texts packed into one row, (N, 3, H, E)."""
     texts = ((cu_seqlens, cu_seqlens), (int(max_seqlen), int(max_seqlen)))
-    return _packed(None, qkv, dropout_p, causal, window_size, softcap, deterministic, texts)
+    return _packed(None, qkv, _Options(*options, **named), texts)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -284,37 +266,28 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """Return the attention of texts packed into one row, (N, H, E) with (S, 2, K, E)."""
     texts = ((cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k)))
-    return _packed(q, kv, dropout_p, causal, window_size, softcap, deterministic, texts)
+    return _packed(q, kv, _Options(*options, **named), texts)
 
 
 def _packed(
     query: Tensor | None,
     packed: Tensor,
-    dropout_p: float,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
+    options: _Options,
     texts: tuple[Any, tuple[int, int]] | None = None,
 ) -> Any:
     parts = packed.unbind(-3)
     first, key, value = parts if query is None else (query, *parts)
-    _check_call(first, key, value, dropout_p, softcap)
+    _check_call(first, key, value, options.dropout_p, options.softcap)
     cu_seqlens, lengths = texts or (None, (first.shape[1], key.shape[1]))
-    window = any(0 <= n < lengths[1] for n in window_size) or (causal and lengths[0] > 1)
+    is_windowed = any(0 <= n < lengths[1] for n in options.window_size)
+    is_windowed = is_windowed or (options.causal and lengths[0] > 1)
     return PackedFlashAttention.apply(  # type: ignore[no-untyped-call]
-        query, packed, cu_seqlens, lengths, dropout_p, window, deterministic,
+        query, packed, cu_seqlens, lengths, options.dropout_p, is_windowed, options.deterministic,
         _is_kept(first, key, value),
     )  # fmt: skip
 

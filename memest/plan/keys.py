@@ -59,15 +59,16 @@ is loaded. In place, linear layers of a model on the GPU in 16 bits are replaced
 LORA_BIASES = ("none", "all", "lora_only")
 
 ALL_LINEAR = "all-linear"  # in `lora_target_modules`: all except the output head
-IGNORED_KEYS = frozenset(
-    """
-    lr learning_rate betas eps num_workers max_epochs max_steps min_epochs num_epochs epochs
-    limit_train_batches log_every_n_steps seed shuffle pin_memory persistent_workers lr_scheduler
-    scheduler warmup_steps warmup_ratio experiment_name project run_name output_dir save_dir logger
-    log_dir enable_checkpointing enable_progress_bar dataset dataset_name data_dir train_size
-    val_size note expected
-    """.split()
+OTHER_NAMES: Mapping[str, Sequence[str]] = json.loads(
+    Path(__file__).with_name("other_names.json").read_text(encoding="utf-8")
 )
+"""Names in files that are no keys of a plan.
+
+`ignored` names of lab configs do not affect the memory of a step. Of `TrainingArguments`, the names
+`passed_over` do not affect it or are left off, and those `not_modelled` affect it.
+"""
+
+IGNORED_KEYS = frozenset(OTHER_NAMES["ignored"])
 """Keys of lab configs that do not affect the memory of a step, as a test checks."""
 
 MAX_LENGTHS = 10_000  # largest number of micro-batches, each of which is run

@@ -9,8 +9,10 @@ Source: torch 2.11 (torch/optim), bitsandbytes 0.50.2 (bitsandbytes/optim), tran
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError, UnsupportedError, closest, shown
@@ -55,24 +57,19 @@ _8_AND_32_BITS = (
 )  # fmt: skip
 _PAGED = ("Adam", "AdamW", "AdEMAMix", "Lion")
 
-_SAME_IN_THE_TRAINER = (
-    "sgd", "adagrad", "rmsprop", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit",
-    "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "ademamix_8bit", "paged_ademamix_8bit",
-)  # fmt: skip
-_OF_THE_TRAINER = {
-    **{name: name for name in _SAME_IN_THE_TRAINER},
-    "adamw": "adamw_torch",
-    "adamw_fused": "adamw_torch_fused",
-    "adamw_8bit": "adamw_bnb_8bit",
-    "ademamix_32bit": "ademamix",
-    "rmsprop_8bit": "rmsprop_bnb_8bit",
-    "rmsprop_32bit": "rmsprop_bnb_32bit",
-}
+_NAMES: Mapping[str, Mapping[str, str]] = json.loads(
+    Path(__file__).with_name("optimizers.json").read_text(encoding="utf-8")
+)
+"""Names of optimizers in other places.
+
+`trainer` has the spelling of `TrainingArguments` for a plan's name, `aliases` are other spellings.
+`elsewhere` has beginnings of names and the packages that have them, `not_for_plans` reasons.
+"""
 
 
 def _rows() -> Iterator[tuple[str, OptimizerRow]]:
     def row(name: str, library: str, class_name: str, **options: Any) -> tuple[str, OptimizerRow]:
-        spelling = _OF_THE_TRAINER.get(name, "")
+        spelling = _NAMES["trainer"].get(name, "")
         return name, OptimizerRow(library, class_name, tuple(options.items()), spelling)
 
     for name in _FOREACH:
@@ -100,44 +97,8 @@ _BY_CLASS = {
     for name, row in reversed(list(OPTIMIZERS.items()))
     if not row.options
 }
-_ALIASES = {
-    **{spelling: name for name, spelling in _OF_THE_TRAINER.items()},
-    "rmsprop_bnb": "rmsprop_32bit",
-    "paged_adam": "paged_adam_32bit",
-    "paged_adamw": "paged_adamw_32bit",
-    "paged_lion": "paged_lion_32bit",
-    "ademamix": "ademamix_32bit",
-    "lion": "lion_32bit",
-}
-
-_ELSEWHERE = {
-    "schedule_free": "schedulefree",
-    "galore": "galore_torch",
-    "apollo": "apollo_torch",
-    "lomo": "lomo_optim",
-    "adalomo": "lomo_optim",
-    "grokadamw": "grokadamw",
-    "stable_adamw": "torch_optimi",
-    "adamw_torch_4bit": "torchao",
-    "adamw_torch_8bit": "torchao",
-    "adamw_anyprecision": "torchdistx",
-    "adamw_torch_xla": "torch_xla",
-    "adamw_torch_npu": "torch_npu",
-    "shampoo": "distributed_shampoo",
-    "soap": "soap",
-    "sophia": "sophia",
-    "prodigy": "prodigyopt",
-}
-"""Prefixes of known names, and the packages that have them."""
-
-_NOT_FOR_PLANS = {
-    "lbfgs": "evaluates its loss as often as values decide, which are not known",
-    "lamb_8bit": "has no kernels in bitsandbytes 0.50.2",
-    "lamb_32bit": "has no kernels in bitsandbytes 0.50.2",
-    "lars_8bit": "has no kernels in bitsandbytes 0.50.2",
-    "paged_ademamix_32bit": "ended in an illegal memory access of bitsandbytes 0.50.2 on an H100",
-    "sparseadam": "takes sparse gradients, and no model of a plan makes any",
-}
+_ALIASES = {spelling: name for name, spelling in _NAMES["trainer"].items()}
+_ALIASES.update(_NAMES["aliases"])
 
 
 def optimizer_name(asked: str) -> str:
@@ -157,16 +118,16 @@ def optimizer_name(asked: str) -> str:
         if library in prefixes and (of, class_name) in _BY_CLASS:
             return _BY_CLASS[of, class_name]
     plain = class_name.casefold().replace("-", "_")
-    if plain in OPTIMIZERS and plain not in _NOT_FOR_PLANS:
+    if plain in OPTIMIZERS and plain not in _NAMES["not_for_plans"]:
         return plain
     if plain in _ALIASES:
         return _ALIASES[plain]
     script = "`memest run` takes a script that uses it"
-    for name, reason in _NOT_FOR_PLANS.items():
+    for name, reason in _NAMES["not_for_plans"].items():
         if plain in (name, name.replace("_", "")):
             raise UnsupportedError(f"optimizer {shown(asked)} {reason}", hint=script)
     squeezed = plain.replace("_", "")
-    for name, package in _ELSEWHERE.items():
+    for name, package in _NAMES["elsewhere"].items():
         if plain.startswith(name) or squeezed.startswith(name.replace("_", "")):
             raise UnsupportedError(
                 f"optimizer {shown(asked)} is of package `{package}`, which plans do not support",

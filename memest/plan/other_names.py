@@ -9,40 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from memest.errors import PlanError, UnsupportedError, shown
-from memest.plan.keys import LOGGING, Key
+from memest.plan.keys import LOGGING, OTHER_NAMES, Key
 
 VAL_BATCHES = 2  # assumed batches of a validation whose number is not given
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
 
-_NOT_MODELLED = {
-    "label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "liger_kernel_config",
-    "torch_empty_cache_steps", "full_determinism", "fsdp", "fsdp_config", "deepspeed",
-    "torch_compile", "torch_compile_backend", "torch_compile_mode", "bf16_full_eval",
-    "fp16_full_eval", "galore_config", "parallelism_config", "accelerator_config",
-    "include_num_input_tokens_seen", "optim_target_modules",
-}  # fmt: skip
-"""Names of `TrainingArguments` that affect memory and that plans lack: refused where on."""
-
-_PASSED_OVER = frozenset(
-    """
-    do_train do_eval do_predict overwrite_output_dir num_train_epochs adam_beta1 adam_beta2
-    adam_epsilon lr_scheduler_type lr_scheduler_kwargs log_level log_level_replica log_on_each_node
-    logging_dir save_strategy save_steps save_total_limit save_safetensors save_on_each_node
-    save_only_model restore_callback_states_from_checkpoint report_to run_name project
-    trackio_space_id trackio_bucket_id trackio_static_space_id disable_tqdm
-    remove_unused_columns label_names
-    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers
-    dataloader_pin_memory dataloader_drop_last group_by_length length_column_name
-    train_sampling_strategy data_seed push_to_hub hub_model_id hub_strategy hub_token
-    hub_private_repo hub_always_push hub_revision resume_from_checkpoint tf32 local_rank ddp_backend
-    ddp_timeout ddp_broadcast_buffers debug past_index eval_delay eval_on_start
-    eval_do_concat_batches eval_use_gather_object batch_eval_metrics include_for_metrics
-    include_tokens_per_second prediction_loss_only average_tokens_across_devices skip_memory_metrics
-    enable_jit_checkpoint auto_find_batch_size use_cache warmup_ratio
-    """.split()
-)
-"""Names of `TrainingArguments` that do not affect the memory of a step, or are left off."""
+_NOT_MODELLED = frozenset(OTHER_NAMES["not_modelled"])  # refused where on
+_PASSED_OVER = frozenset(OTHER_NAMES["passed_over"])
 
 _OTHERS = (
     frozenset({"bf16", "fp16", "eval_strategy", "eval_steps", "gradient_checkpointing_kwargs"})

@@ -416,6 +416,9 @@ class TrainingPlan:
     assumed: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Assumptions made while the plan was read, for the report; not a key of the plan."""
 
+    trust_remote_code: bool = field(default=False, repr=False)
+    """Run code that comes with the model. It is not a key of the plan, so no file turns it on."""
+
     def __post_init__(self) -> None:
         if isinstance(self.optim, str):
             object.__setattr__(self, "optim", optimizer_name(self.optim))

@@ -320,6 +320,15 @@ class JsonReport(Levels):
         """
         return read_as(cls, values)  # type: ignore[no-any-return]
 
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the report in a file of `to_json`, or None where there is none."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        return cls.from_dict(json.loads(text))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report(JsonReport):

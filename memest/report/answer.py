@@ -5,9 +5,11 @@ Steps are counted from 0 in reports and from 1 here.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memest.errors import OOM_EXIT_CODE, MemestError
@@ -255,16 +257,9 @@ def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 SCHEDULERS = ("sky", "slurm", "dstack")
 
-NAMES = {
-    "t4": ("T4", "T4:16GB"), "v100-16gb": ("V100", "V100:16GB"),
-    "v100-32gb": ("V100-32GB", "V100:32GB"), "a10g": ("A10G", "A10G:24GB"), "l4": ("L4", "L4:24GB"),
-    "rtx-3090": ("RTX3090", "RTX3090:24GB"), "rtx-4090": ("RTX4090", "RTX4090:24GB"),
-    "rtx-5090": ("RTX5090", "RTX5090:32GB"), "a100-40gb": ("A100", "A100:40GB"),
-    "l40s": ("L40S", "L40S:48GB"), "a6000": ("A6000", "A6000:48GB"),
-    "a100-80gb": ("A100-80GB", "A100:80GB"), "h100-80gb": ("H100", "H100:80GB"),
-    "gh200-96gb": ("GH200", "GH200:96GB"), "h200": ("H200", "H200:141GB"),
-    "b200": ("B200", "B200:180GB"),
-}  # fmt: skip
+NAMES: Mapping[str, tuple[str, str]] = json.loads(
+    Path(__file__).with_name("schedulers.json").read_text(encoding="utf-8")
+)
 """GPU of the catalogue -> name for SkyPilot (`sky show-gpus -a`), name and memory for dstack
 (https://dstack.ai/docs/concepts/tasks, resources). GPUs without a name in both are left out.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -57,8 +56,7 @@ def _run(
     command = [sys.executable, "-P", "-m", "memest", "run", *options, "--json", str(report)]
     sys.stdout.flush()
     code = subprocess.run([*command, *arguments], cwd=folder, check=False).returncode
-    text = report.read_text(encoding="utf-8") if report.is_file() else ""
-    return code, RunReport.from_dict(json.loads(text)) if text else None
+    return code, RunReport.read(report)
 
 
 @contextmanager

@@ -316,8 +316,8 @@ def _run_script(
             return None, f"the virtual run did not end within {seconds:.0f} s"
     finally:
         child.kill()
-    if report.is_file():
-        return RunReport.from_dict(json.loads(report.read_text(encoding="utf-8"))), ""
+    if (found := RunReport.read(report)) is not None:
+        return found, ""
     return None, _last_error(output.read_text(encoding="utf-8", errors="replace"))
 
 

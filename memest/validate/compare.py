@@ -23,7 +23,7 @@ TOLERANCES = {"allocated": 0.5, "reserved": 0.5, "process": 2.0, "phase": 1.0}
 context of another driver.
 """
 
-SLACK = {"allocated": 0.5, "reserved": 0.5, "process": 0.5, "phase": 0.5}
+SLACK = 0.5
 """Per cent by which one of several ranks may exceed the predicted interval."""
 
 STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to the byte
@@ -223,8 +223,8 @@ def _version_differences(measured: Report, predicted: Report) -> tuple[str, ...]
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
     """Return the allowed error of each total, and of a phase; `tolerances` is for one GPU."""
-    several = SLACK if len(comparison.measured.ranks) > 1 else {}
-    return {**tolerances, **several}
+    is_of_several = len(comparison.measured.ranks) > 1
+    return dict.fromkeys(tolerances, SLACK) if is_of_several else dict(tolerances)
 
 
 def _broken(comparison: Comparison, tolerances: Mapping[str, float]) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,20 +180,15 @@ def _give_gradients(parameters: list[nn.Parameter]) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "intermediate_size": 128, "vocab_size": 512, "head_dim": 16, "pad_token_id": 0,
-    "num_conv_pos_embedding_groups": 4, "num_conv_pos_embeddings": 16,
-    "image_size": 32, "patch_size": 8, "layerdrop": 0.0,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("Llama", "Qwen3", "GPT2", "Bert", "ModernBert", "ViT", "Wav2Vec2"), SIZES),
-    "Swin": {"image_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16,
-             "depths": [2, 4], "num_heads": [2, 4]},
-    "ConvNext": {"hidden_sizes": [16, 32, 64, 128], "depths": [2, 2, 4, 2]},
-    "ResNet": {"hidden_sizes": [64, 64, 64, 64], "depths": [2, 2, 4, 2]},
-}  # fmt: skip
-"""Architectures of transformers, whose launches take the host's usual time, and their sizes."""
+SHAPES: dict[str, Any] = json.loads(Path(__file__).with_name("shapes.json").read_text("utf-8"))
+"""Shapes of usual networks by what reads them.
+
+`models` are architectures of transformers whose launches take the host's usual time, with sizes.
+`convolutions`, `volumes` (of scans and videos) and `sequences` (of audio and text) have samples,
+channels, side or sides, output channels, window, stride and groups. `images` have samples, channels
+and side, `rows` and `short_rows` rows and columns. `narrow` are batched products with a short side:
+vectors, and the small matrices of solvers.
+"""
 
 
 def model_times() -> dict[str, list[list[float]]]:
@@ -201,7 +198,7 @@ def model_times() -> dict[str, list[list[float]]]:
     """
     library: Any = importlib.import_module("transformers")
     rows = []
-    for (name, sizes), is_autocast in itertools.product(MODELS.items(), (False, True)):
+    for (name, sizes), is_autocast in itertools.product(SHAPES["models"].items(), (False, True)):
         config = getattr(library, f"{name}Config")(**sizes)
         model = getattr(library, f"{name}Model")(config).cuda().train()
         given = {

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memest.estimator.hardware.work import Work
 from memest.validate.host_pace import (
     HALF,
+    SHAPES,
     Call,
     Observer,
     fitted_times,
@@ -173,17 +174,9 @@ def batched_products() -> Iterator[Case]:
             for shape in ((b, n, n, d), (b, n, d, n)):
                 if b * n * n * 4 <= MAX_BYTES / 3:
                     yield partial(_batched, *shape, dtype, tf32)
-        for shape in NARROW:
+        for shape in map(tuple, SHAPES["narrow"]):
             if dtype is FULL or not any(n % 8 for n in shape[2:]):  # half precision pads others
                 yield partial(_batched, *shape, dtype, tf32)
-
-
-NARROW = (
-    (16, 1, 1024, 1024), (64, 1, 256, 256), (256, 1, 1024, 64), (256, 1, 64, 1024),
-    (128, 1, 65536, 6), (32, 1, 262144, 4),
-    (1024, 8, 8, 64), (4096, 3, 3, 3), (64, 16, 1024, 64), (64, 1024, 16, 64),
-)  # fmt: skip
-"""Batched products with a short side: vectors, and the small matrices of solvers."""
 
 
 def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Call:
@@ -229,38 +222,9 @@ def _attention(
     return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
 
-CONVOLUTIONS = (
-    (32, 3, 224, 64, 7, 2, 1), (64, 3, 32, 64, 3, 1, 1), (64, 3, 224, 32, 3, 2, 1),
-    (16, 3, 128, 128, 3, 1, 1), (32, 3, 224, 96, 4, 4, 1), (32, 3, 224, 768, 16, 16, 1),
-    (32, 3, 224, 1024, 14, 14, 1), (32, 3, 224, 768, 32, 32, 1), (128, 16, 32, 16, 3, 1, 1),
-    (64, 32, 112, 32, 3, 1, 1), (32, 64, 56, 64, 3, 1, 1), (8, 64, 224, 64, 3, 1, 1),
-    (128, 64, 32, 128, 3, 1, 1), (8, 128, 64, 128, 3, 1, 1), (16, 128, 128, 128, 3, 1, 1),
-    (32, 128, 28, 128, 3, 1, 1), (32, 128, 56, 128, 3, 2, 1), (32, 256, 14, 256, 3, 1, 1),
-    (8, 256, 64, 256, 3, 1, 1), (4, 256, 200, 256, 3, 1, 1), (16, 256, 128, 128, 3, 1, 1),
-    (32, 256, 28, 256, 3, 2, 1), (32, 512, 7, 512, 3, 1, 1), (8, 512, 64, 512, 3, 1, 1),
-    (4, 320, 64, 320, 3, 1, 1), (4, 640, 32, 640, 3, 1, 1), (4, 1280, 16, 1280, 3, 1, 1),
-    (8, 2048, 64, 256, 3, 1, 1), (64, 128, 16, 256, 4, 2, 1), (32, 64, 64, 128, 4, 2, 1),
-    (32, 96, 56, 192, 2, 2, 1), (32, 384, 14, 768, 2, 2, 1), (64, 48, 27, 64, 5, 1, 1),
-    (128, 16, 112, 16, 1, 1, 1), (128, 16, 112, 64, 1, 1, 1), (128, 64, 56, 24, 1, 1, 1),
-    (64, 24, 65, 144, 1, 1, 1), (64, 144, 65, 24, 1, 1, 1), (64, 40, 28, 120, 1, 1, 1),
-    (64, 120, 28, 40, 1, 1, 1), (64, 112, 14, 672, 1, 1, 1), (64, 672, 14, 112, 1, 1, 1),
-    (64, 160, 7, 960, 1, 1, 1), (64, 960, 7, 160, 1, 1, 1), (64, 960, 1, 240, 1, 1, 1),
-    (32, 64, 56, 64, 1, 1, 1), (32, 64, 56, 256, 1, 1, 1), (32, 256, 56, 64, 1, 1, 1),
-    (32, 256, 56, 512, 1, 2, 1), (32, 512, 28, 128, 1, 1, 1), (32, 128, 28, 512, 1, 1, 1),
-    (32, 1024, 14, 256, 1, 1, 1), (32, 256, 14, 1024, 1, 1, 1), (32, 1024, 14, 2048, 1, 2, 1),
-    (32, 2048, 7, 512, 1, 1, 1), (32, 512, 7, 2048, 1, 1, 1), (8, 2048, 64, 512, 1, 1, 1),
-    (4, 256, 200, 12, 1, 1, 1), (8, 3072, 128, 768, 1, 1, 1), (4, 320, 64, 320, 1, 1, 1),
-    (8, 64, 512, 21, 1, 1, 1), (32, 96, 56, 96, 7, 1, 96), (32, 192, 28, 192, 7, 1, 192),
-    (32, 384, 14, 384, 7, 1, 384), (32, 768, 7, 768, 7, 1, 768), (64, 32, 112, 32, 3, 1, 32),
-    (64, 96, 112, 96, 3, 2, 96), (64, 144, 56, 144, 3, 1, 144), (64, 144, 56, 144, 5, 2, 144),
-    (64, 240, 28, 240, 5, 1, 240), (64, 288, 33, 288, 3, 1, 288), (64, 480, 14, 480, 3, 1, 480),
-    (64, 672, 14, 672, 5, 1, 672), (64, 1152, 7, 1152, 5, 1, 1152), (32, 768, 7, 768, 3, 1, 768),
-    (8, 512, 64, 512, 3, 1, 512), (8, 1280, 32, 1280, 3, 1, 1280), (32, 128, 56, 128, 3, 1, 32),
-    (32, 512, 14, 512, 3, 1, 32), (32, 256, 56, 256, 3, 2, 32),
-)  # fmt: skip
-"""(samples, channels, side, output channels, window, stride, groups) of usual networks."""
-
-FIRST_CONVOLUTIONS = [sizes for i, sizes in enumerate(CONVOLUTIONS) if sizes[1] == 3 or i % 9 == 0]
+FIRST_CONVOLUTIONS = [
+    sizes for i, sizes in enumerate(SHAPES["convolutions"]) if sizes[1] == 3 or i % 9 == 0
+]
 """Convolutions that are also measured without the gradient of their input: of images, and some."""
 
 
@@ -268,11 +232,11 @@ def convolutions() -> Iterator[Case]:
     """Convolutions forward and backward, in two precisions and two layouts."""
     masks = (None, (True, True), (False, True))
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
-        sizes = CONVOLUTIONS if mask != (False, True) else FIRST_CONVOLUTIONS
+        sizes = SHAPES["convolutions"] if mask != (False, True) else FIRST_CONVOLUTIONS
         yield from cases(_convolution, [dtype], [last], [mask], [2], sizes)
         if not last:
-            yield from cases(_convolution, [dtype], [last], [mask], [1], SEQUENCES)
-            volumes = [v for v in VOLUMES if mask != (False, True) or v[1] <= 3]
+            yield from cases(_convolution, [dtype], [last], [mask], [1], SHAPES["sequences"])
+            volumes = [v for v in SHAPES["volumes"] if mask != (False, True) or v[1] <= 3]
             yield from cases(_convolution, [dtype], [last], [mask], [3], volumes)
 
 
@@ -281,7 +245,7 @@ def _convolution(
 ) -> Call:
     samples, channels, side, outputs, window, stride, groups = sizes
     layout = torch.channels_last if last else torch.contiguous_format
-    sides, windows = (n if isinstance(n, tuple) else [n] * dims for n in (side, window))
+    sides, windows = (n if isinstance(n, list) else [n] * dims for n in (side, window))
     x = random(samples, channels, *sides, dtype=dtype).to(memory_format=layout)
     weight = random(outputs, channels // groups, *windows, dtype=dtype)
     weight = weight.to(memory_format=layout)
@@ -294,38 +258,6 @@ def _convolution(
     return lambda: aten.convolution_backward.default(*given)
 
 
-VOLUMES = (
-    (2, 1, 96, 32, 3, 1, 1), (2, 32, 96, 32, 3, 1, 1), (2, 32, 96, 64, 3, 2, 1),
-    (2, 64, 48, 64, 3, 1, 1), (2, 128, 24, 128, 3, 1, 1), (2, 256, 12, 256, 3, 1, 1),
-    (2, 320, 6, 320, 3, 1, 1), (2, 64, 48, 32, 1, 1, 1), (2, 32, 96, 4, 1, 1, 1),
-    (2, 64, 48, 128, 2, 2, 1), (8, 3, (16, 112, 112), 768, (2, 16, 16), 16, 1),
-    (8, 3, (16, 112, 112), 64, 7, 2, 1), (8, 64, (16, 56, 56), 64, 3, 1, 1),
-    (8, 64, (16, 56, 56), 144, (1, 3, 3), 1, 1), (8, 144, (16, 56, 56), 64, (3, 1, 1), 1, 1),
-    (8, 128, (8, 28, 28), 288, (1, 3, 3), 1, 1), (8, 288, (8, 28, 28), 128, (3, 1, 1), 1, 1),
-    (8, 256, (4, 14, 14), 576, (1, 3, 3), 1, 1), (8, 576, (4, 14, 14), 256, (3, 1, 1), 1, 1),
-    (24, 64, (16, 56, 56), 144, (1, 3, 3), 1, 1), (24, 144, (16, 56, 56), 64, (3, 1, 1), 1, 1),
-    (24, 128, (8, 28, 28), 288, (1, 3, 3), 1, 1), (24, 288, (8, 28, 28), 128, (3, 1, 1), 1, 1),
-    (24, 64, (16, 56, 56), 128, 1, 2, 1), (24, 64, (8, 56, 56), 64, 3, 1, 1),
-    (4, 16, 128, 16, 3, 1, 1), (4, 16, 128, 32, 3, 2, 1), (1, 32, 128, 32, 3, 1, 1),
-    (1, 64, 64, 128, 3, 1, 1), (1, 256, 32, 256, 3, 1, 1), (4, 512, 8, 512, 3, 1, 1),
-)  # fmt: skip
-"""Convolutions in three dimensions, of scans and of videos."""
-
-SEQUENCES = (
-    (8, 512, 4096, 512, 3, 2, 1), (8, 512, 1000, 512, 3, 1, 1), (8, 768, 500, 768, 128, 1, 16),
-    (8, 768, 200, 768, 128, 1, 16), (8, 512, 500, 512, 31, 1, 512), (8, 512, 200, 512, 31, 1, 512),
-    (16, 256, 300, 256, 9, 1, 256), (16, 1024, 120, 1024, 3, 1, 32),
-)  # fmt: skip
-"""(samples, channels, length, output channels, window, stride, groups) of audio and of text."""
-
-
-ROWS = ((64, 768), (1024, 1024), (8192, 1024), (65536, 1024), (4096, 50304), (524288, 256))
-"""(rows, columns) of what the kernels below read."""
-
-SHORT_ROWS = (
-    (3136, 96), (65536, 96), (131072, 64), (32768, 128), (524288, 48), (65536, 384), (2048, 768),
-    (16384, 768), (2048, 2048), (512, 4096),
-)  # fmt: skip
 BY_ROW = (
     "sum_rows", "sum_outer", "mean", "softmax", "softmax_backward", "layer_norm",
     "layer_norm_backward", "cast", "cat", "cat_columns",
@@ -344,8 +276,8 @@ def named(calls: Calls, shapes: Iterable[Any], names: Iterable[str] = ()) -> Ite
 
 def memory_kernels() -> Iterator[Case]:
     """Kernels that memory bounds."""
-    yield from named(_memory_calls, ROWS)
-    yield from named(_memory_calls, SHORT_ROWS, BY_ROW)
+    yield from named(_memory_calls, SHAPES["rows"])
+    yield from named(_memory_calls, SHAPES["short_rows"], BY_ROW)
 
 
 def _memory_calls(x: Tensor) -> dict[str, Call]:
@@ -400,14 +332,6 @@ def _memory_calls(x: Tensor) -> dict[str, Call]:
     }
 
 
-IMAGES = (
-    (32, 64, 112), (32, 256, 56), (32, 128, 28), (32, 1024, 14), (32, 2048, 7), (8, 64, 128),
-    (8, 512, 32), (128, 64, 32), (128, 16, 112), (64, 32, 112), (64, 24, 56), (64, 144, 56),
-    (64, 40, 28), (64, 240, 28), (64, 960, 7), (8, 512, 64), (8, 2048, 64), (4, 256, 200),
-)  # fmt: skip
-"""(samples, channels, side) of images between convolutions."""
-
-
 def image_kernels() -> Iterator[Case]:
     """Norms, pools and resizing of images, in two layouts."""
     names = (
@@ -416,9 +340,9 @@ def image_kernels() -> Iterator[Case]:
         "nearest", "nearest_backward", "bilinear", "bilinear_backward", "bilinear_8",
         "bilinear_8_backward",
     )  # fmt: skip
-    yield from cases(_image_kernel, DTYPES, (False, True), IMAGES, names)
+    yield from cases(_image_kernel, DTYPES, (False, True), SHAPES["images"], names)
     slow = "bilinear_64", "bilinear_64_backward"  # all pixels are added to few
-    yield from cases(_image_kernel, DTYPES, (False, True), IMAGES[5:6], slow)
+    yield from cases(_image_kernel, DTYPES, (False, True), SHAPES["images"][5:6], slow)
 
 
 def _image_kernel(dtype: Any, last: bool, sizes: tuple[int, int, int], name: str) -> Call:
@@ -492,7 +416,7 @@ def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Call:
 
 def row_kernels() -> Iterator[Case]:
     """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
-    return named(_row_calls, ROWS)
+    return named(_row_calls, SHAPES["rows"])
 
 
 def _row_calls(x: Tensor) -> dict[str, Call]:

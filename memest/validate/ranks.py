@@ -44,17 +44,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_ranks(
-    num_ranks: int,
-    run: Callable[[Path], NoReturn],
-    read: Callable[[Path], Measurement | None],
-    folder: Path,
-) -> list[Measurement]:
+def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> list[Measurement]:
     """Return the reports of all ranks, or those that exist when a rank was out of memory.
 
     The list is empty if a rank ended without a report; its output is then on stderr. `run` runs a
-    rank, writes its report to a path in `folder`, and does not return. `read` returns a report, or
-    None where there is none yet.
+    rank, writes its report to a path in `folder`, and does not return.
     """
     if not CAN_FORK:
         raise UnsupportedError(
@@ -73,7 +67,7 @@ def run_ranks(
     try:
         for rank in range(num_ranks):
             children.append(fork(partial(begin, rank)))
-        return _collect(children, paths, read, folder)
+        return _collect(children, paths, folder)
     finally:
         for child in children:
             child.kill()
@@ -116,17 +110,12 @@ def _figures(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _collect(
-    children: Sequence[Child],
-    paths: Sequence[Path],
-    read: Callable[[Path], Measurement | None],
-    folder: Path,
-) -> list[Measurement]:
+def _collect(children: Sequence[Child], paths: Sequence[Path], folder: Path) -> list[Measurement]:
     deadline = float("inf")
     found: dict[int, Measurement] = {}
     while True:
         for rank, path in enumerate(paths):
-            if rank not in found and (measured := read(path)) is not None:
+            if rank not in found and (measured := Measurement.read(path)) is not None:
                 found[rank] = measured
         if len(found) == len(paths) or time.monotonic() >= deadline:
             return list(found.values())
@@ -135,12 +124,12 @@ def _collect(
         for rank, child in enumerate(children):
             if rank in found or child.poll() is None:
                 continue
-            if read(paths[rank]) is not None:
+            if Measurement.read(paths[rank]) is not None:
                 continue  # it wrote the report in between
             if deadline == float("inf"):
                 time.sleep(POLL_S)  # for those whose peer it was, or that were its peers
                 for ended, each in enumerate(children):
-                    if each.poll() is not None and read(paths[ended]) is None:
+                    if each.poll() is not None and Measurement.read(paths[ended]) is None:
                         _print_log(ended, folder)
                 return []
         time.sleep(POLL_S)

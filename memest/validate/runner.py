@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -96,7 +96,10 @@ def fork_experiment(
 def spawn_experiment(plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path) -> Child:
     """Run the experiment in a fresh interpreter, where a fork is not possible."""
     values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
-    request = json.dumps({"plan": plan.to_dict(), "options": values, "report": str(report)})
+    request = json.dumps(
+        {"plan": plan.to_dict(), "options": values, "report": str(report),
+         "trust_remote_code": plan.trust_remote_code}
+    )  # fmt: skip
     return spawn([sys.executable, "-m", "memest.validate.runner", request], log)
 
 
@@ -112,20 +115,11 @@ def run_and_exit(
     measured = ranks.run_ranks(
         plan.world_size,
         lambda path: _run(plan, options, path, experiment, ranks.wait_for_the_end),
-        read_report,
         report.parent,
     )
     if measured:
         write_whole(report, ranks.merge(measured).to_json())
     leave(0 if measured else 1)
-
-
-def read_report(path: Path) -> Measurement | None:
-    """Return the report, or None where there is none."""
-    try:
-        return Measurement.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
 
 
 def _run(
@@ -179,6 +173,7 @@ def _main() -> None:
     paths = {k: Path(values[k]) for k in ("data", "snapshots") if values[k]}
     options = RunOptions(**{**values, **paths})
     plan = TrainingPlan.from_dict(request["plan"])
+    plan = replace(plan, trust_remote_code=request["trust_remote_code"])
     die_with_parent()
     run_and_exit(plan, options, Path(request["report"]), run_experiment)
 
@@ -242,7 +237,7 @@ def validate(
     pending = [plan for plan in plans if not results_file.is_done(plan, done)]
     options = options or RunOptions()
     for plan in pending:
-        resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
+        resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     measure = partial(
         _measure,
         logs=_logs(results.absolute()),
@@ -346,7 +341,7 @@ def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
         import memest.models_meta.assemble
         import memest.models_meta.sharding  # noqa: F401
 
-    config = resolve_config(plan.model_name, trust_remote_code=options.trust_remote_code)
+    config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     if config.architecture:
         getattr(transformers, config.architecture)
     is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -403,7 +398,7 @@ def _measure(
         report = Path(folder, "report.json")
         child = start(plan, options, report=report, log=log)
         ending = _wait(child, timeout_s)
-        measured = read_report(report)
+        measured = Measurement.read(report)
     if measured is not None:
         log.unlink(missing_ok=True)
         return measured

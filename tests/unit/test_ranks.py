@@ -140,7 +140,7 @@ def test_no_rank_is_left_once_the_reports_are_in(tmp_path: Path) -> None:
         write_whole(path, measured.to_json())
         ranks.wait_for_the_end()
 
-    found = ranks.run_ranks(3, deliver, runner.read_report, tmp_path)
+    found = ranks.run_ranks(3, deliver, tmp_path)
 
     assert sorted(m.device["rank"] for m in found) == [0, 1, 2]
     for measured in found:

@@ -10,12 +10,14 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import inspect
+import json
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,27 +35,16 @@ from memest.estimator.tensors.placement import GPU
 # triton`, and the version that comes with the wheels of torch 2.11.
 
 VERSION = "3.6.0"  # version of triton that the wheels of torch 2.11 require
-_LANGUAGE = frozenset(
-    """PropagateNan TRITON_MAX_TENSOR_NUMEL abs add advance arange argmax argmin associative_scan
-    assume atomic_add atomic_and atomic_cas atomic_max atomic_min atomic_or atomic_xchg atomic_xor
-    bfloat16 bitonic_merge block_type broadcast broadcast_to cast cat cdiv ceil clamp condition
-    const constexpr_type cos cumprod cumsum debug_barrier device_assert device_print div_rn dot
-    dot_scaled dtype erf exp exp2 expand_dims fdiv flip float16 float32 float64 float8e4b15
-    float8e4b8 float8e4nv float8e5 float8e5b16 floor fma full gather histogram
-    inline_asm_elementwise int1 int16 int32 int64 int8 interleave join load load_tensor_descriptor
-    log log2 make_block_ptr make_tensor_descriptor map_elementwise max max_constancy max_contiguous
-    maximum min minimum mul multiple_of num_programs pair_uniform_to_normal permute philox
-    philox_impl pi32_t pointer_type program_id rand rand4x randint randint4x randn randn4x random
-    range ravel reduce reduce_or reshape rsqrt sigmoid sin slice softmax sort split sqrt sqrt_rn
-    static_assert static_print static_range store store_tensor_descriptor str_to_ty sub sum
-    swizzle2d target_info tensor tensor_descriptor tensor_descriptor_type topk trans tuple
-    tuple_type uint16 uint32 uint64 uint8 uint_to_uniform_float umulhi view void where xor_sum zeros
-    zeros_like""".split()
+_NAMES: dict[str, Any] = json.loads(
+    Path(__file__).with_name("triton.json").read_text(encoding="utf-8")
 )
-"""Names of `triton.language` 3.6.0; other names are missing here too."""
+"""Names of Triton 3.6.0: of its `modules` and its `language`, and the lists of its `dtypes`.
 
-_SPEEDS = "get_dram_gbps get_max_simd_tflops get_max_tensorcore_tflops nvsmi".split()
-"""Functions of `triton.testing` that bitsandbytes before 0.49 imports."""
+Other names are missing here too. Of `triton.testing` there are those that bitsandbytes before 0.49
+imports.
+"""
+
+_LANGUAGE = frozenset(_NAMES["language"])
 
 
 class Symbol:
@@ -198,6 +189,7 @@ def next_power_of_2(n: int) -> int:
     return 1 if n < 2 else 1 << (n - 1).bit_length()
 
 
+@cache
 def _name_of_class(name: str, base: type = object) -> type:
     return type(name, (base,), {"__doc__": f"`{name}` of triton."})
 
@@ -253,87 +245,39 @@ _ERRORS |= {
 }
 
 
-def _of_runtime() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return names that decorate kernels, names that tune them, and names of the compiler."""
-    jit_names: dict[str, Any] = {
-        "jit": jit, "JITFunction": JITFunction, "KernelInterface": KernelInterface,
-        "constexpr_function": _unchanged, "ConstexprFunction": _name_of_class("ConstexprFunction"),
-        "JITCallable": JITFunction,
-        "MockTensor": _name_of_class("MockTensor"),
-        "TensorWrapper": _name_of_class("TensorWrapper"),
-        "reinterpret": _unchanged, "T": Any,
-    }  # fmt: skip
-    tuner_names: dict[str, Any] = {
-        "autotune": autotune, "Autotuner": Autotuner, "Config": Config, "heuristics": heuristics,
-        "Heuristics": Heuristics, "OutOfResources": _ERRORS["OutOfResources"],
-    }  # fmt: skip
-    compiler_names: dict[str, Any] = {
-        "compile": _refuse("triton.compile"), "CompiledKernel": _name_of_class("CompiledKernel"),
-        "ASTSource": _name_of_class("ASTSource"), "triton_key": lambda: VERSION,
-        "make_backend": _refuse("triton.compiler.make_backend"),
-        "LazyDict": dict, "CompilationError": _ERRORS["CompilationError"],
-    }  # fmt: skip
-    return jit_names, tuner_names, compiler_names
-
-
-_DTYPES = {
-    "SINT_TYPES": ["int8", "int16", "int32", "int64"],
-    "UINT_TYPES": ["int1", "uint8", "uint16", "uint32", "uint64"],
-    "FP_TYPES": [
-        "fp8e4b15", "fp8e4nv", "fp8e4b8", "fp8e5", "fp8e5b16", "fp16", "bf16", "fp32", "fp64",
-    ],
-    "STANDARD_FP_TYPES": ["fp16", "bf16", "fp32", "fp64"], "OTHER_TYPES": ["void"],
+_REFUSED = {"compile": "triton.compile", "make_backend": "triton.compiler.make_backend"}
+_REFUSED |= {name: name for name in _NAMES["modules"]["triton.testing"]}
+_OWN: dict[str, Any] = {
+    "__version__": VERSION, "triton_key": constant(VERSION), "GPUTarget": GPUTarget,
+    "KernelInterface": KernelInterface, "JITFunction": JITFunction, "JITCallable": JITFunction,
+    "jit": jit, "constexpr_function": _unchanged, "reinterpret": _unchanged,
+    "must_use_result": _unchanged, "T": Any, "LazyDict": dict, "Config": Config,
+    "autotune": autotune, "Autotuner": Autotuner, "heuristics": heuristics,
+    "Heuristics": Heuristics, "cdiv": cdiv, "next_power_of_2": next_power_of_2,
+    "set_allocator": constant(None), "TensorDescriptor": _TensorDescriptor,
+    **_ERRORS, **{name: _refuse(full) for name, full in _REFUSED.items()},
 }  # fmt: skip
-"""Attributes of `triton.language.dtype` (triton/language/core.py of Triton 3.8)."""
+"""What the names of modules are; all others are empty classes."""
 
 
 def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:
     """Return the modules of the package, and their contents."""
-    jit_names, tuner_names, compiler_names = _of_runtime()
-    active = SimpleNamespace(active=driver(GPUTarget), set_active=lambda driver: None)
-    top = {
-        **jit_names, **tuner_names, "cdiv": cdiv, "next_power_of_2": next_power_of_2,
-        "compile": compiler_names["compile"], "set_allocator": lambda allocator: None,
-        "must_use_result": _unchanged, **_ERRORS, "__version__": VERSION,
-    }  # fmt: skip
-    language: dict[str, Any] = {"constexpr": Constexpr, "__getattr__": _symbol_of_language}
-    language["dtype"] = type("dtype", (Symbol,), {"__doc__": "`dtype` of triton.", **_DTYPES})
-    symbols = {"__getattr__": _each_as(Symbol)}
-    return {
-        "triton": top,
-        "triton.backends": {"backends": {"nvidia": SimpleNamespace(driver=None, compiler=None)}},
-        "triton.backends.compiler": {
-            "GPUTarget": GPUTarget, "BaseBackend": _name_of_class("BaseBackend"),
-        },
-        "triton.backends.driver": {"DriverBase": _name_of_class("DriverBase")},
-        "triton.compiler": compiler_names,
-        "triton.compiler.compiler": compiler_names,
-        "triton.compiler.errors": _ERRORS,
-        "triton.errors": _ERRORS,
-        "triton.knobs": {"__getattr__": _each_as(lambda name: SimpleNamespace())},
-        "triton.language": language,
-        "triton.language.core": language,
-        "triton.language.extra": {},
-        "triton.language.extra.cuda": symbols,
-        "triton.language.extra.cuda.libdevice": symbols,
-        "triton.language.extra.libdevice": symbols,
-        "triton.language.math": symbols,
-        "triton.language.random": symbols,
-        "triton.language.standard": symbols,
-        "triton.runtime": {**jit_names, **tuner_names},
-        "triton.runtime.autotuner": tuner_names,
-        "triton.runtime.cache": {"FileCacheManager": _name_of_class("FileCacheManager")},
-        "triton.runtime.driver": {"driver": active},
-        "triton.runtime.errors": _ERRORS,
-        "triton.runtime.jit": jit_names,
-        "triton.testing": {
-            "do_bench": do_bench,
-            "do_bench_cudagraph": do_bench,
-            **{name: _refuse(name) for name in _SPEEDS},
-        },
-        "triton.tools": {},
-        "triton.tools.tensor_descriptor": {"TensorDescriptor": _TensorDescriptor},
-    }  # fmt: skip
+    made: dict[str, dict[str, Any]] = {
+        module: {name: _OWN[name] if name in _OWN else _name_of_class(name) for name in names}
+        for module, names in _NAMES["modules"].items()
+    }
+    dtype = type("dtype", (Symbol,), {"__doc__": "`dtype` of triton.", **_NAMES["dtypes"]})
+    for name in ("triton.language", "triton.language.core"):
+        made[name] = {"constexpr": Constexpr, "__getattr__": _symbol_of_language, "dtype": dtype}
+    for name in ("extra.cuda", "extra.cuda.libdevice", "extra.libdevice", "math", "random",
+                 "standard"):  # fmt: skip
+        made[f"triton.language.{name}"] = {"__getattr__": _each_as(Symbol)}
+    made["triton.backends"]["backends"] = {"nvidia": SimpleNamespace(driver=None, compiler=None)}
+    made["triton.knobs"]["__getattr__"] = _each_as(lambda name: SimpleNamespace())
+    active = SimpleNamespace(active=driver(GPUTarget), set_active=constant(None))
+    made["triton.runtime.driver"]["driver"] = active
+    made["triton.testing"] |= {"do_bench": do_bench, "do_bench_cudagraph": do_bench}
+    return made
 
 
 class _Distribution(importlib.metadata.Distribution):

@@ -31,15 +31,10 @@ MAX_ALL_RANKS = 8  # number of ranks of ZeRO 1 and 2 up to which all are traced
 MAX_ALL_RANKS_OF_FSDP = 4  # of FSDP1 that are all traced; else the first and the last
 
 
-def run_ranks(
-    plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False
-) -> tuple[TracedPlan, ...]:
+def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
     """Return the programs of ranks that differ, by reserved, then allocated bytes; most first."""
     first = rank_of(plan)
-    traced = [
-        run_rank(plan, gpu, replace(first, rank=rank), trust_remote_code=trust_remote_code)
-        for rank in candidate_ranks(plan)
-    ]
+    traced = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
 
     def need(traced: TracedPlan) -> tuple[int, int]:
         run = Run(traced.program, plan.steps, plan.accumulate_grad_batches).on(None)
@@ -65,11 +60,9 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
     return (0, 1, plan.world_size // 2, plan.world_size - 1)
 
 
-def run_rank(
-    plan: TrainingPlan, gpu: Gpu, rank: Rank, *, trust_remote_code: bool = False
-) -> TracedPlan:
+def run_rank(plan: TrainingPlan, gpu: Gpu, rank: Rank) -> TracedPlan:
     """Return the program of one rank."""
-    traced = run_plan(plan, gpu, rank=rank, trust_remote_code=trust_remote_code)
+    traced = run_plan(plan, gpu, rank=rank)
     host_terms = tuple(_host_terms_of_ranks(plan, traced.host_terms))
     return replace(
         traced,
@@ -112,7 +105,7 @@ def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[st
 _Traces = list[tuple[Gpu, TracedPlan, Calls]]
 
 
-def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
+def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
     """Return the program of `plan` on `gpu`: the worst rank's, with those of `others`.
 
     The program is cached for plans that differ only in limits and steps. The program of a second
@@ -123,7 +116,7 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
         context_bytes=0,
     )  # fmt: skip
     plan = canonical(plan)
-    traces = _cached_traces(plan, trust_remote_code, simulated())
+    traces = _cached_traces(plan, simulated())
     for other, trace, calls in traces:
         is_same = replace(other, chip="") == replace(gpu, chip="")
         if is_same and has_same_workspaces(calls, gpu, other):
@@ -135,15 +128,15 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False)
             return traced
     with recorded_calls() as calls:
         if plan.is_distributed:
-            worst, *others = run_ranks(plan, gpu, trust_remote_code=trust_remote_code)
+            worst, *others = run_ranks(plan, gpu)
             trace = replace(worst, others=tuple(others))
         else:
-            trace = logged_trace(plan, gpu, trust_remote_code=trust_remote_code)
+            trace = logged_trace(plan, gpu)
     traces.append((gpu, trace, calls))
     return trace
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_traces(plan: TrainingPlan, trust_remote_code: bool, release: TorchRelease) -> _Traces:
+def _cached_traces(plan: TrainingPlan, release: TorchRelease) -> _Traces:
     """Return the cached programs of `plan`, a list to which `trace_plan` appends."""
     return []

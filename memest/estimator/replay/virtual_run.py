@@ -39,7 +39,7 @@ from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import MemKind, StorageTable
 from memest.estimator.torch_api.distributed.ddp import NotFinished
 from memest.estimator.virtual_gpu import GRADS_LIVE_ON, VirtualGpu
-from memest.loops.job import Job, Listener, RunOptions, run_job
+from memest.loops.job import Job, Listener, run_job
 from memest.loops.probe import CudaMemory, PhaseRecorder
 from memest.models_meta.assemble import sequence_length
 from memest.models_meta.geometry import LayerGeometry, layer_geometry
@@ -237,7 +237,6 @@ def run_plan(
     gpu: Gpu,
     *,
     num_ahead: int = 0,
-    trust_remote_code: bool = False,
     rank: Rank | None = None,
     records_calls: bool = False,
 ) -> TracedPlan:
@@ -247,11 +246,10 @@ def run_plan(
         plan: plan to run.
         gpu: GPU whose kernels run.
         num_ahead: micro-batches of a step that are loaded and not run.
-        trust_remote_code: whether code that comes with a model may run.
         rank: rank of the plan's devices; None is the first.
         records_calls: whether `calls` of the result has the calls of the run.
     """
-    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     seq_len = sequence_length(plan, config)
     if plan.attn_implementation == FLASH_ATTENTION_2:
         check_gpu(gpu)
@@ -267,7 +265,6 @@ def run_plan(
         plan,
         recorder,
         Listener(on_end=watch.steps_done, on_model=watch.model_built, on_ready=watch.model_wrapped),
-        RunOptions(trust_remote_code=trust_remote_code),
         is_alone=True,
         num_ahead=num_ahead,
         rank=rank.rank,
@@ -291,12 +288,10 @@ def run_plan(
     )
 
 
-def logged_trace(plan: TrainingPlan, gpu: Gpu, *, trust_remote_code: bool = False) -> TracedPlan:
+def logged_trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
     """Run the part of `plan` that differs on `gpu`, and record its calls."""
     plan, num_ahead = shortened(plan)
-    return run_plan(
-        plan, gpu, num_ahead=num_ahead, trust_remote_code=trust_remote_code, records_calls=True
-    )
+    return run_plan(plan, gpu, num_ahead=num_ahead, records_calls=True)
 
 
 def rank_of(plan: TrainingPlan) -> Rank:

@@ -150,13 +150,7 @@ class _Spent(Exception):
     """The search has used up its predictions."""
 
 
-def advise(
-    plan: TrainingPlan,
-    gpu: Gpu | str,
-    *,
-    max_predictions: int = 40,
-    trust_remote_code: bool = False,
-) -> Advice:
+def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> Advice:
     """Return the changes that make `plan` fit `gpu`, cheapest in kind first.
 
     The plan's own GPUs are ignored; its `memory_limit` applies.
@@ -170,7 +164,7 @@ def advise(
             f"`max_predictions` is {max_predictions}", hint="give at least 1; 40 is plenty"
         )
     target = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    search = _Search(_on_gpu(plan, target), target, max_predictions, trust_remote_code)
+    search = _Search(_on_gpu(plan, target), target, max_predictions)
     current, prediction = search.predict_current()
     options: dict[TrainingPlan, Option] = {}
     techniques: tuple[Technique, ...] = ()
@@ -203,18 +197,16 @@ MAX_CHANGES = 8  # number of changed plans that `cheapest_change` predicts
 MAX_CALLS = 70_000  # operator calls of an answer's runs, 4 s; changed runs count as equally long
 
 
-def cheapest_change(
-    plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction, *, trust_remote_code: bool = False
-) -> Option | None:
+def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) -> Option | None:
     """Return a single change with which `plan` fits `gpu`, cheapest in kind first, or None.
 
     `prediction` is that of `plan`, with a verdict for `gpu`. At most `MAX_CHANGES` changes are
     tried, and fewer for a long run (`MAX_CALLS`).
     """
     target = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    traced = trace_plan(_on_gpu(plan, target), target, trust_remote_code=trust_remote_code)
+    traced = trace_plan(_on_gpu(plan, target), target)
     max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
-    search = _Search(_on_gpu(plan, target), target, max_predictions, trust_remote_code)
+    search = _Search(_on_gpu(plan, target), target, max_predictions)
     found: Option | None = None
     techniques = candidates(
         techniques_for(search.plan, search.facts(prediction), target),
@@ -244,7 +236,6 @@ class _Search:
     plan: TrainingPlan
     gpu: Gpu
     max_predictions: int
-    trust_remote_code: bool
     num_predictions: int = 0
     refused: list[Refused] = field(default_factory=list)
     known: dict[TrainingPlan, Option] = field(default_factory=dict)  # predicted, in order
@@ -253,13 +244,13 @@ class _Search:
     def predict_current(self) -> tuple[Option, Prediction]:
         """Predict the plan without a change; the caller handles an error."""
         self.num_predictions += 1
-        prediction = predict(self.plan, trust_remote_code=self.trust_remote_code)
+        prediction = predict(self.plan)
         self.known[self.plan] = self._option(self.plan, (), prediction)
         return self.known[self.plan], prediction
 
     def facts(self, prediction: Prediction) -> ModelFacts:
         """Return facts about the model for the changes; it is built again, on the meta device."""
-        self._facts = _model_facts(self.plan, prediction, self.trust_remote_code)
+        self._facts = _model_facts(self.plan, prediction)
         return self._facts
 
     def weigh(self, changes: Iterable[Change]) -> Option | None:
@@ -275,7 +266,7 @@ class _Search:
                 task: dict[str, Any] = {"label": title, "weight": 1, "task": plan}
                 task["total"] = self.max_predictions
                 notify(Event(is_done=False, **task))
-                prediction = predict(plan, trust_remote_code=self.trust_remote_code)
+                prediction = predict(plan)
                 self.known[plan] = self._option(plan, ordered, prediction)
                 notify(Event(is_done=True, result=self.known[plan], **task))
             known = self.known[plan]
@@ -415,12 +406,12 @@ def _costs(group: Iterable[tuple[Technique, Change]]) -> list[Cost]:
     return sorted(change.cost for _, change in group)
 
 
-def _model_facts(plan: TrainingPlan, prediction: Prediction, trust_remote_code: bool) -> ModelFacts:
+def _model_facts(plan: TrainingPlan, prediction: Prediction) -> ModelFacts:
     from memest.models_meta.assemble import load_dtype, lora_targets
     from memest.models_meta.build import build_model, vision_config
     from memest.models_meta.registry import resolve_config
 
-    config = resolve_config(plan.model_name, trust_remote_code=trust_remote_code)
+    config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     module = build_model(config, dtype=load_dtype(plan, config)).module
     vision = vision_config(config.pretrained)
     towers: list[str] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error
 from memest.estimator.hardware.gpus import Gpu, find_gpu
-from memest.estimator.predict import Trial
+from memest.estimator.predict import trials
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import PhaseRow, Term, Verdict
@@ -157,15 +157,11 @@ def _point(
     from memest.estimator.summary import peak_terms
 
     traced = {chip: related.at(plan) for chip, related in chips.items()}
-    trials: dict[Any, Trial] = {}
-    verdicts: dict[str, Verdict] = {}
-    for gpu in targets:
-        chip = gpu.chip
-        trials[chip] = Trial(traced[chip], plan, gpu, trials.get(chip))
-        verdicts[gpu.name] = trials[chip].verdict
-    first = targets[0].chip
-    whole = trials[first].scenarios[0].unlimited
-    terms = peak_terms(traced[first], plan.accumulate_grad_batches, whole)
+    found = list(trials(plan, targets, lambda gpu: traced[gpu.chip]))
+    verdicts = {gpu.name: trial.verdict for gpu, trial in found}
+    first = found[0][1]
+    whole = first.scenarios[0].unlimited
+    terms = peak_terms(first.traced, plan.accumulate_grad_batches, whole)
     return point_of(plan, terms, whole.peak_reserved_bytes, whole.rows, verdicts)
 
 

@@ -85,16 +85,14 @@ class Largest:
         }
 
 
-def largest(
-    plan: TrainingPlan, gpus: Sequence[Gpu], key: str, *, trust_remote_code: bool = False
-) -> list[Largest]:
+def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
     """Return the largest value of `key` on each of `gpus`; GPUs of one chip share their traces."""
     found = []
     all_series: dict[str, TraceSeries] = {}
     for gpu in gpus:
         chip = gpu.chip
         if chip not in all_series:
-            all_series[chip] = TraceSeries(plan, gpu, key, trust_remote_code=trust_remote_code)
+            all_series[chip] = TraceSeries(plan, gpu, key)
         found.append(_Search(all_series[chip], gpu).run())
     return found
 
@@ -137,7 +135,7 @@ class _Search:
         self._guesses = True
         self._trials: dict[int, Trial | PlanError] = {}
         self._config = resolve_config(
-            self.plan.model_name, trust_remote_code=series.trust_remote_code
+            self.plan.model_name, trust_remote_code=self.plan.trust_remote_code
         )
 
     def run(self) -> Largest:
@@ -353,12 +351,7 @@ def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
 
 
 def largest_of_all(
-    plan: TrainingPlan,
-    gpus: Sequence[Gpu],
-    key: str = "batch_size",
-    *,
-    jobs: int | None = None,
-    trust_remote_code: bool = False,
+    plan: TrainingPlan, gpus: Sequence[Gpu], key: str = "batch_size", *, jobs: int | None = None
 ) -> list[TechniqueRow]:
     """Return the largest value of `key` under every technique on each GPU, technique by technique.
 
@@ -367,9 +360,7 @@ def largest_of_all(
     Raises:
         MemestError: none of the techniques can be run; the error is the first one's.
     """
-    one = partial(
-        result_or_error, _rows, gpus=tuple(gpus), key=key, trust_remote_code=trust_remote_code
-    )
+    one = partial(result_or_error, _rows, gpus=tuple(gpus), key=key)
     tasks = list(technique_values(plan).items())
     found = find_engine("local", jobs).map(
         one, tasks, died=lambda task, error: error, label=lambda task: f"{plan.label}, {task[0]}"
@@ -385,8 +376,8 @@ def largest_of_all(
 
 
 def _rows(
-    task: tuple[str, Mapping[str, Any]], *, gpus: tuple[Gpu, ...], key: str, trust_remote_code: bool
+    task: tuple[str, Mapping[str, Any]], *, gpus: tuple[Gpu, ...], key: str
 ) -> list[TechniqueRow]:
     name, values = task
-    found = largest(TrainingPlan(**values), gpus, key, trust_remote_code=trust_remote_code)
+    found = largest(TrainingPlan(**values), gpus, key)
     return [TechniqueRow(name, row.gpu, row) for row in found]

@@ -34,26 +34,18 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 """False in a forked process, where autograd does not work: a plan without a trace is refused."""
 
 
-def _made(trace: Callable[..., TracedPlan], *args: Any, trust_remote_code: bool) -> TracedPlan:
+def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
-    return trace(*args, trust_remote_code=trust_remote_code)
+    return trace(*args)
 
 
 class TraceSeries:
     """Traced plans with other values of `key` (`batch_size` or `seq_len`), from few traces."""
 
-    def __init__(
-        self,
-        plan: TrainingPlan,
-        gpu: Gpu,
-        key: str = "batch_size",
-        *,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, plan: TrainingPlan, gpu: Gpu, key: str = "batch_size") -> None:
         self.plan, self.gpu, self.key = plan, gpu, key
         self.num_traces = 0
-        self.trust_remote_code = trust_remote_code
         self._traces: dict[int, TracedPlan] = {}
         self._covered: dict[int, Interpolation] = {}
         self._interpolations: dict[tuple[int, int], Interpolation] = {}
@@ -64,8 +56,7 @@ class TraceSeries:
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
             trace = trace_plan if self.is_alone else logged_trace
-            trust = self.trust_remote_code
-            self._traces[value] = _made(trace, plan, self.gpu, trust_remote_code=trust)
+            self._traces[value] = _made(trace, plan, self.gpu)
             self.num_traces += 1
         return self._traces[value]
 
@@ -238,11 +229,9 @@ class RelatedPlans:
         key: str = "batch_size",
         *,
         accumulates: bool = True,
-        trust_remote_code: bool = False,
     ) -> None:
         self.gpu, self.steps, self.values, self.key = gpu, steps, values, key
         self.accumulates = accumulates
-        self.trust_remote_code = trust_remote_code
         self._series: dict[TrainingPlan, TraceSeries] = {}
         self._optimizers: dict[TrainingPlan, OptimizerStep | None] = {}
         self._lead: TrainingPlan | None = None
@@ -270,8 +259,7 @@ class RelatedPlans:
     def _traced(self, plan: TrainingPlan) -> TracedPlan:
         key = with_value(plan, self.key, 1)
         if key not in self._series:
-            trust = self.trust_remote_code
-            self._series[key] = TraceSeries(plan, self.gpu, self.key, trust_remote_code=trust)
+            self._series[key] = TraceSeries(plan, self.gpu, self.key)
             self._series[key].cover(self.steps, queried=self.values)
         return self._series[key].at(getattr(plan, self.key))
 
@@ -285,7 +273,7 @@ class RelatedPlans:
         if short not in self._optimizers:
             self._optimizers[short] = None
             with suppress(NotInterpolable, MemestError):  # the lead may be what fails
-                own = _made(trace_plan, short, self.gpu, trust_remote_code=self.trust_remote_code)
+                own = _made(trace_plan, short, self.gpu)
                 other = self._in_short(replace(short, optim=lead.optim))
                 self._optimizers[short] = OptimizerStep(own, other)
         return self._optimizers[short]

@@ -27,7 +27,7 @@ def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> li
 
 
 def predict_each(
-    plans: Sequence[TrainingPlan], *, jobs: int | None = None, trust_remote_code: bool = False
+    plans: Sequence[TrainingPlan], *, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
     """Return predictions like `predict_all`, with an error for each plan that cannot be predicted.
 
@@ -38,7 +38,7 @@ def predict_each(
         target_gpus(plan)
         check_name(plan.model_name)
     alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
-    one = partial(result_or_error, predict, trust_remote_code=trust_remote_code, jobs=alone)
+    one = partial(result_or_error, predict, jobs=alone)
     groups = list(_alike(plans).values())
     if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
         jobs = 1

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from memest.child import forked
 from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error, shown
-from memest.estimator.predict import Trial, target_gpus
+from memest.estimator.predict import target_gpus, trials
 from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
@@ -172,14 +172,11 @@ def sweep_grid(
     *,
     jobs: int | None = None,
     engine: str = "local",
-    trust_remote_code: bool = False,
     known: Known | None = None,
 ) -> list[dict[str, Any]]:
     """Return flat rows for the points of `make_grid`, including those that are no plans."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    points = sweep(
-        plans, jobs=jobs, engine=engine, trust_remote_code=trust_remote_code, known=known
-    )
+    points = sweep(plans, jobs=jobs, engine=engine, known=known)
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
     keys = [key for key in keys if key not in ("gpu", "gpu_memory")]
     rows = iter([point.to_row(keys) for point in points])
@@ -201,7 +198,6 @@ def sweep(
     *,
     jobs: int | None = None,
     engine: str = "local",
-    trust_remote_code: bool = False,
     known: Known | None = None,
 ) -> list[SweepPoint]:
     """Predict every plan on each of its GPUs, in order.
@@ -217,7 +213,7 @@ def sweep(
     key, groups = _groups(new)
     tasks = [([new[i] for i in group], key) for group in groups]
     inner = (jobs or os.cpu_count() or 1) // max(1, len(tasks)) if engine == "local" else 1
-    one = partial(_sweep_group, jobs=max(1, inner), trust_remote_code=trust_remote_code)
+    one = partial(_sweep_group, jobs=max(1, inner))
     found = find_engine(engine, jobs).map(
         one, tasks, died=lambda task, error: [error] * len(task[0]), label=_label_of,
         weight=lambda task: len(task[0]),
@@ -255,7 +251,8 @@ def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
     """
     num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
     key = max(_VARIED, key=lambda k: num_values[k])
-    names = [name for name in (*PLAN_KEYS, "assumed") if name not in (key, "optim", "name")]
+    same = (*PLAN_KEYS, "assumed", "trust_remote_code")
+    names = [name for name in same if name not in (key, "optim", "name")]
     groups: dict[Any, list[int]] = {}
     for index, plan in enumerate(plans):
         # a length that is left out is the model's default, and no number of a series
@@ -267,7 +264,7 @@ def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
 
 
 def _sweep_group(
-    task: tuple[Sequence[TrainingPlan], str], *, jobs: int, trust_remote_code: bool
+    task: tuple[Sequence[TrainingPlan], str], *, jobs: int
 ) -> list[list[SweepPoint] | MemestError]:
     """Return the points of each plan of one group, or its error."""
     from memest.estimator.search.related_plans import RelatedPlans
@@ -278,9 +275,7 @@ def _sweep_group(
     chips: dict[Any, RelatedPlans] = {}
     with suppress(MemestError):  # each point is predicted below, where its error is found
         for gpu in reversed(target_gpus(plans[0])):
-            chips[gpu.chip] = RelatedPlans(
-                gpu, values, values, key, accumulates=False, trust_remote_code=trust_remote_code
-            )
+            chips[gpu.chip] = RelatedPlans(gpu, values, values, key, accumulates=False)
     for plan in {plan.optim: plan for plan in plans}.values():
         with suppress(MemestError):
             for related in chips.values():
@@ -329,12 +324,9 @@ def _replay_in_parallel(
 def _points(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans]) -> list[SweepPoint]:
     """Return a plan's points, one for each of its GPUs."""
     points: list[SweepPoint] = []
-    trials: dict[Any, Trial] = {}
-    for gpu in target_gpus(plan):
-        chip = gpu.chip
-        traced = chips[chip].at(plan)
-        found = trials[chip] = Trial(traced, plan, gpu, trials.get(chip))
-        outside_bytes = gpu.context_bytes + traced.libraries_bytes
+    traced = {chip: related.at(plan) for chip, related in chips.items()}
+    for gpu, found in trials(plan, target_gpus(plan), lambda gpu: traced[gpu.chip]):
+        outside_bytes = gpu.context_bytes + found.traced.libraries_bytes
         points.append(
             SweepPoint(
                 plan=plan,

@@ -6,26 +6,24 @@ one. The environment variable `MEMEST_TORCH` overrides the choice, also in child
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from memest.errors import PlanError, shown
 
-# Releases of torch: one row each, and the fields in which releases differ.
-#
-# A field's docstring names its source. A value that was read but not measured is marked in its row.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchRelease:
-    """Behaviour of a torch release that changes the memory of a run."""
+    """Behaviour of a torch release that changes the memory of a run: a row of `releases.json`."""
 
     version: tuple[int, int]
 
@@ -58,69 +56,22 @@ class TorchRelease:
     fuses_rms_norm: bool = True
     """`rms_norm` on CUDA is one kernel (`rms_norm_symint` in native/layer_norm.cpp)."""
 
+    source: str
+    """Files of the release that were read, or runs that were measured."""
+
     @property
     def name(self) -> str:
         """Major and minor number, such as `2.11`."""
         return f"{self.version[0]}.{self.version[1]}"
 
 
-TORCH_2_11 = TorchRelease(version=(2, 11), is_measured=True)
-"""Measured: torch 2.11 for CUDA 13."""
+def _releases() -> Iterator[TorchRelease]:
+    text = Path(__file__).with_name("releases.json").read_text(encoding="utf-8")
+    for row in json.loads(text):
+        yield TorchRelease(**row | {"version": tuple(row["version"])})
 
-TORCH_2_12 = replace(
-    TORCH_2_11,
-    version=(2, 12),
-    is_measured=False,
-    cudnn_version=92000,
-    shares_cublas_workspace=True,
-    large_blackwell_workspace=True,
-    dropout_in_sixteenths=True,
-    casts_rms_norm=True,
-)
-"""Read, not measured: source, header of autocast, strings of libtorch_cuda.so and libc10.so."""
 
-TORCH_2_13 = replace(TORCH_2_12, version=(2, 13))
-"""Read, not measured: the same files as for 2.12."""
-
-TORCH_2_14 = replace(TORCH_2_13, version=(2, 14), cudnn_version=92400)
-"""Read, not measured, in the wheel of 2.14.1. Its header of autocast is that of 2.13. The headers
-of its allocator differ only in snapshots and handles, and libc10.so names the same settings.
-"""
-
-TORCH_2_15 = replace(TORCH_2_14, version=(2, 15), cudnn_version=92600, frees_cublas_workspace=True)
-"""Read, not measured, in the wheel of 2.15.0: ATen/cuda/CUDAContextLight.h. Its header of autocast
-is that of 2.14.
-"""
-
-TORCH_2_10 = replace(TORCH_2_11, version=(2, 10), is_measured=False, cudnn_version=91002)
-"""The wheel, not measured, is for CUDA 12.8 and requires `nvidia-cudnn-cu12` 9.10.2.21. Since cuDNN
-is not newer than 9.15, torch does not prefer its attention.
-"""
-
-TORCH_2_9 = replace(TORCH_2_10, version=(2, 9))
-"""Read, not measured, in the wheel of 2.9.1: operators, header of autocast (the lists of 2.11)."""
-
-TORCH_2_8 = replace(TORCH_2_9, version=(2, 8), fuses_rms_norm=False)
-"""Requirements of the wheel were read, not measured. The fused norm has no gradient."""
-
-TORCH_2_7 = replace(TORCH_2_8, version=(2, 7), cudnn_version=90501)
-"""The wheel, not measured, requires `nvidia-cudnn-cu12` 9.5.1.17."""
-
-TORCH_2_6 = replace(TORCH_2_7, version=(2, 6), cudnn_version=90100)
-"""Read, not measured, in the wheel of 2.6.0, which requires `nvidia-cudnn-cu12` 9.1.0.70.
-Operators, header of autocast (the lists of 2.11), order of attention (flash, efficient, math).
-"""
-
-TORCH_2_5 = replace(TORCH_2_6, version=(2, 5))
-"""Read, not measured, in the wheel of 2.5.1, which requires the cuDNN of 2.6.0. Its header of
-autocast is that of 2.6. The headers of its allocator lack two settings of 2.6,
-`max_non_split_rounding_mb` and `pinned_use_background_threads`.
-"""
-
-RELEASES = (
-    TORCH_2_5, TORCH_2_6, TORCH_2_7, TORCH_2_8, TORCH_2_9, TORCH_2_10, TORCH_2_11, TORCH_2_12,
-    TORCH_2_13, TORCH_2_14, TORCH_2_15,
-)  # fmt: skip
+RELEASES = tuple(_releases())
 """Releases whose behaviour is known, oldest first."""
 
 OPERATORS_SINCE = {

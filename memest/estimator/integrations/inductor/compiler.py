@@ -9,9 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from importlib.abc import InspectLoader
-from importlib.util import module_from_spec, spec_from_loader
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -411,25 +409,7 @@ class _Config:
         self.__dict__.update(options)
 
 
-class _Source(InspectLoader):
-    """Loads a module from its text, under a file name of its own."""
-
-    file = "<memest kernel>"
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def is_package(self, fullname: str) -> bool:
-        """Return False: it is a module."""
-        return False
-
-    def get_source(self, fullname: str) -> str:
-        """Return the text."""
-        return self._text
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the code, whose functions name `file`."""
-        return compile(self._text, self.file, "exec")
+_KERNEL_FILE = "<memest kernel>"  # name of the file of a kernel's source
 
 
 def _load(source: str) -> None:
@@ -437,19 +417,14 @@ def _load(source: str) -> None:
 
     `linecache` holds its lines meanwhile, since `triton.jit` reads them by `inspect`.
     """
-    loader = _Source(source)
-    spec = spec_from_loader("kernel", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    vars(module).update(
-        {"__file__": loader.file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict}
-    )
+    names = {"__name__": "kernel", "__file__": _KERNEL_FILE}
     lines = source.splitlines(keepends=True)
-    linecache.cache[loader.file] = (len(source), None, lines, loader.file)
+    linecache.cache[_KERNEL_FILE] = (len(source), None, lines, _KERNEL_FILE)
     try:
-        loader.exec_module(module)
+        code = compile(source, _KERNEL_FILE, "exec")
+        exec(code, names | {"AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
     finally:
-        del linecache.cache[loader.file]
+        del linecache.cache[_KERNEL_FILE]
 
 
 # Padded matrix products: what Inductor decides by timing on a GPU.
