@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -261,10 +261,3 @@ def _processor(config: ModelConfig) -> Any:
             f"the processor of `{source}` cannot be loaded: {error_text(error)}",
             hint="`--data` needs the model's own processor: a Hub id, or a folder that holds it",
         ) from error
-
-
-def resolved_plan(plan: TrainingPlan, feed: Feed) -> dict[str, Any]:
-    """Return the plan for reports, with the sizes that were used."""
-    seq_len = None if plan.lengths else feed.seq_len
-    sized = replace(plan, seq_len=seq_len, image_size=feed.image_size, padded=feed.padded)
-    return sized.to_dict()

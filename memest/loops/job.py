@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -147,7 +147,9 @@ def run_job(job: Job) -> None:
         feed = data.synthetic_feed(plan, model, config)
     else:
         feed = data.dataset_feed(plan, config, options.data)
-    job.values = data.resolved_plan(plan, feed)
+    seq_len = None if plan.lengths else feed.seq_len
+    sized = replace(plan, seq_len=seq_len, image_size=feed.image_size, padded=feed.padded)
+    job.values = sized.to_dict()
     job.notes.extend(feed.notes)
     job.data_notes = list(feed.notes) if options.data is not None else []
     make_optimizer = partial(_optimizer_over, plan, model)

@@ -205,13 +205,17 @@ def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     """Apply FSDP2's `fully_shard` to each layer to wrap, then to the model, in place.
 
     As in Lightning's example, parameters have 16 bits and gradients are summed in 32. Checkpointed
-    layers are wrapped first. `mesh` has one axis, or under `HYBRID_SHARD` replicas by shards.
+    layers are wrapped first, without reentering. `mesh` has one axis, or under `HYBRID_SHARD`
+    replicas by shards.
 
     Raises:
         PlanError: a class to wrap or to checkpoint is not there.
     """
     layers = modules_named(model, wrap_class_names(model, plan))
-    checkpoint_layers(model, plan)
+    if names := checkpointed_class_names(model, plan):
+        stop_caching(model)
+        kinds = tuple(classes_named(model, names))
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kinds))
     options: dict[str, Any] = {"mesh": mesh}
     if plan.precision.endswith("-mixed"):
         options["mp_policy"] = MixedPrecisionPolicy(
@@ -222,12 +226,3 @@ def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     for name, _ in layers:  # by name: a checkpointed layer is inside its wrapper now
         fully_shard(model.get_submodule(name), **options)
     fully_shard(model, **options)
-
-
-def checkpoint_layers(model: nn.Module, plan: TrainingPlan) -> None:
-    """Apply `activation_checkpointing_policy` without reentering, as Lightning does for FSDP1."""
-    names = checkpointed_class_names(model, plan)
-    if names:
-        stop_caching(model)
-        classes = tuple(classes_named(model, names))
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, classes))

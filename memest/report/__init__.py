@@ -170,16 +170,6 @@ class Verdict:
         return "tight" if self.is_tight else self.verdict.word
 
 
-def without_operator(why: str) -> str:
-    """Return the reason of a term without the operator at its end.
-
-    >>> without_operator("of the optimizer: aten._foreach_sqrt")
-    'of the optimizer'
-    """
-    head, colon, tail = why.rpartition(": ")
-    return head if colon and OPERATOR.match(tail) else why
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
     """Bytes alive at the peak, with the arithmetic behind them."""
@@ -197,7 +187,8 @@ class Term:
         """The arithmetic and the reason, without the operator at the end of the reason."""
         if self.kind == "params":
             return self.arithmetic
-        return f"{self.arithmetic}: {without_operator(self.why)}"
+        head, colon, tail = self.why.rpartition(": ")
+        return f"{self.arithmetic}: {head if colon and OPERATOR.match(tail) else self.why}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

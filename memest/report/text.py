@@ -256,21 +256,12 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
         if row.step <= 1 and row.micro_batch in (0, last):
-            step = step_name(row.step, row.micro_batch if last else None)
+            step = f"{row.step + 1}.{row.micro_batch + 1}" if last else f"{row.step + 1}"
             levels = (row.allocated_bytes, row.peak_allocated_bytes, row.reserved_bytes)
             kinds = gib_that_add_up(list(row.kinds.values()))
             phase = row.phase.replace("_", " ").replace("optimizer ", "")
             rows.append([f"{step} {phase}", *kinds, *map(gib, levels)])
     return rows
-
-
-def step_name(step: int, micro_batch: int | None) -> str:
-    """Return a step as people count it, with its micro-batch where it has several.
-
-    >>> step_name(0, None), step_name(1, 3)
-    ('1', '2.4')
-    """
-    return f"{step + 1}" if micro_batch is None else f"{step + 1}.{micro_batch + 1}"
 
 
 def _closed_form(found: ClosedForm | None) -> list[str]:

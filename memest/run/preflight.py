@@ -244,7 +244,9 @@ def _oom_lines(script: _Script, report: RunReport) -> list[str]:
     lines.append(f"needs {gib_or_mib(needs)}: {gib_or_mib(needs - limit)} more than there is")
     if fitting := [n for n, v in endless.verdicts.items() if v.word == "fits" and n != endless.gpu]:
         lines.append(f"fits: {', '.join(fitting)}")
-    found = suggestions(endless, limit)
+    over = needs - limit
+    possible = _possible_changes(endless, over) if over > 0 else ()
+    found = [change for change in possible if change.saved_bytes >= over]
     for change in found:
         if not (change.options or change.alloc_conf):
             continue  # the script has to be changed
@@ -361,19 +363,12 @@ class Suggestion:
     alloc_conf: str = ""  # addition to `PYTORCH_ALLOC_CONF` that simulates it
 
 
-def suggestions(report: RunReport, limit_bytes: int) -> tuple[Suggestion, ...]:
-    """Return changes each of which is enough alone by this estimate, cheapest first.
-
-    `report` is of the script on a GPU with enough memory; `limit_bytes` is the real allocator's.
-    """
-    over = report.verdicts[report.gpu].needs_bytes - limit_bytes
-    if over <= 0:
-        return ()
-    return tuple(each for each in _possible_changes(report, over) if each.saved_bytes >= over)
-
-
 def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
-    """Yield changes of any script, with their estimated savings; `over` bytes are too many."""
+    """Yield changes of any script with their estimated savings, cheapest first.
+
+    `report` is of the script on a GPU with enough memory; `over` bytes are too many for the real
+    one.
+    """
     held = {term.name: term.num_bytes for term in report.terms}
     in_step = report.peak.phase == "optimizer"
     temporaries = held.get("temporaries", 0)

@@ -26,13 +26,9 @@ from memest.run.summary import report_of
 from memest.units import parse_bytes
 
 
-def install_smaller_batches(patches: Patches, parts: int) -> None:
-    """Keep one of `parts` of each DataLoader's batch, at least one sample."""
-    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-        patches.set(fetcher, "fetch", _with_smaller_batches(fetcher.fetch, parts))
-
-
 def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """Return a DataLoader's `fetch` that keeps one of `parts` of a batch, at least one sample."""
+
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         index = possibly_batched_index
         if self.auto_collation and len(index) > 1:
@@ -112,7 +108,9 @@ class Session:
             stack.callback(self._patches.undo)
             self._open = stack.pop_all()
         if self._batch_parts > 1:
-            install_smaller_batches(self._patches, self._batch_parts)
+            for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+                smaller = _with_smaller_batches(fetcher.fetch, self._batch_parts)
+                self._patches.set(fetcher, "fetch", smaller)
             self.virtual.mode.notes.add(
                 f"batches of DataLoaders are cut to 1/{self._batch_parts}, as asked"
             )

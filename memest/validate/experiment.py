@@ -299,8 +299,10 @@ def run_experiment(
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     at_start = [sample_host("the start")] if plan.is_distributed else []
     device = query_device(rank)
-    if plan.is_distributed:
-        _open_device(rank, plan.world_size)
+    if plan.is_distributed:  # with the rank's share of the cores, which DeepSpeed's Adam uses
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.world_size))
+        torch.cuda.set_device(rank)
+        torch.cuda.synchronize()  # opens the context
     job = Job(plan, recorder, Listener(on_end=lambda: None), options)
     run = _Run(job, device, used_before, started, rank=rank, samples=at_start)
     recorder.on_row = run.note_end_of_step
@@ -309,13 +311,6 @@ def run_experiment(
     if options.snapshots is not None and rank == 0:
         deliver = _recorded(run, options.snapshots / f"{file_stem(plan.label)}.npy.gz", deliver)
     execute(run, where=f"cuda:{rank}", deliver=deliver)
-
-
-def _open_device(rank: int, num_ranks: int) -> None:
-    """Open the rank's GPU and set its share of the cores, which DeepSpeed's Adam uses."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
-    torch.cuda.set_device(rank)
-    torch.cuda.synchronize()  # opens the context
 
 
 def _recorded(

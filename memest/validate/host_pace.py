@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, work_of
+from memest.estimator.tensors.patches import constant
 from memest.estimator.tensors.placement import tensors_in
 
 Call = Callable[[], Any]
@@ -126,7 +127,9 @@ def checkpoint_times() -> dict[str, float]:
     """Return the times of checkpointing: `region`, `hook` and `choice` of `host_times`."""
     layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 128) for _ in range(8)).cuda()
     x = torch.randn(16, 2, 64, device="cuda", requires_grad=True)
-    selective = partial(create_selective_checkpoint_contexts, _recompute)
+    selective = partial(
+        create_selective_checkpoint_contexts, constant(CheckpointPolicy.PREFER_RECOMPUTE)
+    )
     ways: dict[str, dict[str, Any]] = {
         "region": {"use_reentrant": True},
         "hook": {"use_reentrant": False},
@@ -160,10 +163,6 @@ def checkpoint_times() -> dict[str, float]:
         "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts)),
     }
     return {name: max(0.0, us) for name, us in found.items()}
-
-
-def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _median_us(calls: dict[str, Call]) -> dict[str, float]:

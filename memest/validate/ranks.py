@@ -37,13 +37,6 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return made | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> list[Measurement]:
     """Return the reports of all ranks, or those that exist when a rank was out of memory.
 
@@ -54,7 +47,9 @@ def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> 
         raise UnsupportedError(
             "a measured run on several GPUs needs Linux", hint="run `memest validate` on Linux"
         )
-    port = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])  # unused
     children: list[Child] = []
     paths = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
 

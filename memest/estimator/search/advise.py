@@ -36,7 +36,7 @@ from memest.estimator.search.changes import (
     Cost,
     Technique,
     apply,
-    candidates,
+    least_bytes,
     only,
     techniques_for,
 )
@@ -208,10 +208,10 @@ def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) 
     max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
     search = _Search(_on_gpu(plan, target), target, max_predictions)
     found: Option | None = None
-    techniques = candidates(
+    limit_bytes = prediction.verdicts[target.name].limit_bytes
+    techniques = only(  # without changes that are known to need more
         techniques_for(search.plan, search.facts(prediction), target),
-        traced,
-        prediction.verdicts[target.name].limit_bytes,
+        lambda change: least_bytes(change, traced) <= limit_bytes,
     )
     with suppress(_Spent, MemestError):
         for option in search._singles(techniques):

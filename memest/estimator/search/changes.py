@@ -103,16 +103,6 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     return replace(plan, **updates)
 
 
-def candidates(
-    techniques: Iterable[Technique], traced: TracedPlan, limit_bytes: int
-) -> list[Technique]:
-    """Return the changes that may make a plan fit `limit_bytes`; `traced` is the plan's run.
-
-    Changes that are known to need more are left out.
-    """
-    return only(techniques, lambda change: least_bytes(change, traced) <= limit_bytes)
-
-
 def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> list[Technique]:
     """Return `techniques` with the changes for which `keeps` returns True."""
     kept = (replace(each, changes=tuple(filter(keeps, each.changes))) for each in techniques)

@@ -396,7 +396,8 @@ def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable
     for row in rows:
         verdict = _verdict(row)
         if verdict is not None:
-            name = _row_name([_label(key, _text(row[key])) for key in down])
+            labels = [_label(key, _text(row[key])) for key in down]
+            name = ", ".join([label for label in labels if not label.startswith("no ")] or labels)
             text = _text(row[chosen])
             verdicts[name, text if _is_number(text) else _label(chosen, text)] = verdict
     return FitsTable(verdicts, chosen.replace("_", " "), tuple(values["gpu"]))
@@ -424,15 +425,6 @@ def _label(key: str, text: str) -> str:
     if text in ("", "None"):
         return f"no {name}"
     return f"{name} {text}" if _is_number(text) else text
-
-
-def _row_name(labels: Sequence[str]) -> str:
-    """Return the labels of a row; negative labels are omitted if there are positive ones.
-
-    >>> _row_name(["adamw", "no ckpt"]), _row_name(["no LoRA", "no ckpt"])
-    ('adamw', 'no LoRA, no ckpt')
-    """
-    return ", ".join([x for x in labels if not x.startswith("no ")] or labels)
 
 
 def _is_number(text: str) -> bool:

@@ -154,18 +154,9 @@ def is_newer(text: str) -> bool:
     return (_numbers(text) or (0, 0)) > RELEASES[-1].version
 
 
-def is_older(text: str) -> bool:
-    """Return whether a release is older than all known ones.
-
-    >>> is_older("2.4.1"), is_older("2.5.1")
-    (True, False)
-    """
-    return (_numbers(text) or RELEASES[0].version) < RELEASES[0].version
-
-
 def check_torch() -> None:
     """Raise a `PlanError` if the installed torch is older than the oldest supported release."""
-    if is_older(_installed()):
+    if (_numbers(_installed()) or RELEASES[0].version) < RELEASES[0].version:
         raise PlanError(
             f"torch {_installed()} is installed; memest needs {OLDEST} or newer",
             hint=f"pip install 'torch>={OLDEST}'",
