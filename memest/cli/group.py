@@ -6,6 +6,7 @@ import errno
 import os
 import platform
 import sys
+from collections import ChainMap
 from importlib import import_module
 from typing import Any
 
@@ -15,21 +16,16 @@ from memest.errors import MemestError, closest
 from memest.packages import broken_package
 
 SECTIONS = {
-    "Predict": ("run", "checkpoint", "predict", "explore"),
-    "Search": ("advise", "cheapest", "max-batch", "sweep"),
-    "Draw": ("chart", "lecture"),
-    "Measure": ("validate", "compare"),
-    "Integrate": ("diff", "ci", "mcp"),
-    "Look up": ("models", "gpus", "schema", "completion", "doctor"),
-}
-"""Sections of `memest --help`, with every command."""
-
-_MODULES = {
-    "checkpoint": "run", "advise": "predict", "cheapest": "sweep", "max-batch": "sweep",
-    "lecture": "explore", "compare": "diff", "ci": "diff",
-    "models": "doctor", "gpus": "doctor", "schema": "doctor", "completion": "doctor",
+    "Predict": {"run": "run", "checkpoint": "run", "predict": "predict", "explore": "explore"},
+    "Search": {
+        "advise": "predict", "cheapest": "sweep", "max-batch": "sweep", "sweep": "sweep",
+    },
+    "Draw": {"chart": "chart", "lecture": "explore"},
+    "Measure": {"validate": "validate", "compare": "diff"},
+    "Integrate": {"diff": "diff", "ci": "diff", "mcp": "mcp"},
+    "Look up": dict.fromkeys(("models", "gpus", "schema", "completion", "doctor"), "doctor"),
 }  # fmt: skip
-"""Module of `cli` of each command that has not the module's name."""
+"""Sections of `memest --help`, with every command and its module of `cli`."""
 
 
 class _Command(click.Command):
@@ -59,12 +55,12 @@ class _Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
-        return sorted(name for names in SECTIONS.values() for name in names)
+        return sorted(ChainMap(*SECTIONS.values()))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command, whose module is imported at its first use."""
-        if cmd_name in self.list_commands(ctx):
-            import_module(f"memest.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        if module := ChainMap(*SECTIONS.values()).get(cmd_name):
+            import_module(f"memest.cli.{module}")
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -162,7 +162,7 @@ def test_the_page_of_plan_keys_is_up_to_date() -> None:
     written = plan_page.PAGE.read_text(encoding="utf-8")
 
     assert plan_page.page(written) == written
-    assert set(plan_page.docstrings()) == {*PLAN_KEYS, "assumed"}
+    assert set(plan_page.docstrings()) == {*PLAN_KEYS, "assumed", "trust_remote_code"}
     for name in PLAN_KEYS:
         assert f"| `{name}` |" in written
 

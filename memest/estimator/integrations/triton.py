@@ -257,7 +257,7 @@ _OWN: dict[str, Any] = {
     "set_allocator": constant(None), "TensorDescriptor": _TensorDescriptor,
     **_ERRORS, **{name: _refuse(full) for name, full in _REFUSED.items()},
 }  # fmt: skip
-"""What the names of modules are; all others are empty classes."""
+"""Objects by their names in modules; all other names are empty classes."""
 
 
 def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from importlib.abc import InspectLoader
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -409,7 +410,15 @@ class _Config:
         self.__dict__.update(options)
 
 
-_KERNEL_FILE = "<memest kernel>"  # name of the file of a kernel's source
+class _Source(InspectLoader):
+    """Loads a module from its text, which has no file."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        """Return the text."""
+        return self._text
 
 
 def _load(source: str) -> None:
@@ -417,14 +426,14 @@ def _load(source: str) -> None:
 
     `linecache` holds its lines meanwhile, since `triton.jit` reads them by `inspect`.
     """
-    names = {"__name__": "kernel", "__file__": _KERNEL_FILE}
-    lines = source.splitlines(keepends=True)
-    linecache.cache[_KERNEL_FILE] = (len(source), None, lines, _KERNEL_FILE)
+    file = "<string>"  # name of the file in the code of `InspectLoader`
+    module = ModuleType("kernel")
+    vars(module).update({"__file__": file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     try:
-        code = compile(source, _KERNEL_FILE, "exec")
-        exec(code, names | {"AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
+        _Source(source).exec_module(module)
     finally:
-        del linecache.cache[_KERNEL_FILE]
+        del linecache.cache[file]
 
 
 # Padded matrix products: what Inductor decides by timing on a GPU.
