@@ -237,6 +237,12 @@ class _Selections:
         self._answers.discard(key)
         return is_answer
 
+    def forget(self, key: int) -> None:
+        """Drop the freed storage `key`."""
+        self._opposites.pop(key, None)
+        self._masks.discard(key)
+        self._answers.discard(key)
+
 
 class GuessedValues:
     """Guessed values of tensors that decide shapes, in a layer above the known values.
@@ -249,6 +255,11 @@ class GuessedValues:
         self._layer = KnownValues(below=known)
         self._guesses = guesses
         self._selections = _Selections()
+
+    def forget(self, key: int) -> None:
+        """Drop the freed storage `key`, here and in the known values."""
+        self._known.forget(key)
+        self._selections.forget(key)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the guessed value of `tensor`, or None."""

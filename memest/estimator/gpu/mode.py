@@ -117,7 +117,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.works = PendingWorks(self.timeline, self.memory)
         self.rank = ALONE
         self.is_off = False  # flag: operators run as without the simulated GPU
-        self.memory.on_free = self.values.forget
+        self.memory.on_free = self.guessed.forget
         self.memory.on_fold = self._before_fold
         self._has_own_dispatch = cache(_has_own_dispatch)
         self._decomposes_under = cache(decomposition_key)

@@ -127,6 +127,15 @@ def test_a_mask_whose_opposite_selected_nothing_has_elements(gpu: Session) -> No
     assert not torch.any((x >= -3) & (x <= 3))  # another mask
 
 
+def test_a_mask_in_the_place_of_a_freed_one_has_not_selected(gpu: Session) -> None:
+    x = activations(512, 32)
+    for _ in range(20):
+        inside = (x >= -3) & (x <= 3)
+        assert not torch.any(inside)
+        x[inside]
+        del inside
+
+
 def test_what_is_known_of_a_mask_is_kept(gpu: Session) -> None:
     scores = activations(512, 32)
     is_real = torch.arange(512, device="cuda") < 100
