@@ -236,9 +236,10 @@ def sweep(
 def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
     plans, key = task
     first = plans[0]
-    optimizers = list(dict.fromkeys(plan.optim for plan in plans))
-    parts = [first.label, first.precision, ", ".join(optimizers)]
-    num_values = len(plans) // len(optimizers)
+    num_optimizers = len({plan.optim for plan in plans})
+    optimizers = first.optim if num_optimizers == 1 else f"{num_optimizers} optimizers"
+    parts = [first.label, first.precision, optimizers]
+    num_values = len(plans) // num_optimizers
     if num_values > 1:
         parts.append(f"{num_values} of {key.replace('_', ' ')}")
     return " ".join(parts)
