@@ -30,9 +30,9 @@ _new_process = subprocess.run
 def run(
     command: Sequence[str], *, imports: Sequence[str] = (), **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a command as `subprocess.run` does: `python -m` or `python -c` in a copy of the server.
+    """Run a command as `subprocess.run` does: `python -m` or `python -c` in a copy of a server.
 
-    The server has imported `imports` before; its later copies have them too.
+    The server has imported `imports`; each combination has a server of its own.
     """
     environment = dict(options.get("env") or os.environ)
     streams = {options.get("stdout"), options.get("stderr")}
@@ -47,11 +47,11 @@ def run(
         return _new_process(command, **options)
     with TemporaryDirectory() as files:
         request = {
-            "arguments": command[1:], "imports": imports, "environment": environment,
+            "arguments": command[1:], "environment": environment,
             "folder": str(options.get("cwd") or Path.cwd()),
             "streams": _streams(Path(files), options.get("input") or ""),
         }  # fmt: skip
-        code = _answer(json.dumps(request), options.get("timeout"))
+        code = _answer(tuple(imports), json.dumps(request), options.get("timeout"))
         out, err = (Path(path).read_bytes() for path in request["streams"][1:])
     given = [each.decode() if options.get("text") else each for each in (out, err)]
     done = subprocess.CompletedProcess(command, code, *given)
@@ -70,19 +70,22 @@ def _streams(folder: Path, given: str) -> list[str]:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    """Start the server of this process, which ends with it."""
+def _server(imports: tuple[str, ...]) -> subprocess.Popen[str]:
+    """Start a server of this process, which ends with it."""
     server = subprocess.Popen(
-        [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, str(SERVER), *imports],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env=_ENVIRONMENT,
-    )  # fmt: skip
+    )
     atexit.register(server.communicate)
     return server
 
 
-def _answer(request: str, timeout_s: float | None) -> int:
-    """Send a request to the server; return the exit status of its command."""
-    server = _server()
+def _answer(imports: tuple[str, ...], request: str, timeout_s: float | None) -> int:
+    """Send a request to a server; return the exit status of its command."""
+    server = _server(imports)
     assert server.stdin is not None
     assert server.stdout is not None
     print(request, file=server.stdin, flush=True)

@@ -116,8 +116,8 @@ def test_a_sweep_gives_its_groups_to_the_engine(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engines, "require", lambda *packages: None)
     monkeypatch.setitem(engines.ENGINES, "ray", Dead)
     plans = [
-        TrainingPlan(model_name="gpt2", optim=optim, batch_size=size, gpu=("t4",))
-        for optim in ("adamw", "sgd")
+        TrainingPlan(model_name="gpt2", act_ckpt=is_ckpt, batch_size=size, gpu=("t4",))
+        for is_ckpt in (False, True)
         for size in (1, 2)
     ]
     points = sweep(plans, jobs=3, engine="ray")

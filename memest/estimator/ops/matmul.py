@@ -218,7 +218,8 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
     `:4096:2:16:8` = 2 * 4096 KiB + 8 * 16 KiB = 8.125 MiB. Later releases give Blackwell (compute
     capability 10.x and 12.x) 32 MiB too.
 
-    >>> from memest.estimator.versions import TORCH_2_11 as release
+    >>> from memest.estimator.versions import known
+    >>> release = known("2.11")
     >>> cublas_workspace_bytes((9, 0), release), cublas_workspace_bytes((8, 0), release)
     (33554432, 8519680)
     """
@@ -248,7 +249,8 @@ def cublas_settings(
     `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since 2.15,
     `TORCH_CUBLAS_WORKSPACE_CACHE`. Blas.cpp reads `DISABLE_ADDMM_CUDA_LT`.
 
-    >>> from memest.estimator.versions import TORCH_2_11 as release
+    >>> from memest.estimator.versions import known
+    >>> release = known("2.11")
     >>> cublas_settings((9, 0), release, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}).handle_bytes >> 10
     128
     """
