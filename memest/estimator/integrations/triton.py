@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -371,12 +372,28 @@ def do_bench(fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs:
     return MILLISECONDS if quantiles is None else [MILLISECONDS] * len(quantiles)
 
 
+def _renew(patches: Patches) -> None:
+    """Give the stub's names to modules of Inductor that were imported when there was no Triton."""
+    compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
+    if compat is None or hasattr(compat.triton, "Config"):
+        return
+    new = module_from_spec(compat.__spec__)
+    compat.__spec__.loader.exec_module(new)
+    before = dict(vars(compat))
+    others = {k: v for k, v in vars(new).items() if k[:2] != "__" and v is not before.get(k)}
+    for module in [m for name, m in sys.modules.items() if name.startswith("torch._inductor.")]:
+        for name in others.keys() & vars(module).keys():
+            if vars(module)[name] is before.get(name):
+                patches.set(module, name, others[name])
+
+
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install Triton, with launches that do nothing."""
     is_installed = "triton" in sys.modules or PathFinder.find_spec("triton") is not None
     if not is_installed:
         finder = Finder(partial(driver_of, mode), do_bench)
         finder.install(patches, is_first=False)
+        _renew(patches)
         return
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:

@@ -112,6 +112,17 @@ def test_flex_attention_is_compiled() -> None:
     ], done.stderr
 
 
+def test_inductor_that_was_imported_without_triton_compiles() -> None:
+    """bitsandbytes imports it, and a notebook may have imported that before."""
+    code = f"import torch._inductor.runtime.triton_heuristics\n{_FLEX}"
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.stdout.splitlines() == [
+        "torch.float32 torch.float32",
+        "torch.bfloat16 torch.float32",
+    ], done.stderr
+
+
 _EAGER_FLEX = """
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
