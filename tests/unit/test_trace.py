@@ -501,3 +501,18 @@ def test_autocast_casts_the_last_argument_first() -> None:
             born = Requests(gpu).made(lambda: F.linear(x, weight, bias))
 
     assert born[:4] == [F_ * 2, F_ * D * 2, B * D * 2, B * F_ * 2]
+
+
+def test_a_call_in_place_runs_the_meta_kernel_once() -> None:
+    """The numbers of a later call may differ; a call that resizes always runs."""
+    with recording(Tiny().to("meta", BF16)) as sim:
+        recipes = sim.mode.kernels.recipes
+        x = meta(4, 8)
+        before = len(recipes)
+        for low in (0.1, 0.2):
+            assert x.clamp_(low) is x
+        assert len(recipes) == before + 1
+        for size in ((4, 7), (2, 3), (2, 2)):
+            torch.ops.aten._resize_output_(x, size, "meta")
+            assert x.shape == size
+        assert len(recipes) == before + 1

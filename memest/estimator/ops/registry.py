@@ -46,6 +46,7 @@ _OWN_BUFFERS = ("profiler", "_c10d_functional")  # marks; collectives with own b
 _COMPOSED = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
 """Elementwise operators by torch's tag that run several kernels: not compared with a GPU."""
 
+_RESIZES = frozenset(("aten::resize_", "aten::resize_as_", "aten::_resize_output_"))
 _FOREACH_MAXIMUM = "_foreach_maximum"
 _NOT_IMPLEMENTED = "not implemented for"
 
@@ -130,7 +131,7 @@ class Op:
         self.is_pointwise = torch.Tag.pointwise in func.tags and not self.is_mutable
         is_foreach = func._schema.name.startswith("aten::_foreach_")
         self.is_foreach_in_place = is_foreach and self.is_mutable
-        self.is_resize = func._schema.name in ("aten::resize_", "aten::resize_as_")
+        self.is_resize = func._schema.name in _RESIZES
         self.may_grow = self.is_resize or any(a.is_out for a in func._schema.arguments)
         self.returns_nothing = not func._schema.returns
         self.is_plain_in_place = self._is_plain_in_place()

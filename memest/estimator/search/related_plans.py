@@ -35,6 +35,7 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 
 
 def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
+    """Call `trace`, which runs a plan, unless this process is forked."""
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
     return trace(*args)
