@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend
 from memest.estimator.hardware.gpus import Gpu, list_gpus
 from memest.estimator.ops import attention, autograd_ops, convolution, matmul
 from memest.estimator.ops.attention import choose_backend
-from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of, registered
 from memest.estimator.versions import MEASURED, known, simulating
 from memest.units import MIB
@@ -131,7 +130,7 @@ def gpu_rows() -> Table:
             ", ".join(gpu.name for gpu in gpus),
             "CUDA 13.0" if capability >= FIRST_OF_CUDA_13 else "CUDA 12.6",
             f"{workspace:g} MiB per thread",
-            str(threads_per_sm(gpus[0])),
+            str(gpus[0].multiprocessor.threads),
             _experts(gpus[0]),
             _workspaces(gpus[0]),
         ])  # fmt: skip

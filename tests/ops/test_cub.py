@@ -12,7 +12,6 @@ from memest.estimator.ops.cub import (
     sum_storage_bytes,
     unique_by_key_bytes,
 )
-from memest.estimator.ops.reductions import threads_per_sm
 from tests.op_calls import H200
 
 ITEMS = 1_000_000
@@ -65,7 +64,10 @@ def test_a_scan_is_alike_everywhere_and_a_sum_fills_the_gpu_five_times() -> None
 
     assert scan_bytes(896 * 4) == rounded(rounded((4 + 32) * 16) + 255) + 255
     assert scan_bytes(4, value_bytes=4) == rounded(rounded((1 + 32) * 8) + 255) + 255 == 1023
-    assert sum_storage_bytes(ITEMS, threads_per_sm(t4) * t4.num_sms) == rounded(160 * 5 * 4) + 255
+    assert (
+        sum_storage_bytes(ITEMS, t4.multiprocessor.threads * t4.num_sms)
+        == rounded(160 * 5 * 4) + 255
+    )
 
 
 def test_cub_storage_follows_from_tiles_and_sweeps() -> None:

@@ -38,7 +38,6 @@ from memest.estimator.ops.cudnn_library import (
     Plan,
     device_properties,
     library,
-    strides,
 )
 from memest.estimator.ops.cudnn_rules import ConvolutionShapes, is_product, workspace_bytes
 from tests.convolutions import of_row
@@ -175,11 +174,6 @@ def test_filters_follow_the_settings_of_torch() -> None:
     assert kept(TENSOR_CORES) == [True, False, True, False]
     assert kept(NONDETERMINISTIC) == [True, True, False, False]
     assert kept(DOWN_CONVERTS) == [False] * 4
-
-
-def test_strides_are_dense_in_both_layouts() -> None:
-    assert strides([2, 3, 5, 7], False) == [105, 35, 7, 1]
-    assert strides([2, 3, 5, 7], True) == [105, 1, 21, 3]
 
 
 def test_properties_of_a_gpu_name_their_source_and_agree_with_the_catalogue() -> None:

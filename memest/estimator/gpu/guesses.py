@@ -22,7 +22,7 @@ from torch.distributions import distribution
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.branches import WaitingLoops
-from memest.estimator.ops.registry import op_of
+from memest.estimator.ops.registry import arguments_by_name, op_of
 from memest.estimator.tensors.known_values import KnownValues, materialise
 from memest.estimator.tensors.lines import LARGEST, Notes
 from memest.estimator.tensors.placement import CPU, META, storage_key, tensors_in
@@ -366,9 +366,7 @@ def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if func is aten.multinomial.default:
         return -1
     is_of_one = func in (aten.argmax.default, aten.argmin.default)
-    place = 2 if func is aten.topk.default else 1
-    is_given = func is not aten.sort.stable and len(args) > place
-    return args[place] if is_given else kwargs.get("dim", None if is_of_one else -1)
+    return arguments_by_name(func, args, kwargs).get("dim", None if is_of_one else -1)
 
 
 def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -387,7 +385,7 @@ def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return whole(kwargs["output_size"])
     if func in _UNIQUE:
-        given = dict(zip(_UNIQUE[func], args[1:], strict=False)) | kwargs
+        given = arguments_by_name(func, args, kwargs)
         dim = given.get("dim")
         rows = size if dim is None else source.size(dim)
         kept = source.new_empty(rows) if dim is None else torch.empty_like(source)
@@ -397,9 +395,7 @@ def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return None
 
 
-_UNIQUE = {
-    aten._unique2.default: ("sorted", "return_inverse", "return_counts"),
-    aten.unique_consecutive.default: ("return_inverse", "return_counts", "dim"),
-    aten.unique_dim.default: ("dim", "sorted", "return_inverse", "return_counts"),
-    aten.unique_dim_consecutive.default: ("dim", "return_inverse", "return_counts"),
-}
+_UNIQUE = frozenset((
+    aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
+    aten.unique_dim_consecutive.default,
+))  # fmt: skip

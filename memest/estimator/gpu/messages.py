@@ -14,7 +14,7 @@ from torch import Tensor
 from memest.errors import UnsupportedError
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.registry import Args, op_of
+from memest.estimator.ops.registry import Args, arguments_by_name, op_of
 from memest.estimator.tensors.known_values import ValueUnknown
 from memest.estimator.tensors.placement import GPU, tensors_in
 
@@ -98,8 +98,7 @@ def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor]
     """Return torch's message for tensors of the host and of the GPU in one call."""
     text = "Expected all tensors to be on the same device, but"
     method = comparing_methods().get(str(func).removesuffix(".default"))
-    names = [argument.name for argument in func._schema.arguments]
-    given = [*zip(names, args, strict=False), *kwargs.items()]
+    given = arguments_by_name(func, args, kwargs).items()
     found = [(name, is_on_gpu(tensor)) for name, value in given for tensor in tensors_in((value,))]
     if method is None:
         return f"{text} found at least two devices, {GPU.device} and cpu!"

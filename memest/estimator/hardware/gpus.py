@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memest.errors import PlanError, closest
 from memest.plan import TrainingPlan
@@ -50,6 +50,32 @@ _ALIASES = {  # a bare family name means its largest GPU
 }  # fmt: skip
 _INCIDENTAL = re.compile(r"nvidia|tesla|geforce|generation|sxm\d?|pcie|hbm\d\w?|\d+gb?")
 """Words of a device name that do not distinguish kinds of GPU of one family."""
+
+
+class Multiprocessor(NamedTuple):
+    """Limits of one multiprocessor."""
+
+    threads: int  # threads that it runs at once (`maxThreadsPerMultiProcessor`)
+    shared_kib: int
+    block_shared_kib: int  # opt-in shared memory per block (`sharedMemPerBlockOptin`), KiB
+
+
+MULTIPROCESSORS = {
+    (7, 0): Multiprocessor(2048, 96, 96),
+    (7, 5): Multiprocessor(1024, 64, 64),
+    (8, 0): Multiprocessor(2048, 164, 163),
+    (8, 6): Multiprocessor(1536, 100, 99),
+    (8, 7): Multiprocessor(1536, 164, 163),
+    (8, 9): Multiprocessor(1536, 100, 99),
+    (9, 0): Multiprocessor(2048, 228, 227),
+    (10, 0): Multiprocessor(2048, 228, 227),
+    (10, 3): Multiprocessor(2048, 228, 227),
+    (12, 0): Multiprocessor(1536, 100, 99),
+    (12, 1): Multiprocessor(1536, 100, 99),
+}
+"""Multiprocessors by compute capability: CUDA Programming Guide 13, table 30 "Memory Information
+per Compute Capability" and table 31; 7.0 in the guide of CUDA 12.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +117,11 @@ class Gpu:
         if rate == "bfloat16":
             rate = "float16" if self.capability >= (8, 0) else "float32"
         return self.tflops[rate] if rate in self.tflops else 2 * self.tflops["float16"]
+
+    @property
+    def multiprocessor(self) -> Multiprocessor:
+        """Limits of each multiprocessor; those of 9.0 for an unknown compute capability."""
+        return MULTIPROCESSORS.get(self.capability, MULTIPROCESSORS[9, 0])
 
     @property
     def sm_share(self) -> float:

@@ -630,12 +630,12 @@ class _EfficientBlock:
         return max(1, min(splits, 200 // heads))
 
 
-_SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Capabilities with 99 KiB of shared memory per block (CUDA programming guide, table of limits).
+_LEAST_SHARED_KIB = 99
+"""Least shared memory per block from compute capability 8.0 on, KiB.
 
-From 8.0 on the tiles of 128 queries need 121344 bytes in float32, and those of 128 x 128 need
-133632 (bfloat16) to 162304 (float16, dropout). All others fit everywhere. `sizeof(SharedStorage)`
-of torch 2.13's kernel_backward.h, compiled with CUTLASS 4.2.
+There the tiles of 128 queries need 121344 bytes in float32, and those of 128 x 128 need 133632
+(bfloat16) to 162304 (float16, dropout). All others fit everywhere. `sizeof(SharedStorage)` of torch
+2.13's kernel_backward.h, compiled with CUTLASS 4.2.
 """
 
 
@@ -645,7 +645,7 @@ def _efficient_block(
     """The first kernel of `dispatch_cutlassB` that is wide enough and fits the shared memory."""
     is_half = dtype in _HALF
     major, minor = gpu.capability
-    is_small = gpu.capability in _SMALL_SHARED_MEMORY
+    is_small = gpu.multiprocessor.block_shared_kib == _LEAST_SHARED_KIB
     max_width = 128 if width <= 128 else 65536
     queries, keys = 128, 64
     if width <= 64:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 )
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.registry import Args, Kwargs, named, op_of, registered
+from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name, named, op_of, registered
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import INSIDE, on_gpu, tensors_in
@@ -347,8 +347,7 @@ def _to_float32(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
 
 def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[str, Any]]:
     """Set the operator's `dtype` to float32 where the caller gave none."""
-    names = [a.name for a in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = arguments_by_name(op, args, kwargs)
     if _is_eligible(args[0]) and given.get("dtype") is None:
         given["dtype"] = torch.float32
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in given]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from memest.estimator.ops.registry import Args, Kwargs
+from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.placement import is_meta, tensors_in
 
@@ -25,13 +25,13 @@ SUMS = "values of collectives are those of sums: this torch does not expose the 
 
 def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Fill the outputs of `func`, an operator of `c10d`, and return its result."""
-    given = (*args, *kwargs.values())
-    tensors = list(tensors_in(given))
+    given = arguments_by_name(func, args, kwargs)
+    tensors = list(tensors_in(given.values()))
     name = func._schema.name.removeprefix("c10d::")
     stream = mode.timeline.stream
     if any(map(is_meta, tensors)):
         peer = args[2] if name in ("send", "recv_") else None
-        group = _group(given)
+        group = _group(given.values())
         stream = mode.works.communicate(group, name, peer, _messages(func, given, group))
         num_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
         mode.timeline.transfer(num_bytes, stream)
@@ -43,7 +43,7 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         _pass(mode, name, args)
     else:
         _fill(mode, name, args)
-    work = mode.works.new_work(tensors if _is_asynchronous(func, args) else (), stream)
+    work = mode.works.new_work(tensors if _is_asynchronous(func, given) else (), stream)
     returned = tuple(
         args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )
@@ -52,7 +52,7 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return returned[0] if returned else None
 
 
-def _messages(func: Any, given: Args, group: Any) -> list[tuple[int, bool]]:
+def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
     """Messages that NCCL sends for a collective: the other rank, and whether this one sends.
 
     `torch::cuda::nccl::all2all`, `gather` and `scatter` of torch 2.11 (torch/csrc/cuda/nccl.cpp).
@@ -63,8 +63,7 @@ def _messages(func: Any, given: Args, group: Any) -> list[tuple[int, bool]]:
         return [(rank, sends) for rank in others for sends in (True, False)]
     if name not in ("gather_", "scatter_"):
         return []
-    arguments = [argument.name for argument in func._schema.arguments]
-    root = given[arguments.index("root_rank")]
+    root = given["root_rank"]
     is_root = root == group.rank()
     sends = is_root == (name == "scatter_")
     return [(rank, sends) for rank in (others if is_root else [root])]
@@ -81,22 +80,18 @@ def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
                 mode.pass_workspaces(func, len(parts) * parts[0].nbytes)
 
 
-def _is_asynchronous(func: Any, args: Args) -> bool:
+def _is_asynchronous(func: Any, given: Kwargs) -> bool:
     """Return whether the caller waits later; default arguments may be missing."""
     found = _async_argument(func)
     if found is None:  # before torch 2.7, Python waits for a work that it does not return
         return _async_argument(torch.ops.c10d.allreduce_.default) is None
-    position, default = found
-    return bool(args[position] if position < len(args) else default)
+    return bool(given.get(found.name, found.default_value))
 
 
 @cache
-def _async_argument(func: Any) -> tuple[int, bool] | None:
-    """Return the position and default of the argument for asynchronous calls, if it has one."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in ("asyncOp", "async_op"):
-            return position, argument.default_value
-    return None
+def _async_argument(func: Any) -> Any:
+    """Return the argument for asynchronous calls in the schema of `func`, or None."""
+    return next((a for a in func._schema.arguments if a.name in ("asyncOp", "async_op")), None)
 
 
 def _fill(mode: SimMode, name: str, args: Args) -> None:

@@ -17,7 +17,6 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import scan_bytes
-from memest.estimator.ops.reductions import threads_per_sm
 from memest.estimator.ops.refusals import fits, overflow
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.sim_mode import SimMode
@@ -58,10 +57,8 @@ COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")  # move gradients to 
 
 def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
     """Return a call of `aten::to.device` as a call of the overload with all arguments by name."""
-    tensor, device, dtype, *rest = args
-    options = dict(zip(("non_blocking", "copy", "memory_format"), rest, strict=False))
-    given = {"device": device, "dtype": dtype, **options, **kwargs}
-    return aten.to.dtype_layout, (tensor,), given
+    given = registry.arguments_by_name(aten.to.device, args, kwargs)
+    return aten.to.dtype_layout, (given.pop("self"),), given
 
 
 def awaited_device() -> torch.device | None:
@@ -205,7 +202,7 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
     row_bytes = prod(source.shape[dim + 1 :]) * source.itemsize
     chunks = [size * row_bytes for size in sizes]
     num_blocks = sum(ceil_div(chunk, BLOCK_BYTES) for chunk in chunks)
-    most = threads_per_sm(gpu) * gpu.num_sms // BLOCK_THREADS * WAVES
+    most = gpu.multiprocessor.threads * gpu.num_sms // BLOCK_THREADS * WAVES
     factor = ceil_div(num_blocks * num_chunks, most)
     chunks_per_block = min(ceil(sqrt(factor)), num_chunks)
     rounds = ceil_div(factor, chunks_per_block)

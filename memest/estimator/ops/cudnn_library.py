@@ -38,6 +38,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
+
 from memest.estimator.hardware import gpus
 from memest.estimator.ops.cudnn_rules import (
     DTYPES,
@@ -287,11 +289,14 @@ class Library:
             "x": [samples, inputs, *c.image],
             "y": [samples, outputs, *c.result],
         }
+        strides_of: Any = (
+            make_channels_last_strides_for if c.is_channels_last else make_contiguous_strides_for
+        )
         tensors = [
             self._make(
                 TENSOR,
                 (906, INT64, [ord(name)]), (901, DATA_TYPE, [data_type]), (902, INT64, shape),
-                (903, INT64, strides(shape, c.is_channels_last)), (900, INT64, [ALIGNMENT]),
+                (903, INT64, strides_of(shape)), (900, INT64, [ALIGNMENT]),
             )
             for name, shape in tensors_of.items()
         ]  # fmt: skip
@@ -410,18 +415,6 @@ def _on_a_gpu(
 def _array(of_type: int, values: Sequence[Any]) -> Any:
     plain = [v.value if isinstance(v, ctypes.c_void_p) else v for v in values]
     return (C_TYPES.get(of_type, ctypes.c_int) * len(plain))(*plain)
-
-
-def strides(shape: Sequence[int], is_last: bool) -> list[int]:
-    """Strides of a dense tensor, with channels innermost if `is_last`."""
-    order = [*range(len(shape) - 1, -1, -1)]
-    if is_last:
-        order = [1, *range(len(shape) - 1, 1, -1), 0]
-    found, step = [0] * len(shape), 1
-    for dim in order:
-        found[dim] = step
-        step *= shape[dim]
-    return found
 
 
 @cache

@@ -28,7 +28,7 @@ from memest.estimator.ops.cub import (
     unique_by_key_bytes,
 )
 from memest.estimator.ops.in_place import in_nodes
-from memest.estimator.ops.reductions import accumulator_bytes_of, threads_per_sm
+from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
 from memest.estimator.ops.registry import Args, Kwargs, ValueOf, argument, outputs_only, register
 from memest.estimator.ops.sim_mode import SimMode
@@ -261,7 +261,7 @@ def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
 def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     copies, count = contiguous_copy(mask), mask.numel()
-    counting = sum_storage_bytes(count, threads_per_sm(gpu) * gpu.num_sms)
+    counting = sum_storage_bytes(count, gpu.multiprocessor.threads * gpu.num_sms)
     return around((*copies, 4), passing(counting) + positions + passing(select_bytes(count, gpu)))
 
 

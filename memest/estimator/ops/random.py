@@ -30,7 +30,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes
-from memest.estimator.ops.reductions import reduce_bytes, sum_bytes, threads_per_sm
+from memest.estimator.ops.reductions import reduce_bytes, sum_bytes
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
@@ -210,7 +210,7 @@ class Launch:
 
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
     """Return the grid by `calc_execution_policy`: no more blocks than the GPU runs at once."""
-    most = gpu.num_sms * (threads_per_sm(gpu) // BLOCK_THREADS)
+    most = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
     return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
 
 
@@ -450,9 +450,8 @@ def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
     """Return the parameters of the distribution, such as mean and deviation, from a call."""
     if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
         return []
-    names = [argument.name for argument in func._schema.arguments[1:]]
-    found = dict(zip(names, args[1:], strict=False)) | kwargs
-    return [float(found[name]) for name in names if name in found and name != "generator"]
+    _, *given = registry.arguments_by_name(func, args, kwargs).items()
+    return [float(value) for name, value in given if name != "generator"]
 
 
 # ------------------------------------------------------------------ requests, results

@@ -20,7 +20,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.reductions import sum_bytes
-from memest.estimator.ops.registry import Args, Kwargs, register
+from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name, register
 from memest.estimator.ops.temporaries import (
     Events,
     KernelEvent,
@@ -249,9 +249,8 @@ aten = torch.ops.aten
 
 
 def _named(packet: Any, args: Args) -> Any:
-    """Return the arguments of a call by their names in the operator's schema."""
-    names = [argument.name for argument in packet.default._schema.arguments]
-    return SimpleNamespace(**dict(zip(names, args, strict=False)))
+    """Return the arguments of a call as attributes."""
+    return SimpleNamespace(**arguments_by_name(packet.default, args, {}))
 
 
 def _layers(call: Any) -> Layers:

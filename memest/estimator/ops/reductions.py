@@ -48,16 +48,6 @@ INT32_MAX = 2**31 - 1
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def threads_per_sm(gpu: Gpu) -> int:
-    """Resident threads per multiprocessor, `maxThreadsPerMultiProcessor`.
-
-    CUDA C++ Programming Guide 13, table "Technical Specifications per Compute Capability".
-    """
-    return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536}.get(
-        gpu.capability, 1536 if gpu.capability[0] == 12 else 2048
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ReductionDims:
     """A reduction as TensorIterator walks it: fastest dimension first, reduced dimensions in front.
@@ -228,7 +218,7 @@ def staging_bytes(
     step_input *= height
     values = ceil_div(num_inputs, step_input)
     grid = ceil_div(num_outputs // vector, step_output)
-    wanted = gpu.num_sms * (threads_per_sm(gpu) // (width * height))
+    wanted = gpu.num_sms * (gpu.multiprocessor.threads // (width * height))
     if values < MAX_VALUES_PER_THREAD or grid > wanted:
         return ()
     ctas = max(

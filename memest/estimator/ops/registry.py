@@ -288,6 +288,12 @@ def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any 
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
+def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Return the given arguments of a call by their names in the operator's schema."""
+    names = (argument.name for argument in func._schema.arguments)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 def copying(*positions: int, is_before: bool = False) -> RequestRule:
     """Return the rule of a kernel that makes contiguous copies of the arguments at `positions`.
 
@@ -361,12 +367,11 @@ def register_kernel(op: OpOverload | str) -> Callable[[KernelRule], KernelRule]:
             f"there is no operator `{op}`",
             hint="import what defines it first; the name is `namespace::name` or with `.overload`",
         ) from error
-    names = [argument.name for argument in func._schema.arguments]
     defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
 
     def set_rule(rule: KernelRule) -> KernelRule:
         def scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-            given = defaults | dict(zip(names, args, strict=False)) | kwargs
+            given = defaults | arguments_by_name(func, args, kwargs)
             return rule(KernelCall(given, out, gpu)) or Scratch()
 
         for part in ("requests", "modelled", "from_values"):

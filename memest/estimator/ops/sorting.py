@@ -33,7 +33,7 @@ from memest.estimator.ops.cub import (
     thrust_unique_bytes,
     unique_bytes,
 )
-from memest.estimator.ops.reductions import reduce_bytes, threads_per_sm
+from memest.estimator.ops.reductions import reduce_bytes
 from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
@@ -323,7 +323,7 @@ def unique_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     has_inverse = argument(args, kwargs, 2, "return_inverse", False)
     if values.dtype is torch.bool and count:
         made = [*outputs({0: out[0].nbytes}), KernelEvent(2 * INDEX_BYTES, 2)]
-        total = passing(sum_storage_bytes(count, threads_per_sm(gpu) * gpu.num_sms))
+        total = passing(sum_storage_bytes(count, gpu.multiprocessor.threads * gpu.num_sms))
         inverse = outputs({1: row if has_inverse else 0})
         return around((4,), total + made + inverse)
     kept: tuple[int, ...] = (num_bytes,)

@@ -19,11 +19,13 @@ from torch import Tensor
 from memest.errors import UnsupportedError
 from memest.estimator.ops.autograd_ops import decisions_again
 from memest.estimator.ops.cub import merge_sort_bytes, thrust_unique_by_key_bytes
+from memest.estimator.ops.refusals import type_name
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sparse_rows import (
     VIEWS,
     as_it_is,
+    filled,
     is_compressed,
     of_dense,
     rows_of_coordinates,
@@ -38,7 +40,6 @@ from memest.estimator.tensors.placement import (
     is_meta,
     refused,
     sample_tensors,
-    storage_key,
 )
 from memest.units import ceil_div, round_up
 
@@ -51,9 +52,6 @@ _ENTRIES_OF_A_BLOCK, _OF_ONE_COLUMN = 256, 4096
 """Entries of a block in cuSPARSE, for a product in general and with one column. cuSPARSE stores
 four bytes per block; deduced from recorded calls.
 """
-
-_SHORT = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
-_NOT_IN_16_BITS = "{} not implemented for '{}'"
 
 
 def is_sparse(value: Any) -> bool:
@@ -117,12 +115,6 @@ def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
         return FROM_PARTS(*args, **{**kwargs, "device": META})
 
 
-def _unknown(mode: SimMode, tensor: Tensor) -> Tensor:
-    """Forget the known values of `tensor`, which a kernel has filled; return it."""
-    mode.values.forget(storage_key(tensor))
-    return tensor
-
-
 def _places_left(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
     """Return the number of entries after coalescing, and their indices if known."""
     num_entries = indices.size(1)
@@ -155,7 +147,7 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
         thrust_unique_by_key_bytes(num_entries, mode.gpu),
     )
     mode.timeline.synchronize()
-    added = _unknown(mode, values.new_empty((num_left, *values.shape[1:])))
+    added = filled(mode, values.new_empty((num_left, *values.shape[1:])))
     if added.numel():
         values = values.contiguous()
     left = flat[:num_left].unsqueeze(0)
@@ -163,7 +155,7 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
         left = indices.new_empty((sparse_dim, num_left))
     mode.sparse.distinct.add(mode.memory.id_of(left))
     if places is None or not mode.values.overwrite(left, places):
-        _unknown(mode, left)
+        filled(mode, left)
     del starts, order, flat, values
     return _made(left, added, tensor.shape, is_coalesced=True)
 
@@ -239,7 +231,7 @@ def _added_into(mode: SimMode, dense: Tensor, sparse: Tensor) -> Tensor:
         kept.append(indices.new_empty(indices.size(1)))
     elif not values.is_contiguous():
         kept.append(values.contiguous())
-    return _unknown(mode, dense)
+    return filled(mode, dense)
 
 
 @on_sparse("add.Tensor")
@@ -282,7 +274,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
     one = values.new_ones(())
     gathered = torch.empty_like(values)
     copied = _copied_indices(mode, indices)
-    chosen = _unknown(mode, torch.empty_like(values))
+    chosen = filled(mode, torch.empty_like(values))
     del one, gathered
     return _like(mask, copied, chosen)
 
@@ -303,7 +295,7 @@ def _addmm(
     zeros = None
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         zeros = dense.new_zeros((num_rows, num_columns))
-    result = _unknown(mode, dense.new_empty((num_rows, num_columns)))
+    result = filled(mode, dense.new_empty((num_rows, num_columns)))
     sparse = _coalesced(mode, sparse)
     indices, values = _parts(sparse)
     num_entries = indices.size(1)
@@ -313,9 +305,8 @@ def _addmm(
     columns = indices.new_empty(num_entries, dtype=torch.int32)
     is_cast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if is_cast else values.dtype
-    if dtype in _SHORT:
-        name = _SHORT[dtype]
-        raise NotImplementedError(_NOT_IN_16_BITS.format('"addmm_sparse_cuda"', name))
+    if dtype in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"\"addmm_sparse_cuda\" not implemented for '{type_name(dtype)}'")
     transposed = torch.empty_like(result, memory_format=torch.contiguous_format)
     if num_entries:
         is_by_columns = dense.stride(0) == 1 and dense.stride(1) == dense.size(0)
@@ -383,7 +374,7 @@ def _to_sparse(mode: SimMode, dense: Tensor, *args: Any, **kwargs: Any) -> Tenso
     found = dense.nonzero()
     indices = found.t().contiguous()
     chosen = dense.new_empty(indices.size(1))
-    values = _unknown(mode, torch.empty_like(chosen))
+    values = filled(mode, torch.empty_like(chosen))
     mode.sparse.distinct.add(mode.memory.id_of(indices))
     del chosen, found
     return _made(indices, values, dense.shape, is_coalesced=True)

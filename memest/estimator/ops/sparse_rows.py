@@ -92,7 +92,8 @@ def _flat_transposed(matrix: Tensor) -> Tensor:
     return _made(parts_of(matrix), tuple(reversed(matrix.shape)), layout)
 
 
-def _unknown(mode: SimMode, tensor: Tensor) -> Tensor:
+def filled(mode: SimMode, tensor: Tensor) -> Tensor:
+    """Forget the known values of `tensor`, which a kernel has filled; return it."""
     mode.values.forget(storage_key(tensor))
     return tensor
 
@@ -235,11 +236,11 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     known = _coordinates(mode, offsets, indices)
     hashed = indices.new_empty(num_entries, dtype=torch.int64)
     if known is None or not mode.values.overwrite(hashed, known[1] * num_old + known[0]):
-        _unknown(mode, hashed)
+        filled(mode, hashed)
     order = hashed.sort().indices
     chosen = places.index_select(1, order)
     if known is None or not mode.values.overwrite(chosen, _by_other(known, num_old)):
-        _unknown(mode, chosen)
+        filled(mode, chosen)
     new_values = values.index_select(0, order)
     new_offsets = torch._convert_indices_from_coo_to_csr(
         chosen[0], num_new, out_int32=offsets.dtype is torch.int32
@@ -317,7 +318,7 @@ def _to_dense(mode: SimMode, matrix: Tensor, dtype: Any = None, masked_grad: Any
     offsets, indices, values = parts_of(matrix)
     dense = values.new_zeros(matrix.shape, dtype=dtype)
     _flatten(offsets, indices)
-    return _unknown(mode, dense)
+    return filled(mode, dense)
 
 
 def _flatten(offsets: Tensor, indices: Tensor) -> None:
@@ -360,7 +361,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
         else:
             value[places if matrix.layout is CSR else places[::-1]] = True
     if places is None:
-        _unknown(mode, mask)
+        filled(mode, mask)
         mode.guessed.adopt(mask, value)
     else:
         mode.values.overwrite(mask, value)
@@ -372,7 +373,7 @@ def _add(mode: SimMode, first: Tensor, second: Tensor, *, alpha: float = 1) -> T
     """Add a matrix to a dense one."""
     if not isinstance(second, Tensor) or (is_compressed(first) and is_compressed(second)):
         raise NotImplementedError
-    return _unknown(mode, torch.empty_like(second if is_compressed(first) else first))
+    return filled(mode, torch.empty_like(second if is_compressed(first) else first))
 
 
 def rows_of_coordinates(mode: SimMode, indices: Tensor, values: Tensor, shape: Any) -> Tensor:
@@ -399,7 +400,7 @@ def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) ->
     offsets = torch._convert_indices_from_coo_to_csr(places[0], dense.size(1 if by_columns else 0))
     chosen = in_order(mask).flatten().nonzero()
     values = in_order(dense).flatten().new_empty(len(chosen))
-    return _made((offsets, places[1], _unknown(mode, values)), dense.shape, layout)
+    return _made((offsets, places[1], filled(mode, values)), dense.shape, layout)
 
 
 # ------------------------------------------------------------------- products
@@ -436,7 +437,7 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
             size = matrix_workspace(len(indices), indices.itemsize)
         mode.pass_workspaces(aten.addmm.default, size)
     del given
-    _unknown(mode, result)
+    filled(mode, result)
 
 
 @on_compressed("_sparse_addmm")
@@ -503,7 +504,7 @@ def _sampled_addmm(
     mode.pass_workspaces(aten.sparse_sampled_addmm.default, 1)
     del copies
     new_offsets.copy_(offsets)
-    return matrix_of_parts((new_offsets, copied, _unknown(mode, new_values)), matrix)
+    return matrix_of_parts((new_offsets, copied, filled(mode, new_values)), matrix)
 
 
 def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
@@ -522,7 +523,7 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     held = [mode.memory.allocate_workspace(size, site) for size in workspaces if size]
     num_entries = places if isinstance(places, int) else places.size(1)
     columns = starts.new_empty(num_entries)
-    product = _unknown(mode, values.new_empty(num_entries))
+    product = filled(mode, values.new_empty(num_entries))
     _know(mode, starts, columns, places, is_guess=is_guess)
     for block in reversed(held):
         mode.memory.free(block)
@@ -540,15 +541,15 @@ def _know(
     `places` is the number of the entries if their positions are neither known nor guessed.
     """
     if isinstance(places, int):
-        _unknown(mode, starts)
-        _unknown(mode, columns)
+        filled(mode, starts)
+        filled(mode, columns)
         return
     with torch._C._DisableTorchDispatch():
         counts = places[0].bincount(minlength=len(starts) - 1)
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         chosen = places[1].int()
     for tensor, value in ((starts, offsets), (columns, chosen)):
-        _unknown(mode, tensor)
+        filled(mode, tensor)
         adopt = mode.guessed.adopt if is_guess else mode.values.overwrite
         adopt(tensor, value)
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from memest.errors import UnsupportedError
-from memest.estimator.hardware.gpus import find_gpu, list_gpus
+from memest.estimator.hardware.gpus import MULTIPROCESSORS, find_gpu, list_gpus
 from memest.estimator.ops.cudnn_library import DEVICE_PROPERTIES, device_properties
-from memest.estimator.torch_api.cuda.driver import L2_KIB, MULTIPROCESSORS, properties_of
+from memest.estimator.torch_api.cuda.driver import L2_KIB, properties_of
 from memest.estimator.virtual_gpu import VirtualGpu
 
 

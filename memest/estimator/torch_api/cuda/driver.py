@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,30 +54,6 @@ device.__module__, device.__qualname__ = "torch", "device"
 UUID = "00000000-0000-0000-0000-000000000000"  # UUID of the virtual GPU
 
 
-class Multiprocessor(NamedTuple):
-    """Limits of one multiprocessor."""
-
-    threads: int
-    shared_kib: int
-    block_shared_kib: int  # opt-in shared memory per block (`sharedMemPerBlockOptin`), KiB
-
-
-MULTIPROCESSORS = {
-    (7, 0): Multiprocessor(2048, 96, 96),
-    (7, 5): Multiprocessor(1024, 64, 64),
-    (8, 0): Multiprocessor(2048, 164, 163),
-    (8, 6): Multiprocessor(1536, 100, 99),
-    (8, 7): Multiprocessor(1536, 164, 163),
-    (8, 9): Multiprocessor(1536, 100, 99),
-    (9, 0): Multiprocessor(2048, 228, 227),
-    (10, 0): Multiprocessor(2048, 228, 227),
-    (10, 3): Multiprocessor(2048, 228, 227),
-    (12, 0): Multiprocessor(1536, 100, 99),
-}
-"""Multiprocessors by compute capability: CUDA Programming Guide 13, table 30 "Memory Information
-per Compute Capability" and table 31; 7.0 in the guide of CUDA 12.
-"""
-
 L2_KIB = {
     "t4": 4096, "v100-16gb": 6144, "v100-32gb": 6144, "a100-40gb": 40960, "a100-80gb": 40960,
     "a10g": 6144, "a6000": 6144, "rtx-3090": 6144, "l4": 49152, "l40s": 98304,
@@ -89,7 +65,6 @@ GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs. The H200's was
 (`device_properties.json`), the B200's is that of pytorch/ao#4002.
 """
 
-_LIKE = (9, 0)
 _LIKE_L2_KIB = 51200  # the H100's L2 cache, assumed for GPUs without a figure
 
 
@@ -109,7 +84,7 @@ class DeviceProperties(SimpleNamespace):
 def properties_of(gpu: Gpu) -> DeviceProperties:
     """Return the properties of `gpu` that torch and libraries read."""
     major, minor = gpu.capability
-    per_sm = MULTIPROCESSORS.get(gpu.capability, MULTIPROCESSORS[_LIKE])
+    per_sm = gpu.multiprocessor
     return DeviceProperties(
         name=gpu.label,
         major=major,

@@ -11,10 +11,9 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,28 +36,8 @@ class NoWeights(str):
     """Placeholder for the path of a checkpoint, of a type that transformers reads."""
 
 
-class OnDemand(Future):  # type: ignore[type-arg]
-    """Future that runs its function in `result`, instead of in a thread.
-
-    The four threads with which transformers reads weights ahead (`GLOBAL_WORKERS` of
-    core_model_loading.py) allocate in random order; here it is fixed.
-    """
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Return the function's result, or raise its exception."""
-        if not self.done():
-            self.set_result(self._function())
-            del self._function
-        return super().result(timeout)
-
-
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let transformers, where a script uses it, load models without weights here."""
-    pool = SimpleNamespace(submit=OnDemand, shutdown=constant(None))
 
     def replace(module: ModuleType, makers: dict[str, Callable[[Any], Any]]) -> None:
         pairs = [(old := getattr(module, name), make(old)) for name, make in makers.items()]
@@ -81,9 +60,9 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             module, {"cached_files": lambda f: _with_bundled_configs(f, patches, mode)}
         ),
     )
-    hooks.after(
+    hooks.after(  # without threads, which would allocate in random order
         "transformers.core_model_loading",
-        lambda module: patches.set(module, "ThreadPoolExecutor", constant(pool)),
+        lambda module: patches.set(module, "ThreadPoolExecutor", constant(None)),
     )
     hooks.after("transformers.modeling_utils", models)
 
