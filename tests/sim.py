@@ -45,7 +45,7 @@ class SimGpu(TorchDispatchMode):
     ) -> Any:
         INSIDE.depth += 1
         try:
-            return self.mode.run_on_gpu(func, types, args, kwargs or {})
+            return self.mode.run_on_gpu(func, args, kwargs or {})
         finally:
             INSIDE.depth -= 1
 

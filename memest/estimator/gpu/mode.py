@@ -156,7 +156,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if self.sparse.concerns(func, args, kwargs):
                 return self.sparse.run(func, args, kwargs)
-            return self._dispatch(func, types, args, kwargs)
+            return self._dispatch(func, args, kwargs)
         finally:
             INSIDE.depth -= 1
 
@@ -167,7 +167,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self:
             return kernel(*args, **kwargs)
 
-    def _dispatch(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _dispatch(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator where its tensors are: on the GPU, on the host, or between the two."""
         op = op_of(func)
         if op.is_collective:
@@ -185,24 +185,24 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target == "cuda":
             kwargs = {**kwargs, "device": META}
             if func is aten._to_copy.default and not on_gpu:
-                return self._copy_to_gpu(func, types, args, kwargs, no_place)
-            return self.run_on_gpu(func, types, args, kwargs, no_place and not op.makes_alike)
+                return self._copy_to_gpu(func, args, kwargs, no_place)
+            return self.run_on_gpu(func, args, kwargs, no_place and not op.makes_alike)
         if on_gpu:
             is_to_host = func is aten.copy_.default and self.host.place(args[0]) is not Place.GPU
             if target == "cpu" or is_to_host:
                 return self._copy_to_host(func, args, kwargs)
             if is_real or on_host:
                 if func is aten.copy_.default:
-                    return self._copy_to_gpu(func, types, args, kwargs, no_place)
+                    return self._copy_to_gpu(func, args, kwargs, no_place)
                 self._check_devices(func, args, kwargs)
                 func, args = with_number(func, args)
-            return self.run_on_gpu(func, types, args, kwargs, no_place)
+            return self.run_on_gpu(func, args, kwargs, no_place)
         if target == "meta" and not (on_host and func is aten._to_copy.default):
             # C++ passes the device that a tensor reports: a formula of autograd, a composite
             if not INSIDE.composite and torch._C._current_graph_task_id() == -1:
                 return func(*args, **kwargs)
             if not on_host:
-                return self.run_on_gpu(func, types, args, kwargs)
+                return self.run_on_gpu(func, args, kwargs)
         if on_host:
             run = self._read if op.reads_value else self.host.run_without_data
             return run(func, args, kwargs)
@@ -278,7 +278,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- copies
 
-    def _copy_to_gpu(self, func: Any, types: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
+    def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
         """Copy a tensor from the host to the GPU; one that is no parameter counts as the batch."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
@@ -288,7 +288,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with memory.lock:
             before, memory.kind = memory.kind, MemKind.PARAMS if is_parameter else MemKind.BATCH
             try:
-                made = self.run_on_gpu(func, types, args, kwargs, adopts)
+                made = self.run_on_gpu(func, args, kwargs, adopts)
             finally:
                 memory.kind = before
             self.work.drop_last()  # the copy is no kernel
@@ -325,9 +325,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- operators on the GPU
 
-    def run_on_gpu(
-        self, func: Any, types: Any, args: Args, kwargs: Any, adopts: bool = False
-    ) -> Any:
+    def run_on_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool = False) -> Any:
         """Run an operator on the GPU, on the stream and at the time at which CUDA would.
 
         `adopts` makes meta tensors without a place, which C++ made inside a composite operator,
@@ -339,8 +337,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if adopts:
                 self._adopt(func, args, kwargs)
             if not self.timeline.matters:
-                return self.call(func, types, args, kwargs)
-            return self._call_on_stream(func, types, args, kwargs)
+                return self.call(func, args, kwargs)
+            return self._call_on_stream(func, args, kwargs)
 
     def _adopt(self, func: Any, args: Args, kwargs: Any) -> None:
         is_copy = func is aten._to_copy.default
@@ -350,7 +348,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     raise NotImplementedError("Cannot copy out of meta tensor; no data!")
                 self.memory.allocate(tensor, Site("", "", ""), self.memory.kind)
 
-    def _call_on_stream(self, func: Any, types: Any, args: Args, kwargs: Any) -> Any:
+    def _call_on_stream(self, func: Any, args: Args, kwargs: Any) -> Any:
         timeline = self.timeline
         before, stream = timeline.stream, timeline.stream_of_call(args, func in _SUMS)
         timeline.stream = stream
@@ -358,14 +356,14 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors_in(args):
                 self.memory.record_stream(tensor, stream)
         try:
-            out = self.call(func, types, args, kwargs)
+            out = self.call(func, args, kwargs)
             if not func.is_view:
                 timeline.launch(func, args, kwargs, out, self._last_recipe)
         finally:
             timeline.stream = before
         return out
 
-    def call(self, func: Any, types: Any, args: Args, kwargs: Any) -> Any:
+    def call(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Run an operator on meta, make its CUDA kernels' requests, and compute known values."""
         self._last_recipe = None
         self.kernels.coverage.num_ops += 1
@@ -374,7 +372,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args = op.in_backward(func, args)
             op = op_of(func)
         if op.take_indices:
-            func, args = op.take_indices(self, func, types, args)
+            func, args = op.take_indices(self, func, args)
             op = op_of(func)
         if op.is_view:
             self.work.view()

@@ -349,9 +349,7 @@ def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
 
 
-def normalize_indices(
-    mode: SimMode, func: Any, types: Any, args: Args
-) -> tuple[Any, tuple[Any, ...]]:
+def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
     """Return the call as CUDA runs it: indices on the GPU, and positions in place of masks.
 
     Indices of the host stay there if values accumulate: `_sorted_events` copies their products.
@@ -369,17 +367,17 @@ def normalize_indices(
     if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, given))):
         return func, args
     if func in _COPIED_FIRST:
-        func, source = aten.index_put_.default, mode.call(aten.clone.default, types, (source,), {})
+        func, source = aten.index_put_.default, mode.call(aten.clone.default, (source,), {})
     is_sorted = len(args) > 3 and args[3]
     taken: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
         if is_mask and on_gpu(index):
-            index = mode.call(aten.nonzero.default, types, (index,), {})
+            index = mode.call(aten.nonzero.default, (index,), {})
         elif is_mask:
             index = mode.host.nonzero(index)
         if index is not None and not (on_gpu(index) or (is_sorted and not is_meta(index))):
-            index = mode.call(aten._to_copy.default, types, (index,), {"device": META})
+            index = mode.call(aten._to_copy.default, (index,), {"device": META})
         taken += index.unbind(1) if is_mask else [index]
     return aten.index.Tensor if is_select else func, (source, taken, *args[2:])
 

@@ -79,8 +79,8 @@ class Op:
     in_backward: Callable[[Any, Args], tuple[Any, Args]] | None = None
     """Returns the operator and arguments that autograd calls instead if no dispatch mode is on."""
 
-    take_indices: Callable[[Any, Any, Any, Args], tuple[Any, Args]] | None = None
-    """Returns the call with indices as CUDA converts them: `(mode, func, types, args)`."""
+    take_indices: Callable[[Any, Any, Args], tuple[Any, Args]] | None = None
+    """Returns the call with indices as CUDA converts them: `(mode, func, args)`."""
 
     above_autograd: Callable[..., Any] | None = None
     """Runs the operator above autograd, as torch decides it for CUDA tensors: `(next, *args)`.

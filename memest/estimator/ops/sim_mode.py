@@ -30,7 +30,7 @@ class SimMode(Protocol):
 
     def __exit__(self, *error: Any) -> Any: ...
 
-    def call(self, func: Any, types: Any, args: Args, kwargs: Kwargs) -> Any:
+    def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator on the GPU."""
 
     def pass_workspaces(self, func: Any, *sizes: int) -> None:
