@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from memest.estimator.allocator.settings import AllocatorSettings, describe, parse_settings
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.convolution import describe_source
@@ -19,11 +21,6 @@ from memest.estimator.versions import library_versions, simulated
 from memest.plan import TrainingPlan
 from memest.report import KINDS, WHY, Outcome, Peak, Prediction, StepTime, Term, Verdict
 from memest.units import MIB, counted, format_bytes, format_count, gib_or_mib
-
-ITEM_BYTES = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
-    "uint8": 1, "int8": 1, "bool": 1,
-}  # fmt: skip
 
 
 def summarise(
@@ -179,7 +176,7 @@ def _arithmetic_and_reason(
     tensors = counted(len(members), "tensor")
     if kind in ("params", "grads", "optimizer"):
         by_dtype = traced.param_groups[kind]
-        whole = sum(n * ITEM_BYTES[dtype] for dtype, n in by_dtype.items())
+        whole = sum(n * getattr(torch, dtype).itemsize for dtype, n in by_dtype.items())
         if whole == num_bytes or kind == "params":
             return _sizes_by_dtype(by_dtype, kind), WHY[kind]
         return f"{tensors}, {format_bytes(whole)} when all exist", WHY[kind]
@@ -196,7 +193,7 @@ def _arithmetic_and_reason(
 def _sizes_by_dtype(by_dtype: Mapping[str, int], kind: str) -> str:
     noun = {"params": "params", "grads": "params", "optimizer": "elements"}[kind]
     return " + ".join(
-        f"{format_count(n)} {noun} x {ITEM_BYTES[dtype]} B ({dtype})"
+        f"{format_count(n)} {noun} x {getattr(torch, dtype).itemsize} B ({dtype})"
         for dtype, n in sorted(by_dtype.items(), key=lambda item: -item[1])
     )
 

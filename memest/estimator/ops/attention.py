@@ -169,10 +169,6 @@ def _can_use_flash(call: _Call) -> bool:
 
 def _can_use_efficient(call: _Call) -> bool:
     """Return whether the efficient kernel takes the call: `can_use_mem_efficient_attention`."""
-    is_ampere = call.gpu.capability >= (8, 0)
-    dtypes = (torch.float16, torch.float32, torch.bfloat16) if is_ampere else (
-        torch.float16, torch.float32,
-    )  # fmt: skip
     return (
         torch._C._get_mem_efficient_sdp_enabled()
         and (5, 0) <= call.gpu.capability <= _NEWEST
@@ -181,7 +177,7 @@ def _can_use_efficient(call: _Call) -> bool:
         and _has_tokens(call)
         and _last_strides_are_1(call, ignore_width_1=False)
         and _heads_agree(call, supports_gqa=False, same_kv_heads=True)
-        and _dtypes_agree(call, dtypes)
+        and _dtypes_agree(call, (*_HALF, torch.float32))
     )
 
 

@@ -289,13 +289,13 @@ def _margin_loss(x: Tensor, is_reduced: bool) -> Tensor:
 
 @registry.result("multi_margin_loss")
 def _multi_margin(args: Args, kwargs: Kwargs) -> Tensor:
-    return _margin_loss(args[0], len(args) <= 5 or args[5] != 0)
+    return _margin_loss(args[0], is_reduced(args, 5))
 
 
 @registry.result("multilabel_margin_loss_forward")
 def _multilabel_margin(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
     is_target = torch.empty(args[1].shape, dtype=args[0].dtype, device="meta")
-    return _margin_loss(args[0], args[2] != 0), is_target
+    return _margin_loss(args[0], is_reduced(args, 2)), is_target
 
 
 register(

@@ -18,12 +18,6 @@ from memest.estimator.ops.registry import Args, Kwargs
 aten = torch.ops.aten
 
 RefuseRule = Callable[[Args, Kwargs], str]  # returns why a call is refused; empty where it is not
-_SCALAR_TYPES = {
-    torch.float32: "Float", torch.float64: "Double", torch.float16: "Half",
-    torch.bfloat16: "BFloat16", torch.int64: "Long", torch.int32: "Int", torch.int16: "Short",
-    torch.int8: "Char", torch.uint8: "Byte", torch.bool: "Bool", torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble", torch.complex32: "ComplexHalf",
-}  # fmt: skip
 _CPP_TYPES = {
     torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16", torch.int64: "long int", torch.int32: "int",
@@ -37,7 +31,8 @@ _C_NAMES = {torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t"
 
 def type_name(dtype: torch.dtype) -> str:
     """Name of a dtype in torch's messages, such as `Float`."""
-    return _SCALAR_TYPES.get(dtype, str(dtype))
+    name = torch.empty(0, dtype=dtype, device="meta").type()  # such as torch.meta.FloatTensor
+    return name.removeprefix("torch.meta.").removesuffix("Tensor")
 
 
 def cpp_type(dtype: torch.dtype) -> str:

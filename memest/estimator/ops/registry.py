@@ -325,22 +325,16 @@ UNDER_VMAP = "FuncTorchBatched"  # dispatch key at which `torch.vmap` decomposes
 # ------------------------------------------------------------------- kernels of users
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCall(Mapping[str, Any]):
-    """One call of an operator: a mapping of the names of its schema to its arguments."""
+class KernelCall(dict[str, Any]):
+    """Arguments of one call of an operator, by their names in its schema, with defaults.
 
-    arguments: Mapping[str, Any]  # by name, with defaults; tensors have no values
-    out: Any  # result of the call: a tensor, or a tuple of them
-    gpu: Gpu  # GPU that runs the call
+    Tensors have no values. `out` is the call's result, a tensor or a tuple of them, and `gpu` runs
+    the call.
+    """
 
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arguments)
-
-    def __len__(self) -> int:
-        return len(self.arguments)
+    def __init__(self, arguments: Mapping[str, Any], out: Any, gpu: Gpu) -> None:
+        super().__init__(arguments)
+        self.out, self.gpu = out, gpu
 
 
 KernelRule = Callable[[KernelCall], Scratch | None]

@@ -19,12 +19,8 @@ from memest.estimator.versions import makes_subclasses_under_modes
 
 _PREFIX = "torch.cuda."
 
-_DTYPES = {
-    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "CharTensor": torch.int8,
-    "ShortTensor": torch.int16, "IntTensor": torch.int32, "LongTensor": torch.int64,
-    "BoolTensor": torch.bool,
-}  # fmt: skip
+_TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
+_DTYPES = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _TYPES}
 
 
 class LegacyTensor:

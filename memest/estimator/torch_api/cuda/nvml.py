@@ -58,13 +58,6 @@ class _Error(Exception):
         return "Not Supported" if self.value == _NOT_SUPPORTED else f"NVML error {self.value}"
 
 
-class Handle:
-    """Handle of the one virtual GPU."""
-
-    def __repr__(self) -> str:
-        return "<nvmlDevice_t of the virtual GPU>"
-
-
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Answer `pynvml` and torch's queries to NVML for the virtual GPU."""
     found = sys.modules.get("pynvml")
@@ -128,20 +121,20 @@ def _not_supported(module: ModuleType) -> Any:
 
 def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
     gpu, allocator = mode.gpu, mode.memory.allocator
-    handle = Handle()
+    handle = object()
 
     def process_bytes() -> int:
         mode.memory.settle()
         return gpu.context_bytes + allocator.reserved_bytes
 
-    def by_index(index: int) -> Handle:
+    def by_index(index: int) -> object:
         # a script may name GPUs of its own machine
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if index not in range(GPU.num_visible) and str(index) not in named:
             raise module.NVMLError(_INVALID_ARGUMENT)
         return handle
 
-    def by_uuid(uuid: Any) -> Handle:
+    def by_uuid(uuid: Any) -> object:
         text = uuid.decode() if isinstance(uuid, bytes) else uuid
         if text != f"GPU-{UUID}":
             raise module.NVMLError(_NOT_FOUND)
