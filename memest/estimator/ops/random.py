@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from math import ceil, log, log2
 from typing import Any
 
@@ -40,7 +39,7 @@ from memest.units import ceil_div, round_up
 Array = np.ndarray[Any, Any]
 
 WORDS, SHIFT, DEGREE = 624, 397, 19937  # words of a state, recurrence, bits that count
-_UPPER, _LOWER, _MATRIX = np.uint32(1 << 31), np.uint32((1 << 31) - 1), np.uint32(0x9908B0DF)
+_MATRIX = 0x9908B0DF  # last row of the recurrence's matrix
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 """Slices of the state's bytes: number of words left, the next word, and the words, 8 bytes each."""
 
@@ -66,67 +65,52 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
 
 
 def _after(words: Array, steps: int) -> Array:
-    """Return the words of the state after `steps` further words."""
-    sequence = _sequence(words, WORDS + DEGREE)
+    """Return the words of the state after `steps` further words.
+
+    A further word is a linear step over bits, whose matrix is a root of its characteristic
+    polynomial. So the state is the sum of the next states at the exponents of t^steps modulo this
+    polynomial.
+    """
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
+    blocks = [words]
+    for _ in range(ceil_div(DEGREE, WORDS)):
+        twister.random_raw(WORDS, output=False)
+        blocks.append(twister.state["state"]["key"])
+    sequence = np.concatenate(blocks)
     found = np.zeros(WORDS, dtype=np.uint32)
-    for place in np.flatnonzero(_power(steps)).tolist():
+    for place in _exponents(_power(steps)):
         found ^= sequence[place : place + WORDS]
     return found
 
 
-def _sequence(words: Array, length: int) -> Array:
-    """Return the words of a state, followed by the next words."""
-    made = np.empty(length + WORDS, dtype=np.uint32)
-    made[:WORDS] = words
-    stride = WORDS - SHIFT  # so many depend on none of each other
-    for place in range(WORDS, length, stride):
-        first = made[place - WORDS : place - WORDS + stride]
-        second = made[place - WORDS + 1 : place - WORDS + 1 + stride]
-        mixed = (first & _UPPER) | (second & _LOWER)
-        mixed = (mixed >> np.uint32(1)) ^ np.where(mixed & np.uint32(1), _MATRIX, np.uint32(0))
-        made[place : place + stride] = made[place - stride : place] ^ mixed
-    return made[:length]
+# Polynomials over bits: bit i of a number is the coefficient of t^i.
 
 
-@cache
-def _terms() -> Array:
-    """Return the exponents of the generator's characteristic polynomial over bits.
-
-    The algorithm of Berlekamp and Massey finds the polynomial from the output of any seed.
-    """
-    start = np.random.MT19937(0).state["state"]["key"].astype(np.uint32)
-    bits = (_sequence(start, 2 * DEGREE + 2 * WORDS)[WORDS:] & np.uint32(1)).tolist()
-    current, before, length, gap, seen = 1, 1, 0, 1, 0
-    for number, bit in enumerate(bits[: 2 * DEGREE]):
-        seen = (seen << 1) | bit
-        if (current & seen).bit_count() % 2 == 0:
-            gap += 1
-        elif 2 * length <= number:
-            current, before = current ^ (before << gap), current
-            length, gap = number + 1 - length, 1
-        else:
-            current, gap = current ^ (before << gap), gap + 1
-    return np.array([DEGREE - i for i in range(1, DEGREE + 1) if current >> i & 1])
+def _power(steps: int) -> int:
+    """Return t^steps modulo the characteristic polynomial."""
+    *terms, _ = _exponents(_characteristic())
+    found = 1
+    for digit in bin(steps)[2:]:
+        found = int(bin(found)[2:], 4) << int(digit)  # base 4 puts a 0 between bits: the square
+        while high := found >> DEGREE:
+            found &= (1 << DEGREE) - 1
+            for term in terms:  # t^DEGREE is the sum of the other terms
+                found ^= high << term
+    return found
 
 
-def _power(steps: int) -> Array:
-    """Return the coefficients of t^steps modulo the characteristic polynomial, 0 or 1 each."""
-    terms = _terms()
-    room = DEGREE - int(terms.max())  # so many can be taken off at once
-    found = np.zeros(2 * DEGREE, dtype=np.uint8)
-    found[0] = 1
-    for bit in bin(steps)[2:]:
-        squared = np.zeros(2 * DEGREE, dtype=np.uint8)
-        squared[int(bit) : 2 * DEGREE - 1 + int(bit) : 2][:DEGREE] = found[:DEGREE]
-        for top in range(2 * DEGREE, DEGREE, -room):
-            low = max(top - room, DEGREE)
-            part = squared[low:top].copy()
-            if part.any():
-                for term in terms:
-                    squared[low - DEGREE + term : top - DEGREE + term] ^= part
-        squared[DEGREE:] = 0
-        found = squared
-    return found[:DEGREE]
+def _characteristic() -> int:
+    """Return the step's characteristic polynomial, as of Matsumoto and Nishimura (1998)."""
+    found = 1
+    for bit in range(31):
+        found = (found << WORDS - 1) ^ (found << SHIFT - 1) ^ (_MATRIX >> bit & 1)
+    return (found << WORDS) ^ (found << SHIFT) ^ (_MATRIX >> 31)
+
+
+def _exponents(polynomial: int) -> list[int]:
+    """Return the exponents of the terms, ascending."""
+    return [i for i, bit in enumerate(reversed(bin(polynomial))) if bit == "1"]
 
 
 aten = torch.ops.aten

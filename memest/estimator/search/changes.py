@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from memest.estimator.allocator.settings import EXPANDABLE
 from memest.estimator.hardware.gpus import Gpu
@@ -22,31 +22,23 @@ SHORTEST_TEXT = 16
 class Cost(IntEnum):
     """Cost of a change, cheapest first; a combination has the cost of its dearest change."""
 
-    NOTHING = 0
-    TIME = 1
-    PRECISION = 2
-    OFFLOAD = 3
-    OPTIMIZER = 4
-    TRAINED = 5
-    INPUTS = 6
-    HARDWARE = 7
+    words: str  # text for a reader
 
-    @property
-    def words(self) -> str:
-        """Text for a reader."""
-        return _COST_WORDS[self]
+    def __new__(cls, value: int, words: str) -> Self:
+        """Make the member, from its number and its words."""
+        made = int.__new__(cls, value)
+        made._value_, made.words = value, words
+        return made
 
+    NOTHING = 0, "same mathematics, no more time"
+    TIME = 1, "same mathematics, more time"
+    PRECISION = 2, "numbers of fewer bits"
+    OFFLOAD = 3, "same mathematics, more time, host memory"
+    OPTIMIZER = 4, "another optimizer"
+    TRAINED = 5, "fewer parameters trained"
+    INPUTS = 6, "smaller inputs"
+    HARDWARE = 7, "more GPUs"
 
-_COST_WORDS = {
-    Cost.NOTHING: "same mathematics, no more time",
-    Cost.TIME: "same mathematics, more time",
-    Cost.PRECISION: "numbers of fewer bits",
-    Cost.OFFLOAD: "same mathematics, more time, host memory",
-    Cost.OPTIMIZER: "another optimizer",
-    Cost.TRAINED: "fewer parameters trained",
-    Cost.INPUTS: "smaller inputs",
-    Cost.HARDWARE: "more GPUs",
-}
 
 LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)  # tried alone, if nothing cheaper fits
 
