@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -111,10 +112,11 @@ def run(row: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
     python = folder / "bin" / "python"
     if not python.is_file():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run(
-            [python, "-m", "pip", "install", "-q", "--no-cache-dir", "-e", f"{ROOT}[plans]",
-             *REQUIREMENTS[row], *EXTRA.get(row, ())], check=True,
-        )  # fmt: skip
+        install = [python, "-m", "pip", "install"]
+        if shutil.which("uv"):  # takes less than half of pip's time
+            install = ["uv", "pip", "install", "--python", python]
+        packages = [f"{ROOT}[plans]", *REQUIREMENTS[row], *EXTRA.get(row, ())]
+        subprocess.run([*install, "-q", "--no-cache-dir", "-e", *packages], check=True)
     with tempfile.TemporaryDirectory() as results:
         file = Path(results, "results.json")
         command = [python, ROOT / "scripts" / "smoke.py", "--json", file, *arguments]
