@@ -94,6 +94,15 @@ def test_masked_writes_are_followed(sim: SimGpu) -> None:
     assert value_of(sim, labels) == [5, 0, 7]
 
 
+def test_numbers_in_place_of_tensors_are_known(sim: SimGpu) -> None:
+    """`to_dense_batch` of PyG puts nodes that are too many at one position."""
+    mask, positions = known(sim, [True, False], torch.bool), known(sim, [4, 5])
+
+    assert torch.where(mask, positions, 27).tolist() == [4, 27]
+    assert torch.where(mask, 27, positions).tolist() == [27, 5]
+    assert torch.where(mask, 1, 2).tolist() == [1, 2]
+
+
 def test_the_value_given_is_copied(sim: SimGpu) -> None:
     """Writes of the traced code do not reach the batch."""
     real = torch.tensor([1, 2])

@@ -89,6 +89,14 @@ def _has_own_dispatch(kind: type) -> bool:
     return kind is not Tensor and getattr(kind, "__torch_dispatch__", disabled) is not disabled
 
 
+def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
+    """Run a factory of a composite on meta; `CudaSimMode._adopt` gives its tensor a place."""
+    made = func(*args, **kwargs)
+    if func is aten.scalar_tensor.default:  # of `torch.where` with a number
+        made.number = args[0]
+    return made
+
+
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operators as on a CUDA GPU, on tensors without data."""
 
@@ -200,7 +208,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target == "meta" and not (on_host and func is aten._to_copy.default):
             # C++ passes the device that a tensor reports: a formula of autograd, a composite
             if not INSIDE.composite and torch._C._current_graph_task_id() == -1:
-                return func(*args, **kwargs)
+                return _without_place(func, args, kwargs)
             if not on_host:
                 return self.run_on_gpu(func, args, kwargs)
         if on_host:
@@ -347,6 +355,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if is_copy:
                     raise NotImplementedError("Cannot copy out of meta tensor; no data!")
                 self.memory.allocate(tensor, Site("", "", ""), self.memory.kind)
+                if hasattr(tensor, "number"):
+                    self.values.adopt_like(tensor, torch.tensor(tensor.number, device=CPU))
 
     def _call_on_stream(self, func: Any, args: Args, kwargs: Any) -> Any:
         timeline = self.timeline
