@@ -33,6 +33,7 @@ CHECK_DEPTH = 12  # innermost frames among which a check of `torch.distributions
 NUMBER = 1.0  # guess of a loss, a norm or a tensor that is copied to the host
 FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
 TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
+LARGE = 1e4  # least limit, such as that of float16, which no unknown value exceeds
 MAX_IN_A_ROW = 100_000  # reads by one line without an optimizer step: a waiting loop
 _REDUCTIONS = frozenset((aten.all.default, aten.all.dim, aten.any.default, aten.any.dim))
 _ALL_FALSE = frozenset((
@@ -144,8 +145,8 @@ _BELOW = frozenset((aten.lt.Scalar, aten.le.Scalar))
 def guessed_comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
     """Return the guessed result of a comparison of unknown operands; None for other operators."""
     if func in _ABOVE or func in _BELOW:
-        threshold = args[1]
-        is_true = 0 < abs(threshold) <= TOLERANCE and (func in _ABOVE) == (threshold > 0)
+        size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
+        is_true = 0 < size <= TOLERANCE if is_upward else size >= LARGE
         return torch.full(out.shape, is_true, device=CPU)
     if func in _REDUCTIONS and args[0].is_floating_point():  # numbers differ from 0
         return torch.ones(out.shape, dtype=torch.bool, device=CPU)
@@ -208,15 +209,18 @@ EVENLY = (
 )
 _OPPOSITES = frozenset((aten.bitwise_not.default, aten.logical_not.default))
 MAX_COMPARED = 1 << 20  # elements of the largest stored comparison; larger selections are full
+_SUMS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default))
+_TO_NUMBERS = _ABOVE | _BELOW | {aten.eq.Scalar, aten.ne.Scalar}
 
 
 class _Selections:
-    """Masks that have selected elements; a later `mask.any()` agrees with that."""
+    """Masks that have selected elements, and counts; a later `any()`, `count > 0` agrees."""
 
     def __init__(self) -> None:
         self._opposites: dict[int, int] = {}  # storage of `~mask` -> that of `mask`
         self._masks: set[int] = set()
-        self._answers: set[int] = set()  # storages of `mask.any()`
+        self._counts: set[int] = set()  # storages of `mask.sum()`
+        self._answers: set[int] = set()  # storages of `mask.any()`, of `mask.sum() > 0`
 
     def add(self, masks: Iterable[Tensor]) -> None:
         """Record masks, or opposites of masks, that decided the size of a result."""
@@ -224,14 +228,18 @@ class _Selections:
             self._masks.update((key, self._opposites.get(key, key)))
 
     def follow(self, func: Any, source: Any, out: Any) -> None:
-        """Record that `out` is the opposite of a mask, or whether a mask has an element."""
+        """Record that `out` is the opposite of a mask, a count, or whether there are elements."""
         if func in _OPPOSITES:
             self._opposites[storage_key(out)] = storage_key(source)
-        elif func is aten.any.default and storage_key(source) in self._masks:
+        elif func in _SUMS:
+            self._counts.add(storage_key(out))
+        elif (func is aten.any.default and storage_key(source) in self._masks) or (
+            func in _TO_NUMBERS and storage_key(source) in self._counts
+        ):
             self._answers.add(storage_key(out))
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is `any()` of a mask that has selected; forget it."""
+        """Return whether `tensor` compares a count, or a mask that has selected; forget it."""
         key = storage_key(tensor)
         is_answer = key in self._answers
         self._answers.discard(key)
@@ -241,6 +249,7 @@ class _Selections:
         """Drop the freed storage `key`."""
         self._opposites.pop(key, None)
         self._masks.discard(key)
+        self._counts.discard(key)
         self._answers.discard(key)
 
 
@@ -284,7 +293,7 @@ class GuessedValues:
             if not self._selections.follows(tensor):
                 return None
             self._guesses.note(f"{value_of.item()} from a mask that has selected")
-            return value_of.item()
+            return self._guesses.branch(bool(value_of.item()))
         self._guesses.note("a choice, spread evenly")
         return value_of.item()
 

@@ -115,6 +115,23 @@ def test_all_of_it_passes_a_threshold_though_nothing_is_said_to(gpu: Session) ->
     assert any("as large" in note or "spread evenly" in note for note in gpu.report().notes)
 
 
+def test_a_count_of_elements_that_pass_a_threshold_agrees_with_its_number(gpu: Session) -> None:
+    """The loss of YOLOv6 is that of boxes only if `fg_mask.sum() > 0`."""
+    mask = activations(512, 32) > 0.5
+    count = mask.sum()
+
+    assert count > 0
+    assert count.item() == 512 * 32
+    assert count != 0
+    assert not count < 1
+    assert bool(mask.sum() == 0) is False
+    rounds = 0
+    while count > 0:
+        count = (activations(512, 32) > count).sum()
+        rounds += 1
+    assert rounds == 2
+
+
 def test_a_mask_whose_opposite_selected_nothing_has_elements(gpu: Session) -> None:
     """Splines of nflows: outside of an interval nothing is done, and inside only if any is."""
     x = activations(512, 32)

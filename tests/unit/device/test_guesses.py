@@ -42,6 +42,9 @@ def test_booleans_are_false_and_integers_one() -> None:
         (aten.gt.Scalar, 0.5, False),  # is the score high?
         (aten.lt.Scalar, 0.15, False),
         (aten.gt.Scalar, 0, False),
+        (aten.le.Scalar, 1e18, True),  # is it within its range? RF-DETR
+        (aten.gt.Scalar, -65504, True),
+        (aten.ge.Scalar, 65504, False),  # has it overflowed?
     ],
 )
 def test_no_tolerance_is_met_and_no_threshold_passed(
