@@ -114,3 +114,21 @@ def test_a_type_of_python_is_a_dtype(gpu: VirtualGpu, kind: type, dtype: torch.d
     assert host.to(kind).dtype == host.cuda().to(dtype=kind).dtype == dtype
     assert host.to("cuda", kind).dtype == dtype
     assert host.to("cuda", dtype=kind).device.type == "cuda"
+
+
+def test_a_list_of_numbers_of_the_gpu_is_read(gpu: VirtualGpu) -> None:
+    """The loss of a mip-NeRF returns `torch.Tensor(psnrs)`."""
+    losses = [nn.Linear(3, 5, device="cuda").weight.sum() for _ in range(2)]
+
+    read = torch.Tensor(losses)
+
+    assert (read.device.type, read.shape) == ("cpu", (2,))
+    assert torch.Tensor([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_subclass_is_made_of_numbers(gpu: VirtualGpu) -> None:
+    class Points(torch.Tensor):
+        pass
+
+    assert type(Points([1, 2])) is Points
+    assert Points([1, 2]).tolist() == [1, 2]

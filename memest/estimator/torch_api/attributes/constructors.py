@@ -106,7 +106,12 @@ def _install_default(patches: Patches) -> None:
     def new(cls: Any, *args: Any, **kwargs: Any) -> Tensor:
         if cls is Tensor and is_on_gpu and not kwargs:
             return _made(args, torch.get_default_dtype(), GPU.device)
-        return make(cls, *args, **kwargs)
+        if args and isinstance(args[0], list | tuple):  # C++ reads tensors one by one
+            args = (_numbers(args[0]), *args[1:])
+        if cls is Tensor:
+            return make(cls, *args, **kwargs)
+        with _disable_current_modes():  # under a mode, C++ makes a `Tensor` of the data before
+            return make(cls, *args, **kwargs)
 
     def set_default_tensor_type(kind: Any, /) -> None:
         nonlocal is_on_gpu
@@ -118,8 +123,6 @@ def _install_default(patches: Patches) -> None:
         else:
             torch.set_default_dtype(dtype)
             torch.set_default_device("cuda")
-            if not is_on_gpu:  # `torch.Tensor(...)` follows the type, not the default device
-                patches.set(Tensor, "__new__", staticmethod(new))
         is_on_gpu = dtype is not None
 
     def end_default() -> None:
@@ -128,6 +131,7 @@ def _install_default(patches: Patches) -> None:
             torch.set_default_device(None if before is None else before.device)
 
     before = _default_context()
+    patches.set(Tensor, "__new__", staticmethod(new))  # it follows the type, not the device
     patches.set(torch, "set_default_tensor_type", set_default_tensor_type)
     patches.on_undo(end_default)
 
