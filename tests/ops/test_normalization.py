@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.ops.normalization import differentiable_rms_norm
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import OLDEST, Scratch
 from memest.estimator.virtual_gpu import VirtualGpu
@@ -123,34 +121,34 @@ def test_rows_with_gaps_are_normalised_by_numbers_where_there_are_no_weights() -
     assert found.after == (4, 4)
 
 
-def test_a_second_gradient_of_an_rms_norm_is_that_of_its_formula() -> None:
-    """FunctionsManual.cpp: `infinitely_differentiable_native_rms_norm_backward`."""
-    x = torch.randn(3, 4, 8, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    grad = torch.randn(3, 4, 8, dtype=torch.float64)
-    rstd = (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-    wanted = torch.autograd.grad((x * rstd * weight * grad).sum(), (x, weight), retain_graph=True)
+def test_a_second_gradient_of_an_rms_norm_needs_as_much_as_on_a_gpu() -> None:
+    """Peaks measured on an H200, torch 2.11, at the second call."""
+    found = []
+    with VirtualGpu(H200):
+        x = torch.randn(512, 64, device="cuda", requires_grad=True)
+        weight = torch.ones(64, device="cuda", requires_grad=True)
+        for scale, inputs in ((weight, [x]), (weight, [x, weight]), (None, [x])):
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                out = torch.nn.functional.rms_norm(x, (64,), scale)
+                grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+                sum(grad.square().sum() for grad in grads).backward()  # type: ignore[union-attr]
+                x.grad = weight.grad = None
+                name = type(out.grad_fn).__name__
+                del out, grads
+            found.append(torch.cuda.max_memory_allocated() - before)
 
-    found = differentiable_rms_norm(grad, None, x, 1, rstd, weight)
-
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours is not None
-        torch.testing.assert_close(ours, theirs)
-    of_rstd = torch.randn(3, 4, 1, dtype=torch.float64)
-    wanted = torch.autograd.grad((rstd * of_rstd).sum(), (x,))
-    ours, _ = differentiable_rms_norm(None, of_rstd, x, 1, rstd, weight)
-    assert ours is not None
-    torch.testing.assert_close(ours, wanted[0])
+    assert name == "FusedRmsNormBackward0"
+    assert found == [1_320_448, 1_454_080, 1_188_864]
 
 
-def test_the_gradient_of_an_rms_norm_has_a_gradient() -> None:
-    with VirtualGpu(find_gpu("h100-80gb")):
-        x = torch.randn(4, 8, device="cuda", requires_grad=True)
-        weight = torch.ones(8, device="cuda", requires_grad=True)
-        out = torch.nn.functional.rms_norm(x, (8,), weight)
-        (of_x,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        of_x.square().sum().backward()
+def test_an_rms_norm_has_the_transforms_of_torch() -> None:
+    with VirtualGpu(H200):
+        norm = torch.nn.RMSNorm(64).cuda()
+        x = torch.randn(128, 64, device="cuda")
 
-        assert x.grad is not None
-        assert weight.grad is not None
-        assert type(out.grad_fn).__name__ == "_RmsNormBackward"
+        grads = torch.func.vmap(torch.func.grad(lambda row: norm(row).sum()))(x)
+
+        assert grads.is_cuda
+        assert grads.shape == x.shape

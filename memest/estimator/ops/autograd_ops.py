@@ -375,7 +375,6 @@ _KEYS_OF_PYTHON = {
 _OF_TORCH = ("aten", "prim", "memest", "quantized", "c10d")
 _OWN_KERNEL = ("CPU", "CUDA", "Meta", "CompositeExplicitAutograd")
 _FUNCTIONAL = "_c10d_functional"  # C++ kernels allocate the result and call operators of `c10d`
-_ONE_KERNEL_ON_CUDA = ("aten::_fused_rms_norm",)  # decomposed by a CPU build of torch
 _EXPLICIT = frozenset(
     f"aten::{name}"
     for name in """_euclidean_dist affine_grid_generator _trilinear _unsafe_index.Tensor allclose
@@ -399,8 +398,6 @@ def decomposition_key(func: Any) -> Any:
     2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
     """
     name = func.name()
-    if name in _ONE_KERNEL_ON_CUDA:
-        return None
     if func.namespace == "prims":
         return getattr(func, "impl_aten", None)  # the function that CUDA runs
     if composed := op_of(func).composed:

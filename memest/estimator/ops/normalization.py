@@ -10,7 +10,6 @@ recorded under DDP on two H100s. Symbols: M samples times pixels, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -384,99 +383,31 @@ def batch_norm(
     return then(x, *tensors, training, momentum, eps, cudnn_enabled)
 
 
-class _RmsNorm(torch.autograd.Function):
-    """`_fused_rms_norm` and its gradient: one kernel, or differentiable ones (derivatives.yaml)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: Any
-    ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, rstd = aten._fused_rms_norm.default(x, shape, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.shape = shape
-        ctx.set_materialize_grads(False)
-        return out, rstd
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_rstd: Tensor | None) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        of_x = of_weight = None
-        if torch.is_grad_enabled() or of_rstd is not None:
-            of_x, of_weight = differentiable_rms_norm(
-                grad, of_rstd, x, len(ctx.shape), rstd, weight, wanted
-            )
-        elif grad is not None:
-            with torch._C._AutoDispatchBelowAutograd():
-                of_x, of_weight = aten._fused_rms_norm_backward.default(
-                    grad, x, ctx.shape, rstd, weight, wanted
-                )
-        return of_x, None, of_weight if weight is not None else None, None
-
-
-def differentiable_rms_norm(
-    grad: Tensor | None,
-    of_rstd: Tensor | None,
-    x: Tensor,
-    num_dims: int,
-    rstd: Tensor,
-    weight: Tensor | None,
-    wanted: Sequence[bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return gradients of the input and the weight, in operators that have gradients of their own.
-
-    They are those of `infinitely_differentiable_native_rms_norm_backward` (FunctionsManual.cpp).
-
-    Args:
-        grad: gradient of the result, None if it is not used.
-        of_rstd: gradient of `rstd`, None if it is not used.
-        x: input.
-        num_dims: number of the last dimensions that are normalized.
-        rstd: reciprocal root of the mean square, with 1 in the last dimensions.
-        weight: of the shape of the last dimensions, or None.
-        wanted: whether the gradients of the input and of the weight are needed.
-    """
-    inner, outer = [*range(-num_dims, 0)], [*range(x.dim() - num_dims)]
-    size = prod(x.shape[-num_dims:])
-    wide, cube = rstd.expand_as(x), rstd.pow(3)
-    of_x = of_weight = None
-    if grad is not None:
-        scaled = grad if weight is None else grad * weight
-        if wanted[0]:
-            total = (x * scaled).sum(inner, keepdim=True)
-            first, product = wide * scaled, x * cube  # C++ frees them after the whole expression
-            of_x = first - (product / size) * total
-            del first, product
-        if wanted[1] and weight is not None:
-            of_weight = grad * (x * wide)
-            of_weight = of_weight.sum(outer) if outer else of_weight
-    if wanted[0] and of_rstd is not None:
-        by_rstd = -(x * cube / size) * of_rstd
-        of_x = by_rstd if of_x is None else of_x + by_rstd
-    return of_x, of_weight
-
-
 @registry.above_autograd("rms_norm")
 def rms_norm(
     then: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
-    """Run the fused kernel where native/layer_norm.cpp does (`rms_norm_symint`)."""
-    is_fused = simulated().fuses_rms_norm and hasattr(aten, "_fused_rms_norm")
-    is_fused = is_fused and x.is_floating_point() and not x.is_complex()
-    is_fused = is_fused and (weight is None or weight.dtype is x.dtype)
-    if is_fused and suggest_memory_format(x) is torch.contiguous_format:
-        out: Tensor = _RmsNorm.apply(x, list(shape), weight, eps)[0]  # type: ignore[no-untyped-call]
-        return out
-    return then(x, shape, weight, eps)
+    """Run the decomposition, if the simulated release of torch has no fused kernel."""
+    if simulated().fuses_rms_norm or not _HAS_FUSED_RMS_NORM:
+        return then(x, shape, weight, eps)
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    out: Tensor = aten._fused_rms_norm.default._op_dk(composite, x, list(shape), weight, eps)[0]
+    return out
 
 
-@registry.result("_fused_rms_norm")
-def _rms_norm(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+def _fused_rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     """Return the contiguous result, and the reciprocal roots in float32 or wider."""
-    x, shape = args[0], args[1]
     kept = x.dim() - len(shape)
     sizes = [*x.shape[:kept], *(1 for _ in shape)]
     dtype = torch.float32 if x.itemsize == 2 else x.dtype
     out = torch.empty(x.shape, dtype=x.dtype, device="meta")
     return out, torch.empty(sizes, dtype=dtype, device="meta")
+
+
+_HAS_FUSED_RMS_NORM = hasattr(aten, "_fused_rms_norm_backward")
+if _HAS_FUSED_RMS_NORM:
+    # without a kernel torch decomposes the operator, and does not take the operator's own gradient
+    _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _library.m.impl("_fused_rms_norm", "Meta", _fused_rms_norm, False)  # which `impl` refuses
