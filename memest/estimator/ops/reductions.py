@@ -511,8 +511,11 @@ def has_gradient(tensor: Tensor) -> bool:
 
 @registry.above_autograd("prod prod.dim_int")
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `prod`; its gradient assumes no zero input (`prod_backward`, FunctionsManual.cpp)."""
-    if not has_gradient(x):
+    """Run `prod`; its gradient assumes no zero input (`prod_backward`, FunctionsManual.cpp).
+
+    `torch.func` takes the gradient that torch has for meta tensors, which assumes nothing.
+    """
+    if not has_gradient(x) or torch._C._are_functorch_transforms_active():
         return then(x, *args, **kwargs)
 
     def run() -> Tensor:

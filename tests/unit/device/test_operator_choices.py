@@ -72,6 +72,7 @@ def test_the_gradient_of_a_product_looks_for_zeros_and_divides(gpu: VirtualGpu) 
     assert made == ["eq.Scalar", "div.Tensor", "mul.Tensor"]
     assert x.grad is not None
     assert x.prod().grad_fn is not None
+    assert torch.func.grad(lambda values: values.prod())(x).shape == x.shape
 
 
 def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
