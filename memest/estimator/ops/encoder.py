@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.estimator.ops import registry
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.temporaries import INDEX_BYTES
 from memest.estimator.tensors.patches import Patches
@@ -222,31 +223,11 @@ def _attention(
     return (out if padded is None else _as_packed(out, padded)), weights
 
 
-def _layer(
-    src: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
-    proj_weight: Tensor, proj_bias: Tensor, use_gelu: bool, norm_first: bool, eps: float,
-    norm_weight_1: Tensor, norm_bias_1: Tensor, norm_weight_2: Tensor, norm_bias_2: Tensor,
-    ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
-    mask: Tensor | None = None, mask_type: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Run `transformer_encoder_layer_forward`; residuals are added in place."""
-    padded = src.padded_shape if isinstance(src, Packed) else None
-    rows = _plain(src)
-    norms = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
-    x = F.layer_norm(rows, (embed_dim,), *norms[0], eps) if norm_first else rows
-    kept = _attend(x, num_heads, qkv_weight, qkv_bias, mask, False, padded)
-    attended = F.linear(kept.out, proj_weight, proj_bias)
-    del kept, x
-    attended.add_(rows)
-    if not norm_first:
-        attended = F.layer_norm(attended, (embed_dim,), *norms[0], eps)
-    before = F.layer_norm(attended, (embed_dim,), *norms[1], eps) if norm_first else attended
-    hidden = torch._addmm_activation(
-        ffn_bias_1, before.reshape(-1, embed_dim), ffn_weight_1.t(), use_gelu=use_gelu
-    )
-    out = F.linear(hidden, ffn_weight_2, ffn_bias_2).view(rows.shape)
-    del hidden, before
-    out.add_(attended)
-    if not norm_first:
-        out = F.layer_norm(out, (embed_dim,), *norms[1], eps)
-    return out if padded is None else _as_packed(out, padded)
+def _layer(src: Tensor, *args: Any) -> Tensor:
+    """Run torch's C++ kernel of the CPU, which is CUDA's too; its attention is `_attention`."""
+    cpu = torch._C.DispatchKey.CPU
+    out: Tensor = torch.ops.aten._transformer_encoder_layer_fwd.default._op_dk(cpu, src, *args)
+    return _as_packed(out, src.padded_shape) if isinstance(src, Packed) else out
+
+
+registry.register("_native_multi_head_attention", composed=_attention)
