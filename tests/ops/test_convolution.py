@@ -164,6 +164,21 @@ def test_gradients_have_the_format_of_input_and_weight_whatever_the_meta_kernel_
     assert all(t.is_contiguous(memory_format=expected) for t in made[:2])
 
 
+def test_a_native_depthwise_convolution_copies_an_expanded_weight_before_the_output() -> None:
+    """DepthwiseConv2d.cu; recorded on an H200 in BigVGAN, whose filters are expanded."""
+    weight = torch.empty(1, 1, 12, 1, device="meta").expand(96, 1, 12, 1)
+
+    taken = forward(convolution(meta(8, 96, 56, 12), weight))[0]
+    of_cudnn = forward(convolution(meta(8, 1, 56, 12), weight))[0]
+
+    assert (taken.before, taken.after) == ((96 * 12 * 4,), ())
+    args, grad = convolution(meta(8, 96, 56, 12), weight), meta(8, 96, 45, 12)
+    of_input = [4608, 8 * 96 * 56 * 12 * 4, -4608]
+    assert backward(args, grad, (True, False, False)) == of_input
+    assert of_cudnn.before == ()
+    assert of_cudnn.after[0] == 96 * 12 * 4
+
+
 def test_a_native_depthwise_convolution_computes_the_gradient_of_the_weight_first() -> None:
     args = convolution(meta(8, 96, 56, 56), meta(96, 1, 7, 7), 1, 3)
     found = backward(args, meta(8, 96, 56, 56), (True, True, False))

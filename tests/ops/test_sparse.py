@@ -63,6 +63,20 @@ def test_every_call_asks_for_what_it_asked_for(part: str, virtual: VirtualGpu) -
     assert num_calls > 15
 
 
+def test_a_factor_whose_rows_have_gaps_is_copied(virtual: VirtualGpu) -> None:
+    """SparseCUDABlas.cpp; recorded on an H200 in LightGCN, whose gradients are rows of a stack."""
+    matrix = torch.eye(1000).to_sparse().cuda().coalesce()
+    wide = torch.empty(1000, 4, 64, device="cuda")
+    requests = Requests(virtual)
+
+    dense = requests.in_order(lambda: torch.sparse.mm(matrix, wide[:, 0].contiguous()))
+    given = requests.in_order(lambda: torch.sparse.mm(matrix, wide[:, 0]))
+
+    assert dense.count(256000) == given.count(256000)
+    workspace = given.index(4 * 4 + 7)
+    assert given[workspace - 2 : workspace] == [256000, 256000]
+
+
 def test_a_sparse_tensor_says_where_it_lies(virtual: VirtualGpu) -> None:
     sparse = torch.eye(3).to_sparse().cuda()
 

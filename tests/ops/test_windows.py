@@ -94,3 +94,26 @@ def test_images_are_pooled_in_a_dense_memory_format() -> None:
 
     assert rule((last, *args), {}, None, H100) == Scratch()
     assert rule((part, *args), {}, None, H100) == Scratch(after=(32768,))
+
+
+def test_a_grid_whose_corners_are_aligned_is_sampled_by_cudnn() -> None:
+    """GridSampler.cpp of cudnn: copies the grid, and computes its gradient always. Recorded on an
+    H200 in RAFT-Stereo, whose grids are slices.
+    """
+    with VirtualGpu(H100) as virtual:
+        image = torch.empty(2, 3, 4, 4, device="cuda", requires_grad=True)
+        grid = torch.empty(2, 5, 5, 7, 2, device="cuda").unbind(3)[0]
+        requests, made = Requests(virtual), []
+
+        def sample(is_aligned: bool) -> None:
+            made.append(torch.nn.functional.grid_sample(image, grid, align_corners=is_aligned))
+
+        aligned = requests.in_order(lambda: sample(is_aligned=True))
+        grad = torch.ones(2, 3, 5, 5, device="cuda")
+        of_aligned = requests.in_order(lambda: made[0].backward(grad))
+        plain = requests.in_order(lambda: sample(is_aligned=False))
+
+    assert aligned == [400, 600, -400]
+    assert of_aligned[:3] == [400, 384, 400]
+    assert sorted(of_aligned[3:5]) == [-400, -400]
+    assert plain == [600]

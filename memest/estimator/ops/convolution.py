@@ -285,6 +285,11 @@ def is_native(c: ConvolutionShapes) -> bool:
     return not (channels >= 512 or (channels >= 256 and width >= 28))
 
 
+def _copies_first(c: ConvolutionShapes, transposed: bool) -> bool:
+    """Return whether the weight is copied before the result is allocated (DepthwiseConv2d.cu)."""
+    return is_native(c) and not transposed and len(c.tensor) < 5
+
+
 def _is_without_cudnn(c: ConvolutionShapes) -> bool:
     return is_native(c) or not prod(c.output) * prod(c.tensor)
 
@@ -393,10 +398,11 @@ def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
     """
     memory_format = convolution_format(args[0], args[1])
     shapes, direction = _shapes_of(args, out, 0), _of_forward(args)
+    made = outputs({0: out.nbytes})
+    of_weight = temporaries(*copies_in(memory_format, args[1]))
     return (
         temporaries(*copies_in(memory_format, args[0]))
-        + outputs({0: out.nbytes})
-        + temporaries(*copies_in(memory_format, args[1]))
+        + (of_weight + made if _copies_first(shapes, args[6]) else made + of_weight)
         + _tried(shapes, direction, gpu)
         + temporaries(_workspace(shapes, direction, gpu).num_bytes)
     )
@@ -434,7 +440,11 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
         copy = copies_in(memory_format, weight) + each
         num_bytes = _workspace(shapes, direction, gpu).num_bytes
         tried = _tried(shapes, direction, gpu)
-        of_input = outputs({0: tensor.nbytes}) + around(copy, tried + passing(num_bytes))
+        made = outputs({0: tensor.nbytes})
+        if _copies_first(shapes, args[7]):
+            of_input = around(copy, made)
+        else:
+            of_input = made + around(copy, tried + passing(num_bytes))
     if wanted[1]:
         num_bytes = _workspace(shapes, "weight", gpu).num_bytes
         tried = _tried(shapes, "weight", gpu)

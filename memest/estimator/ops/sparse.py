@@ -29,6 +29,7 @@ from memest.estimator.ops.sparse_rows import (
     is_compressed,
     of_dense,
     rows_of_coordinates,
+    vector_workspace,
 )
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import Patches
@@ -41,16 +42,16 @@ from memest.estimator.tensors.placement import (
     refused,
     sample_tensors,
 )
-from memest.units import ceil_div, round_up
+from memest.units import ceil_div
 
 aten = torch.ops.aten
 
 SparseRule = Callable[..., Any]
 FROM_PARTS = aten._sparse_coo_tensor_with_dims_and_tensors.default
 _set_data: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
-_ENTRIES_OF_A_BLOCK, _OF_ONE_COLUMN = 256, 4096
-"""Entries of a block in cuSPARSE, for a product in general and with one column. cuSPARSE stores
-four bytes per block; deduced from recorded calls.
+_ENTRIES_OF_A_BLOCK = 256
+"""Entries of a block in cuSPARSE, for a product by several columns. cuSPARSE stores four bytes per
+block; deduced from recorded calls.
 """
 
 
@@ -310,10 +311,12 @@ def _addmm(
     transposed = torch.empty_like(result, memory_format=torch.contiguous_format)
     if num_entries:
         is_by_columns = dense.stride(0) == 1 and dense.stride(1) == dense.size(0)
-        is_by_rows = dense.stride(1) == 1 and dense.stride(0) != 0
+        is_by_rows = dense.stride(1) == 1 and dense.stride(0) == dense.size(1)
         given = dense if is_by_columns or is_by_rows else dense.contiguous()
-        blocks = ceil_div(num_entries, _ENTRIES_OF_A_BLOCK if num_columns > 1 else _OF_ONE_COLUMN)
-        mode.pass_workspaces(aten.addmm.default, round_up(4 * blocks, 8) + 7)
+        size = 4 * ceil_div(num_entries, _ENTRIES_OF_A_BLOCK) + 7
+        if num_columns == 1:
+            size = vector_workspace(num_rows, num_entries, starts.itemsize, dtype)
+        mode.pass_workspaces(aten.addmm.default, size)
         del given
     del transposed, columns, starts, zeros
     return result

@@ -122,11 +122,59 @@ def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
 
 outputs_only(
     "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
-    "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_2d grid_sampler_3d "
-    "grid_sampler_2d_backward grid_sampler_3d_backward pixel_shuffle pixel_unshuffle "
+    "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_3d "
+    "grid_sampler_3d_backward pixel_shuffle pixel_unshuffle "
     "replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward "
     "replication_pad3d replication_pad3d_backward upsample_bicubic2d upsample_bilinear2d "
     "upsample_linear1d upsample_trilinear3d"
 )
 
 register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
+
+
+# ------------------------------------------------------------------- sampling at a grid
+
+_BY_CUDNN = (torch.float64, torch.float32, torch.float16)
+_MOST_CHANNELS = 1024
+
+
+def _is_by_cudnn(image: Tensor, grid: Tensor, mode: int, padding: int, is_aligned: bool) -> bool:
+    """Return whether cuDNN samples: bilinear, zeros around the image (`grid_sampler` of
+    GridSampler.cpp).
+    """
+    is_known = image.dtype in _BY_CUDNN and grid.dtype in _BY_CUDNN and image.size(1) > 0
+    is_wanted = mode == padding == 0 and is_aligned and image.size(1) <= _MOST_CHANNELS
+    return torch.backends.cudnn.enabled and is_known and is_wanted
+
+
+def _copy_of_expanded(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.nbytes,) if 0 in tensor.stride() else ()
+
+
+@registry.requests("grid_sampler_2d")
+def grid_sampler_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
+    """Requests of `cudnn_grid_sampler_forward` (GridSampler.cpp of cudnn): copies of an expanded
+    image and of a grid with gaps. torch's own kernel requests nothing.
+    """
+    image, grid = args[:2]
+    made = outputs({0: out.nbytes})
+    if not _is_by_cudnn(*args[:5]):
+        return made
+    return around(_copy_of_expanded(image) + contiguous_copy(grid), made)
+
+
+@registry.requests("grid_sampler_2d_backward")
+def grid_sampler_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `cudnn_grid_sampler_backward`, which computes the gradient of the grid always."""
+    grad, image, grid = args[:3]
+    made = outputs({i: t.nbytes for i, t in enumerate(out) if t is not None})
+    if not _is_by_cudnn(*args[1:6]):
+        return made
+    copies = _copy_of_expanded(image) + contiguous_copy(grid) + _copy_of_expanded(grad)
+    both = [(image, args[6][0]), (grid, args[6][1])]
+    each = [
+        outputs({i: t.nbytes}) if is_wanted else temporaries(t.nbytes)
+        for i, (t, is_wanted) in enumerate(both)
+    ]
+    unwanted = [-t.nbytes for t, is_wanted in both if not is_wanted]
+    return around(copies, each[0] + each[1]) + temporaries(*unwanted)
