@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from memest.estimator.hardware.pace import FORMAT
 from memest.estimator.hardware.work import Work
 from memest.validate.host_pace import (
     HALF,
@@ -47,13 +48,18 @@ DIMS = (16, 128, 1024, 8192, 65536)
 INNER = (64, 256, 1024, 4096, 16384)
 FULL = torch.float32
 DTYPES = HALF, FULL
-OF_PRODUCTS = ((HALF, False), (FULL, True), (FULL, False))  # dtype, and whether TF32 is allowed
+OF_PRODUCTS: tuple[tuple[Any, ...], ...] = (
+    (HALF, False), (FULL, True), (FULL, True, (True, False)), (FULL, True, (False, False)),
+    (FULL, False),
+)  # fmt: skip
+"""Dtypes of products, whether TF32 is allowed, and layouts of the matrices."""
 
 
 def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure the GPU for at most `seconds`; `write` receives the result after each family."""
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
+        "format": FORMAT,
         "device": properties.name,
         "memory_bytes": properties.total_memory,
         "torch": torch.__version__,
@@ -148,41 +154,55 @@ def cases(make: Callable[..., Call], *axes: Iterable[Any]) -> Iterator[Case]:
 
 
 def products() -> Iterator[Case]:
-    """Matrix products `x @ weight.T`, in three precisions, and some with odd sizes."""
-    for dtype, tf32 in OF_PRODUCTS:
+    """Matrix products, in three precisions, and some with odd sizes."""
+    for how in OF_PRODUCTS:
         for m, n, k in itertools.product(DIMS, INNER, INNER):
-            item = 2 if dtype is HALF else 4
+            item = 2 if how[0] is HALF else 4
             is_large = item * (m * n + m * k + n * k) > MAX_BYTES
-            if 2 * m * n * k > (MAX_FLOPS if dtype is HALF else MAX_FLOPS / 8) or is_large:
+            if 2 * m * n * k > (MAX_FLOPS if how[0] is HALF else MAX_FLOPS / 8) or is_large:
                 continue
-            yield partial(_product, m, n, k, dtype, tf32)
+            yield partial(_product, (m, n, k), *how)
+        yield from (partial(_product, sizes, *how) for sizes in SHAPES["tall"])
     for m, n, k in itertools.product((1024, 8192), (50257, 1001, 4001), (256, 1024, 4096)):
-        yield partial(_product, m, n, k, HALF, False)
-        yield partial(_product, m, k, n, HALF, False)
-
-
-def _product(m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Call:
-    x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype)
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    return lambda: aten.mm.default(x, weight.t())
+        yield partial(_product, (m, n, k), HALF, False)
+        yield partial(_product, (m, k, n), HALF, False)
 
 
 def batched_products() -> Iterator[Case]:
     """Products of many small matrices, as attention makes them without a fused kernel."""
-    for dtype, tf32 in OF_PRODUCTS:
+    for how in OF_PRODUCTS:
         for b, n, d in itertools.product((32, 256), (64, 256, 1024, 2048), (64, 128)):
-            for shape in ((b, n, n, d), (b, n, d, n)):
+            for sizes in ((n, n, d), (n, d, n)):
                 if b * n * n * 4 <= MAX_BYTES / 3:
-                    yield partial(_batched, *shape, dtype, tf32)
-        for shape in map(tuple, SHAPES["narrow"]):
-            if dtype is FULL or not any(n % 8 for n in shape[2:]):  # half precision pads others
-                yield partial(_batched, *shape, dtype, tf32)
+                    yield partial(_product, sizes, *how, batch=(b,))
+        for b, *sizes in SHAPES["narrow"]:
+            if how[0] is FULL or not any(n % 8 for n in sizes[1:]):  # half precision pads others
+                yield partial(_product, sizes, *how, batch=(b,))
 
 
-def _batched(b: int, m: int, n: int, k: int, dtype: torch.dtype, tf32: bool) -> Call:
-    x, y = random(b, m, k, dtype=dtype), random(b, k, n, dtype=dtype)
+def _product(
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    tf32: bool,
+    is_adjacent: tuple[bool, bool] = (True, True),
+    *,
+    batch: tuple[int, ...] = (),
+) -> Call:
+    """Return a product of matrices with `sizes` (m, n, k): [m, k] by [k, n].
+
+    `is_adjacent` tells of the left and the right one whether it is adjacent along `k`.
+    """
+    m, n, k = sizes
+    x = _matrix(*batch, m, k, dtype=dtype, is_adjacent=is_adjacent[0])
+    y = _matrix(*batch, n, k, dtype=dtype, is_adjacent=is_adjacent[1]).mT
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    return lambda: aten.bmm.default(x, y)
+    operator = aten.bmm.default if batch else aten.mm.default
+    return lambda: operator(x, y)
+
+
+def _matrix(*shape: int, dtype: torch.dtype, is_adjacent: bool) -> Tensor:
+    x = random(*shape, dtype=dtype)
+    return x if is_adjacent else x.mT.contiguous().mT
 
 
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 8192)
@@ -258,26 +278,27 @@ def _convolution(
     return lambda: aten.convolution_backward.default(*given)
 
 
-BY_ROW = (
-    "sum_rows", "sum_outer", "mean", "softmax", "softmax_backward", "layer_norm",
-    "layer_norm_backward", "cast", "cat", "cat_columns",
-)  # fmt: skip
-"""Calls whose time depends on the length of a row."""
-
-
-def named(calls: Calls, shapes: Iterable[Any], names: Iterable[str] = ()) -> Iterator[Case]:
-    """Return those of `calls` with `names`, or all, on a tensor of each shape and precision."""
+def named(calls: Calls, shapes: Iterable[Any]) -> Iterator[Case]:
+    """Return `calls` on a tensor of each shape and precision."""
 
     def call_of(dtype: torch.dtype, shape: tuple[int, int], name: str) -> Call:
         return calls(random(*shape, dtype=dtype))[name]
 
-    return cases(call_of, DTYPES, shapes, names or calls(torch.zeros(64, 64)))
+    return cases(call_of, DTYPES, shapes, calls(torch.zeros(64, 64)))
 
 
 def memory_kernels() -> Iterator[Case]:
     """Kernels that memory bounds."""
     yield from named(_memory_calls, SHAPES["rows"])
-    yield from named(_memory_calls, SHAPES["short_rows"], BY_ROW)
+    yield from cases(_apart, DTYPES, SHAPES["classes"], ("_softmax", "_log_softmax"), (False, True))
+
+
+def _apart(dtype: torch.dtype, shape: list[int], name: str, backward: bool) -> Call:
+    """Return a softmax over the middle dimension."""
+    x = random(*shape, dtype=dtype)
+    if not backward:
+        return lambda: getattr(aten, name).default(x, 1, False)
+    return lambda: getattr(aten, f"{name}_backward_data").default(x, x, 1, dtype)
 
 
 def _memory_calls(x: Tensor) -> dict[str, Call]:
@@ -343,12 +364,15 @@ def image_kernels() -> Iterator[Case]:
     yield from cases(_image_kernel, DTYPES, (False, True), SHAPES["images"], names)
     slow = "bilinear_64", "bilinear_64_backward"  # all pixels are added to few
     yield from cases(_image_kernel, DTYPES, (False, True), SHAPES["images"][5:6], slow)
+    groups = "group_norm", "group_norm_backward"
+    yield from cases(_image_kernel, DTYPES, (False,), SHAPES["groups"], groups)
 
 
-def _image_kernel(dtype: Any, last: bool, sizes: tuple[int, int, int], name: str) -> Call:
-    samples, channels, side = sizes
+def _image_kernel(dtype: Any, last: bool, sizes: list[int], name: str) -> Call:
+    samples, channels, side, *more = sizes
     layout = torch.channels_last if last else torch.contiguous_format
-    x = random(samples, channels, side, side, dtype=dtype).to(memory_format=layout)
+    x = random(samples, channels, side, more[0] if more else side, dtype=dtype)
+    x = x.to(memory_format=layout)
     weight, bias, mean, variance = (torch.ones(channels, device="cuda") for _ in range(4))
     if "batch" in name:
         x = x.half() if dtype is HALF else x  # cuDNN takes no bfloat16
@@ -364,7 +388,8 @@ def _image_kernel(dtype: Any, last: bool, sizes: tuple[int, int, int], name: str
         return _native_batch_norm(name, (x, weight, bias, mean, variance, True, 0.1, 1e-5))
     if "group" in name:
         w, b = weight.to(dtype), bias.to(dtype)
-        shape = (samples, channels, side * side, 32)
+        groups = more[1] if len(more) > 1 else 32
+        shape = (samples, channels, x[0, 0].numel(), groups)
         if name == "group_norm":
             return lambda: aten.native_group_norm.default(x, w, b, *shape, 1e-5)
         _, saved, inverse = aten.native_group_norm.default(x, w, b, *shape, 1e-5)
@@ -396,7 +421,7 @@ def _resizing(name: str, x: Tensor) -> Call:
     operator, backward = (
         getattr(aten, f"upsample_{kind}2d{end}").default for end in ("", "_backward")
     )
-    large = [scale * side, scale * side]
+    large = [scale * n for n in x.shape[2:]]
     corners = [False] if kind == "bilinear" else []
     out = operator(x, large, *corners)
     if "backward" not in name:
@@ -416,7 +441,7 @@ def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Call:
 
 def row_kernels() -> Iterator[Case]:
     """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
-    return named(_row_calls, SHAPES["rows"])
+    return named(_row_calls, [shape for shape in SHAPES["rows"] if shape[1] % 64 == 0])
 
 
 def _row_calls(x: Tensor) -> dict[str, Call]:

@@ -118,6 +118,11 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         large, small = sorted((out.numel(), first.numel()), reverse=True)
         planes = prod(first.shape[:2])
         name, more = name + _layout(first), (planes, max(1, large // max(1, small)))
+    elif "softmax" in name and _num_after(args[0], args[_ROWS[name]]) > 1:
+        return _apart(name, args[0], args[_ROWS[name]])
+    elif "group_norm" in name and first is not None:
+        mean = args[2] if "backward" in name else out[1]
+        name, more = name + _layout(first), (mean.numel(),)
     elif any(part in name for part in _OF_IMAGES) and first is not None:
         name, more = name + _layout(first), (_length(first, 1),)
     elif name == "cat" and first is not None:
@@ -162,6 +167,29 @@ _ROWS = {
     "_fused_rms_norm_backward": 2,
 }  # fmt: skip
 """Positions of the argument that gives the length of a row: a dimension, or the row's shape."""
+
+
+def _num_after(x: Tensor, dim: int) -> int:
+    """Return the number of elements of the dimensions after `dim`."""
+    return prod(x.shape[dim + 1 or x.dim() :])
+
+
+MAX_THREADS = 1024  # threads of a block
+
+
+def _apart(name: str, x: Tensor, dim: int) -> Work:
+    """Work of a softmax over a dimension before the last: its threads, and the elements of each.
+
+    A thread reads its elements one after another, so it waits for memory and does not use all of
+    the bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu.
+    """
+    inner, num = _num_after(x, dim), x.shape[dim]
+    sharing = 1  # threads that read one row
+    if inner <= 64 <= num:
+        while inner * sharing * 2 <= MAX_THREADS and sharing * 2 <= num:
+            sharing *= 2
+    size = (x.numel() // max(1, num) * sharing, -(-num // sharing))
+    return Work(f"{name}-apart {x.element_size()} float32", size, "float32", prod(size), 0)
 
 
 def _length(x: Tensor, dim: int) -> int:
@@ -257,6 +285,13 @@ def _alike(rate: str) -> str:
     return "float16" if rate == "bfloat16" else rate
 
 
+LAYOUTS = ("", "-one", "-both")
+"""Marks of products by how many of the matrices are not adjacent along the summed dimension.
+
+Kernels of TF32 read only that layout fast. Those of other precisions take the same time for all.
+"""
+
+
 def _product(name: str, args: Any, num_bytes: int) -> Work:
     left, right = (args[i] for i in _SHAPE_OF[name])
     if name == "int8_linear_matmul":  # of bitsandbytes: rows of any number of dimensions
@@ -270,7 +305,10 @@ def _product(name: str, args: Any, num_bytes: int) -> Work:
     per_16_bytes = 16 // left.element_size()
     leading = columns, *(max((1, *t.stride()[-2:])) for t in (left, right))
     is_odd = left.element_size() == 2 and any(n % per_16_bytes for n in leading)
-    kind = f"{'bmm' if batch else 'matmul'}{'-odd' * is_odd} {_alike(rate)}"
+    kind = "bmm" if batch else "matmul"
+    if rate == "tf32":
+        kind += LAYOUTS[(left.stride(-1) != 1) + (right.stride(-2) != 1)]
+    kind = f"{kind}{'-odd' * is_odd} {_alike(rate)}"
     return Work(kind, size, rate, 2 * prod(size), num_bytes)
 
 
@@ -364,7 +402,7 @@ _WRITES_FEW = ("index_add", "_index_put_impl", "index_put", "index_copy", "scatt
 _INDEXED = ("index_select", "index", "index_add", "_index_put_impl")
 """Operators whose kernels move elements of the last dimension together."""
 
-_OF_IMAGES = ("batch_norm", "group_norm", "pool2d")
+_OF_IMAGES = ("batch_norm", "pool2d")
 """Parts of names of operators whose time depends on the layout and the channels."""
 
 _READS_OUT = ("embedding", "index", "index_select", "gather", "take")

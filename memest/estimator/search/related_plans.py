@@ -234,6 +234,7 @@ class RelatedPlans:
         self.gpu, self.steps, self.values, self.key = gpu, steps, values, key
         self.accumulates = accumulates
         self._series: dict[TrainingPlan, TraceSeries] = {}
+        self._covered: set[TrainingPlan] = set()
         self._optimizers: dict[TrainingPlan, OptimizerStep | None] = {}
         self._lead: TrainingPlan | None = None
 
@@ -258,11 +259,12 @@ class RelatedPlans:
         return of_one_micro_batch(two) if plan.accumulate_grad_batches == 1 else two
 
     def _traced(self, plan: TrainingPlan) -> TracedPlan:
-        key = with_value(plan, self.key, 1)
-        if key not in self._series:
-            self._series[key] = TraceSeries(plan, self.gpu, self.key)
-            self._series[key].cover(self.steps, queried=self.values)
-        return self._series[key].at(getattr(plan, self.key))
+        key, value = with_value(plan, self.key, 1), getattr(plan, self.key)
+        series = self._series.setdefault(key, TraceSeries(plan, self.gpu, self.key))
+        if value != 1 and key not in self._covered:  # a size of 1 has its own trace
+            self._covered.add(key)
+            series.cover(self.steps, queried=self.values)
+        return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
         """Return the step of the plan's optimizer, if plans differ only in it."""
