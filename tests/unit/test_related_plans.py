@@ -134,3 +134,19 @@ def test_a_step_frees_nothing_that_was_made_outside(text: TrainingPlan) -> None:
 
     with pytest.raises(NotInterpolable):
         OptimizerStep(replace(own, program=replace(own.program, steps=steps)), own)
+
+
+def test_a_batch_of_one_alone_is_one_trace(
+    shallow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise NotInterpolable("the steps differ")
+
+    plan = TrainingPlan(model_name=shallow("gpt2", 2), seq_len=64, optim="adamw")
+    related = RelatedPlans(GPU, BATCHES, BATCHES)
+    related.at(replace(plan, batch_size=8))
+    monkeypatch.setattr(OptimizerStep, "applied_to", fail)
+
+    related.at(replace(plan, batch_size=1, optim="sgd"))
+
+    assert [series.num_traces for series in related._series.values()][-1] == 1

@@ -105,36 +105,43 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return found._replace(more_bytes=args[0].nbytes if bias else 0)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(func, args)
-    first = next(tensors_in(args), None)
-    more: tuple[int, ...] = ()
-    if name in _COPIES:
-        *_, first = tensors_in(args)
-        name, more = _kind_of_copy(first, out)
-    elif torch.Tag.pointwise in func.tags:
-        name = _kind_of_pointwise(args, out)
-    elif name == "sum" and first is not None:
-        more = _reduced(func, args, kwargs)
-    elif name.startswith("upsample") and isinstance(out, Tensor) and first is not None:
-        large, small = sorted((out.numel(), first.numel()), reverse=True)
-        planes = prod(first.shape[:2])
-        name, more = name + _layout(first), (planes, max(1, large // max(1, small)))
-    elif "softmax" in name and _num_after(args[0], args[_ROWS[name]]) > 1:
+    if "softmax" in name and _num_after(args[0], args[_ROWS[name]]) > 1:
         return _apart(name, args[0], args[_ROWS[name]])
-    elif "group_norm" in name and first is not None:
-        mean = args[2] if "backward" in name else out[1]
-        name, more = name + _layout(first), (mean.numel(),)
-    elif any(part in name for part in _OF_IMAGES) and first is not None:
-        name, more = name + _layout(first), (_length(first, 1),)
-    elif name == "cat" and first is not None:
-        more = (_adjacent(func, args),)
-    elif name in _INDEXED and first is not None:
-        more = (_length(first, -1),)
-    elif name in _ROWS:
-        row = args[_ROWS[name]]
-        more = (prod(row) if isinstance(row, list | tuple) else _length(args[0], row),)
+    given = [*tensors_in(args)]
+    first = given[-1 if name in _COPIES else 0] if given else None
+    more: tuple[int, ...] = ()
+    if first is not None:
+        name, more = _kind_by_bytes(name, first, (func, args, kwargs), out)
     item_bytes = 4 if first is None else first.element_size()
     num_tensors = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
     return Work(f"{name} {item_bytes}", (num_bytes, *more), "", 0, num_bytes, num_tensors)
+
+
+def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of a kernel that memory bounds, and its sizes apart from the bytes."""
+    func, args, kwargs = call
+    if name in _COPIES:
+        return _kind_of_copy(x, out)
+    if torch.Tag.pointwise in func.tags:
+        return _kind_of_pointwise(args, out), ()
+    if name == "sum":
+        return name, _reduced(func, args, kwargs)
+    if name.startswith("upsample") and isinstance(out, Tensor):
+        large, small = sorted((out.numel(), x.numel()), reverse=True)
+        return name + _layout(x), (prod(x.shape[:2]), max(1, large // max(1, small)))
+    if "group_norm" in name:
+        mean = args[2] if "backward" in name else out[1]
+        return name + _layout(x), (mean.numel(),)
+    if any(part in name for part in _OF_IMAGES):
+        return name + _layout(x), (_length(x, 1),)
+    if name == "cat":
+        return name, (_adjacent(func, args),)
+    if name in _INDEXED:
+        return name, (_length(x, -1),)
+    if name in _ROWS:
+        row = args[_ROWS[name]]
+        return name, (prod(row) if isinstance(row, list | tuple) else _length(args[0], row),)
+    return name, ()
 
 
 _COPIES = ("clone", "copy", "_to_copy")

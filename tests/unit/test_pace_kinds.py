@@ -1,0 +1,152 @@
+"""Kinds of kernels whose time follows from more than bytes and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.hardware.pace import BANDWIDTH_SHARE, Calls, Table, table_of
+from memest.estimator.hardware.work import Work, work_of
+from tests.unit.test_pace import meta, work
+
+aten = torch.ops.aten
+H100, H200 = find_gpu("h100-80gb"), find_gpu("h200")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "size"),
+    [
+        ((4, 1000, 512), 1, (2048, 1000)),
+        ((4, 1000, 512), -2, (2048, 1000)),
+        ((4, 128, 16), 1, (4 * 16 * 64, 2)),  # 64 threads share a row of 128
+        ((4, 60, 16), 1, (64, 60)),  # rows below 64 have one thread each
+    ],
+)
+def test_a_softmax_before_the_last_dimension_has_its_threads(
+    shape: tuple[int, ...], dim: int, size: tuple[int, int]
+) -> None:
+    found = work(aten._softmax.default, meta(*shape), dim, False)
+
+    assert (found.kind, found.size) == ("_softmax-apart 2 float32", size)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((8, 64), -1), ((8, 64, 1), 1), ((), 0)])
+def test_other_softmaxes_are_rows(shape: tuple[int, ...], dim: int) -> None:
+    x = meta(*shape)
+
+    assert work(aten._log_softmax.default, x, dim, False).kind == "_log_softmax 2"
+
+
+def test_few_samples_of_many_classes_take_a_time_per_class() -> None:
+    classes = (1000, 16_000)
+    few, many = (work(aten._softmax.default, meta(1, n, 2048), 1, False) for n in classes)
+    table = table_of(H100)
+
+    assert table.kernel_s(many) / table.kernel_s(few) > 10
+    assert table.kernel_s(many) > 5 * many.size[0] * many.size[1] * 4 / 3.35e12
+
+
+@pytest.mark.parametrize("groups", [1, 32])
+def test_group_norms_have_their_groups(groups: int) -> None:
+    x, weight = meta(4, 64, 256), meta(64)
+    shape = (4, 64, 256, groups)
+    forward = work(aten.native_group_norm.default, x, weight, weight, *shape, 1e-5)
+    means = meta(4, groups)
+    given = (x, x, means, means, weight, *shape, [True, True, True])
+
+    backward = work(aten.native_group_norm_backward.default, *given)
+
+    assert forward.size[1] == backward.size[1] == 4 * groups
+
+
+def test_one_group_takes_longer_than_many() -> None:
+    one, many = (
+        Work("native_group_norm 4", (104_859_712, n), "", 0, 104_859_712) for n in (8, 512)
+    )
+
+    assert table_of(H100).kernel_s(one) > 5 * table_of(H100).kernel_s(many)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    ("is_left_turned", "is_right_turned", "kind"),
+    [(False, True, "matmul"), (False, False, "matmul-one"), (True, False, "matmul-both")],
+)
+def test_layouts_of_products_in_tf32_are_kinds(
+    tf32: None, is_left_turned: bool, is_right_turned: bool, kind: str
+) -> None:
+    left, right = (
+        meta(64, 64, dtype=torch.float32).t() if turned else meta(64, 64, dtype=torch.float32)
+        for turned in (is_left_turned, is_right_turned)
+    )
+
+    assert work_of(aten.mm.default, (left, right), {}, left).kind == f"{kind} tf32"
+    half = work_of(aten.mm.default, (left.half(), right.half()), {}, left.half())
+    assert half.kind == "matmul float16"
+
+
+def test_an_unmeasured_layout_takes_the_time_of_another() -> None:
+    rows = [[n, n, n, 2 * n**3, 12 * n * n, 10.0] for n in (64, 128)]
+    measured = {"kernels": {"matmul tf32": rows}, "host": PLAIN_HOST, "first_us": {}}
+    table = Table(H100, measured, H100)
+
+    assert table.is_measured("bmm-both tf32")
+    found = Work("bmm-both tf32", (1, 64, 64, 64), "tf32", 2 * 64**3, 12 * 64 * 64)
+    assert table.kernel_s(found) == pytest.approx(1e-5, rel=0.01)
+
+
+PLAIN_HOST = dict.fromkeys(
+    (
+        "read", "list", "step", "zero_grad", "hook", "region", "choice", "loop",
+        "forward_launch", "forward_cudnn", "forward_view",
+        "backward_launch", "backward_cudnn", "backward_view",
+    ),
+    1.0,
+)  # fmt: skip
+"""Times of a host, a microsecond each."""
+
+
+def test_a_gpu_with_the_same_rates_changes_the_time_for_bytes_alone() -> None:
+    num_bytes = 1 << 30
+    fastest_us = 1e6 * num_bytes / (BANDWIDTH_SHARE * 1e9 * H100.memory_gb_s)
+    rows = [[num_bytes, 0, num_bytes, fastest_us], [1 << 20, 0, 1 << 20, 100 * fastest_us]]
+    measured = {"kernels": {"pointwise 4": rows}, "host": PLAIN_HOST, "first_us": {}}
+    table = Table(H200, measured, H100)
+
+    def us(size: int) -> float:
+        return 1e6 * table.kernel_s(Work("pointwise 4", (size,), "", 0, size))
+
+    assert us(num_bytes) == pytest.approx(fastest_us * H100.memory_gb_s / H200.memory_gb_s)
+    assert us(1 << 20) == pytest.approx(100 * fastest_us)
+
+
+def test_a_gpu_with_other_rates_has_the_roofline() -> None:
+    other = replace(H100, name="other", chip="other", tflops={"float32": 1.0}, memory_gb_s=335)
+    table = Table(other, {"kernels": {"pointwise 4": [[1 << 20, 0, 1 << 20, 100.0]]},
+                          "host": PLAIN_HOST, "first_us": {}}, H100)  # fmt: skip
+    work = Work("pointwise 4", (1 << 20,), "", 0, 1 << 20)
+
+    assert 1e6 * table.kernel_s(work) == pytest.approx(100 * H100.memory_gb_s / 335)
+
+
+def test_kinds_whose_calls_lie_on_a_plane_have_one_and_others_a_mean() -> None:
+    sizes = [1 << n for n in range(10, 30, 2)]
+    steady = Calls("x 4", [[n, 0, n, n * 1e-3] for n in sizes], H100)
+    sloped = Calls("x 4", [[n, 0, n, n**0.5] for n in sizes], H100)
+
+    assert sloped._estimate == sloped._fitted
+    exact = sloped.efficiency((1 << 17,)) / sloped.efficiency((1 << 15,))
+    assert exact == pytest.approx(2, rel=0.05)
+    assert steady.efficiency((1 << 17,)) == pytest.approx(np.exp(steady._efficiencies[0]))
