@@ -42,6 +42,10 @@ def test_other_softmaxes_are_rows(shape: tuple[int, ...], dim: int) -> None:
     assert work(aten._log_softmax.default, x, dim, False).kind == "_log_softmax 2"
 
 
+def test_a_softmax_of_masked_rows_has_no_rows() -> None:
+    assert work(aten._safe_softmax.default, meta(4, 8, 16), 1).kind == "_safe_softmax 2"
+
+
 def test_few_samples_of_many_classes_take_a_time_per_class() -> None:
     classes = (1000, 16_000)
     few, many = (work(aten._softmax.default, meta(1, n, 2048), 1, False) for n in classes)

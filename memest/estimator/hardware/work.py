@@ -105,7 +105,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return found._replace(more_bytes=args[0].nbytes if bias else 0)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(func, args)
-    if "softmax" in name and _num_after(args[0], args[_ROWS[name]]) > 1:
+    if name in _SOFTMAX and _num_after(args[0], args[_ROWS[name]]) > 1:
         return _apart(name, args[0], args[_ROWS[name]])
     given = [*tensors_in(args)]
     first = given[-1 if name in _COPIES else 0] if given else None
@@ -197,6 +197,9 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
             sharing *= 2
     size = (x.numel() // max(1, num) * sharing, -(-num // sharing))
     return Work(f"{name}-apart {x.element_size()} float32", size, "float32", prod(size), 0)
+
+
+_SOFTMAX = tuple(name for name in _ROWS if "softmax" in name)
 
 
 def _length(x: Tensor, dim: int) -> int:
