@@ -190,7 +190,7 @@ def _product(
 ) -> Call:
     """Return a product of matrices with `sizes` (m, n, k): [m, k] by [k, n].
 
-    `is_adjacent` tells of the left and the right one whether it is adjacent along `k`.
+    `is_adjacent` has, for the left and the right one, whether it is adjacent along `k`.
     """
     m, n, k = sizes
     x = _matrix(*batch, m, k, dtype=dtype, is_adjacent=is_adjacent[0])

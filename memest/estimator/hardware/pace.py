@@ -62,7 +62,7 @@ a kernel longer than the sum of their kernels (`torch.profiler`).
 
 BANDWIDTH_SHARE = 0.88  # of the data sheet's bandwidth that kernels reach
 KNEE = 3  # exponent of the sum of the time for bytes and that for all else
-"""These give the times of 450 calls on an H200 from those on an H100 with a median error of 3 %."""
+"""Both give the times of 450 calls on an H200 from those on an H100, with a median error of 3 %."""
 
 ELSEWHERE = "pointwise 4"  # kind whose efficiency kernels have that were not measured
 
