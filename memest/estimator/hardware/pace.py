@@ -18,7 +18,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +334,6 @@ class Calls:
         self.num_sizes = self._sizes.shape[1]
         if not self._rate:
             self._limit()
-        self._estimate = self._fitted if self._rate else self._better()
 
     def _limit(self) -> None:
         """Let no call be more efficient than the largest.
@@ -348,8 +347,11 @@ class Calls:
             most = self._efficiencies[largest]
             self._efficiencies[group] = np.minimum(self._efficiencies[group], most)
 
-    def _better(self) -> Callable[[Any, Any], Any]:
-        """Return the estimate, mean or plane, that gives left-out calls better."""
+    @cached_property
+    def _estimate(self) -> Callable[[Any, Any], Any]:
+        """The mean or the plane: where bytes bound the kind, what gives left-out calls better."""
+        if self._rate:
+            return self._fitted
         if len(self._sizes) <= NUM_FITTED:
             return self._mean
         apart = self._sizes - self._sizes[:, None]
