@@ -18,6 +18,7 @@ from memest.estimator.gpu import host
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.tensors.placement import Place
 from memest.estimator.virtual_gpu import VirtualGpu
+from tests.requested import Requests
 
 
 @pytest.fixture
@@ -149,6 +150,21 @@ def test_a_number_put_into_a_tensor_of_the_gpu_takes_no_memory_there() -> None:
 
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
         assert mask.sum().item() == 8 * 20 - 4
+
+
+def test_a_list_of_positions_selects_known_values(gpu: VirtualGpu) -> None:
+    """torch makes a tensor of the list on the GPU, which autograd keeps (YOLOv7's grid sizes)."""
+    numbers = torch.arange(12.0, device="cuda").view(3, 4)
+    mask = [True, False, True]
+
+    numbers[:, np.array([0])] = 7.0
+
+    assert numbers[[2, 0]].tolist() == [[7.0, 9.0, 10.0, 11.0], [7.0, 1.0, 2.0, 3.0]]
+    assert numbers[:, [1, -1]].tolist() == [[1.0, 3.0], [5.0, 7.0], [9.0, 11.0]]
+    assert numbers[mask].shape == (2, 4)
+    weight = torch.ones(7, 9, device="cuda", requires_grad=True)
+    kept = []
+    assert Requests(gpu).in_order(lambda: kept.append(weight[[2, 3]])) == [16, 72]
 
 
 def test_values_are_read_where_the_default_device_is_the_gpu(gpu: VirtualGpu) -> None:

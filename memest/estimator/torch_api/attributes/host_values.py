@@ -59,22 +59,46 @@ def _install_numbers(patches: Patches) -> None:
 
 
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace `tensor[index] = number`.
+    """Replace `tensor[index]` and `tensor[index] = number`.
 
-    torch makes a host tensor of the number if `tensor` is on a GPU, and else one on its device
-    (`THPVariable_setitem` of python_variable_indexing.cpp, torch 2.11).
+    torch makes a host tensor of the number if `tensor` is on a GPU, and else one on its device. It
+    makes a tensor of an index that is a list (`THPVariable_getitem` and `THPVariable_setitem` of
+    python_variable_indexing.cpp, torch 2.11).
     """
-    set_item = Tensor.__setitem__
+    get_item, set_item = Tensor.__getitem__, Tensor.__setitem__
+
+    def is_simulated(tensor: Tensor) -> bool:
+        return type(tensor) in PLAIN and is_meta(tensor) and mode.host.place(tensor) is Place.GPU
+
+    def get(tensor: Tensor, index: Any) -> Any:
+        if isinstance(index, tuple | list | np.ndarray) and is_simulated(tensor):
+            index = _with_positions(index, tensor.device)
+        return get_item(tensor, index)
 
     def set_(tensor: Tensor, index: Any, value: Any) -> None:
-        is_number = isinstance(value, bool | int | float | complex)
-        is_bare = type(tensor) in PLAIN and is_meta(tensor)
-        if is_number and is_bare and mode.host.place(tensor) is Place.GPU:
-            with _disable_current_modes():
-                value = torch.tensor(value, dtype=tensor.dtype, device=CPU)
+        if is_simulated(tensor):
+            index = _with_positions(index, tensor.device)
+            if isinstance(value, bool | int | float | complex):
+                with _disable_current_modes():
+                    value = torch.tensor(value, dtype=tensor.dtype, device=CPU)
         set_item(tensor, index, value)
 
+    patches.set(Tensor, "__getitem__", get)
     patches.set(Tensor, "__setitem__", set_)
+
+
+def _with_positions(index: Any, device: torch.device) -> Any:
+    """Return `index` with tensors on `device`, whose values are known, for lists of integers."""
+    if isinstance(index, tuple):
+        return tuple(_with_positions(each, device) for each in index)
+    is_list = isinstance(index, list) and bool(index) and all(isinstance(i, int) for i in index)
+    is_array = isinstance(index, np.ndarray) and index.ndim > 0 and index.dtype.kind in "bi"
+    if not is_list and not is_array:
+        return index
+    with _disable_current_modes():
+        made = torch.tensor(index, device=CPU)
+        made = made if made.dtype is torch.bool else made.long()
+    return made.to(device)
 
 
 def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
