@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.guesses import NUMBER
+from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.ops.sparse_rows import is_compressed, matrix_of_parts, parts_of
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
+from memest.estimator.tensors.storages import MemKind
 from memest.estimator.versions import returns_large_numbers
 
 OnHost = Callable[[Tensor], Tensor]
@@ -72,12 +74,12 @@ def _install_items(patches: Patches, mode: CudaSimMode) -> None:
 
     def get(tensor: Tensor, index: Any) -> Any:
         if isinstance(index, tuple | list | np.ndarray) and is_simulated(tensor):
-            index = _with_positions(index, tensor.device)
+            index = _with_positions(index, tensor.device, mode.memory)
         return get_item(tensor, index)
 
     def set_(tensor: Tensor, index: Any, value: Any) -> None:
         if is_simulated(tensor):
-            index = _with_positions(index, tensor.device)
+            index = _with_positions(index, tensor.device, mode.memory)
             if isinstance(value, bool | int | float | complex):
                 with _disable_current_modes():
                     value = torch.tensor(value, dtype=tensor.dtype, device=CPU)
@@ -87,10 +89,10 @@ def _install_items(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(Tensor, "__setitem__", set_)
 
 
-def _with_positions(index: Any, device: torch.device) -> Any:
+def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
     """Return `index` with tensors on `device`, whose values are known, for lists of integers."""
     if isinstance(index, tuple):
-        return tuple(_with_positions(each, device) for each in index)
+        return tuple(_with_positions(each, device, memory) for each in index)
     is_list = isinstance(index, list) and bool(index) and all(isinstance(i, int) for i in index)
     is_array = isinstance(index, np.ndarray) and index.ndim > 0 and index.dtype.kind in "bi"
     if not is_list and not is_array:
@@ -98,7 +100,9 @@ def _with_positions(index: Any, device: torch.device) -> Any:
     with _disable_current_modes():
         made = torch.tensor(index, device=CPU)
         made = made if made.dtype is torch.bool else made.long()
-    return made.to(device)
+    positions = made.to(device)
+    memory.label(positions, MemKind.ACTIVATIONS)  # no input, as other copies to the GPU are
+    return positions
 
 
 def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
