@@ -254,9 +254,8 @@ class _Steps:
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     """Return every action of the allocator in the stored events of a script, with its probes."""
     memory, like = virtual.mode.memory, virtual.allocator
-    recording = Recording(memory.storages, report.limit_bytes, report.gpu)
-    player = RecordingPlayer(recording)
-    allocator = player.allocator
+    player = RecordingPlayer(memory.storages, report.limit_bytes, report.gpu)
+    recording, allocator = player.recording, player.allocator
     allocator.use(like.settings)
     allocator.gpu_bytes, allocator.allowed_bytes = like.gpu_bytes, like.allowed_bytes
     result, events = recording.result, memory.log.events
@@ -269,7 +268,10 @@ def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
         steps.reached(name, player)
     if memory.refused is not None and not report.fits:
         refused_bytes = memory.refused[0]
-        player.refused(-1, refused_bytes)
+        player.storage = -1
+        player.history.gather()
+        free_bytes = max(0, report.limit_bytes - allocator.reserved_bytes)
+        player.history.refused(refused_bytes, 0, free_bytes)
         result.failed, result.failed_bytes = Moment(len(events), steps.step, -1), refused_bytes
     result.peak_allocated_bytes = allocator.peak_allocated_bytes
     result.peak_reserved_bytes = allocator.peak_reserved_bytes

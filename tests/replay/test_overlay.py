@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from memest.estimator.predict import record_plan
-from memest.estimator.replay.recording import Act
 from memest.plan import TrainingPlan
 from memest.report import Measurement, read_measurements
 from memest.validate.experiment import file_stem
@@ -74,11 +73,11 @@ def predicted(measurement: Measurement) -> Curve:
     changes: list[int] = []
     starts: list[int] = []
     for action in recording.actions:
-        if action.act is Act.ALLOC:
-            changes.append(num_bytes[action.storage])
-        elif action.act is Act.FREE:
-            changes.append(-num_bytes[action.storage])
-        elif action.act is Act.SEGMENT_FREE:
+        if action.action == "alloc":
+            changes.append(num_bytes[action.stack])
+        elif action.action == "free_requested":
+            changes.append(-num_bytes[action.stack])
+        elif action.action == "segment_free":
             starts.append(len(changes))
     return Curve(changes, min(starts, default=0))
 

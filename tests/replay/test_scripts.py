@@ -15,7 +15,6 @@ import pytest
 
 from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.replay.recording import Act
 from memest.run.launcher import RunResult, run_target
 from memest.run.ranks import run_rank
 from memest.run.replays import record_run_of
@@ -58,12 +57,12 @@ def requests(session: Session, report: Any) -> list[tuple[int, int]]:
     recording = record_run_of(session.virtual, report)
     storages, numbers, found = session.virtual.mode.memory.storages, {0: 0}, []
     for action in recording.actions:
-        if action.act not in (Act.ALLOC, Act.FREE, Act.FREE_REQUESTED):
+        if action.action not in ("alloc", "free_requested"):
             continue
-        num_bytes = -(-storages.num_bytes[action.storage] // BLOCK_BYTES) * BLOCK_BYTES
-        stream = storages.streams.get(action.storage, 0)
+        num_bytes = -(-storages.num_bytes[action.stack] // BLOCK_BYTES) * BLOCK_BYTES
+        stream = storages.streams.get(action.stack, 0)
         number = numbers.setdefault(stream, len(numbers))
-        found.append((num_bytes if action.act is Act.ALLOC else -num_bytes, number))
+        found.append((num_bytes if action.action == "alloc" else -num_bytes, number))
     return found
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from memest import TrainingPlan
+from memest.estimator.allocator.memory_history import Entry
 from memest.estimator.predict import record_plan
 from memest.estimator.replay.recording import (
     KINDS,
-    Act,
-    Action,
     Mark,
     Recording,
     kind_of,
@@ -40,14 +39,17 @@ def made(num_pairs: int) -> Recording:
     recording = Recording(StorageTable(), 8 << 30, "a100-80gb")
     actions, storages = recording.actions, recording.storages
 
-    def add(num_bytes: int, kind: MemKind, site: Site) -> Action:
+    def entry(action: str, address: int, num_bytes: int, storage: int) -> Entry:
+        return Entry(action, address, num_bytes, num_bytes, 0, 0, storage, "")
+
+    def add(num_bytes: int, kind: MemKind, site: Site) -> Entry:
         index = storages.add(num_bytes, site, kind)
-        return Action(Act.ALLOC, 512 * index, num_bytes, index)
+        return entry("alloc", 512 * index, num_bytes, index)
 
     def mark(phase: Phase) -> None:
         recording.marks.append(Mark(len(actions), 0, 0, phase))
 
-    actions.append(Action(Act.SEGMENT_ALLOC, 0, 4 << 30, -1))
+    actions.append(entry("segment_alloc", 0, 4 << 30, -1))
     actions.append(add(1 << 30, MemKind.PARAMS, Site("aten.empty", "Net.fc", "", "train.py:2")))
     mark(Phase.BEFORE_FORWARD)
     live = []
@@ -57,9 +59,9 @@ def made(num_pairs: int) -> Recording:
         actions.append(live[-1])
         if i == SPIKE % num_pairs:
             spike = add(2 << 30, MemKind.ACTIVATIONS, Site("aten.mm", "Net.fc", "backward"))
-            actions += [spike, Action(Act.FREE, spike.address, spike.num_bytes, spike.storage)]
+            actions += [spike, entry("free_requested", *spike[1:3], spike.stack)]
     mark(Phase.AFTER_FORWARD)
-    actions += [Action(Act.FREE, a.address, a.num_bytes, a.storage) for a in live]
+    actions += [entry("free_requested", *a[1:3], a.stack) for a in live]
     mark(Phase.AFTER_BACKWARD)
     return recording
 

@@ -18,7 +18,6 @@ from memest.errors import PlanError
 from memest.estimator.predict import record_plan
 from memest.estimator.replay.program import Program, StateBytes
 from memest.estimator.replay.recording import (
-    Act,
     Recording,
     Span,
     chrome_trace,
@@ -76,31 +75,34 @@ def test_a_recorded_run_is_the_replayed_one() -> None:
 
 
 def test_every_birth_and_death_is_an_action_in_its_order() -> None:
-    actions = [(a.act, a.storage, a.num_bytes) for a in recorded(steps=1).actions]
+    actions = [(a.action, a.stack, a.block_bytes) for a in recorded(steps=1).actions]
 
     assert actions == [
-        (Act.SEGMENT_ALLOC, -1, 2 * MIB),
-        (Act.ALLOC, PARAM, 4096),
-        (Act.ALLOC, WORKSPACE, 8192),
-        (Act.ALLOC, BATCH, 512),
-        (Act.SEGMENT_ALLOC, -1, 20 * MIB),
-        (Act.ALLOC, ACTIVATION, 3 * MIB),
-        (Act.ALLOC, GRAD, 4096),
-        (Act.FREE, ACTIVATION, 3 * MIB),
-        (Act.ALLOC, STATE, 2048),
-        (Act.ALLOC, TEMPORARY, 1024),
-        (Act.FREE, TEMPORARY, 1024),
-        (Act.FREE, BATCH, 512),
+        ("segment_alloc", PARAM, 2 * MIB),
+        ("alloc", PARAM, 4096),
+        ("alloc", WORKSPACE, 8192),
+        ("alloc", BATCH, 512),
+        ("segment_alloc", ACTIVATION, 20 * MIB),
+        ("alloc", ACTIVATION, 3 * MIB),
+        ("alloc", GRAD, 4096),
+        ("free_requested", ACTIVATION, 3 * MIB),
+        ("free_completed", ACTIVATION, 3 * MIB),
+        ("alloc", STATE, 2048),
+        ("alloc", TEMPORARY, 1024),
+        ("free_requested", TEMPORARY, 1024),
+        ("free_completed", TEMPORARY, 1024),
+        ("free_requested", BATCH, 512),
+        ("free_completed", BATCH, 512),
     ]
 
 
 def test_a_block_is_freed_where_it_was_made_although_it_merges_with_its_neighbour() -> None:
     live: dict[int, int] = {}
     for action in recorded().actions:
-        if action.act is Act.ALLOC:
-            live[action.storage] = action.address
-        elif action.act is Act.FREE:
-            assert live.pop(action.storage) == action.address
+        if action.action == "alloc":
+            live[action.stack] = action.address
+        elif action.action == "free_requested":
+            assert live.pop(action.stack) == action.address
 
 
 def test_the_timeline_is_one_step_by_what_it_is_held_for() -> None:
@@ -133,7 +135,7 @@ def test_a_run_out_of_memory_ends_in_its_phase() -> None:
     recording = recorded(limit_bytes=4 * MIB)
     line = timeline(recording)
 
-    assert recording.actions[-1].act is Act.OOM
+    assert recording.actions[-1].action == "oom"
     assert recording.actions[-1].num_bytes == line.refused_bytes == 3 * MIB
     assert line.spans == (Span("forward", 0, 2),)  # the workspace and the batch
     entry = torch_snapshot(recording)["device_traces"][0][-1]
@@ -287,11 +289,11 @@ def test_the_snapshot_of_a_model_has_the_peak_of_its_prediction() -> None:
     allocated = highest = 0
     sizes = {index: 0 for index in range(len(recording.storages.num_bytes))}
     for action in recording.actions:
-        if action.act is Act.ALLOC:
-            sizes[action.storage] = action.num_bytes
-            allocated += action.num_bytes
-        elif action.act is Act.FREE:
-            allocated -= sizes[action.storage]
+        if action.action == "alloc":
+            sizes[action.stack] = action.block_bytes
+            allocated += action.block_bytes
+        elif action.action == "free_requested":
+            allocated -= sizes[action.stack]
         highest = max(highest, allocated)
 
     assert highest == report.peak_allocated_bytes
@@ -314,7 +316,7 @@ def test_the_chrome_trace_counts_by_kind_and_slices_by_phase(tmp_path: Path) -> 
     slices = {row["name"]: (row["ts"], row["dur"]) for row in rows if row["ph"] == "X"}
     assert slices["setup"] == (0, 2)
     assert slices["forward (step 1)"] == (2, 4)  # two small blocks, a segment, an activation
-    assert slices["backward (step 1)"] == (6, 2)
+    assert slices["backward (step 1)"] == (6, 3)
     assert list(slices) == [
         "setup",
         *(

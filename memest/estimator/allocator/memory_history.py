@@ -43,10 +43,11 @@ class Entry(NamedTuple):
 
     action: str
     address: int
-    num_bytes: int
+    num_bytes: int  # requested bytes of a block, bytes of a segment
+    block_bytes: int  # bytes of the block or segment
     stream: int
     time_us: int
-    stack: Stack | None
+    stack: Stack  # None if it was not recorded
     metadata: str
 
 
@@ -93,23 +94,23 @@ class MemoryHistory:
         if self.context >= Context.ALL:
             self._freed_at[address] = self._gather()
 
-    def allocated(self, block: Block, num_bytes: int) -> None:
-        """Record that a request of `num_bytes` got `block`."""
+    def allocated(self, block: Block) -> None:
+        """Record that a request got `block`."""
         if self._stack is not None:
             self.stacks[block.address] = self._stack
-        self._add("alloc", block.address, num_bytes, block.stream, self._stack)
+        self._add_block("alloc", block, self._stack)
 
     def free_requested(self, block: Block) -> None:
         """Record that `block` is not needed any more."""
         stack = self._freed_at.get(block.address, self.stacks.get(block.address))
-        self._add("free_requested", block.address, block.requested_bytes, block.stream, stack)
+        self._add_block("free_requested", block, stack)
 
     def free_completed(self, block: Block) -> None:
         """Record that `block` may be used again."""
         stack = self._freed_at.pop(block.address, None)
         allocated_at = self.stacks.pop(block.address, None)
         stack = allocated_at if stack is None else stack
-        self._add("free_completed", block.address, block.requested_bytes, block.stream, stack)
+        self._add_block("free_completed", block, stack)
 
     def segment_allocated(self, block: Block) -> None:
         """Record a segment of `cudaMalloc`."""
@@ -143,14 +144,27 @@ class MemoryHistory:
         """Record that a snapshot was taken."""
         self._add("snapshot", 0, active_bytes, 0, None)
 
+    def _add_block(self, action: str, block: Block, stack: Stack | None) -> None:
+        size, block_bytes = block.requested_bytes, block.num_bytes
+        self._add(action, block.address, size, block.stream, stack, block_bytes)
+
     def _add(
-        self, action: str, address: int, num_bytes: int, stream: int, stack: Stack | None
+        self,
+        action: str,
+        address: int,
+        num_bytes: int,
+        stream: int,
+        stack: Stack | None,
+        block_bytes: int | None = None,
     ) -> None:
         if action in self._skipped:
             return
         stack = stack if self.context >= Context.ALLOC else None
         now = time.time_ns() // 1000
-        self.entries.append(Entry(action, address, num_bytes, stream, now, stack, self.metadata))
+        size = num_bytes if block_bytes is None else block_bytes
+        self.entries.append(
+            Entry(action, address, num_bytes, size, stream, now, stack, self.metadata)
+        )
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the entries in torch's form; one without a stack has no `frames`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-from memest.estimator.allocator.blocks import Block, round_request
+from memest.estimator.allocator.blocks import AddressSpace, Block, round_request
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.memory_history import MemoryHistory
 
@@ -53,8 +53,14 @@ class CountingAllocator(CachingAllocator):
     `gpu_bytes` is the memory that the GPU leaves it, whatever the limit; None is the limit.
     """
 
-    def __init__(self, limit_bytes: int | None = None, *, gpu_bytes: int | None = None) -> None:
-        super().__init__(limit_bytes)
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        addresses: AddressSpace | None = None,
+        *,
+        gpu_bytes: int | None = None,
+    ) -> None:
+        super().__init__(limit_bytes, addresses)
         self.gpu_bytes = limit_bytes if gpu_bytes is None else gpu_bytes
         self.observers: list[Callable[[int, int], None]] = []
         """Called when no memory is left: with the bytes of the block, and those that are free."""
@@ -90,7 +96,7 @@ class CountingAllocator(CachingAllocator):
         amounts = (1, size, 1, size, num_bytes, *split)
         self._count(block.is_small, _REQUESTS, amounts)
         if history is not None:
-            history.allocated(block, num_bytes)
+            history.allocated(block)
         return block
 
     def free(self, block: Block) -> None:

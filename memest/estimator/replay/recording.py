@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError
-from memest.estimator.allocator.blocks import AddressSpace, Block
-from memest.estimator.allocator.caching import CachingAllocator
-from memest.estimator.allocator.memory_history import POOL, segment_of, settings_entry
+from memest.estimator.allocator.blocks import AddressSpace
+from memest.estimator.allocator.memory_history import (
+    Context,
+    Entry,
+    MemoryHistory,
+    segment_of,
+    settings_entry,
+)
 from memest.estimator.allocator.settings import DEFAULT
+from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.replay.replay import Player, Replayed, Run
 from memest.estimator.tensors.storages import FreeTiming, MemKind, Site, StorageTable
 from memest.report import Phase
@@ -29,27 +36,14 @@ KINDS = (
 """Kinds of bytes, in the order of a stack."""
 
 
-class Act(StrEnum):
-    """Actions of the allocator, by the names of PyTorch's recordings."""
+SIGNS = {
+    "alloc": 1, "segment_alloc": 1, "segment_map": 1,
+    "free_requested": -1, "segment_free": -1, "segment_unmap": -1,
+}  # fmt: skip
+"""Sign of an action's change to allocated or reserved bytes; other actions change neither.
 
-    ALLOC = "alloc"
-    FREE = "free"
-    FREE_REQUESTED = "free_requested"  # of a block in use on another stream; completed later
-    FREE_COMPLETED = "free_completed"
-    SEGMENT_ALLOC = "segment_alloc"
-    SEGMENT_FREE = "segment_free"
-    OOM = "oom"
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Action of the allocator; `storage` is -1 for segments, `address` for refused requests."""
-
-    act: Act
-    address: int
-    num_bytes: int  # bytes of the block or segment; for an `oom` the requested bytes
-    storage: int
-    stream: int = 0
+A block that another stream still uses is not allocated any more once its free is requested.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +58,13 @@ class Mark:
 
 @dataclass(slots=True)
 class Recording:
-    """One run of a program on one GPU."""
+    """One run of a program on one GPU; an action's stack is the storage of its request."""
 
     storages: StorageTable
     limit_bytes: int | None  # bytes that the allocator could reserve
     gpu: str = ""
 
-    actions: list[Action] = field(default_factory=list)
+    actions: deque[Entry] = field(default_factory=deque)
     marks: list[Mark] = field(default_factory=list)
     result: Replayed = field(default_factory=Replayed)
     player: RecordingPlayer | None = None  # with the blocks at the end of the run
@@ -95,8 +89,10 @@ def record_run(
             f"{num_events} events are too many for a recording",
             hint="simulate fewer `steps`, or fewer micro-batches in each",
         )
-    recording = Recording(program.storages, limit_bytes, gpu)
-    player = RecordingPlayer(recording, ranges_stay=program.ranges_stay)
+    player = RecordingPlayer(
+        program.storages, limit_bytes, gpu, addresses=AddressSpace(ranges_stay=program.ranges_stay)
+    )
+    recording = player.recording
     recording.result = run.on(limit_bytes, timing, player=player)
     return recording
 
@@ -115,115 +111,41 @@ def kind_of(storages: StorageTable, storage: int) -> str:
     return "batch" if is_batch else "activations"
 
 
-def sign_of(action: Action) -> int:
-    """Return the sign of an action's change to allocated or reserved bytes: 1, -1 or 0.
-
-    A block that another stream still uses is not allocated any more once its free is requested.
-    """
-    if action.act in (Act.ALLOC, Act.SEGMENT_ALLOC):
-        return 1
-    return 0 if action.act in (Act.OOM, Act.FREE_COMPLETED) else -1
-
-
-class _RecordedAllocator(CachingAllocator):
-    """Allocator that records its actions; `player` has the storage that requests a block.
-
-    An expandable segment that grows is recorded as one that is freed and a larger one.
-    """
-
-    player: RecordingPlayer
-
-    def __init__(self, recording: Recording, ranges_stay: bool) -> None:
-        super().__init__(recording.limit_bytes, AddressSpace(ranges_stay=ranges_stay))
-        self._actions = recording.actions
-        self._owners: dict[int, int] = {}  # storages, by the identity of their blocks
-        self._ends: dict[int, int] = {}  # of mapped ranges, by their beginning
-
-    def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        block = super().malloc(num_bytes, stream)
-        block.requested_bytes = num_bytes
-        self._owners[id(block)] = self.player.storage
-        self._add(Act.ALLOC, block)
-        return block
-
-    def free(self, block: Block) -> None:
-        if id(block) in self._owners:  # else it was deferred, and is complete
-            self._add(Act.FREE, block)
-            del self._owners[id(block)]
-        super().free(block)
-
-    def defer(self, block: Block) -> None:
-        self._add(Act.FREE_REQUESTED, block)
-        super().defer(block)
-
-    def complete(self, block: Block) -> None:
-        if id(block) in self._deferred:
-            self._add(Act.FREE_COMPLETED, block)
-            del self._owners[id(block)]
-        super().complete(block)
-
-    def taken(self, block: Block) -> None:
-        self._add_segment(Act.SEGMENT_ALLOC, block.address, block.num_bytes, block.stream)
-
-    def release(self, block: Block) -> None:
-        self._add_segment(Act.SEGMENT_FREE, block.address, block.num_bytes, block.stream)
-        super().release(block)
-
-    def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        super().mapped(address, num_bytes, block)
-        begin, end = address, address + num_bytes
-        for first, last in list(self._ends.items()):
-            if first == end or last == begin:
-                self._drop_range(first, block.stream)
-                begin, end = min(begin, first), max(end, last)
-        self._add_range(begin, end, block.stream)
-
-    def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        super().unmapped(address, num_bytes, block)
-        end = address + num_bytes
-        first = next(f for f, last in self._ends.items() if f <= address and end <= last)
-        last = self._drop_range(first, block.stream)
-        self._add_range(first, address, block.stream)
-        self._add_range(end, last, block.stream)
-
-    def _drop_range(self, first: int, stream: int) -> int:
-        last = self._ends.pop(first)
-        self._add_segment(Act.SEGMENT_FREE, first, last - first, stream)
-        return last
-
-    def _add_range(self, first: int, last: int, stream: int) -> None:
-        if first < last:
-            self._ends[first] = last
-            self._add_segment(Act.SEGMENT_ALLOC, first, last - first, stream)
-
-    def _add(self, act: Act, block: Block) -> None:
-        storage = self._owners[id(block)]
-        self._actions.append(Action(act, block.address, block.num_bytes, storage, block.stream))
-
-    def _add_segment(self, act: Act, address: int, num_bytes: int, stream: int) -> None:
-        self._actions.append(Action(act, address, num_bytes, -1, stream))
+def is_of_segment(action: Entry) -> bool:
+    """Return whether an action is about a segment, or a part of an expandable one."""
+    return action.action.startswith("segment")
 
 
 class RecordingPlayer(Player):
-    """Player that fills `recording` with the actions of a run."""
+    """Player whose allocator records its actions in `recording`."""
 
     plays_repetitions = True
 
-    def __init__(self, recording: Recording, *, ranges_stay: bool = False) -> None:
-        allocator = _RecordedAllocator(recording, ranges_stay)
-        super().__init__(allocator, recording.storages)
-        self.recording = recording
-        recording.player = allocator.player = self
+    def __init__(
+        self,
+        storages: StorageTable,
+        limit_bytes: int | None,
+        gpu: str,
+        *,
+        addresses: AddressSpace | None = None,
+    ) -> None:
+        allocator = CountingAllocator(limit_bytes, addresses)
+        super().__init__(allocator, storages)
+        frames = cache(_frames_of)  # storages of one call site share one list
+
+        def frames_of(storage: int) -> list[dict[str, Any]]:
+            is_known = storage >= 0
+            return frames(storages.sites[storage], kind_of(storages, storage)) if is_known else []
+
+        self.history = allocator.history = MemoryHistory(
+            lambda: self.storage, frames_of, context=Context.ALLOC, max_entries=sys.maxsize
+        )
+        self.recording = Recording(storages, limit_bytes, gpu, self.history.entries, player=self)
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
         """Record a probe."""
         mark = Mark(len(self.recording.actions), step, micro_batch, phase)
         self.recording.marks.append(mark)
-
-    def refused(self, storage: int, num_bytes: int) -> None:
-        """Record a failed request, which ends the run."""
-        stream = self.storages.streams.get(storage, 0)
-        self.recording.actions.append(Action(Act.OOM, -1, num_bytes, storage, stream))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +208,15 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     live: dict[int, Lifetime] = {}  # by address
     blocks: list[Lifetime] = []
     points, point, reserved, changes = {begin: 0}, 0, 0, {0: 0}
-    for index, action in enumerate(recording.actions[:end], 1):
-        sign, is_inside = sign_of(action), index > begin
-        if action.act in (Act.SEGMENT_ALLOC, Act.SEGMENT_FREE):
-            reserved += sign * action.num_bytes
+    for index, action in enumerate(islice(recording.actions, end), 1):
+        sign, is_inside = SIGNS.get(action.action, 0), index > begin
+        if is_of_segment(action):
+            reserved += sign * action.block_bytes
             changes[point + is_inside] = reserved  # the block of the segment is the next point
-        elif sign and action.storage >= 0:
+        elif sign:
             point += is_inside
             if sign > 0:
-                live[action.address] = Lifetime(action.storage, action.num_bytes, point, -1)
+                live[action.address] = Lifetime(action.stack, action.block_bytes, point, -1)
             else:
                 ended = live.pop(action.address)
                 if is_inside:
@@ -378,10 +300,9 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
     As torch records them, allocations and frees have their requested sizes, blocks their own. The
     timelines of `_memory_viz` colour by `category`.
     """
-    made = _Snapshot(recording)
     return {
-        "segments": made.segments(),
-        "device_traces": [list(made.trace())],
+        "segments": _segments(recording),
+        "device_traces": [list(_trace(recording))],
         "allocator_settings": settings_entry(DEFAULT),
         "external_annotations": [  # phases, in the form of `record_function` marks
             {"device": 0, "stage": stage, "name": name, "time_us": time}
@@ -415,17 +336,17 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
     rows += _line_rows(recording)
     held, reserved = dict.fromkeys(KINDS, 0), 0
     for time, action in enumerate(recording.actions, 1):
-        sign = sign_of(action)
-        if action.act is Act.OOM:
+        sign = SIGNS.get(action.action, 0)
+        if action.action == "oom":
             args = {"requested_bytes": action.num_bytes}
             rows.append(
                 {"ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": time, "name": "OOM", "args": args}
             )
-        elif action.storage < 0:
-            reserved += sign * action.num_bytes
+        elif is_of_segment(action):
+            reserved += sign * action.block_bytes
             rows.append(_counter("reserved bytes", time, {"reserved": reserved}))
         elif sign:
-            held[kind_of(recording.storages, action.storage)] += sign * action.num_bytes
+            held[kind_of(recording.storages, action.stack)] += sign * action.block_bytes
             rows.append(_counter("allocated bytes", time, dict(held)))
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
@@ -434,8 +355,8 @@ def _line_rows(recording: Recording) -> list[dict[str, Any]]:
     """Return the trace events of the script's lines; each lasts until another line allocates."""
     starts: list[tuple[int, str]] = []
     for time, action in enumerate(recording.actions):
-        if action.act is Act.ALLOC:
-            line = recording.storages.sites[action.storage].where
+        if action.action == "alloc":
+            line = recording.storages.sites[action.stack].where
             if not starts or starts[-1][1] != line:
                 starts.append((time, line))
     track = {"pid": 0, "tid": 1}
@@ -478,64 +399,27 @@ def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
     yield "held for", kind
 
 
-class _Snapshot:
-    """Parts of a snapshot; storages of one call site share one list of frames."""
+def _trace(recording: Recording) -> Iterator[dict[str, Any]]:
+    """Yield an entry for each action, with its position as the time."""
+    player = recording.player
+    made = [] if player is None else player.history.trace()
+    for index, (action, entry) in enumerate(zip(recording.actions, made, strict=True)):
+        category = "unknown"  # the page needs one such event where there are categories at all
+        if not is_of_segment(action) and action.stack >= 0:
+            category = kind_of(recording.storages, action.stack)
+        yield entry | {"time_us": index, "category": category}
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._storages = recording.storages
-        self._frames_of = cache(_frames_of)
 
-    def _frames(self, storage: int) -> list[dict[str, Any]]:
-        return self._frames_of(self._storages.sites[storage], kind_of(self._storages, storage))
-
-    def trace(self) -> Iterator[dict[str, Any]]:
-        """Yield an entry for each action, two for a free that no stream defers."""
-        for index, action in enumerate(self._recording.actions):
-            entry = self._entry(action, index)
-            acts = [action.act] if action.act is not Act.FREE else [
-                Act.FREE_REQUESTED, Act.FREE_COMPLETED,
-            ]  # fmt: skip
-            for act in acts:
-                yield entry | {"action": str(act), "stream": action.stream}
-
-    def _entry(self, action: Action, index: int) -> dict[str, Any]:
-        storage, recording = action.storage, self._recording
-        entry: dict[str, Any] = {
-            "action": str(action.act),
-            "addr": action.address,
-            "size": action.num_bytes,
-            "time_us": index,
-            "compile_context": "N/A",
-            "user_metadata": "",
-            "pool_id": POOL,
-            "frames": self._frames(storage) if storage >= 0 else [],
-            # the page needs one event that is `unknown` where there are categories at all
-            "category": kind_of(self._storages, storage) if storage >= 0 else "unknown",
-        }
-        if action.act is Act.OOM:
-            del entry["addr"]
-            reserved = recording.result.peak_reserved_bytes
-            entry["device_free"] = max(0, (recording.limit_bytes or reserved) - reserved)
-        elif storage >= 0:
-            entry["size"] = self._storages.num_bytes[storage]
-        return entry
-
-    def segments(self) -> list[dict[str, Any]]:
-        """Return the segments at the end, each tiled with its blocks, by their addresses."""
-        player = self._recording.player
-        if player is None:
-            return []
-        allocator = player.allocator
-        live = {
-            block.address: storage
-            for blocks in (player.blocks, player.deferred)
-            for storage, block in blocks.items()
-        }
-        return [
-            segment_of(first, allocator.is_deferred, lambda address: self._frames(live[address]))
-            for first in allocator.segments(list(player.blocks.values()))
-        ]
+def _segments(recording: Recording) -> list[dict[str, Any]]:
+    """Return the segments at the end, each tiled with its blocks, by their addresses."""
+    player = recording.player
+    if player is None:
+        return []
+    allocator, history = player.allocator, player.history
+    return [
+        segment_of(first, allocator.is_deferred, history.frames_at, history.frames_of_segment)
+        for first in allocator.segments(list(player.blocks.values()))
+    ]
 
 
 _AFTER = _STRETCH | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}

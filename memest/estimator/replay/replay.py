@@ -103,9 +103,6 @@ class Player:
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
         """Note that a probe reads the memory."""
 
-    def refused(self, storage: int, num_bytes: int) -> None:
-        """Note a failed request, which ends the run."""
-
     def play(self, events: Sequence[int]) -> None:
         """Apply events in order. This loop has no streams; it takes most of the time of a replay.
 
@@ -357,7 +354,6 @@ class Run:
         except OutOfMemory as error:
             result.failed = Moment(player.num_events, replay.step, player.storage)
             result.failed_bytes = error.request_bytes
-            player.refused(player.storage, error.request_bytes)
         replay.close_peaks()
         if limit_bytes is not None and allocator.limit_bytes != limit_bytes:
             result.lacking_bytes = allocator.limit_bytes or 0

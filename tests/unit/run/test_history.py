@@ -121,7 +121,7 @@ def test_a_refused_request_replays_as_it_went() -> None:
     recording = record_run_of(gpu.virtual, gpu.report())
     del kept
 
-    assert [action.act for action in recording.actions].count("segment_alloc") == 2
+    assert [action.action for action in recording.actions].count("segment_alloc") == 2
     assert run_of(gpu.virtual).on(64 << 20).failed is None
 
 
