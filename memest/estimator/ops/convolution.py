@@ -12,10 +12,10 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -499,8 +499,7 @@ register("convolution", refuse=same_type(0, 1, _UNLIKE, tensor_type))  # native/
 # ------------------------------------------------------------------- gradients of gradients
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """The options of a convolution, one for each dimension."""
 
     stride: list[int]
@@ -512,10 +511,7 @@ class _Call:
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
         """Convolve `x` with `weight` by these options."""
-        return aten.convolution.default(
-            x, weight, None, self.stride, self.padding, self.dilation,
-            self.transposed, self.output_padding, self.groups,
-        )  # fmt: skip
+        return aten.convolution.default(x, weight, None, *self)
 
 
 def _second_of_output(
@@ -540,7 +536,7 @@ def _second_of_output(
 
 def _second_of_weight(call: _Call, gg_input: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """Gradient of the weight in a second derivative, by transposed operands."""
-    across = replace(call, stride=call.dilation, dilation=call.stride, groups=1, transposed=False)
+    across = call._replace(stride=call.dilation, dilation=call.stride, groups=1, transposed=False)
     grads, inputs = grad.transpose(0, 1), gg_input.transpose(0, 1)
 
     def of_group(inputs: Tensor, grads: Tensor) -> Tensor:
@@ -560,14 +556,14 @@ def _second_of_input(
 ) -> Tensor:
     grad = grad.contiguous()
     if call.transposed:
-        return _cut(replace(call, transposed=False).run(grad, gg_weight), x)
+        return _cut(call._replace(transposed=False).run(grad, gg_weight), x)
     missing = list(call.output_padding)
     for i, side in enumerate(weight.shape[2:]):
         reached = (side - 1) * call.dilation[i] - 2 * call.padding[i]
         reached += call.stride[i] * (grad.size(i + 2) - 1) + 1
         if reached != x.size(i + 2):
             missing[i] = x.size(i + 2) - reached
-    return replace(call, transposed=True, output_padding=missing).run(grad, gg_weight)
+    return call._replace(transposed=True, output_padding=missing).run(grad, gg_weight)
 
 
 def _cut(made: Tensor, like: Tensor) -> Tensor:
@@ -603,7 +599,7 @@ def double_backward(
     ]
     call = _Call(*each)
     if not call.transposed and x.dim() > 4:
-        call = replace(call, groups=x.size(1) // weight.size(1))
+        call = call._replace(groups=x.size(1) // weight.size(1))
     if gg_input is not None:
         weight = weight.contiguous()
     if gg_weight is not None:
