@@ -30,7 +30,8 @@ import pickle, sys
 with open(sys.argv[1], "rb") as file:
     sys.path[:] = pickle.load(file)
     work, output = pickle.load(file)
-from memest.child import do_work
+from memest.child import die_with_parent, do_work
+die_with_parent()
 do_work(work, sys.argv[1], output)
 """
 
@@ -191,14 +192,21 @@ def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None)
         child = fork(partial(do_work, work, file, output))
         child._answer_file = file
         return child
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = subprocess.Popen(command_of(work, file, output))
+    return Child(process.pid, process=process, answer_file=file)
+
+
+def command_of(
+    work: Callable[[], object], file: str, output: tuple[str, str] | None = None
+) -> list[str]:
+    """Return the command of a fresh process that does `work`, from a file that is written here."""
     with open(file, "wb") as content:
         pickle.dump(sys.path, content)
         pickle.dump((work, output), content)
-    sys.stdout.flush()
-    sys.stderr.flush()
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    process = subprocess.Popen([sys.executable, *flags, "-c", _BOOT, file])
-    return Child(process.pid, process=process, answer_file=file)
+    return [sys.executable, *flags, "-c", _BOOT, file]
 
 
 def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | None) -> NoReturn:

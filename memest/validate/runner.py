@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -11,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -22,7 +20,7 @@ from memest.child import (
     CAN_FORK,
     Child,
     DiedError,
-    die_with_parent,
+    command_of,
     fork,
     leave,
     spawn,
@@ -95,12 +93,8 @@ def fork_experiment(
 
 def spawn_experiment(plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path) -> Child:
     """Run the experiment in a fresh interpreter, where a fork is not possible."""
-    values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
-    request = json.dumps(
-        {"plan": plan.to_dict(), "options": values, "report": str(report),
-         "trust_remote_code": plan.trust_remote_code}
-    )  # fmt: skip
-    return spawn([sys.executable, "-m", "memest.validate.runner", request], log)
+    work = partial(run_and_exit, plan, options, report, run_experiment)
+    return spawn(command_of(work, str(report.with_name("work.pickle"))), log)
 
 
 def run_and_exit(
@@ -166,20 +160,6 @@ def _or_error(function: Callable[[], T]) -> T:
     except Exception as error:
         raise MemestError(f"{type(error).__name__}: {error}") from error
 
-
-def _main() -> None:
-    request = json.loads(sys.argv[1])
-    values = request["options"]
-    paths = {k: Path(values[k]) for k in ("data", "snapshots") if values[k]}
-    options = RunOptions(**{**values, **paths})
-    plan = TrainingPlan.from_dict(request["plan"])
-    plan = replace(plan, trust_remote_code=request["trust_remote_code"])
-    die_with_parent()
-    run_and_exit(plan, options, Path(request["report"]), run_experiment)
-
-
-if __name__ == "__main__":
-    _main()
 
 LOG_LINES = 4  # last lines of a failed run's log that its note repeats
 

@@ -224,12 +224,8 @@ def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs,
     return not args[4] and not (is_sorted and args[1].dtype == torch.int32)
 
 
-@registry.requests("_embedding_bag")
-def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_embedding_bag` (EmbeddingBag.cu): sizes of bags, the bag of each index, the
-    result, and the row of each maximum in mode `max`.
-    """
-    return outputs({i: out[i].nbytes for i in (2, 1, 0, 3)})
+# EmbeddingBag.cu: sizes of bags, the bag of each index, the result, the row of each maximum
+register("_embedding_bag", requests=registry.in_order(2, 1, 0, 3))
 
 
 @registry.requests(
