@@ -23,10 +23,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.hardware.work import fused_work
 from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
 from memest.estimator.tensors.placement import GPU
 
@@ -389,22 +391,26 @@ def _renew(patches: Patches) -> None:
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install Triton, with launches that do nothing."""
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        """Add the kernel's work to the log, in place of a launch."""
+        given = (*args, *kwargs.values())
+        mode.work.add(fused_work(value for value in given if isinstance(value, Tensor)))
+
     is_installed = "triton" in sys.modules or PathFinder.find_spec("triton") is not None
     if not is_installed:
+        patches.set(KernelInterface, "run", launch)
         finder = Finder(partial(driver_of, mode), do_bench)
         finder.install(patches, is_first=False)
         _renew(patches)
         return
-
-    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, in place of a launch."""
 
     def without_launches(module: ModuleType) -> None:
         for name in ("JITFunction", "Autotuner", "Heuristics"):
             kind = vars(module).get(name)
             if kind is not None:
                 patches.set(kind, "run", launch)
-                patches.set(kind, "warmup", launch)
+                patches.set(kind, "warmup", constant(None))
 
     def with_driver(module: ModuleType) -> None:
         target = __import__("triton.backends.compiler", fromlist=["GPUTarget"]).GPUTarget

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.hardware.work import Work
 from memest.estimator.integrations import triton
 from memest.estimator.virtual_gpu import VirtualGpu
 
@@ -45,6 +46,18 @@ def test_launches_of_every_kind_do_nothing(gpu: VirtualGpu) -> None:
     assert torch.cuda.memory_allocated() == before
     with pytest.raises(RuntimeError, match=r"@triton\.jit"):
         kernel(x)
+
+
+def _double(x, n, BLOCK):  # type: ignore[no-untyped-def]
+    raise AssertionError("a kernel ran")
+
+
+def test_launches_take_the_time_of_their_tensors(gpu: VirtualGpu) -> None:
+    import triton
+
+    x = torch.zeros(1000, device="cuda")
+    triton.jit(_double)[(8,)](x, 1000, BLOCK=128)
+    assert gpu.mode.work.works[-1] == Work("fused 4", (4000,), "", 0, 4000)
 
 
 def test_the_helpers_on_the_host_compute(gpu: VirtualGpu) -> None:
