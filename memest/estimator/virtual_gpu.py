@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first call of a dispatch mode imports it; ranks share it
 from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,

@@ -93,6 +93,12 @@ class Listener:
     on_model: Callable[[Any], None] = lambda model: None  # the model is built and described
 
 
+def _loss_of(model: Any, inputs: Inputs, output: str) -> Any:
+    from memest.models_meta.assemble import loss_of
+
+    return loss_of(model, inputs, output)
+
+
 @dataclass(slots=True)
 class Job:
     """One training run and its state so far."""
@@ -106,6 +112,7 @@ class Job:
     is_alone: bool = False  # True if this process represents all ranks and contacts no others
     num_ahead: int = 0  # micro-batches of a step that are loaded and not run
     rank: int = 0  # rank of this process where it represents all
+    loss_of: Callable[..., Any] = _loss_of  # of a model in training; see `assemble.loss_of`
     values: dict[str, Any] = field(default_factory=dict)  # plan with the sizes that were used
     model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
     notes: list[str] = field(default_factory=list)  # decisions made during the run
@@ -120,6 +127,10 @@ class Task:
     model: Any  # module on the device, in training mode
     make_optimizer: Callable[[], Any]  # called after a strategy has divided the model
     feed: Feed
+
+    def loss(self, model: Any, inputs: Inputs) -> Any:
+        """Return the loss of the running micro-batch, on the device."""
+        return self.job.loss_of(model, inputs, self.feed.loss_output)
 
     def batch(self, number: int) -> Inputs:
         """Return the micro-batch of this number."""

@@ -131,7 +131,8 @@ class FineTune(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the next micro-batch; `batch` is its number."""
         inputs = self._task.batch(batch_idx)
-        return loss_of(self.model, self._moved(inputs), self._task.feed.loss_output)
+        loss: Tensor = self._task.loss(self.model, self._moved(inputs))
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the loss of the next validation micro-batch."""

@@ -79,8 +79,10 @@ class ProbedTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return the plan's loss."""
-        loss = loss_of(model, inputs, self.task.feed.loss_output)
-        if model.training:
+        if not model.training:
+            loss = loss_of(model, inputs, self.task.feed.loss_output)
+        else:
+            loss = self.task.loss(model, inputs)
             self.record(Phase.AFTER_FORWARD)
         return (loss, {"loss": loss}) if return_outputs else loss
 

@@ -220,8 +220,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return False
             return func(*args, **kwargs)
         tensors = sample_tensors(args, kwargs)
-        is_quick = tensors and all(tensor.numel() <= MAX_QUICK_NUMEL for tensor in tensors)
-        if is_quick or func.namespace == "profiler":
+        is_small = tensors and all(tensor.numel() <= MAX_QUICK_NUMEL for tensor in tensors)
+        if is_small or op.is_view or func.namespace == "profiler":
             return self.host.run(func, args, kwargs)
         with self.work.host_works():
             return self.host.run(func, args, kwargs)

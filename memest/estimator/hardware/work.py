@@ -494,6 +494,19 @@ class WorkLog:
         if waits:
             self.wait()
 
+    @property
+    def num_events(self) -> int:
+        """Number of events since the last step of an optimizer."""
+        return len(self._events)
+
+    def since(self, position: int) -> array[int]:
+        """Return the events after the first `position` of `num_events`."""
+        return self._events[position:]
+
+    def repeat(self, events: array[int]) -> None:
+        """Add events of `since` again."""
+        self._events.extend(events)
+
     def drop_last(self) -> None:
         """Forget the last launch."""
         if self._events:

@@ -11,7 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from types import FunctionType
@@ -35,6 +35,7 @@ from memest.estimator.replay.program import (
     find_shifts,
     within_model,
 )
+from memest.estimator.replay.repeat import StepRepeater
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import MemKind, StorageTable
 from memest.estimator.torch_api.distributed.ddp import NotFinished
@@ -270,7 +271,13 @@ def run_plan(
         rank=rank.rank,
         where=f"cuda:{rank.local_rank}",
     )
-    with nullcontext() if calls is None else calls.watching():
+    with ExitStack() as stack:
+        if calls is not None:
+            stack.enter_context(calls.watching())
+        if not (_is_whole(plan) or plan.is_distributed):
+            repeater = StepRepeater(virtual, calls, plan.accumulate_grad_batches)
+            stack.enter_context(repeater.watching())
+            job.loss_of = repeater.loss_of
         _run(job, virtual, watch)
     return TracedPlan(
         program=_program(watch),

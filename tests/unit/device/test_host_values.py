@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -205,3 +205,29 @@ def test_a_large_uint64_is_read(installed: str, monkeypatch: pytest.MonkeyPatch)
     assert read == [2**64 - 1, 5, 2**63]
     assert is_replaced is installed.startswith("2.7")
     assert (torch.Tensor.item, torch.Tensor.__float__) == before
+
+
+LARGE = 20, 1_000_000  # floats that have no data on the host
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.stft(x, 1024, window=torch.hann_window(1024), return_complex=True),
+        lambda x: torch.quantile(x, torch.tensor([0.1, 0.5]), dim=1),
+        lambda x: x.nanquantile(torch.tensor([0.1, 0.5]), dim=1),
+        lambda x: torch.cdist(x, torch.randn(3, LARGE[1])),
+    ],
+    ids=["stft", "quantile", "nanquantile", "cdist"],
+)
+def test_small_tensors_with_data_meet_a_large_one_without(
+    call: Callable[[torch.Tensor], torch.Tensor], gpu: VirtualGpu
+) -> None:
+    large = torch.randn(*LARGE)
+    assert gpu.mode.host.place(large) is Place.HOST
+
+    made = call(large)
+
+    assert made.device.type == "cpu"
+    assert made.numel() > 0
+    assert gpu.mode.memory.history.peak_allocated_bytes == 0

@@ -136,6 +136,39 @@ class CallRecorder:
         self.calls.spans.append(Span(events, self._calls))
         self._calls = []
 
+    @property
+    def num_calls(self) -> int:
+        """Number of calls since the last cut."""
+        return len(self._calls)
+
+    def since(self, position: int) -> list[Call]:
+        """Return the calls after the first `position` of `num_calls`.
+
+        Their events are numbered from the start of the log.
+        """
+        cut = self._cut_at
+        return [
+            replace(call, start=call.start + cut, end=call.end + cut)
+            for call in self._calls[position:]
+        ]
+
+    def repeat(
+        self, calls: Sequence[Call], first: int, places: Sequence[int], ids: Mapping[int, int]
+    ) -> None:
+        """Add calls of `since` again, whose events and storages are others now.
+
+        `places` has the position in the log of each event from `first` on, `ids` the new storages.
+        """
+        for call in calls:
+            self._calls.append(
+                replace(
+                    call,
+                    start=places[call.start - first] - self._cut_at,
+                    end=places[call.end - first] - self._cut_at,
+                    new_storages=tuple([(at, ids[index]) for at, index in call.new_storages]),
+                )
+            )
+
     def _record(self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
         memory = self._memory
         memory.settle()
@@ -159,9 +192,11 @@ class CallRecorder:
         new_storages: tuple[tuple[int, int], ...] = ()
         if has_made:
             new_storages = tuple(self._new_storages(out, recipe, first_id))
+            site = memory.storages.sites[first_id]
+        else:
+            site = self._mode.attribution.site(op.func)
         first = self._cut_at
         end = len(memory.log.events)
-        site = self._mode.attribution.site(op.func)
         self._calls.append(Call(start - first, end - first, index, new_storages, site, in_backward))
 
     def _new_storages(self, out: Any, recipe: Recipe, first_id: int) -> Iterator[tuple[int, int]]:

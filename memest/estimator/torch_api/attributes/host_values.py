@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,18 @@ from memest.estimator.gpu.guesses import NUMBER
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.ops.sparse_rows import is_compressed, matrix_of_parts, parts_of
+from memest.estimator.tensors.known_values import map_tensors
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
+from memest.estimator.tensors.placement import (
+    CPU,
+    GPU,
+    INSIDE,
+    META,
+    PLAIN,
+    Place,
+    is_meta,
+    tensors_in,
+)
 from memest.estimator.tensors.storages import MemKind
 from memest.estimator.versions import returns_large_numbers
 
@@ -40,8 +51,37 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     _install_arrays(patches, mode, on_host)
     _install_text(patches, mode, on_host)
     _install_items(patches, mode)
+    for name in ("stft", "cdist", "quantile", "nanquantile"):
+        patches.set(torch, name, _with_one_device(getattr(torch, name), mode))
+    for name in ("quantile", "nanquantile"):
+        patches.set(Tensor, name, _with_one_device(getattr(Tensor, name), mode))
     if not returns_large_numbers():
         _install_numbers(patches)
+
+
+def _with_one_device(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
+    """Wrap a function whose C++ compares devices: a host tensor without data reports another one.
+
+    Tensors with data lose it beside one without.
+    """
+    place = mode.host.place
+
+    def without_data(tensor: Tensor) -> Tensor:
+        if place(tensor) is not Place.REAL:
+            return tensor
+        with _disable_current_modes():
+            made = tensor.to(META)
+        mode.host.put(made)
+        return made
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(place(tensor) is Place.HOST for tensor in tensors_in((*args, *kwargs.values()))):
+            args = map_tensors(without_data, args)
+            kwargs = {name: map_tensors(without_data, each) for name, each in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _install_numbers(patches: Patches) -> None:
