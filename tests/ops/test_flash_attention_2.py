@@ -18,7 +18,7 @@ import memest.models_meta.flash_attention as fa
 from memest.errors import PlanError, UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
-from memest.estimator.replay.interpolate.reuse import with_value
+from memest.estimator.replay.reuse import with_value
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search.related_plans import TraceSeries
 from memest.estimator.tensors.storages import MemKind

@@ -9,7 +9,6 @@ import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan
-from memest.estimator.replay.interpolate.reuse import NotInterpolable
 from memest.estimator.replay.program import Program, StateBytes
 from memest.estimator.replay.recording import (
     chrome_trace,
@@ -19,6 +18,7 @@ from memest.estimator.replay.recording import (
     torch_snapshot,
 )
 from memest.estimator.replay.replay import Run
+from memest.estimator.replay.reuse import NotInterpolable
 from memest.estimator.search.commands import predict_command
 from memest.estimator.search.largest import largest, technique_values
 from memest.estimator.search.related_plans import TraceSeries

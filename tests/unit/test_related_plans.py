@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.replay.interpolate.reuse import (
+from memest.estimator.replay.program import TracedPlan
+from memest.estimator.replay.reuse import (
     NotInterpolable,
     OptimizerStep,
     of_one_micro_batch,
 )
-from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search.related_plans import RelatedPlans, TraceSeries
 from memest.plan import TrainingPlan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.replay.interpolate.reuse import with_value
+from memest.estimator.replay.reuse import with_value
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search.related_plans import TraceSeries, runs_of_one_spacing
 from memest.plan import TrainingPlan

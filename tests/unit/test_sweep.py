@@ -17,7 +17,7 @@ from memest.cli import main
 from memest.errors import MemestError, PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
-from memest.estimator.replay.interpolate.reuse import with_value
+from memest.estimator.replay.reuse import with_value
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search import related_plans
 from memest.estimator.search.largest import TECHNIQUES, largest, peak_requested, technique_values

@@ -20,7 +20,7 @@ from memest.report import Phase, Term
 
 if TYPE_CHECKING:
     from memest.estimator.hardware.work import WorkLog
-    from memest.estimator.replay.interpolate.call_log import CallLog
+    from memest.estimator.replay.call_log import CallLog
     from memest.models_meta.geometry import LayerGeometry
 
 Shift = Mapping[int, int]  # renames before a span is replayed: those it made -> those it frees

@@ -1,14 +1,14 @@
 """Steps of a plan after the first, as repetitions of its forwards and backwards.
 
 A micro-batch makes the same requests in every step, so only the loop and the optimizer's step run
-again. The first step tells whether that holds. It does not if
+again. It may make others, and each step runs as a whole, if in the first step
 
 1. the model keeps a tensor that it made, such as a table of positions;
 2. the host draws random numbers, such as the layers to drop;
 3. a value is guessed, since the report counts the guesses;
 4. the micro-batch frees a tensor that was there before it, other than an input.
 
-The whole of each step runs then, as under a strategy and with batches that differ.
+The same holds under a strategy, and with batches that differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.replay.interpolate.call_log import Call, CallRecorder
+from memest.estimator.replay.call_log import Call, CallRecorder
+from memest.estimator.tensors.placement import CPU, META
 from memest.estimator.tensors.storages import MemKind, free_of
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.models_meta.assemble import loss_of
@@ -46,7 +47,7 @@ class _Position:
 
 @dataclass(slots=True)
 class _Stretch:
-    """What a forward or a backward added to the logs."""
+    """Entries of a forward or a backward in the logs."""
 
     start: _Position
     events: list[int]
@@ -158,7 +159,7 @@ class StepRepeater:
             at += 1
 
     def _can_repeat(self, micro_batch: _MicroBatch) -> bool:
-        """Return whether later steps do the same, as far as the end of the backward tells."""
+        """Return whether later steps do the same, as far as is known after the backward."""
         assert micro_batch.backward is not None
         events = (*micro_batch.forward.events, *micro_batch.backward.events)
         made = {event for event in events if event >= 0}
@@ -183,7 +184,7 @@ class StepRepeater:
         )
 
     def _knows_all(self) -> bool:
-        """Return whether the first step has told how all micro-batches end.
+        """Return whether it is known how all micro-batches end.
 
         The graph of a loss can hold tensors, which are freed with it in one go. What lives longer
         was made for later steps.
@@ -210,8 +211,8 @@ class StepRepeater:
         self._play(micro_batch.forward, micro_batch.kept, self._ids)
         self._repeated = micro_batch
         with _disable_current_modes():
-            self._held = [torch.empty(0, device="meta") for _ in micro_batch.held]
-            leaf = torch.empty(0, requires_grad=True)
+            self._held = [torch.empty(0, device=META) for _ in micro_batch.held]
+            leaf = torch.empty(0, device=CPU, requires_grad=True)
             apply: Callable[..., Tensor] = _Loss.apply
             loss = apply(leaf, micro_batch.loss, self._held[::-1])  # a list drops its last first
         self._memory.adopt(loss, self._ids[micro_batch.loss.index])
@@ -307,4 +308,4 @@ class _Loss(torch.autograd.Function):
 
 def _empty(made: _Made) -> Tensor:
     with _disable_current_modes():
-        return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
+        return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=META)

@@ -14,7 +14,8 @@ from typing import Any
 
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.replay.interpolate.reuse import (
+from memest.estimator.replay.program import TracedPlan
+from memest.estimator.replay.reuse import (
     DEGREE,
     Interpolation,
     NotInterpolable,
@@ -22,7 +23,6 @@ from memest.estimator.replay.interpolate.reuse import (
     of_one_micro_batch,
     with_value,
 )
-from memest.estimator.replay.program import TracedPlan
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.replay.virtual_run import logged_trace, repeats_micro_batches
 from memest.plan import TrainingPlan

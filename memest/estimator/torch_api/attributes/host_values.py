@@ -62,7 +62,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 def _with_one_device(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
     """Wrap a function whose C++ compares devices: a host tensor without data reports another one.
 
-    Tensors with data lose it beside one without.
+    If one has no data, the others lose theirs.
     """
     place = mode.host.place
 

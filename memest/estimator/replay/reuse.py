@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.attention import choose_backend
-from memest.estimator.replay.interpolate.call_log import (
+from memest.estimator.replay.call_log import (
     GEMM_RULE,
     CallLog,
     CallRecorder,

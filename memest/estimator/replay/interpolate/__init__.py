@@ -1,1 +1,0 @@
-"""Programs at other sizes, made from few traces."""
