@@ -24,6 +24,9 @@ from memest.estimator.tensors.storages import Coverage, Site
 aten = torch.ops.aten
 
 
+_empty_strided = torch.empty_strided  # that of the virtual GPU looks for `device="cuda"`
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class Recipe:
     """Outputs and requests of a call, the same for all calls with the same shapes."""
@@ -45,7 +48,7 @@ class Recipe:
     def make_outputs(self) -> Any:
         """Return fresh meta tensors as the call returns them."""
         made = [
-            spec and torch.empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
+            spec and _empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
             for spec in self.specs
         ]
         return tuple(made) if self.is_tuple else made[0]
