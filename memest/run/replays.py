@@ -10,7 +10,7 @@ from itertools import pairwise
 from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.replay.program import MicroBatch, Part, Program
-from memest.estimator.replay.recording import Recording, RecordingPlayer
+from memest.estimator.replay.recording import Recording
 from memest.estimator.replay.replay import Moment, Replayed, Run
 from memest.estimator.replay.scenarios import Scenario, intervals, verdict_over, where_failed
 from memest.estimator.tensors.storages import FreeTiming
@@ -231,49 +231,36 @@ _PROBES = {
 }
 
 
-class _Steps:
-    """Counts steps and micro-batches from the names of marks."""
-
-    def __init__(self) -> None:
-        self.step = self.micro_batch = 0
-        self._last: Phase | None = None
-
-    def reached(self, name: str, player: RecordingPlayer) -> None:
-        phase = _PROBES.get(name)
-        if phase is None or phase is self._last:
-            return
-        if phase is Phase.BEFORE_FORWARD:
-            if self._last is Phase.AFTER_FORWARD:  # no step since the last backward
-                self.micro_batch += 1
-            elif self._last is Phase.AFTER_OPTIMIZER_STEP:
-                self.step, self.micro_batch = self.step + 1, 0
-        self._last = phase
-        player.reached(self.step, self.micro_batch, phase)
-
-
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     """Return every action of the allocator in the stored events of a script, with its probes."""
     memory, like = virtual.mode.memory, virtual.allocator
-    player = RecordingPlayer(memory.storages, report.limit_bytes, report.gpu)
-    recording, allocator = player.recording, player.allocator
+    recording = Recording(memory.storages, report.limit_bytes, report.gpu)
+    allocator = recording.allocator
     allocator.use(like.settings)
     allocator.gpu_bytes, allocator.allowed_bytes = like.gpu_bytes, like.allowed_bytes
     result, events = recording.result, memory.log.events
-    position, steps = 0, _Steps()
+    position, micro_batch = 0, 0
+    before: Phase | None = None
     for at, name in (*memory.log.marks, (len(events), "")):
-        player.step = steps.step
         with suppress(OutOfMemory):  # under a limit that the script set later
-            player.play(events[position:at])
-        position = at
-        steps.reached(name, player)
+            recording.play(events[position:at])
+        position, phase = at, _PROBES.get(name)
+        if phase is None or phase is before:
+            continue
+        if phase is Phase.BEFORE_FORWARD and before is Phase.AFTER_OPTIMIZER_STEP:
+            recording.step, micro_batch = recording.step + 1, 0
+        elif phase is Phase.BEFORE_FORWARD and before is Phase.AFTER_FORWARD:
+            micro_batch += 1  # no step since the last backward
+        recording.reached(recording.step, micro_batch, phase)
+        before = phase
     if memory.refused is not None and not report.fits:
         refused_bytes = memory.refused[0]
-        player.storage = -1
-        player.history.gather()
+        recording.storage = -1
+        recording.history.gather()
         free_bytes = max(0, report.limit_bytes - allocator.reserved_bytes)
-        player.history.refused(refused_bytes, 0, free_bytes)
-        result.failed, result.failed_bytes = Moment(len(events), steps.step, -1), refused_bytes
+        recording.history.refused(refused_bytes, 0, free_bytes)
+        result.failed, result.failed_bytes = Moment(len(events), recording.step, -1), refused_bytes
     result.peak_allocated_bytes = allocator.peak_allocated_bytes
     result.peak_reserved_bytes = allocator.peak_reserved_bytes
-    result.peak = replace(player.peak, storage=-1)
+    result.peak = replace(recording.peak, storage=-1)
     return recording

@@ -192,19 +192,13 @@ class MemoryHistory:
         return self._frames_of(self.of_segments[address]) if address in self.of_segments else []
 
 
-Frames = list[dict[str, Any]]
-
-
 def segment_of(
-    first: Block,
-    is_deferred: Callable[[Block], bool],
-    frames_at: Callable[[int], Frames] = lambda address: [],
-    frames_of_segment: Callable[[int], Frames] = lambda address: [],
+    first: Block, is_deferred: Callable[[Block], bool], history: MemoryHistory | None
 ) -> dict[str, Any]:
     """Return the segment that begins with `first`, as `torch.cuda.memory_snapshot` returns it.
 
     An expandable segment is returned up to its first gap. `is_deferred` returns whether a freed
-    block is still used by another stream. The last two return frames by address.
+    block is still used by another stream. `history` has the frames.
     """
     blocks: list[dict[str, Any]] = []
     num_bytes = 0
@@ -214,15 +208,15 @@ def segment_of(
         if isinstance(block, Unmapped):
             is_expandable = True
             break
-        state, frames, requested_bytes = "inactive", Frames(), 0
+        state = "inactive"
         if not block.is_free:
             state = "active_pending_free" if is_deferred(block) else "active_allocated"
-            frames, requested_bytes = frames_at(block.address), block.requested_bytes
+        frames = [] if history is None or block.is_free else history.frames_at(block.address)
         blocks.append(
             {
                 "address": block.address,
                 "size": block.num_bytes,
-                "requested_size": requested_bytes,
+                "requested_size": 0 if block.is_free else block.requested_bytes,
                 "state": state,
                 "frames": frames,
             }
@@ -243,6 +237,6 @@ def segment_of(
         "segment_type": "small" if first.is_small else "large",
         "segment_pool_id": POOL if number < 0 else (0, number),
         "is_expandable": is_expandable,
-        "frames": frames_of_segment(first.address),
+        "frames": [] if history is None else history.frames_of_segment(first.address),
         "blocks": blocks,
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from memest.estimator.allocator.blocks import AddressSpace, Block, round_request
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
-from memest.estimator.allocator.memory_history import MemoryHistory
+from memest.estimator.allocator.memory_history import MemoryHistory, segment_of
 
 POOLS = ("all", "small_pool", "large_pool")  # `StatType`, in its order
 _ALLOCATED = ("allocation", "allocated_bytes")
@@ -206,6 +206,10 @@ class CountingAllocator(CachingAllocator):
             "num_device_alloc": self.num_segments,
             "num_device_free": self.num_segments_freed,
         }
+
+    def described_segments(self, live: list[Block]) -> list[dict[str, Any]]:
+        """Return all segments, as `torch.cuda.memory_snapshot`; `live` are the blocks in use."""
+        return [segment_of(b, self.is_deferred, self.history) for b in self.segments(live)]
 
     def reset_peak_stats(self) -> None:
         """Reset peaks as `torch.cuda.reset_peak_memory_stats`, except those of the run itself."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -19,7 +18,6 @@ from memest.estimator.allocator.memory_history import (
     Context,
     Entry,
     MemoryHistory,
-    segment_of,
     settings_entry,
 )
 from memest.estimator.allocator.settings import DEFAULT
@@ -56,18 +54,42 @@ class Mark:
     phase: Phase
 
 
-@dataclass(slots=True)
-class Recording:
-    """One run of a program on one GPU; an action's stack is the storage of its request."""
+class Recording(Player):
+    """One run of a program on one GPU: a player whose allocator records its actions.
 
-    storages: StorageTable
-    limit_bytes: int | None  # bytes that the allocator could reserve
-    gpu: str = ""
+    The stack of an action is the storage of its request.
+    """
 
-    actions: deque[Entry] = field(default_factory=deque)
-    marks: list[Mark] = field(default_factory=list)
-    result: Replayed = field(default_factory=Replayed)
-    player: RecordingPlayer | None = None  # with the blocks at the end of the run
+    plays_repetitions = True
+
+    def __init__(
+        self,
+        storages: StorageTable,
+        limit_bytes: int | None,
+        gpu: str,
+        *,
+        addresses: AddressSpace | None = None,
+    ) -> None:
+        allocator = CountingAllocator(limit_bytes, addresses)
+        super().__init__(allocator, storages)
+        self.limit_bytes, self.gpu = limit_bytes, gpu
+        self.marks: list[Mark] = []
+        self.result = Replayed()
+        frames = cache(_frames_of)  # storages of one call site share one list
+
+        def frames_of(storage: int) -> list[dict[str, Any]]:
+            is_known = storage >= 0
+            return frames(storages.sites[storage], kind_of(storages, storage)) if is_known else []
+
+        self.history = allocator.history = MemoryHistory(
+            lambda: self.storage, frames_of, context=Context.ALLOC, max_entries=sys.maxsize
+        )
+        self.actions = self.history.entries
+        self.segments = allocator.described_segments
+
+    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
+        """Record a probe."""
+        self.marks.append(Mark(len(self.actions), step, micro_batch, phase))
 
 
 MAX_EVENTS = 4_000_000  # limit of events of a recording, as of real ones: some GB of memory
@@ -89,11 +111,9 @@ def record_run(
             f"{num_events} events are too many for a recording",
             hint="simulate fewer `steps`, or fewer micro-batches in each",
         )
-    player = RecordingPlayer(
-        program.storages, limit_bytes, gpu, addresses=AddressSpace(ranges_stay=program.ranges_stay)
-    )
-    recording = player.recording
-    recording.result = run.on(limit_bytes, timing, player=player)
+    addresses = AddressSpace(ranges_stay=program.ranges_stay)
+    recording = Recording(program.storages, limit_bytes, gpu, addresses=addresses)
+    recording.result = run.on(limit_bytes, timing, player=recording)
     return recording
 
 
@@ -114,38 +134,6 @@ def kind_of(storages: StorageTable, storage: int) -> str:
 def is_of_segment(action: Entry) -> bool:
     """Return whether an action is about a segment, or a part of an expandable one."""
     return action.action.startswith("segment")
-
-
-class RecordingPlayer(Player):
-    """Player whose allocator records its actions in `recording`."""
-
-    plays_repetitions = True
-
-    def __init__(
-        self,
-        storages: StorageTable,
-        limit_bytes: int | None,
-        gpu: str,
-        *,
-        addresses: AddressSpace | None = None,
-    ) -> None:
-        allocator = CountingAllocator(limit_bytes, addresses)
-        super().__init__(allocator, storages)
-        frames = cache(_frames_of)  # storages of one call site share one list
-
-        def frames_of(storage: int) -> list[dict[str, Any]]:
-            is_known = storage >= 0
-            return frames(storages.sites[storage], kind_of(storages, storage)) if is_known else []
-
-        self.history = allocator.history = MemoryHistory(
-            lambda: self.storage, frames_of, context=Context.ALLOC, max_entries=sys.maxsize
-        )
-        self.recording = Recording(storages, limit_bytes, gpu, self.history.entries, player=self)
-
-    def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
-        """Record a probe."""
-        mark = Mark(len(self.recording.actions), step, micro_batch, phase)
-        self.recording.marks.append(mark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +289,7 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
     timelines of `_memory_viz` colour by `category`.
     """
     return {
-        "segments": _segments(recording),
+        "segments": recording.segments(list(recording.blocks.values())),
         "device_traces": [list(_trace(recording))],
         "allocator_settings": settings_entry(DEFAULT),
         "external_annotations": [  # phases, in the form of `record_function` marks
@@ -401,25 +389,12 @@ def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
 
 def _trace(recording: Recording) -> Iterator[dict[str, Any]]:
     """Yield an entry for each action, with its position as the time."""
-    player = recording.player
-    made = [] if player is None else player.history.trace()
-    for index, (action, entry) in enumerate(zip(recording.actions, made, strict=True)):
+    made = zip(recording.actions, recording.history.trace(), strict=True)
+    for index, (action, entry) in enumerate(made):
         category = "unknown"  # the page needs one such event where there are categories at all
         if not is_of_segment(action) and action.stack >= 0:
             category = kind_of(recording.storages, action.stack)
         yield entry | {"time_us": index, "category": category}
-
-
-def _segments(recording: Recording) -> list[dict[str, Any]]:
-    """Return the segments at the end, each tiled with its blocks, by their addresses."""
-    player = recording.player
-    if player is None:
-        return []
-    allocator, history = player.allocator, player.history
-    return [
-        segment_of(first, allocator.is_deferred, history.frames_at, history.frames_of_segment)
-        for first in allocator.segments(list(player.blocks.values()))
-    ]
 
 
 _AFTER = _STRETCH | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}

@@ -15,7 +15,6 @@ from memest.estimator.allocator.memory_history import (
     POOL,
     Context,
     MemoryHistory,
-    segment_of,
     settings_entry,
 )
 from memest.estimator.allocator.settings import changed_settings
@@ -338,10 +337,7 @@ class Recordings:
         has_trace = options is None or len(options) < 3 or options[2]
         trace = history.trace() if history is not None and has_trace else []
         live = list(self._mode.memory.blocks.values())
-        frames = () if history is None else (history.frames_at, history.frames_of_segment)
-        segments = [
-            segment_of(first, allocator.is_deferred, *frames) for first in allocator.segments(live)
-        ]
+        segments = allocator.described_segments(live)
         pool = tuple(options or POOL)[:2]
         if pool != POOL:
             segments = [segment for segment in segments if segment["segment_pool_id"] == pool]
