@@ -717,10 +717,15 @@ def safe_softmax(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return outputs({0: out.nbytes}) + passing(*scratch)
 
 
-registry.register(
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward",
-    modelled=lambda _, args, kw, gpu: gpu.capability == (9, 0),  # where the workspace was measured
+@registry.modelled(
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"
 )
+def cudnn_attention_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the GPU has compute capability 9.0.
+
+    The workspace of cuDNN's attention engines was not measured on others.
+    """
+    return gpu.capability == (9, 0)
 
 
 @registry.random_offset("_scaled_dot_product_flash_attention")

@@ -135,20 +135,21 @@ def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
     return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
 
 
-@registry.requests(
-    "embedding_renorm_", modelled=lambda _, args, kw, gpu: args[1].numel() <= SMALL_SORT
-)
+@registry.requests("embedding_renorm_")
 def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices.
-
-    One block finds the indices that differ, as was measured.
-    """
+    """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices."""
     indices = args[1]
     row = indices.numel() * INDEX_BYTES
     copies = contiguous_copy(indices)
     sorting = sort_scratch((indices,), {}, None, gpu).after
     unique = passing(row, INDEX_BYTES, select_bytes(indices.numel(), gpu))
     return around((row,), around((row,), passing(*copies, *sorting)) + unique)
+
+
+@registry.modelled("embedding_renorm_")
+def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether one block finds the indices that differ, as was measured."""
+    return bool(args[1].numel() <= SMALL_SORT)
 
 
 _MAXIMUM = 2  # `EmbeddingBagMode::MAX`
@@ -224,25 +225,29 @@ def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs,
     return not args[4] and not (is_sorted and args[1].dtype == torch.int32)
 
 
-# EmbeddingBag.cu: sizes of bags, the bag of each index, the result, the row of each maximum
-register("_embedding_bag", requests=registry.in_order(2, 1, 0, 3))
-
-
-@registry.requests(
-    "_embedding_bag_backward",
-    modelled=lambda _, args, kw, gpu: not args[7] and not args[9] and args[1].numel() > 0,
-)
-def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_embedding_bag_backward` (EmbeddingBag.cu): sorted, except of a maximum.
-
-    Left out: sparse gradients, and those that are scaled by the count of an index.
+@registry.requests("_embedding_bag")
+def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_embedding_bag` (EmbeddingBag.cu): sizes of bags, the bag of each index, the
+    result, and the row of each maximum in mode `max`.
     """
+    return outputs({i: out[i].nbytes for i in (2, 1, 0, 3)})
+
+
+@registry.requests("_embedding_bag_backward")
+def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_embedding_bag_backward` (EmbeddingBag.cu): sorted, except of a maximum."""
     grad, indices, num_rows, mode = args[0], args[1], args[6], args[8]
     copies = contiguous_copy(grad)
     if mode == _MAXIMUM:
         gradient = outputs({0: num_rows * grad.shape[-1] * grad.itemsize})
         return around(copies, gradient)
     return _sorted_gradient(copies, indices.numel(), num_rows, grad, gpu)
+
+
+@registry.modelled("_embedding_bag_backward")
+def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the gradient is dense and not scaled by the count of an index."""
+    return not args[7] and not args[9] and args[1].numel() > 0
 
 
 outputs_only("_embedding_bag_per_sample_weights_backward")  # EmbeddingBag.cu

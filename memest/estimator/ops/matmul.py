@@ -86,10 +86,7 @@ def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
     return torch.empty_strided(size, stride, dtype=left.dtype, device=left.device)
 
 
-@registry.requests(
-    "_grouped_mm",
-    modelled=lambda _, args, kw, gpu: not _is_fused(args, gpu) or gpu.capability == _RECORDED,
-)
+@registry.requests("_grouped_mm")
 def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of a grouped product: a table and descriptors in the fused kernel, or `mm` per
     group.
@@ -106,6 +103,12 @@ def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
     pointers = 3 * _POINTER_BYTES * (groups + groups % 2)
     descriptors = gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
     return Scratch(after=(pointers + groups * _PROBLEM_BYTES + 3 * 8 * groups, descriptors))
+
+
+@registry.modelled("_grouped_mm")
+def grouped_mm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the product is a loop without memory of its own, or was recorded."""
+    return not _is_fused(args, gpu) or gpu.capability == _RECORDED
 
 
 def _is_fused(args: Args, gpu: Gpu) -> bool:

@@ -449,10 +449,7 @@ def randperm_bits(num_items: int) -> int:
     return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
 
 
-@registry.requests(
-    "randperm randperm.generator",
-    modelled=lambda _, args, kw, gpu: kw.get("dtype") in (None, torch.int64),  # the sort's tunings
-)
+@registry.requests("randperm randperm.generator")
 def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, a sort.
 
@@ -466,6 +463,12 @@ def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     key_bytes = 4 if bits <= 32 else 8
     sort = radix_sort_bytes(count, gpu, num_bits=bits, key_bytes=key_bytes)
     return events + passing(count * out.itemsize, *(count * key_bytes,) * 2, sort)
+
+
+@registry.modelled("randperm randperm.generator")
+def randperm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the numbers are int64, for which the sort's tunings are known."""
+    return kwargs.get("dtype") in (None, torch.int64)
 
 
 def _samples(args: Args, kwargs: Kwargs) -> tuple[int, bool]:

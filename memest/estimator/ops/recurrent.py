@@ -324,9 +324,16 @@ def recurrent_is_modelled(func: Any, args: Args, kwargs: Any, gpu: Gpu) -> bool:
     return is_measured(_layers(call), is_training=call.train)
 
 
-# cuda/RNN.cu: the gates or the tensor that backward needs, then the states
-register("_thnn_fused_lstm_cell", requests=registry.in_order(2, 0, 1))
-register("_thnn_fused_gru_cell", requests=registry.in_order(1, 0))
+@registry.requests("_thnn_fused_lstm_cell")
+def lstm_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_thnn_fused_lstm_cell` (cuda/RNN.cu): gates, then the states."""
+    return outputs({i: out[i].nbytes for i in (2, 0, 1)})
+
+
+@registry.requests("_thnn_fused_gru_cell")
+def gru_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+    """Requests of `_thnn_fused_gru_cell`: the tensor that backward needs, then the state."""
+    return outputs({i: out[i].nbytes for i in (1, 0)})
 
 
 @registry.requests("_thnn_fused_lstm_cell_backward_impl")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
@@ -372,10 +373,7 @@ register(
 )
 
 
-_IN_OWN_TYPE = (torch.float32, torch.float64)  # norms of others have a wider type
-
-
-@registry.requests("renorm", modelled=lambda _, args, kw, gpu: args[0].dtype in _IN_OWN_TYPE)
+@registry.requests("renorm")
 def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `renorm_out` (Normalization.cpp): the result, then the norms of its slices."""
     tensor, dim = args[0], args[2] % args[0].dim()
@@ -383,6 +381,12 @@ def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     staged = reduce_bytes(tensor, dims, gpu, accumulator_bytes=accumulator_bytes_of(tensor.dtype))
     norm_bytes = tensor.shape[dim] * tensor.itemsize
     return outputs({0: out.nbytes}) + around((norm_bytes,), passing(*staged))
+
+
+@registry.modelled("renorm")
+def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the norms have the type of the result."""
+    return args[0].dtype in (torch.float32, torch.float64)
 
 
 @registry.requests("_cdist_forward")

@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from memest.errors import PlanError
 from memest.estimator import ops
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy, outputs
+from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy
 from memest.estimator.tensors.known_values import READS_VALUE
 from memest.estimator.tensors.placement import FOREACH_REDUCTIONS
 from memest.estimator.versions import OPERATORS_SINCE
@@ -310,11 +310,6 @@ def copying(*positions: int, is_before: bool = False) -> RequestRule:
         return Scratch(before=copies) if is_before else Scratch(after=copies)
 
     return contiguous_copies
-
-
-def in_order(*positions: int) -> RequestRule:
-    """Return the rule of a kernel that allocates its results in the order of `positions`."""
-    return lambda args, kwargs, out, gpu: outputs({i: out[i].nbytes for i in positions})
 
 
 def empty_like(position: int) -> Callable[[Args, Kwargs], Tensor]:

@@ -148,8 +148,11 @@ def _topk_takes_many_blocks(count: int, length: int) -> bool:
     return length >= next((shortest for most, shortest in limits if count <= most), 400)
 
 
-# Up to 4096 results are sorted in place (TensorTopK.cpp).
-register("topk", modelled=lambda _, args, kw, gpu: argument(args, kw, 1, "k") <= SMALL_SORT)
+@registry.modelled("topk")
+def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the results are sorted in place: k of up to 4096 (TensorTopK.cpp)."""
+    k: int = argument(args, kwargs, 1, "k")
+    return k <= SMALL_SORT
 
 
 @registry.requests("cumsum")
@@ -185,11 +188,13 @@ def logcumsumexp_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scra
     return Scratch(after=_scanned(args, kwargs, out.dtype)[0])
 
 
-register(
-    "logcumsumexp",
-    layout=contiguous,  # ScanKernels.cpp
-    modelled=lambda _, args, kw, gpu: not _scanned(args, kw, args[0].dtype)[1],  # by CUB: one row
-)
+@registry.modelled("logcumsumexp")
+def logcumsumexp_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the tensor has several rows: CUB scans a single row."""
+    return not _scanned(args, kwargs, args[0].dtype)[1]
+
+
+register("logcumsumexp", layout=contiguous)  # ScanKernels.cpp
 
 
 def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
@@ -201,16 +206,19 @@ def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int,
     return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[dim] > 0
 
 
-@registry.requests(
-    "isin.Tensor_Tensor",
-    modelled=lambda _, args, kw, gpu: args[1].numel() < int(10 * args[0].numel() ** 0.145),
-)
+@registry.requests("isin.Tensor_Tensor")
 def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `isin_default_kernel_gpu` (TensorCompare.cpp): compared pairs, `any`.
-
-    It compares few elements one by one; the number is that of `isin`.
-    """
+    """Requests of `isin_default_kernel_gpu` (TensorCompare.cpp): compared pairs, `any`."""
     return Scratch(after=(args[0].numel() * args[1].numel(), args[0].numel()))
+
+
+@registry.modelled("isin.Tensor_Tensor")
+def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether so few elements are searched that the kernel compares them one by one.
+
+    The number is that of `isin` in TensorCompare.cpp.
+    """
+    return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
 
 
 @registry.requests("bucketize.Tensor")
@@ -238,10 +246,7 @@ UNALIGNED = 255  # storage of CUB's algorithms that need none, for its alignment
 SHARED_BYTES_PER_BLOCK = 48 << 10  # on every GPU; CUDA Programming Guide 13, table 30
 
 
-@registry.requests(
-    "bincount",
-    modelled=lambda _, args, kw, gpu: _is_in_shared(argument(args, kw, 2, "minlength", 0) + 1),
-)
+@registry.requests("bincount")
 def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `bincount` (cuda/SummaryOps.cu): smallest and largest number, then the bins."""
     numbers, item = args[0], args[0].itemsize
@@ -249,9 +254,11 @@ def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return (extreme + extreme if numbers.numel() else []) + outputs({0: out.nbytes})
 
 
-def _is_in_shared(bins: int) -> bool:
-    """Return whether bins are few enough to be counted in shared memory."""
-    return bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK
+@registry.modelled("bincount")
+def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
+    """Return whether the requested bins are few enough to be counted in shared memory."""
+    minlength: int = argument(args, kwargs, 2, "minlength", 0)
+    return minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK
 
 
 @registry.requests("histc")
@@ -267,7 +274,7 @@ def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu
         argument(args, kwargs, i, name, default)
         for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
     )
-    return low != high and _is_in_shared(bins)
+    return bool(low != high and bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK)
 
 
 outputs_only("cummax cummin isin.Tensor_Scalar kthvalue median.dim mode nanmedian")
