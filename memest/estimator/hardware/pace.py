@@ -154,32 +154,34 @@ def step_times(
     """
     table = table_of(gpu)
     kernels = [table.kernel_s(work) for work in log.works]
-    with_pauses = [seconds + PAUSE_S if seconds else 0.0 for seconds in kernels]
     hosts = [table.host_s(work, host) for work in log.works for host in range(NUM_HOSTS)]
-    host = gpu_done = 0.0
-    queue: deque[float] = deque(maxlen=LAUNCH_QUEUE)
-    found, last_end = [], 0.0
+    on_gpu = [s + PAUSE_S if s else 0.0 for s in kernels for _ in range(NUM_HOSTS)]
+    host = gpu_done = last_end = 0.0
+    queue = deque([0.0] * LAUNCH_QUEUE, maxlen=LAUNCH_QUEUE)  # ends of the last kernels
+    found = []
     for events, known in zip(steps or log.steps, num_known or log.num_known, strict=True):
-        counts: Counter[int] = Counter()
         first_s = 0.0
+        new = set(range(known, len(kernels)))  # works that have not occurred yet
         for event in events:
-            if event == WAITS:
-                host = max(host + table.wait_s, gpu_done + table.wait_s / 2)
             if event < 0:
-                host += 1e-6 * (HOST - event) if event <= HOST else 0.0
+                if event == WAITS:
+                    host = max(host + table.wait_s, gpu_done + table.wait_s / 2)
+                elif event <= HOST:
+                    host += 1e-6 * (HOST - event)
                 continue
-            index = event // NUM_HOSTS
-            if index >= known and not counts[index]:
-                more = table.first_s(log.works[index])
+            if new and event // NUM_HOSTS in new:
+                new.remove(event // NUM_HOSTS)
+                more = table.first_s(log.works[event // NUM_HOSTS])
                 first_s, host = first_s + more, host + more
-            counts[index] += 1
             host += hosts[event]
-            if len(queue) == LAUNCH_QUEUE:
-                host = max(host, queue[0])
-            gpu_done = max(gpu_done, host) + with_pauses[index]
+            if queue[0] > host:
+                host = queue[0]
+            gpu_done = (gpu_done if gpu_done > host else host) + on_gpu[event]
             queue.append(gpu_done)
         end = host = max(host, gpu_done)
-        found.append(_summed(table, log.works, kernels, counts, (end - last_end, first_s)))
+        times = end - last_end, first_s
+        counts = Counter([event // NUM_HOSTS for event in events if event >= 0])
+        found.append(_summed(table, log.works, kernels, counts, times))
         last_end = end
     return found
 
