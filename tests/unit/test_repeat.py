@@ -93,13 +93,19 @@ def test_a_repeated_step_is_as_one_that_ran(
 
 
 def with_more(monkeypatch: pytest.MonkeyPatch, more: Callable[[nn.Module], None]) -> None:
-    """Let BERT's encoder call `more` in its forward."""
-    forward = BertEncoder.forward
+    """Let BERT's encoder call `more` in its forward; it has a flag and a gate."""
+    init, forward = BertEncoder.__init__, BertEncoder.forward
+
+    def init_with_more(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.register_buffer("flag", torch.zeros(1, dtype=torch.bool))
+        self.gate = nn.Parameter(torch.zeros(1))
 
     def forward_with_more(self: Any, *args: Any, **kwargs: Any) -> Any:
         more(self)
         return forward(self, *args, **kwargs)
 
+    monkeypatch.setattr(BertEncoder, "__init__", init_with_more)
     monkeypatch.setattr(BertEncoder, "forward", forward_with_more)
 
 
@@ -128,7 +134,20 @@ def test_the_first_step_prepares_int8_weights(runs: Callable[..., Any], count: l
     assert same(found, whole)
 
 
-@pytest.mark.parametrize("more", [keep, draw, guess])
+def prepare_once(module: nn.Module) -> None:
+    """Make something in the first forward only, by a flag."""
+    if not module.flag:
+        torch.empty(1 << 22, device="cuda")
+        module.flag.fill_(True)
+
+
+def read_weight(module: nn.Module) -> None:
+    """Branch on a weight, which is zero before the first step."""
+    if module.gate.item() == 0:
+        torch.empty(1 << 22, device="cuda")
+
+
+@pytest.mark.parametrize("more", [keep, draw, guess, prepare_once, read_weight])
 def test_steps_that_can_differ_run(
     more: Callable[[nn.Module], None],
     runs: Callable[..., Any],

@@ -6,7 +6,8 @@ again. It may make others, and each step runs as a whole, if in the first step
 1. the model keeps a tensor that it made, such as a table of positions;
 2. the host draws random numbers, such as the layers to drop;
 3. a value is guessed, since the report counts the guesses;
-4. the micro-batch frees a tensor that was there before it, other than an input.
+4. the model reads a value that the step changes: of a weight, or of a buffer such as a flag;
+5. the micro-batch frees a tensor that was there before it, other than an input.
 
 The same holds under a strategy, and with batches that differ.
 """
@@ -16,7 +17,8 @@ from __future__ import annotations
 import pickle
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.replay.call_log import Call, CallRecorder
+from memest.estimator.tensors.known_values import FROM_BUFFER, FROM_PARAMETER
 from memest.estimator.tensors.placement import CPU, META
 from memest.estimator.tensors.storages import MemKind, free_of
 from memest.estimator.virtual_gpu import VirtualGpu
@@ -42,6 +45,7 @@ class _Position:
     work: int
     call: int
     num_ops: int
+    unmodelled: Counter[str]
     random: int  # offset of the GPU's generator
 
 
@@ -54,6 +58,7 @@ class _Stretch:
     work: array[int]
     calls: Sequence[Call]
     num_ops: int
+    unmodelled: Counter[str]
     random: int
 
 
@@ -123,6 +128,9 @@ class StepRepeater:
             self._repeats = self._knows_all()
         if self._repeats:
             return self._forward_again(self._known[index], inputs)
+        if self._number == 1:
+            self._mode.values.watch(model)
+            self._versions = _versions(model.parameters()), _versions(model.buffers())
         guesses, host_numbers, start = self._num_guesses(), self._host_numbers(), self._position()
         loss = loss_of(model, inputs, output)
         made = self._made(loss)
@@ -180,8 +188,17 @@ class StepRepeater:
             micro_batch.freed_inputs <= micro_batch.inputs.keys()
             and micro_batch.loss.index not in freed
             and self._num_guesses() == micro_batch.num_guesses
+            and self._reads_constants()
             and self._host_numbers() == micro_batch.host_numbers
         )
+
+    def _reads_constants(self) -> bool:
+        """Return whether all values that the model has read so far are the same in later steps."""
+        weights, buffers = self._versions
+        read = self._mode.values.read
+        if _versions(self._model.parameters()) != weights or read & FROM_PARAMETER:
+            return False
+        return not read & FROM_BUFFER or _versions(self._model.buffers()) == buffers
 
     def _knows_all(self) -> bool:
         """Return whether it is known how all micro-batches end.
@@ -249,6 +266,7 @@ class StepRepeater:
             self._calls.repeat(stretch.calls, stretch.start.event, places, ids)
         mode.work.repeat(stretch.work)
         mode.kernels.coverage.num_ops += stretch.num_ops
+        mode.kernels.coverage.unmodelled += stretch.unmodelled
         mode.rng.default.offset += stretch.random
 
     def _made(self, tensor: Any) -> _Made | None:
@@ -280,6 +298,7 @@ class StepRepeater:
             work=mode.work.num_events,
             call=0 if self._calls is None else self._calls.num_calls,
             num_ops=mode.kernels.coverage.num_ops,
+            unmodelled=mode.kernels.coverage.unmodelled.copy(),
             random=mode.rng.default.offset,
         )
 
@@ -292,8 +311,14 @@ class StepRepeater:
             self._mode.work.since(start.work),
             () if self._calls is None else self._calls.since(start.call),
             now.num_ops - start.num_ops,
+            now.unmodelled - start.unmodelled,
             now.random - start.random,
         )
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often each tensor was written."""
+    return [tensor._version for tensor in tensors]
 
 
 class _Loss(torch.autograd.Function):
