@@ -93,13 +93,14 @@ def test_a_repeated_step_is_as_one_that_ran(
 
 
 def with_more(monkeypatch: pytest.MonkeyPatch, more: Callable[[nn.Module], None]) -> None:
-    """Let BERT's encoder call `more` in its forward; it has a flag and a gate."""
+    """Let BERT's encoder call `more` in its forward; it has a flag, a gate and a spare tensor."""
     init, forward = BertEncoder.__init__, BertEncoder.forward
 
     def init_with_more(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.register_buffer("flag", torch.zeros(1, dtype=torch.bool))
         self.gate = nn.Parameter(torch.zeros(1))
+        self.spare = [torch.empty(1 << 20, device="cuda")]
 
     def forward_with_more(self: Any, *args: Any, **kwargs: Any) -> Any:
         more(self)
@@ -141,13 +142,18 @@ def prepare_once(module: nn.Module) -> None:
         module.flag.fill_(True)
 
 
+def release(module: nn.Module) -> None:
+    """Free a tensor that was there before the first forward."""
+    module.spare.clear()
+
+
 def read_weight(module: nn.Module) -> None:
     """Branch on a weight, which is zero before the first step."""
     if module.gate.item() == 0:
         torch.empty(1 << 22, device="cuda")
 
 
-@pytest.mark.parametrize("more", [keep, draw, guess, prepare_once, read_weight])
+@pytest.mark.parametrize("more", [keep, draw, guess, prepare_once, read_weight, release])
 def test_steps_that_can_differ_run(
     more: Callable[[nn.Module], None],
     runs: Callable[..., Any],
