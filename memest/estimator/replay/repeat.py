@@ -79,8 +79,7 @@ class _MicroBatch:
     forward: _Stretch
     loss: _Made
     inputs: dict[int, str]  # names of the inputs, by the ids of their storages
-    num_guesses: int
-    host_numbers: Any  # states of the host's generators before the forward
+    host: Any  # state of the host before the forward
     backward: _Stretch | None = None
     grads: list[tuple[nn.Parameter, _Made]] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # by the graph of the loss, as they are freed
@@ -105,7 +104,10 @@ class StepRepeater:
         self._known: list[_MicroBatch] = []
         self._repeats = False  # flag: the micro-batches from now on are repeated
         self._running: _MicroBatch | None = None  # its backward has not begun
-        self._ids: dict[int, int] | None = None  # new ids, by the ids of the first step's storages
+        self._repeated: _MicroBatch | None = None  # its backward is repeated next
+        self._ids: dict[int, int] = {}  # of its storages, by the ids of the first step's
+        self._inputs: dict[int, Tensor] = {}  # that the running repetition frees, by those ids
+        self._held: list[Tensor] = []  # by the graph of the running repetition's loss
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -131,20 +133,20 @@ class StepRepeater:
         if self._number == 1:
             self._mode.values.watch(model)
             self._versions = _versions(model.parameters()), _versions(model.buffers())
-        guesses, host_numbers, start = self._num_guesses(), self._host_numbers(), self._position()
+        host, start = self._host_state(), self._position()
         loss = loss_of(model, inputs, output)
         made = self._made(loss)
         if step == 0 and made is not None:
             self._model = model
             ids = {self._memory.id_of(v): k for k, v in inputs.items() if isinstance(v, Tensor)}
             known = {index: name for index, name in ids.items() if index is not None}
-            self._running = _MicroBatch(self._since(start), made, known, guesses, host_numbers)
+            self._running = _MicroBatch(self._since(start), made, known, host)
         return loss
 
     def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `_engine_run_backward`, or repeat what it did."""
-        if self._ids is not None:
-            return self._backward_again()
+        if self._repeated is not None:
+            return self._backward_again(self._repeated)
         running, self._running = self._running, None
         if running is None:  # within a backward, or not in the first step
             return engine(*args, **kwargs)
@@ -187,9 +189,8 @@ class StepRepeater:
         return (
             micro_batch.freed_inputs <= micro_batch.inputs.keys()
             and micro_batch.loss.index not in freed
-            and self._num_guesses() == micro_batch.num_guesses
             and self._reads_constants()
-            and self._host_numbers() == micro_batch.host_numbers
+            and self._host_state() == micro_batch.host
         )
 
     def _reads_constants(self) -> bool:
@@ -213,13 +214,11 @@ class StepRepeater:
             start = micro_batch.backward.start.event + len(micro_batch.backward.events)
             frees = [free_of(event) for event in log.events[start:]]
             of_graph = [i for i, index in enumerate(frees) if index in micro_batch.held]
-            if len(of_graph) < len(micro_batch.held):
+            together = frees[of_graph[0] : of_graph[-1] + 1] if of_graph else []
+            held = [index for index in together if index != micro_batch.loss.index]
+            if sorted(held) != sorted(micro_batch.held):  # some live on, or others are among them
                 return False
-            if of_graph:
-                together = frees[of_graph[0] : of_graph[-1] + 1]
-                micro_batch.held = [index for index in together if index != micro_batch.loss.index]
-            if len(of_graph) < len(micro_batch.held):  # other events are among them
-                return False
+            micro_batch.held = held
         return len(self._known) == self._num_micro_batches and not log.is_full
 
     def _forward_again(self, micro_batch: _MicroBatch, inputs: dict[str, Any]) -> Tensor:
@@ -235,10 +234,9 @@ class StepRepeater:
         self._memory.adopt(loss, self._ids[micro_batch.loss.index])
         return loss
 
-    def _backward_again(self) -> tuple[()]:
-        micro_batch, ids, self._ids = self._repeated, self._ids, None
+    def _backward_again(self, micro_batch: _MicroBatch) -> tuple[()]:
+        ids, self._repeated = self._ids, None
         assert micro_batch.backward is not None
-        assert ids is not None
         self._play(micro_batch.backward, micro_batch.kept, ids)
         for parameter, made in micro_batch.grads:
             parameter.grad = _empty(made)
@@ -270,25 +268,22 @@ class StepRepeater:
         mode.rng.default.offset += stretch.random
 
     def _made(self, tensor: Any) -> _Made | None:
-        """Describe a tensor; None if `_empty` cannot make one like it."""
+        """Describe a tensor of the GPU; None if `_empty` cannot make one like it."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return None
-        made = _Made(self._memory.id_of(tensor) or 0, tensor.size(), tensor.stride(), tensor.dtype)
-        return (
-            made
-            if _empty(made).untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
-            else None
-        )
+        index = self._memory.id_of(tensor)
+        if index is None:
+            return None
+        made = _Made(index, tensor.size(), tensor.stride(), tensor.dtype)
+        is_alike = _empty(made).untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        return made if is_alike else None
 
-    def _num_guesses(self) -> int:
-        return sum(self._guesses.counts.values())
-
-    def _host_numbers(self) -> Any:
-        """Return the states of the generators of the host."""
+    def _host_state(self) -> Any:
+        """Return the number of guesses, and the states of the generators of the host."""
         with _disable_current_modes():
             of_torch = torch.default_generator.get_state().numpy().tobytes()
-        waiting = self._mode.host.rng.num_waiting
-        return random.getstate(), pickle.dumps(np.random.get_state()), of_torch, waiting
+        counts = self._guesses.counts.total(), self._mode.host.rng.num_waiting
+        return random.getstate(), pickle.dumps(np.random.get_state()), of_torch, counts
 
     def _position(self) -> _Position:
         self._memory.settle()

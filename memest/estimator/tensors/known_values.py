@@ -229,9 +229,10 @@ class KnownValues:
         if self.guessed and self.is_guessed(args):
             self.guessed.update(map(storage_key, filter(is_meta, tensors_in((out,)))))
         if self.sources:
-            self._pass_sources(args, out)
+            self._pass_sources((*args, *kwargs.values()), out)
 
     def _pass_sources(self, args: tuple[Any, ...], out: Any) -> None:
+        """Note that the values of `out` are made from all that those of `args` are made from."""
         given = [self.sources.get(storage_key(t), 0) for t in tensors_in(args) if is_meta(t)]
         made = reduce(or_, given, 0)
         for tensor in filter(is_meta, tensors_in((out,))) if made else ():

@@ -60,9 +60,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _with_one_device(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
-    """Wrap a function whose C++ compares devices: a host tensor without data reports another one.
+    """Wrap a function whose C++ refuses tensors of two devices.
 
-    If one has no data, the others lose theirs.
+    A host tensor without data is on `meta` for C++. Tensors with data lose it if another has none.
     """
     place = mode.host.place
 
