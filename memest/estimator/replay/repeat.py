@@ -9,7 +9,7 @@ again. It may make others, and each step runs as a whole, if in the first step
 4. the model reads a value that the step changes: of a weight, or of a buffer such as a flag;
 5. the micro-batch frees a tensor that was there before it, other than an input.
 
-The same holds under a strategy, and with batches that differ.
+The same holds under a strategy, and with batches that differ. Left out: flags in Python alone.
 """
 
 from __future__ import annotations
