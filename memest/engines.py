@@ -319,8 +319,10 @@ class Ray(Engine):
             ray.init(**quiet)
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        gpus = {} if self.gpus else {"num_gpus": 0}
-        ray.init("local", num_cpus=self.workers, include_dashboard=False, **gpus, **quiet)
+        gpus, workers = {} if self.gpus else {"num_gpus": 0}, self.workers
+        if workers and not self.gpus:  # a worker without a core gains nothing, and imports for 5 s
+            workers = min(workers, os.cpu_count() or 1)
+        ray.init("local", num_cpus=workers, include_dashboard=False, **gpus, **quiet)
 
 
 class Slurm(Engine):

@@ -123,7 +123,8 @@ def test_a_sweep_gives_its_groups_to_the_engine(monkeypatch: pytest.MonkeyPatch)
     points = sweep(plans, jobs=3, engine="ray")
 
     assert seen == [(3, [2, 2]), (3, [2])]
-    assert [point.error for point in points] == [
+    died = (
         "`gpt2 bf16-true adamw 2 of batch size` has no result: its worker died 2 times, killed by "
         "SIGKILL"
-    ] * 2 + ["", ""]
+    )
+    assert [point.error for point in points] == ["", "", died, died], "the longer task is first"

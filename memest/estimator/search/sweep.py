@@ -261,7 +261,15 @@ def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
         own = index if plan.is_distributed else -1  # a trace for each: over all processes
         rest = (own, alone, *(getattr(plan, name) for name in names))
         groups.setdefault(rest, []).append(index)
-    return key, list(groups.values())
+    return key, sorted(groups.values(), key=lambda group: _work(plans[group[0]]), reverse=True)
+
+
+def _work(plan: TrainingPlan) -> tuple[bool, ...]:
+    """Return a key that sorts plans by the time that a trace of them takes.
+
+    Long tasks begin first: the workers that remain at the end wait for a short one.
+    """
+    return plan.is_distributed, "mixed" in plan.precision, plan.act_ckpt
 
 
 def _sweep_group(
