@@ -12,8 +12,6 @@
 Importing it loads neither torch nor transformers; `predict` and `virtual_gpu` do.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,5 @@
 """Entry point of `memest` and `python -m memest`, which ends without Python's teardown."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Child processes: programs, and work in a copy of this process or in a fresh one."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -4,8 +4,6 @@ Results are in the order of the tasks. A task whose worker is killed is tried on
 is killed too, its result is an error.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -132,7 +130,7 @@ class Engine(ABC):
     @abstractmethod
     def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
-    ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
+    ) -> "Generator[tuple[int, R | _Failure | _Death], None, None]":
         """Yield (index of a task, its outcome) in the order in which tasks end.
 
         The outcome is the result of `one`, a `_Failure` or a `_Death`. `begins` is called with the
@@ -237,7 +235,7 @@ class _Worker:
         theirs.close()
 
     @property
-    def ends(self) -> tuple[Connection, int]:
+    def ends(self) -> "tuple[Connection, int]":
         """Objects for `connection.wait`: ready with an answer, or when the process ends."""
         return self._connection, self._process.sentinel
 
@@ -266,7 +264,7 @@ class _Worker:
         self._process.join()
 
 
-def _serve(connection: Connection, environment: Mapping[str, str]) -> NoReturn:
+def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn:
     """Do tasks until the parent closes the connection."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to every process; the parent handles it

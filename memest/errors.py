@@ -1,7 +1,5 @@
 """Errors that a user can cause or meet; `cli` turns each into two lines and an exit code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The preflight as a callback of Lightning's `Trainer`."""
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING, Any
 

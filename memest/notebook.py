@@ -1,7 +1,5 @@
 """`%%memest a100-40gb`: a cell of a notebook on a virtual GPU, and its report below the cell."""
 
-from __future__ import annotations
-
 import ast
 import dis
 import inspect

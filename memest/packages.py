@@ -1,7 +1,5 @@
 """Packages that only some commands need, and the command that installs each."""
 
-from __future__ import annotations
-
 import importlib.util
 import traceback
 from collections.abc import Callable

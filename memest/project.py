@@ -1,7 +1,5 @@
 """Settings of a project: `[tool.memest]` in its pyproject.toml."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

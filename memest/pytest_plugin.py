@@ -3,8 +3,6 @@
 Nothing heavy is imported before a test uses the plugin.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -59,7 +57,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def virtual_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
+def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
     """A virtual GPU for the test: that of its mark, of `[tool.memest]`, or memest's default."""
     from memest.errors import MemestError
     from memest.run.session import virtual_gpu as simulate
@@ -114,7 +112,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     return result
 
 
-def _faults(item: pytest.Item, report: RunReport) -> Iterator[str]:
+def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
     """Yield the reasons to fail a test by its peak, and record the peak."""
     from memest.report import StoredPeak, read_as
     from memest.report.difference import changes, grown, other_versions, peaks_text
@@ -154,7 +152,7 @@ def _faults(item: pytest.Item, report: RunReport) -> Iterator[str]:
         yield from [versions] if versions else []
 
 
-def _peak_of(report: RunReport) -> StoredPeak:
+def _peak_of(report: "RunReport") -> "StoredPeak":
     from memest.report import StoredPeak
 
     return StoredPeak(
@@ -166,7 +164,7 @@ def _peak_of(report: RunReport) -> StoredPeak:
     )
 
 
-def _held(report: RunReport) -> list[str]:
+def _held(report: "RunReport") -> list[str]:
     from memest.units import format_bytes
 
     lines = [f"  {format_bytes(r.num_bytes)}  {r.name}  {r.source}" for r in report.lines[:8]]

@@ -1,7 +1,5 @@
 """The preflight as a callback of transformers' `Trainer`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -1,7 +1,5 @@
 """Conversion between bytes and text: the only place with GiB."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Atomic writes, where a file exists whole or not at all, and the user's cache folder."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ torch is imported only when a prediction is made. `group` is the command. Each o
 own commands to it when one of them is first used.
 """
 
-from __future__ import annotations
-
 from memest.cli.group import main
 
 __all__ = ["main"]

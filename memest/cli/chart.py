@@ -1,7 +1,5 @@
 """`memest chart`: the charts on the command line, each with its data in a file next to it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace

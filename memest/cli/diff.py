@@ -1,7 +1,5 @@
 """`memest diff`, `memest ci`, `memest compare`: two reports, or predictions and measured runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

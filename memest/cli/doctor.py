@@ -1,7 +1,5 @@
 """`memest doctor`, `models`, `gpus`, `schema`, `completion`: what is installed and known."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """`memest explore` and `memest lecture`: an interactive page, and slides with exercises."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import mode

@@ -1,7 +1,5 @@
 """Reading of plans and writing of answers, for all commands."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +71,7 @@ def print_or_write(text: str, output: Path | None, *, is_folded: bool = False) -
 
 def write_pages(
     reports: Sequence[SimulatedReport],
-    recording: Recording | None,
+    recording: "Recording | None",
     *,
     html: Path | None,
     snapshot: Path | None,

@@ -1,7 +1,5 @@
 """The command itself: every expected error is two lines and an exit code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

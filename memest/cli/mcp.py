@@ -1,7 +1,5 @@
 """`memest mcp`: a server of the Model Context Protocol over stdio, for agents."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

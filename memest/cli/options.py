@@ -1,7 +1,5 @@
 """Options of a plan, made from its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """`memest predict` and `memest advise`: parse, one library call, render, and write files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,7 +149,7 @@ def _short(report: Prediction, emit: str | None) -> str:
     return "\n".join(summary_line(report, gpu) for gpu in gpus)
 
 
-def _cheapest(plan: TrainingPlan, report: Prediction) -> Option | None:
+def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
     """Return the cheapest change with which a plan fits, if it is found quickly."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":

@@ -1,7 +1,5 @@
 """Stored results of an interrupted command, for `--resume`."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

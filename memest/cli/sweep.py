@@ -1,7 +1,5 @@
 """`memest max-batch`, `memest sweep` and `memest cheapest`: many predictions from few traces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Colours and width of the terminal, and progress of a command."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -112,7 +110,7 @@ class _Display:
         self._ended = threading.Event()
         self._clock = threading.Thread(target=self._tick, daemon=True)
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> "_Display":
         self._clock.start()
         return self
 

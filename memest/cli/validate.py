@@ -1,7 +1,5 @@
 """`memest validate`: parse, one library call, and a table of its results."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

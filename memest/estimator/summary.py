@@ -1,7 +1,5 @@
 """From a replayed run to the report: the terms alive at the peak, and what was assumed."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The virtual GPU, as a session around a script."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -75,7 +73,7 @@ class VirtualGpu:
         settings: of the allocator; None reads the environment at the first use.
     """
 
-    _active: VirtualGpu | None = None
+    _active: "VirtualGpu | None" = None
 
     def __init__(
         self,
@@ -144,7 +142,7 @@ class VirtualGpu:
         history = self.mode.memory.history
         return max(history.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
 
-    def __enter__(self) -> VirtualGpu:
+    def __enter__(self) -> "VirtualGpu":
         if VirtualGpu._active is not None:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
         distributed.check(self.rank)

@@ -1,7 +1,5 @@
 """Inputs and weights of a run: synthetic or real batches, random or published weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 `memest validate` runs this code on a GPU, `memest predict` on a virtual one.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,7 +91,7 @@ class Listener:
     on_model: Callable[[Any], None] = lambda model: None  # the model is built and described
 
 
-def _loss_of(model: Any, inputs: Inputs, output: str) -> Any:
+def _loss_of(model: Any, inputs: "Inputs", output: str) -> Any:
     from memest.models_meta.assemble import loss_of
 
     return loss_of(model, inputs, output)
@@ -126,17 +124,17 @@ class Task:
     job: Job
     model: Any  # module on the device, in training mode
     make_optimizer: Callable[[], Any]  # called after a strategy has divided the model
-    feed: Feed
+    feed: "Feed"
 
-    def loss(self, model: Any, inputs: Inputs) -> Any:
+    def loss(self, model: Any, inputs: "Inputs") -> Any:
         """Return the loss of the running micro-batch, on the device."""
         return self.job.loss_of(model, inputs, self.feed.loss_output)
 
-    def batch(self, number: int) -> Inputs:
+    def batch(self, number: int) -> "Inputs":
         """Return the micro-batch of this number."""
         return self.feed.batches[number % len(self.feed.batches)]
 
-    def val_batch(self, number: int) -> Inputs:
+    def val_batch(self, number: int) -> "Inputs":
         """Return the validation micro-batch of this number."""
         return self.feed.val_batches[number % len(self.feed.val_batches)]
 

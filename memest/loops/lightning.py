@@ -6,8 +6,6 @@ Phases of Lightning 2.6 (`pytorch/loops/optimization/automatic.py`): the closure
 it on each. `before_forward` is read before a strategy's wrapper, which may gather, is entered.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

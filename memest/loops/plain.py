@@ -1,7 +1,5 @@
 """A loop as users write it: forward, backward, clipping, step, `zero_grad` after the step."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

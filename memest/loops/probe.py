@@ -1,7 +1,5 @@
 """The probe of a run: allocated and reserved bytes, and bytes by kind, at the phases of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@
 backward. Gradients are clipped, the optimizer steps, and `zero_grad` precedes the callbacks.
 """
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

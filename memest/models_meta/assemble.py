@@ -3,8 +3,6 @@
 Measured runs and predictions share this sequence, with peft's and bitsandbytes' own layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any

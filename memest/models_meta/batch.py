@@ -4,8 +4,6 @@ Ids, masks and labels are real tensors on the CPU, because models branch on thei
 audio features are meta tensors.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The transformers module of a config, on meta: shapes without memory."""
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 from collections.abc import Sequence
@@ -215,7 +213,7 @@ def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
     return notes
 
 
-def num_positions(config: PretrainedConfig) -> int | None:
+def num_positions(config: "PretrainedConfig") -> int | None:
     """Return the tokens that the text side can place, or None if unlimited (T5, ALiBi).
 
     With learned tables (BERT, GPT-2, OPT, Whisper) the model rejects a longer text. With rotary
@@ -236,7 +234,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
     return None
 
 
-def default_image_size(config: PretrainedConfig) -> int | None:
+def default_image_size(config: "PretrainedConfig") -> int | None:
     """Return pixels a side of the model's square image, or None for a model without images."""
     vision = vision_config(config)
     size = getattr(vision if vision is not None else config, "image_size", None)

@@ -9,8 +9,6 @@ Shapes: B batch, L query tokens, S key tokens, N tokens of all rows without padd
 K key heads, E head width.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence

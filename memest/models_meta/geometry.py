@@ -1,7 +1,5 @@
 """Widths and counts of a model's layers, where they are a stack of equal transformer layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,7 @@ class LayerGeometry:
     num_weights: int  # elements of the matrices of one layer
 
 
-def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | None:
+def layer_geometry(model: "nn.Module", config: "ModelConfig") -> LayerGeometry | None:
     """Return the geometry of a stack of equal dense transformer layers; None for other models."""
     pretrained = config.pretrained
     text = getattr(pretrained, "get_text_config", lambda: pretrained)()
@@ -73,7 +71,7 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
     return next((value for n in names if (value := getattr(config, n, None))), None)
 
 
-def _first_layer(model: nn.Module) -> nn.Module | None:
+def _first_layer(model: "nn.Module") -> "nn.Module | None":
     """Return the first module of the longest list of modules."""
     from torch import nn
 
@@ -81,7 +79,7 @@ def _first_layer(model: nn.Module) -> nn.Module | None:
     return max(stacks, key=len)[0] if stacks else None
 
 
-def _is_written_norm(module: nn.Module, width: int) -> bool:
+def _is_written_norm(module: "nn.Module", width: int) -> bool:
     """Return whether the module is an RMS norm other than torch's."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)

@@ -1,7 +1,5 @@
 """QLoRA's base: layers that bitsandbytes quantises, while they are loaded or in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

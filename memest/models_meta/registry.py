@@ -3,8 +3,6 @@
 Only JSON is read here; transformers is imported to resolve a config, never to list the models.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
@@ -67,7 +65,7 @@ class ModelConfig:
 
     name: str  # name of the model in reports
     source: str  # `bundled`, the path of the file, or `hub:org/name`
-    pretrained: PretrainedConfig = field(repr=False)  # `build_model` works on a copy
+    pretrained: "PretrainedConfig" = field(repr=False)  # `build_model` works on a copy
     architecture: str  # model class in `architectures`; empty when the file names none
     entry: ModelEntry | None = None  # registry entry of a bundled config
     remote_code: str = ""  # folder or Hub id of the model's own code; else empty
@@ -78,7 +76,7 @@ class ModelConfig:
         return str(self.pretrained.model_type)
 
     @property
-    def saved_dtype(self) -> torch.dtype:
+    def saved_dtype(self) -> "torch.dtype":
         """Dtype of the published weights in the config; float32 if it has none."""
         import torch
 
@@ -368,7 +366,7 @@ def _check_counts(raw: Mapping[str, Any], name: str) -> None:
                 )
 
 
-def _to_pretrained(raw: dict[str, Any], name: str) -> PretrainedConfig:
+def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
     """Return the transformers config of a raw dict; its `model_type` selects the class."""
     from transformers import CONFIG_MAPPING
 
@@ -395,7 +393,7 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> PretrainedConfig:
     return config
 
 
-def _architecture(raw: Mapping[str, Any], config: PretrainedConfig, name: str) -> str:
+def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str) -> str:
     """Return the one class in `architectures`, checked against the config, or ""."""
     import transformers
 
@@ -420,7 +418,7 @@ def _architecture(raw: Mapping[str, Any], config: PretrainedConfig, name: str) -
     return str(names[0])
 
 
-def _load_remote(source: str) -> PretrainedConfig:
+def _load_remote(source: str) -> "PretrainedConfig":
     """Load the config of a model with Python code of its own, which runs."""
     from transformers import AutoConfig
 

@@ -3,8 +3,6 @@
 A prediction runs this on the meta device, a measured run on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of a plan: types and ranges from the rows of its keys, and keys that go together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
     from memest.plan.training_plan import TrainingPlan
 
 
-def check(plan: TrainingPlan, rows: Mapping[str, Key]) -> None:
+def check(plan: "TrainingPlan", rows: Mapping[str, Key]) -> None:
     """Raise a `PlanError` for values that do not exist, or contradict another key."""
     for row in rows.values():
         _check_type(row, getattr(plan, row.name))
@@ -42,7 +40,7 @@ def _check_value(row: Key, value: Any) -> None:
         raise PlanError(f"`{row.name}` is {shown(value)}", hint=row.bounds.hint)
 
 
-def _check_combinations(plan: TrainingPlan, rows: Mapping[str, Key]) -> None:
+def _check_combinations(plan: "TrainingPlan", rows: Mapping[str, Key]) -> None:
     row = OPTIMIZERS[plan.optim]
     if plan.momentum and not row.has_momentum:
         raise PlanError(
@@ -91,7 +89,7 @@ def _check_combinations(plan: TrainingPlan, rows: Mapping[str, Key]) -> None:
     _check_strategy(plan)
 
 
-def _check_loop(plan: TrainingPlan) -> None:
+def _check_loop(plan: "TrainingPlan") -> None:
     for key, _ in plan.trainer_options:
         if plan.loop != "transformers" or key not in LOGGING:
             raise PlanError(
@@ -121,7 +119,7 @@ def _check_loop(plan: TrainingPlan) -> None:
         )
 
 
-def _check_adapters(plan: TrainingPlan) -> None:
+def _check_adapters(plan: "TrainingPlan") -> None:
     if ALL_LINEAR in plan.lora_target_modules and len(plan.lora_target_modules) > 1:
         raise PlanError(
             f"`lora_target_modules` names `{ALL_LINEAR}` and other modules",
@@ -134,7 +132,7 @@ def _check_adapters(plan: TrainingPlan) -> None:
         )
 
 
-def _check_strategy(plan: TrainingPlan) -> None:
+def _check_strategy(plan: "TrainingPlan") -> None:
     strategy = plan.strategy
     if plan.optim == "deepspeed_cpu" and not plan.offloads:
         raise PlanError(
@@ -154,7 +152,7 @@ def _check_strategy(plan: TrainingPlan) -> None:
         )
 
 
-def _check_shards(plan: TrainingPlan) -> None:
+def _check_shards(plan: "TrainingPlan") -> None:
     if plan.shard_size is not None and plan.world_size % plan.shard_size:
         raise PlanError(
             f"`shard_size` {plan.shard_size} does not divide {plan.world_size} GPUs",

@@ -1,7 +1,5 @@
 """Plans from files: one lab config as YAML, or a suite of experiments as YAML or JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ Source: torch 2.11 (torch/optim), bitsandbytes 0.50.2 (bitsandbytes/optim), tran
 (`OptimizerNames` in training_args.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

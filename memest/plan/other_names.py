@@ -3,8 +3,6 @@
 Source: transformers 5.17, training_args.py; Lightning 2.6, pytorch/trainer/trainer.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

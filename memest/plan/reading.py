@@ -1,7 +1,5 @@
 """Text and YAML of files that users name, which may be devices, pipes or malicious."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -7,8 +7,6 @@
 matplotlib is imported by the first use of a function, not by the import of this package.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Chart of allocator settings: memory over the steps of one run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """Tables as pictures: the largest batch of every model and technique, and a sweep's verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

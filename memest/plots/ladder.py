@@ -1,7 +1,5 @@
 """Chart of many experiments: the need of each, and the GPUs that hold it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

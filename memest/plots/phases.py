@@ -1,7 +1,5 @@
 """Chart of one experiment: memory at the four phases of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

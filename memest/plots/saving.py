@@ -1,7 +1,5 @@
 """Writing of figures: atomic, with the same bytes for the same figure."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Sequence

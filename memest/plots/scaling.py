@@ -1,7 +1,5 @@
 """Charts of several GPUs: memory over their number, by strategy or as bars, and by rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Chart of many experiments: predicted against measured, and the error of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 

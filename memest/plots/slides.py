@@ -1,7 +1,5 @@
 """Slides with one chart of stacked bars, drawn by matplotlib: PDF of a lecture, scaling, ranks."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Common look of charts, and texts on slides: their sizes, widths and colours."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

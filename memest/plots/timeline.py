@@ -1,7 +1,5 @@
 """Chart of one step, event by event: allocated memory by kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

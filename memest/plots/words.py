@@ -1,7 +1,5 @@
 """Common words of charts: settings, GPUs, versions, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The schema of reports, `memest.report/1`: of plans, measurements and scripts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -389,10 +387,10 @@ class Prediction(Simulated, Report):
     kind: ClassVar[str] = "predicted"
 
     notes: ClassVar[tuple[str, ...]] = ()
-    modules: ClassVar[tuple[HeldRow, ...]] = ()
-    lines: ClassVar[tuple[HeldRow, ...]] = ()
-    guesses: ClassVar[tuple[Guess, ...]] = ()
-    ranks: ClassVar[tuple[RankRow, ...]] = ()
+    modules: "ClassVar[tuple[HeldRow, ...]]" = ()
+    lines: "ClassVar[tuple[HeldRow, ...]]" = ()
+    guesses: "ClassVar[tuple[Guess, ...]]" = ()
+    ranks: "ClassVar[tuple[RankRow, ...]]" = ()
     is_cut_short: ClassVar[bool] = False
     """False: only scripts can end early."""
 

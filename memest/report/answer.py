@@ -3,8 +3,6 @@
 Steps are counted from 0 in reports and from 1 here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -148,7 +146,7 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
     return ", ".join(parts)
 
 
-def answer(report: SimulatedReport, *, change: Option | None = None) -> list[str]:
+def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[str]:
     """Return the verdict on the GPU of the report and what fills the peak; more if it is OOM.
 
     `change` is the cheapest change with which a plan fits, if it was looked for and found. The
@@ -207,7 +205,7 @@ def _others(report: SimulatedReport) -> list[str]:
     return [f"other GPUs: {'; '.join(words)}"] if words else []
 
 
-def _change_lines(change: Option | None) -> list[str]:
+def _change_lines(change: "Option | None") -> list[str]:
     if change is None:
         return []
     tight = ", tight" if change.verdict.is_tight else ""

@@ -1,7 +1,5 @@
 """Comparisons as text, Markdown and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Difference of two reports: peaks, and the lines or kinds that grew; SARIF of those lines."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

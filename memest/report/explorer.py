@@ -1,7 +1,5 @@
 """A page to play with: the plans of a grid, in one file without a server or a network."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from html import escape

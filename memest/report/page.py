@@ -1,7 +1,5 @@
 """Reports as one HTML page: nothing from the network, light and dark, with one script."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """JSON schemas of reports, made of the dataclasses that write and read them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

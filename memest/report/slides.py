@@ -1,7 +1,5 @@
 """Slides as PowerPoint files, whose charts are native and editable."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports of plans and scripts, and the catalogue of GPUs, as text for a terminal."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +48,7 @@ COLUMNS = ("params", "grads", "optimizer", "activations")  # kinds with a column
 def render_text(
     report: SimulatedReport,
     *,
-    change: Option | None = None,
+    change: "Option | None" = None,
     training: Training | None = None,
     colour: bool = False,
     verbose: bool = False,

@@ -1,7 +1,5 @@
 """Estimated time of a step, of a whole training, and its price, as text."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,1 @@
 """Unmodified scripts on a virtual GPU: `memest run`, `memest.virtual_gpu`."""
-
-from __future__ import annotations

@@ -1,7 +1,5 @@
 """A script now and on the base branch of its git repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ among slices or GPUs of several kinds; then a short process uses torch. A proces
 uses torch itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

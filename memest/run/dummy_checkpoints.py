@@ -1,7 +1,5 @@
 """Dummy checkpoints: folders of kilobytes that scripts load as a model, without weight values."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -6,8 +6,6 @@ are replaced for that. Files that the script makes stay. Libraries in C that ope
 themselves, such as HDF5, are not seen.
 """
 
-from __future__ import annotations
-
 import builtins
 import hashlib
 import io

@@ -4,8 +4,6 @@ Each launcher's own parser reads the command, and its own code makes the environ
 point where processes would start.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

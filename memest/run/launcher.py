@@ -1,7 +1,5 @@
 """Run of a script in this process, as Python would run it."""
 
-from __future__ import annotations
-
 import _thread
 import atexit
 import gc

@@ -4,8 +4,6 @@ The script's interpreter runs memest from a folder of links at the front of `PYT
 itself, and those of `PURE` that the environment lacks.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

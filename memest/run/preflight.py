@@ -1,7 +1,5 @@
 """`memest.preflight`: a check, before a script starts, whether it will fit its real GPU."""
 
-from __future__ import annotations
-
 import ast
 import json
 import multiprocessing
@@ -172,7 +170,7 @@ def _is_off() -> bool:
     return virtual is not None and virtual.VirtualGpu._active is not None
 
 
-def _is_first(typed: Command) -> bool:
+def _is_first(typed: "Command") -> bool:
     """Return False if a parent process has checked the command; else mark it as checked."""
     command = json.dumps([typed.folder, *typed.words])
     process, _, checked = os.environ.get(_DONE, "").partition(" ")
@@ -189,7 +187,7 @@ def _print(lines: list[str]) -> None:
 
 
 def _check(
-    typed: Command | None, max_steps: int, time_limit: float, margin_bytes: int | None
+    typed: "Command | None", max_steps: int, time_limit: float, margin_bytes: int | None
 ) -> Preflight:
     """Simulate the script and print the outcome, unless it fits or is unknown."""
     started = time.monotonic()
@@ -226,7 +224,7 @@ def _check(
     return ended(Outcome.TIGHT, report)
 
 
-def _oom_lines(script: _Script, report: RunReport) -> list[str]:
+def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
     """Return lines on a script that does not fit: its report, its need, and what would help."""
     own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
     lines = [
@@ -262,7 +260,7 @@ def _oom_lines(script: _Script, report: RunReport) -> list[str]:
 class _Script:
     """A script that is simulated on GPUs like `device`."""
 
-    typed: Command
+    typed: "Command"
     device: DeviceAtHand
     max_steps: int
     deadline: float
@@ -304,7 +302,7 @@ def _environment(alloc_conf: str) -> dict[str, str]:
 
 
 def _run_script(
-    typed: Command, options: list[str], environment: dict[str, str], folder: Path, seconds: float
+    typed: "Command", options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> tuple[RunReport | None, str]:
     """Run `memest run OPTIONS` on a script, with its output hidden, for at most `seconds`."""
     report, output = folder / "report.json", folder / "output.txt"

@@ -4,8 +4,6 @@ The first and the last rank run at the same time, with all ranks that they excha
 A collective gives each rank what it would get if the other ranks had the same values.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

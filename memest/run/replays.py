@@ -1,7 +1,5 @@
 """Replays of a script's events: verdicts on other GPUs, free timings, recordings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`memest.virtual_gpu`: a block of code on a virtual GPU."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -97,7 +95,7 @@ class Session:
         self._started = 0.0
         self._elapsed_s: float | None = None
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> "Session":
         if self._elapsed_s is not None or self._started:
             raise MemestError(
                 "this virtual GPU was used before", hint="call `memest.virtual_gpu` again"

@@ -1,7 +1,5 @@
 """From a run on the virtual GPU to its report."""
 
-from __future__ import annotations
-
 import linecache
 import re
 from collections import Counter, defaultdict

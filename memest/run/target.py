@@ -1,7 +1,5 @@
 """Target of `memest run`: found before torch is imported, as Python would find it."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
@@ -45,7 +43,7 @@ class Target:
     roots: tuple[Path, ...] = ()  # folders of libraries whose code is the script's
     local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
 
-    def of_rank(self, local_rank: int) -> Target:
+    def of_rank(self, local_rank: int) -> "Target":
         """Return the target with the argument of one rank."""
         first = (f"{self.local_rank}{local_rank}",) if self.local_rank else ()
         return replace(self, args=(*first, *self.args), local_rank="")

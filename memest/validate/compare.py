@@ -1,7 +1,5 @@
 """Comparison of predictions with measurements: signed errors, verdicts, residuals."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The machine of a measured run: its GPU and driver, its libraries, and the memory of a process."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass

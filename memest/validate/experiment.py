@@ -1,7 +1,5 @@
 """One plan, run for real in this process: the model on the GPU, Lightning, the four phases."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Measures the host: launches, optimizers, checkpointing, copies."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

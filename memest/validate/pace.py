@@ -4,8 +4,6 @@ Each row is a call of torch: its work (`estimator/hardware/work.py`) and the mic
 kernels. The rows of one GPU are `estimator/hardware/pace/NAME.json`, which `pace.py` interpolates.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -3,8 +3,6 @@
 A rank with a report waits until all have one, because others may still read its memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import socket

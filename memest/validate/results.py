@@ -1,7 +1,5 @@
 """Files of results and of suites."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

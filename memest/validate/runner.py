@@ -1,7 +1,5 @@
 """Many experiments, one process each; any end is a result, and the next one starts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -109,14 +109,6 @@ def test_printing_parsing_and_drawing_stay_in_their_rooms(path: Path) -> None:
     assert not {"breakpoint", "exec", "eval"} & called
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=names)
-def test_every_module_postpones_annotations(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    statements = [node for node in ast.parse(source).body if not isinstance(node, ast.Expr)]
-
-    assert not statements or "from __future__ import annotations" in source
-
-
 def modules() -> list[str]:
     found = pkgutil.walk_packages(memest.__path__, prefix="memest.")
     return ["memest", *(m.name for m in found if not m.name.endswith("__main__"))]

@@ -1,7 +1,5 @@
 """Blocks, their pools and sizes, and the addresses of segments."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
@@ -24,8 +22,8 @@ class Block:
     num_bytes: int
     is_small: bool
     is_free: bool = False
-    previous: Block | None = None
-    next: Block | None = None
+    previous: "Block | None" = None
+    next: "Block | None" = None
     stream: int = 0
     requested_bytes: int = field(init=False, repr=False)
     """Requested bytes; set by allocators whose history is recorded."""

@@ -4,8 +4,6 @@ Mirrors `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 and 2.13). `tuned.py` ha
 settings. Each stream has its own pools.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 

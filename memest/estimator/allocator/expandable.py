@@ -5,8 +5,6 @@ Mirrors `ExpandableSegment`, `try_allocate_expandable_block`, `map_block` and `u
 segment; `Unmapped` ones have addresses without memory.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -34,7 +32,7 @@ Made = TypeVar("Made", bound=Block)
 class ExpandableSegments:
     """Expandable segments of one allocator; those of the large pool grow by `large_bytes`."""
 
-    def __init__(self, allocator: CachingAllocator, large_bytes: int) -> None:
+    def __init__(self, allocator: "CachingAllocator", large_bytes: int) -> None:
         self._allocator = allocator
         self._piece_bytes = (large_bytes, SMALL_SEGMENT_BYTES)
         self._unmapped: dict[tuple[int, bool], list[Unmapped]] = {}

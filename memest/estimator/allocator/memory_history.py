@@ -3,8 +3,6 @@
 Mirrors `record_trace` and `recordHistory` of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable
@@ -78,7 +76,7 @@ class MemoryHistory:
         self._stack: Stack | None = None
         self._freed_at: dict[int, Stack] = {}
 
-    def continues(self, before: MemoryHistory, *, keeps_entries: bool) -> None:
+    def continues(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
         """Continue from `before`: the stacks of live blocks, and the actions so far."""
         self.stacks = before.stacks
         self.of_segments = before.of_segments

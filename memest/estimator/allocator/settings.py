@@ -5,8 +5,6 @@ with the error messages of 2.11 on an H100. A text is split at `:`, `,`, `[` and
 count, and a number ends where its digits end.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 `c10/cuda/CUDACachingAllocator.cpp` does, torch 2.11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any

@@ -5,8 +5,6 @@ Mirrors `c10/cuda/CUDACachingAllocator.cpp`, torch 2.11: `round_size`, `get_free
 `CachingAllocator` calls it only where a setting is not the default.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 class Tuning:
     """Effects of settings on an allocator; an allocator with default settings has none."""
 
-    def __init__(self, allocator: CachingAllocator, settings: AllocatorSettings) -> None:
+    def __init__(self, allocator: "CachingAllocator", settings: AllocatorSettings) -> None:
         self.settings = settings
         self.expandable = (
             ExpandableSegments(allocator, settings.large_segment_bytes)

@@ -1,7 +1,5 @@
 """Attribution: the module, phase and line of the script for which memory is requested."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from bisect import bisect_right

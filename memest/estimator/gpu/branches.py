@@ -4,8 +4,6 @@ A guess is the opposite of itself if the code raises on it. A loop that waits fo
 runs `ROUNDS` times, as that of an adaptive solver does. Its second round takes the other branches.
 """
 
-from __future__ import annotations
-
 import ast
 import dis
 import linecache

@@ -6,8 +6,6 @@ that decides the size of a result (`loss[loss > 0.7]`) is guessed to be True, so
 as large as it can be. `GuessedValues` has these guesses apart from the others.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Nothing here grows with the number of steps. The first events are stored for rep
 until it is known whether they held the peak.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -31,14 +29,14 @@ MAX_MARKS = 100_000  # largest number of stored marks
 class EventLog:
     """Events of the storages on the GPU, in order; ids are those of a `StorageTable`."""
 
-    events: array[int] = field(default_factory=lambda: array("q"))
+    events: "array[int]" = field(default_factory=lambda: array("q"))
     """First `MAX_EVENTS` events, packed. An id is an allocation, its `free_of` a free, and its
     `return_of` the return of a deferred block. `EMPTIED` is an `empty_cache`; smaller ones are
     events of the driver.
     """
 
     marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before, name)
-    open: array[int] = field(default_factory=lambda: array("q"))
+    open: "array[int]" = field(default_factory=lambda: array("q"))
     """Array for the next event: `events`, or once that is full a window that is discarded.
     """
 
@@ -183,7 +181,7 @@ class History:
         log.start = len(log.open)
         self._top_at = len(log.open)
 
-    def _live_through(self, events: array[int]) -> None:
+    def _live_through(self, events: "array[int]") -> None:
         alive, stashed = self._alive, self._storages.stashed
         for event in events:
             if event >= 0:

@@ -5,8 +5,6 @@ and take no memory. So a model of any size can be built. All other tensors are r
 bounds of their size.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from typing import Any

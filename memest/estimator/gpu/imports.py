@@ -1,7 +1,5 @@
 """Hooks that run after the script's imports: a stub is installed when the library is imported."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

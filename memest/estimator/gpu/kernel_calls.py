@@ -1,7 +1,5 @@
 """Requests of CUDA kernels: what one call allocates and frees, in order."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

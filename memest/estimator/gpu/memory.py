@@ -4,8 +4,6 @@ Each request goes to the caching allocator as the operator runs. So a script run
 where it would on the GPU.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

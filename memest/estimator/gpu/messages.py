@@ -1,7 +1,5 @@
 """Messages for a script: out of memory in torch's C++ wording, and unsupported calls."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -5,8 +5,6 @@ or copies between the two. `run_on_gpu` runs it on the meta device and sends wha
 to `Memory`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -6,8 +6,6 @@ the end of the collective and the next one begins. A work's future is complete f
 callback of `then` runs at once, on the next stream of torch's pool.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -186,7 +184,7 @@ class PendingWorks:
 class GpuFuture(torch.futures.Future[Any]):
     """Future of `value`, which a stream of the GPU computes."""
 
-    def __new__(cls, *args: Any) -> GpuFuture:
+    def __new__(cls, *args: Any) -> "GpuFuture":
         """Make a future without devices, because a CPU build of torch refuses CUDA devices."""
         return super().__new__(cls)
 

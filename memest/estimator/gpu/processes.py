@@ -3,8 +3,6 @@
 Tensors without data cross between processes as placeholders (`torch_api/files/checkpoints.py`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ how much each rank reserves. The log has the latest moment (`SLOWEST`), and a re
 block at once.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator

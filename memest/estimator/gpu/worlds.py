@@ -1,7 +1,5 @@
 """The simulated rank among several, and messages between simulated ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -14,8 +14,6 @@ How the figures were taken:
   rounding in such a message is 0.01 GiB. An entry without a message has the H200's value.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -133,7 +131,7 @@ class Gpu:
         """Bytes that the caching allocator can reserve before `cudaMalloc` fails."""
         return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)
 
-    def beside(self, num_bytes: int | None) -> Gpu:
+    def beside(self, num_bytes: int | None) -> "Gpu":
         """Return this GPU with `num_bytes` held by others; `PlanError` if they leave no room."""
         if not num_bytes:
             return self

@@ -11,8 +11,6 @@ plane fitted to them. A GPU that was not measured has its own rates and the effi
 measured one. No figure depends on a model or a script.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter, defaultdict, deque
@@ -187,7 +185,7 @@ def step_times(
 
 
 def _summed(
-    table: Table,
+    table: "Table",
     works: list[Work],
     kernels: list[float],
     counts: Counter[int],

@@ -6,8 +6,6 @@ Only the moment at which blocks of two streams are freed depends on time, and so
 of strategies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

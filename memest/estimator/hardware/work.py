@@ -4,8 +4,6 @@
 work on a GPU, so both describe a call by the same function, `work_of`.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -499,11 +497,11 @@ class WorkLog:
         """Number of events since the last step of an optimizer."""
         return len(self._events)
 
-    def since(self, position: int) -> array[int]:
+    def since(self, position: int) -> "array[int]":
         """Return the events after the first `position` of `num_events`."""
         return self._events[position:]
 
-    def repeat(self, events: array[int]) -> None:
+    def repeat(self, events: "array[int]") -> None:
         """Add events of `since` again."""
         self._events.extend(events)
 
@@ -561,7 +559,7 @@ class WorkLog:
             self.add(Work(kind, (), "", 0, 0, count))
 
     @property
-    def steps(self) -> list[array[int]]:
+    def steps(self) -> "list[array[int]]":
         """Events of the last training steps."""
         return [*self._steps, *([self._step] if self._stepped else [])]
 

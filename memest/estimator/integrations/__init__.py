@@ -3,8 +3,6 @@
 Each file replaces the part of a library that runs outside of torch's operators.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -8,8 +8,6 @@ Source: bitsandbytes 0.50.2, cextension.py, functional.py, backends/cuda/ops.py.
 plans with `use_qlora` and with its optimizers (validation/runs/*.jsonl).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

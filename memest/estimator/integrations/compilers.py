@@ -3,8 +3,6 @@
 Other compilers run functions uncompiled, which takes more temporaries; the report notes that.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Mapping

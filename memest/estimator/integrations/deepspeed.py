@@ -8,8 +8,6 @@ Source: DeepSpeed 0.19.8. Evidence: scripts on two H100s (validation/scripts/fie
 on four H200s (validation/runs/h200-multi.jsonl).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial

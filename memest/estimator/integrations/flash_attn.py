@@ -4,8 +4,6 @@
 that imports it. Libraries that only check for the package find the installed state.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import cache
 from types import ModuleType

@@ -3,8 +3,6 @@
 What the script would send has no values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial

@@ -4,8 +4,6 @@ A hint about dummy checkpoints follows its message about a missing checkpoint. T
 release that was not measured.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

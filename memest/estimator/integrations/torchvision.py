@@ -4,8 +4,6 @@ deformable convolutions.
 They decide above autograd: autocast runs them in float32, and NMS calls operators of torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

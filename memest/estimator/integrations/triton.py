@@ -4,8 +4,6 @@ Where Triton cannot be installed, a stub replaces it, so that libraries take the
 Source: triton 3.6.0, runtime/jit.py, runtime/autotuner.py, runtime/driver.py, testing.py.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -73,7 +71,7 @@ class Constexpr:
     def __init__(self, value: Any) -> None:
         self.value = getattr(value, "value", value)
 
-    def __class_getitem__(cls, item: Any) -> type[Constexpr]:
+    def __class_getitem__(cls, item: Any) -> "type[Constexpr]":
         return cls
 
     def __index__(self) -> int:
@@ -97,7 +95,7 @@ class KernelInterface:
 
     warmup = run
 
-    def __class_getitem__(cls, item: Any) -> type[KernelInterface]:
+    def __class_getitem__(cls, item: Any) -> "type[KernelInterface]":
         return cls
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -219,7 +217,7 @@ class _TensorDescriptor:
     padding: str = "zero"
 
     @staticmethod
-    def from_tensor(tensor: Any, block_shape: Any, padding: str = "zero") -> _TensorDescriptor:
+    def from_tensor(tensor: Any, block_shape: Any, padding: str = "zero") -> "_TensorDescriptor":
         """Return a descriptor of a whole tensor."""
         return _TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, padding)
 

@@ -14,8 +14,6 @@ The stub takes the whole share as two blocks, weights and the rest, and frees th
 GPU, torch's counters go on counting an engine that sleeps (vllm-project/vllm#33625).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -17,8 +17,6 @@ Shapes: B batch, H query heads, K key heads, L query tokens, S key tokens, E hea
 the values. N is the tokens of all rows without padding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -430,7 +428,7 @@ class _Shape:
     itemsize: int
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> _Shape:
+    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> "_Shape":
         B, H, L, E = query.shape
         return cls(B, H, key.size(1), L, key.size(2), E, value.size(3), query.itemsize)
 

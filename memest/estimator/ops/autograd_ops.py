@@ -7,8 +7,6 @@ exists in torch. Autograd and the mode below see the operators that a GPU would 
 state is that of `torch.autocast("cuda")`, which torch keeps per thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 import weakref

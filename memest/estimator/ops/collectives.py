@@ -5,8 +5,6 @@ this rank, as if all ranks had the same. A broadcast or a receive gives the valu
 has posted in the mailbox (`gpu/worlds.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ Sources: `aten/src/ATen/native/Convolution.cpp`, `cudnn/ConvShared.cpp` and `Con
 first below.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json
@@ -127,7 +125,7 @@ def installed_for(gpu: Gpu) -> Library | None:
 
 
 @lru_cache(maxsize=8)
-def answers_of(installed: Library, gpu: str) -> Answers:
+def answers_of(installed: Library, gpu: str) -> "Answers":
     """Return the stored answers of a library about a GPU."""
     return Answers(installed.fingerprint(gpu))
 

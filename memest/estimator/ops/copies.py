@@ -5,8 +5,6 @@ Sources (torch 2.11, `aten/src/ATen/native`): cuda/Copy.cu (`copy_requires_tempo
 Evidence of `pack_vecs`: 76 tables of GPT-2 under FSDP2 on four H200 (tests/replay/ranks), exact.
 """
 
-from __future__ import annotations
-
 from math import ceil, prod, sqrt
 from typing import Any
 

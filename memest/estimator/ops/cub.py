@@ -9,8 +9,6 @@ The tunings go by the architecture that the code was compiled for: 7.5, 8.0, 8.6
 assumed to have the same tunings. Left out: inputs of 2**28 elements or more.
 """
 
-from __future__ import annotations
-
 import torch
 
 from memest.estimator.hardware.gpus import Gpu

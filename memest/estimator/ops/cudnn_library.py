@@ -20,8 +20,6 @@ Four things differ from a GPU's answers:
 - No plan is executed, so a plan that fails on the GPU is not passed over.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import itertools

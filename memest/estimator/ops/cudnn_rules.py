@@ -6,8 +6,6 @@
 Shapes: N samples, C input channels, O output channels, P pixels of the output.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import prod
 

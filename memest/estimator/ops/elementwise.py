@@ -4,8 +4,6 @@ Sources (torch 2.11, `aten/src/ATen/native`): UnaryOps.cpp, Pow.cpp, TensorCompa
 cuda/SoftMax.cu, cuda/Activation.cpp.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -8,8 +8,6 @@ Sources (torch 2.11): ATen/native/transformers/transformer.cpp, cuda/attention.c
 ATen/native/nested/NestedTensorMath.cpp. Evidence: recordings on an H100, event by event.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +161,7 @@ def _plain(x: Tensor) -> Tensor:
 def _attend(
     x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, mask: Tensor | None,
     need_weights: bool, padded: torch.Size | None,
-) -> _Kept:  # fmt: skip
+) -> "_Kept":  # fmt: skip
     """Run `native_multi_head_attention_cuda` up to the projection.
 
     Return the heads' rows with the products from which they are computed, which are freed after it.

@@ -6,8 +6,6 @@ dimensions, 2 to 1,048,576 points, batches of 1 to 65,536. `tests/data/fft.json.
 calls are reported as not modelled. Shapes: n points of `item` bytes in each of `batch` transforms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import prod

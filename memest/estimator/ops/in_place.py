@@ -8,8 +8,6 @@ Source (torch 2.11): torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inpla
 allocator recordings of real runs, event by event.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -6,8 +6,6 @@ TensorAdvancedIndexing.cpp, Onehot.cpp; torch/csrc/autograd/FunctionsManual.cpp 
 place. Evidence: event by event on an H200. Shapes: n indices, V rows of the table, D row width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from math import prod

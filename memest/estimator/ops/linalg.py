@@ -8,8 +8,6 @@ which differ by 512 bytes. Other GPUs were not measured.
 Shapes: b matrices of m rows and n columns, k the smaller of both, `item` bytes of an element.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

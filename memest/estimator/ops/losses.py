@@ -6,8 +6,6 @@ torch/csrc/autograd/FunctionsManual.cpp (`binary_cross_entropy_with_logits_backw
 Evidence: the allocator's events of each loss, recorded on an H100.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -25,8 +25,6 @@ Left out: TunableOp, a preferred BLAS library, side streams, complex and integer
 products that were not measured. Shapes: G groups, M rows of the left, N columns of the right.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

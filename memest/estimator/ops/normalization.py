@@ -8,8 +8,6 @@ channels-last is exact for 81 shapes of ResNets, MobileNetV2 and EfficientNetV2 
 recorded under DDP on two H100s. Symbols: M samples times pixels, C channels.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

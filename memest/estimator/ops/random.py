@@ -11,8 +11,6 @@ core/TransformationHelper.h; CUDA's curand_philox4x32_x.h.
 Evidence: 488 draws on an H100 (tests/data/draws.json.gz), and the allocator's events of each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ torch calls cuDNN for layers (`ATen/native/cudnn/RNN.cpp` of torch 2.11), whose 
 first below. Cells are two products and a fused kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module

@@ -11,8 +11,6 @@ recorded on an H200 with torch 2.11; none needs 64-bit indices. `prod`'s gradien
 torch/csrc/autograd/FunctionsManual.cpp (`prod_backward`). Left out: complex dtypes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -78,7 +76,7 @@ class ReductionDims:
         )
         return prod(self.shape) <= INT32_MAX and all(span <= INT32_MAX for span in spans)
 
-    def halves(self) -> tuple[ReductionDims, ReductionDims]:
+    def halves(self) -> "tuple[ReductionDims, ReductionDims]":
         """Return two halves along the dimension of widest extent, as `with_32bit_indexing`."""
         extents = [
             (n - 1) * max(abs(i), abs(o))

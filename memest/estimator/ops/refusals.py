@@ -4,8 +4,6 @@ Each family registers the checks of its kernels (torch 2.11) with `refuse`, in t
 `tests/data/mistakes.json` holds a GPU's messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import isfinite
 from typing import Any

@@ -10,8 +10,6 @@ decorators (`requests`, `modelled`, `result`, ...) or by `register`. The dispatc
         return memest.Scratch(after=(logits.numel() * 4,))  # the float32 copy
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Protocol of the dispatch mode: the part that operator families use."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from memest.estimator.hardware.gpus import Gpu

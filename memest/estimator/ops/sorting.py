@@ -6,8 +6,6 @@ cuda/ScanKernels.cpp, cuda/SummaryOps.cu, TensorCompare.cpp.
 Shapes: n elements, in slices along the sorted dimension.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -8,8 +8,6 @@ cuda/SparseCUDATensor.cu, cuda/SparseCUDATensorMath.cu, cuda/SparseCUDABlas.cpp.
 recorded on an H100 (tests/data/sparse.json.gz).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

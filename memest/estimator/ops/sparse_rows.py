@@ -8,8 +8,6 @@ sparse/cuda/SparseBlas.cpp, sparse/cuda/SparseBlasImpl.cpp. Evidence: 1,060 call
 H100, of which tests/data/sparse.json.gz has 712.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 Kernels that use `TensorIterator` return the same strides on the CPU, so a test compares with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory of a CUDA kernel in addition to its outputs, in order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

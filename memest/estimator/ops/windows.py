@@ -6,8 +6,6 @@ ReflectionPad.cu, ReplicationPadding.cu, Im2Col.cu, Col2Im.cu.
 Evidence: the allocator's events of each operator, recorded on an H100.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

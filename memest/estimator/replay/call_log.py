@@ -4,8 +4,6 @@ A call is stored as a *template*: operator, arguments and results, with all inte
 row. Traces of one plan at two batch sizes have the same templates with other numbers; see `reuse`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -342,7 +340,7 @@ class Rebuilt:
     def __init__(
         self,
         sample: TracedPlan,
-        orders: Sequence[RequestOrder],
+        orders: "Sequence[RequestOrder]",
         dropped: Mapping[int, Set[int]] = NOTHING,
     ) -> None:
         assert sample.calls is not None
@@ -372,7 +370,7 @@ class Rebuilt:
             coverage=replace(self._base.coverage, unmodelled=self._unmodelled),
         )
 
-    def with_bytes(self, requests: Sequence[Requests]) -> Program:
+    def with_bytes(self, requests: "Sequence[Requests]") -> Program:
         """Return the program with the bytes of `requests`, one for each template."""
         tables: list[Sequence[int]] = [each.num_bytes for each in requests]
         tables += [(0,), self._base.storages.num_bytes]  # at `ZERO` and `NO_CALL`
@@ -416,7 +414,7 @@ class Rebuilt:
         self._slots.append(slot)
         return self._storages.add(0, site, kind)
 
-    def _call(self, call: Call, order: RequestOrder, events: list[int]) -> None:
+    def _call(self, call: Call, order: "RequestOrder", events: list[int]) -> None:
         """Replay the requests of a call, as `KernelCalls.request` does."""
         if order.is_partial:
             self._unmodelled[self._templates[call.template].operator] += 1
@@ -460,7 +458,7 @@ class Rebuilt:
 class Requests:
     """Requests of one call to the allocator."""
 
-    order: RequestOrder  # requests without bytes; equal orders make the same stream of events
+    order: "RequestOrder"  # requests without bytes; equal orders make the same stream of events
     num_bytes: tuple[int, ...]  # of each storage that the call allocates, in order
 
 

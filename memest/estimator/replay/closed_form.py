@@ -14,8 +14,6 @@ Rows list the differences that follow from the model's config; the last row is t
 Shapes: s tokens, b samples, h model width, a heads, k key heads, f MLP width.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Programs: the event streams between probes, their order, and facts about a plan's model."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -210,15 +208,15 @@ class TracedPlan:
     seq_len: int
     image_size: int | None
     host_terms: tuple[Term, ...] = ()  # host memory of all ranks together
-    geometry: LayerGeometry | None = None  # of the layers, where the textbook applies
+    geometry: "LayerGeometry | None" = None  # of the layers, where the textbook applies
     libraries_bytes: int = 0  # NCCL and others on each GPU, outside the allocator
-    work: WorkLog | None = field(default=None, compare=False)
+    work: "WorkLog | None" = field(default=None, compare=False)
     """Launches of the plan's steps; None if the program was interpolated."""
 
-    calls: CallLog | None = field(default=None, compare=False)
+    calls: "CallLog | None" = field(default=None, compare=False)
     """Calls of the run, from which programs at other sizes are made; None without a record."""
 
-    others: tuple[TracedPlan, ...] = ()  # other traced ranks, of which this is the worst
+    others: "tuple[TracedPlan, ...]" = ()  # other traced ranks, of which this is the worst
 
 
 _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))

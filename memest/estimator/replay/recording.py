@@ -1,7 +1,5 @@
 """A replayed run action by action, and PyTorch's and Chrome's files of its actions."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -12,8 +12,6 @@ again. It may make others, and each step runs as a whole, if in the first step
 The same holds under a strategy, and with batches that differ. Left out: flags in Python alone.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 from array import array
@@ -55,7 +53,7 @@ class _Stretch:
 
     start: _Position
     events: list[int]
-    work: array[int]
+    work: "array[int]"
     calls: Sequence[Call]
     num_ops: int
     unmodelled: Counter[str]

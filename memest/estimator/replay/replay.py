@@ -1,7 +1,5 @@
 """Replay of event streams through the simulated allocator, with rows where a probe would read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -15,8 +15,6 @@ other decisions (`related_plans`). Sizes of 1 are traced alone, since a dim of 1
 its own. Left out: a branch that depends on the size other than by a threshold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -310,7 +308,7 @@ class OptimizerStep:
         )
 
     def _micro_batch(
-        self, parts: Sequence[Part], step: int, theirs: _Copier, ours: _Copier
+        self, parts: Sequence[Part], step: int, theirs: "_Copier", ours: "_Copier"
     ) -> Iterator[Part]:
         for part in parts:
             own = self._parts[step].get(part.phase)

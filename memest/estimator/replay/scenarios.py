@@ -5,8 +5,6 @@ GPU. So each rank is replayed with three free timings: immediately, at the lates
 immediately in the first step alone. A real rank should be between the extremes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """A plan's program on one kind of GPU."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

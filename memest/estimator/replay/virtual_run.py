@@ -4,8 +4,6 @@ Of a step's micro-batches the first, the last and one from the middle run; the o
 (`program`). Replays of the program apply real limits.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

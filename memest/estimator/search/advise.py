@@ -14,8 +14,6 @@ exist only because a stronger or additional change makes a plan larger. `Advice.
 False if the search ended for its number of predictions.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_left

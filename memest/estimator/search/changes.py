@@ -1,7 +1,5 @@
 """Changes that make a plan smaller, with their cost, cheapest first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum

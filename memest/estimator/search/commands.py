@@ -1,7 +1,5 @@
 """A plan as text to paste: the command that predicts it, and the lines of the training script."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

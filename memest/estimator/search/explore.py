@@ -3,8 +3,6 @@
 Plans of one model share traces (`related_plans`); every point equals its prediction to the byte.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,7 +150,7 @@ def _progression(batches: Sequence[int]) -> Sequence[int]:
 
 
 def _point(
-    plan: TrainingPlan, chips: Mapping[Any, RelatedPlans], targets: Sequence[Gpu]
+    plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]", targets: Sequence[Gpu]
 ) -> Explored:
     from memest.estimator.summary import peak_terms
 

@@ -12,8 +12,6 @@ neighbours, and frees its cache when a GPU is full.
    (`reuse`) is not the same to the byte, search again from traces at the answer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ The plans differ in the optimizer, checkpointing, the micro-batches of a step, a
 the sequence length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar

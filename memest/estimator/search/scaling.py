@@ -1,7 +1,5 @@
 """Memory over the number of GPUs by strategy, and over steps by setting of the allocator."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Many plans: each predicted alone, over as many processes as there are cores."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Plans that differ in the optimizer, and in batch size or sequence length, share 
 of chip (`RelatedPlans`). Every point equals the prediction of that plan to the byte.
 """
 
-from __future__ import annotations
-
 import csv
 import gc
 import itertools
@@ -57,7 +55,7 @@ class SweepPoint:
         }
 
     @classmethod
-    def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> SweepPoint:
+    def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> "SweepPoint":
         """Make a point from the values of `to_dict` and its plan."""
         own = dict(values)
         if (found := values["verdict"]) is not None:
@@ -306,7 +304,7 @@ MIN_PARALLEL_POINTS = 16  # below which one process is as fast as several
 
 
 def _replay_in_parallel(
-    plans: Sequence[TrainingPlan], chips: Mapping[Any, RelatedPlans], jobs: int
+    plans: Sequence[TrainingPlan], chips: "Mapping[Any, RelatedPlans]", jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
     """Replay plans in forked processes, which have the traces, and return their points.
 
@@ -330,7 +328,7 @@ def _replay_in_parallel(
     return found
 
 
-def _points(plan: TrainingPlan, chips: Mapping[Any, RelatedPlans]) -> list[SweepPoint]:
+def _points(plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]") -> list[SweepPoint]:
     """Return a plan's points, one for each of its GPUs."""
     points: list[SweepPoint] = []
     traced = {chip: related.at(plan) for chip, related in chips.items()}

@@ -6,8 +6,6 @@ storage, so views and in-place writes agree. A script that reads a tensor that d
 gets a guessed value (`gpu/guesses.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from operator import or_
@@ -55,7 +53,7 @@ class ValueUnknown(Exception):
 class KnownValues:
     """CPU copies of meta storages whose values are known; `below` has those of others."""
 
-    def __init__(self, below: KnownValues | None = None) -> None:
+    def __init__(self, below: "KnownValues | None" = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
         self._copies: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the meta storage's key
         self._lost: dict[int, Tensor] = {}  # unknown bytes of a copy, where not all are known

@@ -1,7 +1,5 @@
 """Running line of the user's code, and notes for the report."""
 
-from __future__ import annotations
-
 import os
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """Attributes that are replaced while something runs, and restored afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, ModuleType

@@ -4,8 +4,6 @@ Tensors of the virtual GPU, and host tensors without values, are meta tensors. `
 related attributes return the device of a real run to the script, and the true one within the mode.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Storages of a trace: their kinds, and where they were allocated."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter
@@ -94,7 +92,7 @@ class StorageTable:
     shares: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Storages whose size depends on the GPU: a share of its memory, and bytes to subtract."""
 
-    def on(self, gpu_bytes: int) -> StorageTable:
+    def on(self, gpu_bytes: int) -> "StorageTable":
         """Return the table on a GPU with other memory: only `shares` have another size."""
         if not self.shares:
             return self

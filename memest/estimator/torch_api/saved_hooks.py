@@ -1,7 +1,5 @@
 """Host time of checkpointing and of hooks of saved tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module

@@ -4,8 +4,6 @@ The installed release is simulated if `RELEASES` has a row for it, else the near
 one. The environment variable `MEMEST_TORCH` overrides the choice, also in child processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ fused kernels do nothing. `dynamo.py` lets Dynamo trace code under the patches o
 `compiler.py` makes fake tensors and configures Inductor as if a GPU were present.
 """
 
-from __future__ import annotations
-
 from memest.estimator.integrations.inductor.dynamo import install
 
 __all__ = ["install"]

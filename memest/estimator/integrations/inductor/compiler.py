@@ -1,7 +1,5 @@
 """Inductor without a GPU: its graphs are on `cuda`, and no pass runs a kernel."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import linecache

@@ -1,7 +1,5 @@
 """Dynamo under the patches of memest: which functions and hooks it sees, and how it fails."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
 from functools import partial, wraps
 from typing import Any

@@ -4,8 +4,6 @@ A build of torch without CUDA rejects `"cuda"` before any Python hook runs. So m
 constructors with a device argument are replaced here.
 """
 
-from __future__ import annotations
-
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.torch_api.attributes import constructors, host_values, moves

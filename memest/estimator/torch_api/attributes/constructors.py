@@ -1,7 +1,5 @@
 """Functions that make tensors, on the script's device or its default device."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

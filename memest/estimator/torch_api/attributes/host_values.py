@@ -1,7 +1,5 @@
 """Reading of tensors from Python without an operator: NumPy arrays, lists and text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """`Tensor.to` and related methods, which move a tensor to the script's device; parameters."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`torch.cuda`, and the queries of torch to CUDA and NVML, for the virtual GPU."""
 
-from __future__ import annotations
-
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.torch_api.cuda import driver, memory, nvml, streams

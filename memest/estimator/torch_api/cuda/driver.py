@@ -1,7 +1,5 @@
 """Devices of `torch.cuda`: properties, `cudart()`, switches of libraries, generators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
@@ -400,9 +398,9 @@ class Generator(torch.Generator):
     """`torch.Generator`, which makes an `OnGpu` for the virtual GPU."""
 
     rng: ClassVar[CudaRng]
-    kind_on_gpu: ClassVar[type[OnGpu]]
+    kind_on_gpu: "ClassVar[type[OnGpu]]"
 
-    def __new__(cls, device: Any = "cpu") -> Generator:  # noqa: D102
+    def __new__(cls, device: Any = "cpu") -> "Generator":  # noqa: D102
         is_on_gpu = torch.device(resolve(device)).type == "cuda"
         made: Any = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
         cls.rng.of_script.pop(made._cdata, None)
@@ -424,7 +422,7 @@ class OnGpu(Generator):
         """Device of the generator."""
         return GPU.device
 
-    def manual_seed(self, seed: int) -> OnGpu:
+    def manual_seed(self, seed: int) -> "OnGpu":
         """Restart from a seed."""
         self.on_gpu.manual_seed(seed)
         return self
@@ -443,7 +441,7 @@ class OnGpu(Generator):
         """Return the state for `set_state`."""
         return self.on_gpu.state()
 
-    def set_state(self, state: torch.Tensor) -> OnGpu:
+    def set_state(self, state: torch.Tensor) -> "OnGpu":
         """Restore a state."""
         self.on_gpu.set_state(state)
         return self

@@ -1,7 +1,5 @@
 """Memory functions of `torch.cuda`, read from the simulated allocator, and its history."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

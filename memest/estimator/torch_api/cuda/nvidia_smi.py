@@ -3,8 +3,6 @@
 It runs without memest, so this module imports Python's library alone at its top.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

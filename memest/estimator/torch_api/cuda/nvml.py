@@ -6,8 +6,6 @@ the simulated GPU; load, temperature, power and clocks are 0. Everything else ra
 `NVMLError_NotSupported`, as NVML does for features that a GPU lacks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import cache

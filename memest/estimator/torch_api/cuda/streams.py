@@ -1,7 +1,5 @@
 """Streams, events, CUDA graphs, and the profiler."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import sys
@@ -44,12 +42,12 @@ class CudaStream:
         """Return the least and the greatest priority."""
         return PRIORITIES
 
-    def wait_stream(self, other: CudaStream) -> None:
+    def wait_stream(self, other: "CudaStream") -> None:
         """Let this stream wait for the work of `other` so far."""
         timeline = self.session.timeline
         timeline.stream_waits(self.number, timeline.event(other.number))
 
-    def wait_event(self, event: CudaEvent) -> None:
+    def wait_event(self, event: "CudaEvent") -> None:
         """Let this stream wait for `event`."""
         self.session.timeline.stream_waits(self.number, event.time)
 
@@ -77,7 +75,7 @@ class CudaStream:
     def __hash__(self) -> int:
         return hash(self.number)
 
-    def __enter__(self) -> CudaStream:
+    def __enter__(self) -> "CudaStream":
         context = torch.cuda.StreamContext(self)  # type: ignore[arg-type]
         context.__enter__()  # type: ignore[no-untyped-call]
         self._contexts.append(context)  # type: ignore[arg-type]
@@ -127,7 +125,7 @@ class CudaEvent:
         """Return whether the GPU has passed the event."""
         return self.session.timeline.has_passed(self.time)
 
-    def elapsed_time(self, end: CudaEvent) -> float:
+    def elapsed_time(self, end: "CudaEvent") -> float:
         """Return simulated milliseconds between two events; at least a microsecond."""
         at_pace = self.session.timeline.at_pace
         return max(1e-3, (at_pace(end.time) - at_pace(self.time)) / 1e3)

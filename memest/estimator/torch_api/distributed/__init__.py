@@ -5,8 +5,6 @@
 - `fsdp` records storages that FSDP frees and allocates again, and propagates shapes of DTensors.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -12,8 +12,6 @@ and the input of a communication hook. Four things depend on the GPU or on NCCL,
 Two differences to a GPU remain: the reducer has no timer, and the copy of `local_used_map` blocks.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

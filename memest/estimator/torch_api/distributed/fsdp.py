@@ -1,7 +1,5 @@
 """Storages that FSDP resizes, and shapes of DTensors."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """`torch.distributed` of one rank: groups of torch's `fake` backend, which sends nothing."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

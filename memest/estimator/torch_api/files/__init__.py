@@ -1,7 +1,5 @@
 """Files that a script reads and writes: checkpoints and published weights."""
 
-from __future__ import annotations
-
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches

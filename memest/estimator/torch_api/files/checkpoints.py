@@ -6,8 +6,6 @@ size of the storage. Known values are written as they are. A storage for the GPU
 its first tensor, in the order of the file.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -389,7 +387,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
     class Slice:
         """Result of `get_slice`."""
 
-        def __init__(self, file: SafeOpen, name: str) -> None:
+        def __init__(self, file: "SafeOpen", name: str) -> None:
             self._file, self._name = file, name
             self._slice = file._file.get_slice(name)
             self.get_shape, self.get_dtype = self._slice.get_shape, self._slice.get_dtype
@@ -414,7 +412,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             self.keys, self.metadata = self._file.keys, self._file.metadata
             self.offset_keys = self._file.offset_keys
 
-        def __enter__(self) -> SafeOpen:
+        def __enter__(self) -> "SafeOpen":
             self._file.__enter__()
             return self
 

@@ -4,8 +4,6 @@ A folder or a Hub id without weights on this machine still loads: transformers' 
 state dict of names and shapes. Each such load is noted. Weights are never downloaded.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
