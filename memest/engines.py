@@ -391,7 +391,7 @@ def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engi
     return ENGINES[name](workers=workers, gpus=gpus)
 
 
-MADE_BETWEEN_COLLECTIONS = 100_000
+MADE_BETWEEN_COLLECTIONS = 1_000_000
 """Objects between collections. Importing torch and transformers makes a million permanent objects,
 which Python would scan a thousand times. A run is not affected, and is cleaned up afterwards
 (`without_cycles`).

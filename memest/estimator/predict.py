@@ -87,21 +87,26 @@ def _import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> No
     from memest.models_meta.registry import resolve_config
 
     resolve_config(model_name, trust_remote_code=trust_remote_code)
-    with _without_matplotlib():
+    with _without_metrics():
         for name in ("memest.estimator.replay.simulated_plan", f"memest.loops.{loop}"):
             import_module(name)
 
 
 @contextmanager
-def _without_matplotlib() -> Iterator[None]:
-    """Let torchmetrics, which Lightning imports, skip matplotlib: it takes 0.4 s."""
+def _without_metrics() -> Iterator[None]:
+    """Let torchmetrics, which Lightning imports, skip matplotlib and scipy: they take 1.4 s."""
     from unittest import mock
 
-    from lightning_utilities.core.imports import RequirementCache
+    from lightning_utilities.core import imports
 
-    is_there = RequirementCache.__bool__
-    hidden = lambda self: self.requirement != "matplotlib" and is_there(self)  # noqa: E731
-    with mock.patch.object(RequirementCache, "__bool__", hidden):
+    is_there, is_available = imports.RequirementCache.__bool__, imports.package_available
+    of_metrics = ("matplotlib", "scipy")
+    hidden = lambda self: self.requirement not in of_metrics and is_there(self)  # noqa: E731
+    missing = lambda name: name not in of_metrics and is_available(name)  # noqa: E731
+    with (
+        mock.patch.object(imports.RequirementCache, "__bool__", hidden),
+        mock.patch.object(imports, "package_available", missing),
+    ):
         yield
 
 
