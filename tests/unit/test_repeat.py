@@ -93,7 +93,7 @@ def test_a_repeated_step_is_as_one_that_ran(
 
 
 def with_more(monkeypatch: pytest.MonkeyPatch, more: Callable[[nn.Module], None]) -> None:
-    """Let BERT's encoder call `more` in its forward; it has a flag, a gate and a spare tensor."""
+    """Let BERT's encoder call `more` in its forward, which has what they need."""
     init, forward = BertEncoder.__init__, BertEncoder.forward
 
     def init_with_more(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -101,6 +101,7 @@ def with_more(monkeypatch: pytest.MonkeyPatch, more: Callable[[nn.Module], None]
         self.register_buffer("flag", torch.zeros(1, dtype=torch.bool))
         self.gate = nn.Parameter(torch.zeros(1))
         self.spare = [torch.empty(1 << 20, device="cuda")]
+        self.num_calls = 0
 
     def forward_with_more(self: Any, *args: Any, **kwargs: Any) -> Any:
         more(self)
@@ -142,6 +143,13 @@ def prepare_once(module: nn.Module) -> None:
         module.flag.fill_(True)
 
 
+def count_calls(module: nn.Module) -> None:
+    """Make something in the first forward only, by a count in Python."""
+    if not module.num_calls:
+        torch.empty(1 << 22, device="cuda")
+    module.num_calls += 1
+
+
 def release(module: nn.Module) -> None:
     """Free a tensor that was there before the first forward."""
     module.spare.clear()
@@ -153,7 +161,9 @@ def read_weight(module: nn.Module) -> None:
         torch.empty(1 << 22, device="cuda")
 
 
-@pytest.mark.parametrize("more", [keep, draw, guess, prepare_once, read_weight, release])
+@pytest.mark.parametrize(
+    "more", [keep, draw, guess, prepare_once, read_weight, release, count_calls]
+)
 def test_steps_that_can_differ_run(
     more: Callable[[nn.Module], None],
     runs: Callable[..., Any],

@@ -7,9 +7,10 @@ again. It may make others, and each step runs as a whole, if in the first step
 2. the host draws random numbers, such as the layers to drop;
 3. a value is guessed, since the report counts the guesses;
 4. the model reads a value that the step changes: of a weight, or of a buffer such as a flag;
-5. the micro-batch frees a tensor that was there before it, other than an input.
+5. the micro-batch frees a tensor that was there before it, other than an input;
+6. the model changes a number, a flag or a name that it keeps, such as a count of calls.
 
-The same holds under a strategy, and with batches that differ. Left out: flags in Python alone.
+The same holds under a strategy, and with batches that differ. Left out: state in other objects.
 """
 
 import pickle
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 from unittest import mock
 
@@ -131,6 +133,7 @@ class StepRepeater:
         if self._number == 1:
             self._mode.values.watch(model)
             self._versions = _versions(model.parameters()), _versions(model.buffers())
+            self._attributes = _attributes(model)
         host, start = self._host_state(), self._position()
         loss = loss_of(model, inputs, output)
         made = self._made(loss)
@@ -188,6 +191,7 @@ class StepRepeater:
             micro_batch.freed_inputs <= micro_batch.inputs.keys()
             and micro_batch.loss.index not in freed
             and self._reads_constants()
+            and _attributes(self._model) == self._attributes
             and self._host_state() == micro_batch.host
         )
 
@@ -312,6 +316,15 @@ class StepRepeater:
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often each tensor was written."""
     return [tensor._version for tensor in tensors]
+
+
+def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
+    """Return the numbers, flags and names that each module has as attributes."""
+    kinds = (bool, int, float, str, NoneType)
+    return [
+        [item for item in vars(module).items() if type(item[1]) in kinds]
+        for module in model.modules()
+    ]
 
 
 class _Loss(torch.autograd.Function):
