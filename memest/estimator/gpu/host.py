@@ -177,10 +177,7 @@ class HostTensors:
             return Place.REAL
         if INSIDE.compiles and type(tensor) not in PLAIN:  # a fake or functional tensor
             return Place.GPU
-        try:
-            key = storage_key(tensor)
-        except NotImplementedError:  # a tensor of `torch.vmap` is where the wrapped one is
-            return self.place(torch._C._functorch.get_unwrapped(tensor))
+        key = storage_key(tensor)
         if key in self._live:
             return Place.GPU
         return Place.HOST if key in host_storages else Place.META

@@ -159,7 +159,10 @@ def storage_key(tensor: Tensor) -> int:
         is_coo = tensor.layout is torch.sparse_coo
         with torch._C._DisableTorchDispatch():
             tensor = tensor._values() if is_coo else tensor.values()
-    return tensor.untyped_storage()._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # a tensor of `torch.vmap` is where the wrapped one is
+        return storage_key(torch._C._functorch.get_unwrapped(tensor))
 
 
 def on_gpu(tensor: Tensor) -> bool:

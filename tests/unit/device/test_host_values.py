@@ -16,6 +16,7 @@ from memest.errors import UnsupportedError
 from memest.estimator import versions
 from memest.estimator.gpu import host
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.tensors import placement
 from memest.estimator.tensors.placement import Place
 from memest.estimator.virtual_gpu import VirtualGpu
 from tests.requested import Requests
@@ -165,6 +166,32 @@ def test_a_list_of_positions_selects_known_values(gpu: VirtualGpu) -> None:
     weight = torch.ones(7, 9, device="cuda", requires_grad=True)
     kept = []
     assert Requests(gpu).in_order(lambda: kept.append(weight[[2, 3]])) == [16, 72]
+
+
+def test_a_list_of_tensors_becomes_a_tensor_of_their_numbers(gpu: VirtualGpu) -> None:
+    """A batch's labels, each a tensor of one element, as `default_collate` leaves them."""
+    one, wide = torch.ones(1), torch.tensor(2.0, dtype=torch.float64)
+    on_gpu = torch.arange(3, device="cuda")[:1]
+
+    assert torch.tensor([one, one]).tolist() == [1.0, 1.0]
+    assert torch.tensor([[one, 3], [4, one]], device="cuda").shape == (2, 2)
+    assert torch.tensor([one, wide, 1]).dtype is torch.float64
+    assert torch.tensor([one.half(), 1]).dtype is torch.float16
+    assert torch.as_tensor([on_gpu, on_gpu]).tolist() == [0, 0]
+    assert torch.Tensor([one, one]).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="only one element tensors"):
+        torch.tensor([torch.ones(2), torch.ones(2)])
+
+
+def test_a_transform_runs_while_the_host_has_tensors_without_values(gpu: VirtualGpu) -> None:
+    on_host = torch.ones(1 << 20, device="cuda").cpu()
+    rows = torch.ones(5, 64, device="cuda")
+
+    drop = torch.vmap(lambda row: torch.nn.functional.dropout(row, 0.1), randomness="different")
+
+    assert placement.host_storages
+    assert drop(rows).shape == (5, 64)
+    del on_host
 
 
 def test_values_are_read_where_the_default_device_is_the_gpu(gpu: VirtualGpu) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.ops.refusals import refuse_generator
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, GPU, INSIDE, is_meta, resolve
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, is_meta, resolve, tensors_in
 from memest.estimator.versions import makes_subclasses_under_modes
 
 _PREFIX = "torch.cuda."
@@ -66,11 +66,8 @@ def _install_methods(patches: Patches, device: Callable[[Tensor], torch.device])
 
     def type_(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            place = device(tensor).type
-            name = kind_of(tensor)
-            if is_meta(tensor) and place != "meta":
-                name = name.replace("torch.meta.", _PREFIX if place == "cuda" else "torch.")
-            return name
+            prefix = {"cuda": _PREFIX, "cpu": "torch."}.get(device(tensor).type, "torch.meta.")
+            return kind_of(tensor).replace("torch.meta.", prefix)
         on_gpu = _dtype_on_gpu(dtype)
         if on_gpu is not None:
             return tensor.to(device=GPU.device, dtype=on_gpu)
@@ -90,9 +87,8 @@ def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
     """Return the dtype of a GPU type, given by name or itself; None for any other."""
     if isinstance(kind, LegacyTensor):
         return kind.dtype
-    if isinstance(kind, str) and kind.startswith(_PREFIX):
-        return _DTYPES.get(kind.removeprefix(_PREFIX))
-    return None
+    is_name = isinstance(kind, str) and kind.startswith(_PREFIX)
+    return _DTYPES.get(kind.removeprefix(_PREFIX)) if is_name else None
 
 
 def _install_default(patches: Patches) -> None:
@@ -124,8 +120,7 @@ def _install_default(patches: Patches) -> None:
         is_on_gpu = dtype is not None
 
     def end_default() -> None:
-        now = _default_context()
-        if now is not before:
+        if _default_context() is not before:
             torch.set_default_device(None if before is None else before.device)
 
     before = _default_context()
@@ -215,33 +210,38 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
     def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
         device = resolve(device if device is not None else _default_device())
         data = args[0] if args else kwargs.get("data")
-        if args and isinstance(data, list | tuple):
+        if args and isinstance(data, list | tuple) and any(True for _ in tensors_in(data)):
             args = (_numbers(data), *args[1:])
+            kwargs["dtype"] = kwargs.get("dtype") or _dtype(data)
         if isinstance(data, Tensor) and is_meta(data):
             moved = data if device is None else data.to(device)
-            dtype = kwargs.get("dtype")
-            moved = moved if dtype is None else moved.to(dtype)
+            moved = moved.to(kwargs.get("dtype") or moved.dtype)
             made = moved.detach().clone() if copies else moved
             return made.requires_grad_() if kwargs.get("requires_grad") else made
         is_pinned = kwargs.pop("pin_memory", False)  # C++ would initialize CUDA
         requires_grad = kwargs.pop("requires_grad", False)
-        if device is None or torch.device(device).type != "cuda":
-            made = function(*args, device=device, **kwargs)
-            made = made.pin_memory() if is_pinned else made
-        else:
-            made = function(*args, device=CPU, **kwargs).to(GPU.device)
+        goes_to_gpu = device is not None and torch.device(device).type == "cuda"
+        made = function(*args, device=CPU if goes_to_gpu else device, **kwargs)
+        made = made.to(GPU.device) if goes_to_gpu else made.pin_memory() if is_pinned else made
         return made.requires_grad_() if requires_grad else made
 
     return call
 
 
 def _numbers(data: Any) -> Any:
-    """Return nested `data` with values for tensors that C++ would read one by one."""
-    if isinstance(data, Tensor):
-        return data.tolist() if is_meta(data) else data
-    if isinstance(data, list | tuple) and not all(isinstance(n, int | float) for n in data):
+    """Return nested `data` with numbers for tensors, which C++ takes for sequences here."""
+    if isinstance(data, list | tuple):
         return [_numbers(item) for item in data]
-    return data
+    if isinstance(data, Tensor) and data.numel() != 1:
+        raise ValueError("only one element tensors can be converted to Python scalars")
+    return data.item() if isinstance(data, Tensor) else data
+
+
+def _dtype(data: Any) -> torch.dtype:
+    """Return the type that C++ infers for nested `data` in which there are tensors."""
+    if isinstance(data, list | tuple):
+        return functools.reduce(torch.promote_types, map(_dtype, data), torch.bool)
+    return data.dtype if isinstance(data, Tensor) else torch.tensor(data, device=CPU).dtype
 
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:
