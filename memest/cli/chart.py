@@ -445,7 +445,14 @@ def scaling(
     memest chart scaling --model blip2-opt-6.7b --bs 16 --strategies ddp,fsdp --devices 1,4,16
     memest chart scaling --model gpt2 --strategies deepspeed_stage_3_offload,fsdp --gpu rtx-4090
     """
-    values = _values(config, given_only(flags))
+    values = given_only(flags)
+    if config is not None:
+        values = read_config(config, values).to_dict()
+    if not values.get("gpu") and values.get("gpu_memory") is None:
+        values = values | {"gpu": [DEFAULT_GPU]}
+    num_gpus = len(values.get("gpu", ())) + (values.get("gpu_memory") is not None)
+    if num_gpus > 1:
+        raise PlanError(f"{num_gpus} GPUs are named", hint="the chart has the line of one")
     numbers = parse_values("devices", devices)
     names = parse_values("strategy", strategies)
     chosen = bars or ("fsdp" if "fsdp" in names else names[-1])
@@ -466,18 +473,6 @@ def scaling(
     if line.reports:
         figure = plots.plot_scaling_bars(line, dark=pictures.dark)
         pictures.save(figure, f"scaling-{chosen}", line.to_dicts())
-
-
-def _values(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the plan, on one GPU."""
-    if config is not None:
-        given = read_config(config, given).to_dict()
-    if not given.get("gpu") and given.get("gpu_memory") is None:
-        given = given | {"gpu": [DEFAULT_GPU]}
-    gpus = [*given.get("gpu", ()), *([""] if given.get("gpu_memory") is not None else [])]
-    if len(gpus) > 1:
-        raise PlanError(f"{len(gpus)} GPUs are named", hint="the chart has the line of one")
-    return given
 
 
 MAX_SETTINGS = 4  # largest number of lines in one chart

@@ -36,38 +36,30 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
         UnsupportedError: DeepSpeed is not installed.
     """
     if plan.is_ddp:
-        return _ddp(plan)
+        from lightning.pytorch.strategies import DDPStrategy
+
+        options: dict[str, Any] = {"gradient_as_bucket_view": plan.gradient_as_bucket_view}
+        if plan.bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = plan.bucket_cap_mb
+        if plan.strategy == "ddp_find_unused_parameters_true":
+            options["find_unused_parameters"] = True
+        return DDPStrategy(**options)
     if plan.strategy == "fsdp":
-        return _fsdp(plan, model)
+        from lightning.pytorch.strategies import FSDPStrategy
+
+        options = {"sharding_strategy": plan.sharding_strategy}
+        if shape := hybrid_shape(plan):
+            options["device_mesh"] = shape
+        if checkpointed := checkpointed_class_names(model, plan):
+            options["activation_checkpointing_policy"] = classes_named(model, checkpointed)
+        wrapped = classes_named(model, wrap_class_names(model, plan))
+        return FSDPStrategy(auto_wrap_policy=wrapped, **options)
     if plan.strategy == "fsdp2":
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         # replicas by shards, for HSDP's `fully_shard` in `shard_model`
         return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))
     return _deepspeed(plan) if plan.is_deepspeed else "auto"
-
-
-def _ddp(plan: TrainingPlan) -> Any:
-    from lightning.pytorch.strategies import DDPStrategy
-
-    options: dict[str, Any] = {"gradient_as_bucket_view": plan.gradient_as_bucket_view}
-    if plan.bucket_cap_mb is not None:
-        options["bucket_cap_mb"] = plan.bucket_cap_mb
-    if plan.strategy == "ddp_find_unused_parameters_true":
-        options["find_unused_parameters"] = True
-    return DDPStrategy(**options)
-
-
-def _fsdp(plan: TrainingPlan, model: nn.Module) -> Any:
-    from lightning.pytorch.strategies import FSDPStrategy
-
-    options: dict[str, Any] = {"sharding_strategy": plan.sharding_strategy}
-    if shape := hybrid_shape(plan):
-        options["device_mesh"] = shape
-    if checkpointed := checkpointed_class_names(model, plan):
-        options["activation_checkpointing_policy"] = classes_named(model, checkpointed)
-    wrapped = classes_named(model, wrap_class_names(model, plan))
-    return FSDPStrategy(auto_wrap_policy=wrapped, **options)
 
 
 def _deepspeed(plan: TrainingPlan) -> Any:

@@ -231,21 +231,16 @@ def apply_lora(
             f"`lora_target_modules` {wanted} does not fit `{type(model).__name__}`: {error}",
             hint=f"its linear layers are called {_quoted(names) or 'nothing: it has none'}",
         ) from error
-    _check_saved(adapted, plan.lora_modules_to_save)
-    return adapted
-
-
-def _check_saved(adapted: nn.Module, names: Sequence[str]) -> None:
-    """Raise for names in `modules_to_save` that no module has; peft ignores them."""
     from peft.utils import ModulesToSaveWrapper
 
     saved = [n for n, m in adapted.named_modules() if isinstance(m, ModulesToSaveWrapper)]
-    for name in names:
+    for name in plan.lora_modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in saved):
             raise PlanError(
                 f"`lora_modules_to_save` names `{name}`, which the model does not have",
                 hint="give the last parts of names of modules, such as `lm_head`",
             )
+    return adapted
 
 
 def linear_names(model: nn.Module) -> list[str]:

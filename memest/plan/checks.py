@@ -25,7 +25,18 @@ def check(plan: "TrainingPlan", rows: Mapping[str, Key]) -> None:
             continue
         message = row.need.error.format(key=row.name, strategy=plan.strategy)
         raise PlanError(message, hint=row.need.hint)
-    _check_shards(plan)
+    if plan.shard_size is not None and plan.world_size % plan.shard_size:
+        raise PlanError(
+            f"`shard_size` {plan.shard_size} does not divide {plan.world_size} GPUs",
+            hint="give a divisor of `devices`",
+        )
+    if plan.strategy == "fsdp2" and plan.sharding_strategy == "NO_SHARD":
+        raise PlanError("`fsdp2` has no `NO_SHARD`", hint="use `ddp`, which keeps all on every GPU")
+    if plan.strategy == "fsdp2" and plan.precision == "16-mixed":
+        raise PlanError(
+            "Lightning's `ModelParallelStrategy`, which is `fsdp2`, refuses `16-mixed`",
+            hint="use `bf16-mixed`, or `strategy: fsdp`",
+        )
 
 
 def _check_value(row: Key, value: Any) -> None:
@@ -149,21 +160,6 @@ def _check_strategy(plan: "TrainingPlan") -> None:
             f"`{strategy}` cannot shard a quantised base: its weights are packed bytes next to"
             " 16-bit ones",
             hint="use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
-        )
-
-
-def _check_shards(plan: "TrainingPlan") -> None:
-    if plan.shard_size is not None and plan.world_size % plan.shard_size:
-        raise PlanError(
-            f"`shard_size` {plan.shard_size} does not divide {plan.world_size} GPUs",
-            hint="give a divisor of `devices`",
-        )
-    if plan.strategy == "fsdp2" and plan.sharding_strategy == "NO_SHARD":
-        raise PlanError("`fsdp2` has no `NO_SHARD`", hint="use `ddp`, which keeps all on every GPU")
-    if plan.strategy == "fsdp2" and plan.precision == "16-mixed":
-        raise PlanError(
-            "Lightning's `ModelParallelStrategy`, which is `fsdp2`, refuses `16-mixed`",
-            hint="use `bf16-mixed`, or `strategy: fsdp`",
         )
 
 

@@ -64,7 +64,13 @@ def read_other_names(
         found["trainer_options"] = {**dict(found.get("trainer_options", {})), **logging}
     _read_precision(found)
     _read_evaluation(found, assumed)
-    _read_checkpointing(found)
+    options = found.pop("gradient_checkpointing_kwargs", None) or {}
+    if options not in ({}, {"use_reentrant": False}):
+        raise UnsupportedError(
+            f"`gradient_checkpointing_kwargs` is {shown(options)}, and plans use"
+            " `use_reentrant=False`",
+            hint="leave it out, or run the script by `memest run`",
+        )
     for name, key in same.items():
         if name in found:
             value = found.pop(name)
@@ -141,13 +147,3 @@ def _read_evaluation(found: dict[str, Any], assumed: list[str]) -> None:
         interval = steps * micro_batches
         if interval <= found.get("steps", 2) * micro_batches:
             found.setdefault("val_check_interval", interval)
-
-
-def _read_checkpointing(found: dict[str, Any]) -> None:
-    options = found.pop("gradient_checkpointing_kwargs", None) or {}
-    if options not in ({}, {"use_reentrant": False}):
-        raise UnsupportedError(
-            f"`gradient_checkpointing_kwargs` is {shown(options)}, and plans use"
-            " `use_reentrant=False`",
-            hint="leave it out, or run the script by `memest run`",
-        )

@@ -38,7 +38,16 @@ def plot_fragmentation(
         width, height = WIDTH - _LEFT - _COLUMN, HEIGHT - _TOP - _BOTTOM
         panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
         _set_axes(panel.axes, runs, gpu_limit_bytes)
-        _draw_allocated(panel, runs[0])
+        steps = range(1, len(runs[0].allocated) + 1)
+        values = [value / GIB for value in runs[0].allocated]
+        panel.axes.fill_between(
+            steps, values, step="mid", color=panel.theme.muted, alpha=0.45, linewidth=0, zorder=2,
+            gid="allocated",
+        )  # fmt: skip
+        panel.axes.annotate(
+            "in use at the peak of each step", (0.5, 0.02), xycoords="axes fraction", ha="center",
+            va="bottom", size=VALUE, weight="bold", zorder=6, gid="allocated:name",
+        )  # fmt: skip
         for run, look in zip(runs, _LOOKS, strict=False):
             _draw_run(panel, run, look, gpu_limit_bytes / GIB)
         _draw_limit(panel, report, runs, gpu_limit_bytes)
@@ -76,19 +85,6 @@ def _set_axes(axes: Axes, runs: Sequence[Growth], limit_bytes: int) -> None:
     axes.set_xlabel("optimizer step", size=LABEL, labelpad=4)
     axes.set_ylabel("GiB", size=LABEL)
     axes.tick_params(labelsize=TICK)
-
-
-def _draw_allocated(panel: Panel, run: Growth) -> None:
-    steps = range(1, len(run.allocated) + 1)
-    values = [value / GIB for value in run.allocated]
-    panel.axes.fill_between(
-        steps, values, step="mid", color=panel.theme.muted, alpha=0.45, linewidth=0, zorder=2,
-        gid="allocated",
-    )  # fmt: skip
-    panel.axes.annotate(
-        "in use at the peak of each step", (0.5, 0.02), xycoords="axes fraction", ha="center",
-        va="bottom", size=VALUE, weight="bold", zorder=6, gid="allocated:name",
-    )  # fmt: skip
 
 
 def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) -> None:

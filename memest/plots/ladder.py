@@ -145,7 +145,15 @@ def plot_ladder(
         for index, report in enumerate(reports):
             _write_name(panel, index, words[index], layout)
             _draw_bar(panel, index, report, parts[index], layout)
-        _draw_limits(panel, layout)
+        color = panel.theme.ink
+        for (name, limit), (text, x, level) in zip(layout.drawn, layout.labels, strict=True):
+            panel.axes.axvline(
+                limit / GIB, color=color, linewidth=3.0, zorder=7, gid=f"limit:{name}"
+            )
+            panel.write_in_column(
+                x, panel.height + 0.06 + _LINES * level, text, ha="center", va="bottom", size=VALUE,
+                weight="bold",
+            )  # fmt: skip
         _draw_columns(panel, reports, layout)
         _write_title(canvas, reports, limits, suite)
         _write_keys(canvas, reports, parts)
@@ -270,17 +278,6 @@ def _limit_labels(
         ends[level : level + 1] = [x + half]
         labels.append((text, x / per_gib, level))
     return labels
-
-
-def _draw_limits(panel: Panel, layout: _Layout) -> None:
-    """Draw a line per GPU, with its label over it."""
-    color = panel.theme.ink
-    for (name, limit), (text, x, level) in zip(layout.drawn, layout.labels, strict=True):
-        panel.axes.axvline(limit / GIB, color=color, linewidth=3.0, zorder=7, gid=f"limit:{name}")
-        panel.write_in_column(
-            x, panel.height + 0.06 + _LINES * level, text, ha="center", va="bottom", size=VALUE,
-            weight="bold",
-        )  # fmt: skip
 
 
 def _draw_columns(panel: Panel, reports: Sequence[Prediction], layout: _Layout) -> None:

@@ -123,7 +123,10 @@ class KeptFiles:
             kept = self._folder_beside(path, info.st_dev) / f".{PREFIX}{entry.name}"
             entry.write_text(json.dumps([path, str(kept)]), encoding="utf-8")
             if is_linked:
-                _link(path, kept)
+                try:
+                    os.link(path, kept, follow_symlinks=False)
+                except (OSError, NotImplementedError):
+                    shutil.copy2(path, kept, follow_symlinks=False)
                 return
             os.rename(path, kept)
             if has_copy:
@@ -192,14 +195,6 @@ class KeptFiles:
                 sys.stderr.write(f"warning: `{path}` is not put back, but in `{kept}`: {reason}\n")
         if is_done:  # else the next run tries again
             shutil.rmtree(self.journal, ignore_errors=True)
-
-
-def _link(path: str, kept: Path) -> None:
-    """Make a hard link, or a copy on systems without."""
-    try:
-        os.link(path, kept, follow_symlinks=False)
-    except (OSError, NotImplementedError):
-        shutil.copy2(path, kept, follow_symlinks=False)
 
 
 def _files_of(path: Any) -> list[str]:

@@ -67,7 +67,10 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     try:
         with kept_files() as kept, mock.patch.dict(os.environ, _TRACKERS | os.environ):
             try:
-                _run_on(session, target, limit_s)
+                with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
+                    with _exit_functions():
+                        _run_script(target)
+                    session.virtual.mode.rank.mailbox.finish()
             finally:
                 _note_kept(session, kept)
     except BaseException as raised:
@@ -82,14 +85,6 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     report = session.report() if is_used else None
     decides = describe_deferred_blocks(mode.memory.storages) if virtual.depends_on_time else ""
     return replace(_result_of(error, report), decides=decides)
-
-
-def _run_on(session: Session, target: Target, limit_s: float | None) -> None:
-    """Run the script on the GPU, with the functions that it registers with `atexit`."""
-    with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
-        with _exit_functions():
-            _run_script(target)
-        session.virtual.mode.rank.mailbox.finish()
 
 
 def _note_kept(session: Session, kept: KeptFiles) -> None:

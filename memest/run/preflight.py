@@ -288,17 +288,12 @@ class _Script:
         words = [*of_gpu, "--max-steps", str(self.max_steps), "--no-input", *options]
         name = "memest-preflight-"
         with tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True) as folder:
-            return _run_script(self.typed, words, _environment(alloc_conf), Path(folder), seconds)
-
-
-def _environment(alloc_conf: str) -> dict[str, str]:
-    """Return the environment of a virtual run: the script's, with allocator settings."""
-    found = {**os.environ, VARIABLE: INSIDE}
-    if alloc_conf:
-        newer, older = VARIABLES
-        before = os.environ.get(newer, os.environ.get(older, ""))
-        found[newer] = ",".join(filter(None, (before, alloc_conf)))
-    return found
+            found = {**os.environ, VARIABLE: INSIDE}
+            if alloc_conf:
+                newer, older = VARIABLES
+                before = os.environ.get(newer, os.environ.get(older, ""))
+                found[newer] = ",".join(filter(None, (before, alloc_conf)))
+            return _run_script(self.typed, words, found, Path(folder), seconds)
 
 
 def _run_script(
@@ -455,21 +450,18 @@ def typed_command(frame: FrameType | None = None) -> Command | None:
     if getattr(sys, "frozen", False):
         return None
     if spec is not None and spec.name != "__main__":
-        return _of_module(spec.name.removesuffix(".__main__"))
+        name = spec.name.removesuffix(".__main__")
+        if name.partition(".")[0] in RUNNERS:
+            return None
+        typed = sys.orig_argv
+        for at in range(1, len(typed) - 1):
+            if typed[at] == "-m" and typed[at + 1] in (name, f"{name}.__main__"):
+                return Command(("-m", *typed[at + 1 :]), os.getcwd())
+        return Command(("-m", name, *sys.argv[1:]), os.getcwd())
     if file is not None:
         is_runner = Path(file).stem in RUNNERS
         return _of_script(file) if os.path.isfile(file) and not is_runner else None
     return _of_callers(frame)
-
-
-def _of_module(name: str) -> Command | None:
-    if name.partition(".")[0] in RUNNERS:
-        return None
-    typed = sys.orig_argv
-    for at in range(1, len(typed) - 1):
-        if typed[at] == "-m" and typed[at + 1] in (name, f"{name}.__main__"):
-            return Command(("-m", *typed[at + 1 :]), os.getcwd())
-    return Command(("-m", name, *sys.argv[1:]), os.getcwd())
 
 
 def _of_script(file: str) -> Command:

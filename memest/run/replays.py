@@ -47,7 +47,9 @@ def verdicts_of(
         gpu = replace(find_gpu(name), beside_bytes=own.beside_bytes)
         if gpu.name == own.name:
             continue
-        limit = _usable_bytes(virtual, gpu, share)
+        usable = gpu.limit_bytes - virtual.communicators_bytes
+        usable = min(usable, virtual.limit_bytes or usable)
+        limit = usable if share is None else min(usable, int(share * gpu.memory_bytes))
         verdict = on_gpus.verdict(limit, _spread_bytes(virtual, gpu, limit))
         if outcome is Outcome.OOM:
             if verdict is None and limit <= of_run.limit_bytes:  # refuses the last request too
@@ -153,12 +155,6 @@ def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
 
 def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
     return gpu.spread_under(limit_bytes, virtual.communicators_bytes)
-
-
-def _usable_bytes(virtual: VirtualGpu, gpu: Gpu, share: float | None) -> int:
-    usable = gpu.limit_bytes - virtual.communicators_bytes
-    usable = min(usable, virtual.limit_bytes or usable)
-    return usable if share is None else min(usable, int(share * gpu.memory_bytes))
 
 
 class _Verdicts:

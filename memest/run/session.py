@@ -226,7 +226,12 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     """Return how a script ended with `error`, and the error in a line."""
     if error is None:
         return Ending.FINISHED, ""
-    if _is_stopped(error):
+    context: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if context is None or isinstance(context, StepLimit):
+            break
+        context = context.__context__
+    if isinstance(context, StepLimit):
         return Ending.STOPPED, ""
     if isinstance(error, Terminated):
         return Ending.INTERRUPTED, "SIGTERM"
@@ -244,16 +249,6 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
     if ending is Ending.OOM:
         text = re.split(r" GPU \d+ has", text)[0]  # the rest is in the report
     return ending, f"{type(error).__name__}: {text[:400]}"
-
-
-def _is_stopped(error: BaseException) -> bool:
-    """Return whether `error` is a `StepLimit`, or was raised while cleaning up after one."""
-    context: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
-        if context is None or isinstance(context, StepLimit):
-            break
-        context = context.__context__
-    return isinstance(context, StepLimit)
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:

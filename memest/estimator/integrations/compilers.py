@@ -40,7 +40,15 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make `torch.compile` and `torch.jit` return functions that run on the virtual GPU."""
     _install_compile(patches, mode, hooks)
     _install_script(patches, mode, hooks)
-    _install_extensions(patches, mode, hooks)
+
+    def after(module: ModuleType) -> None:
+        for name, has_gpu_code in (
+            ("load", _has_gpu_code), ("load_inline", _has_gpu_code),
+            ("CUDAExtension", constant(True)),
+        ):  # fmt: skip
+            patches.set(module, name, _guarded(getattr(module, name), mode, has_gpu_code))
+
+    hooks.after("torch.utils.cpp_extension", after)
 
 
 def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -48,7 +56,17 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
     @wraps(compile_)
     def compile_as_simulated(model: Any = None, **options: Any) -> Any:
-        _refuse_what_differs(options)
+        backend = options.get("backend")
+        how = _captures(options.get("mode"), backend, options.get("options") or {})
+        if how:
+            raise UnsupportedError(
+                f"`{how}` records CUDA graphs, whose memory is not simulated",
+                hint="compile without them, or not at all (`--compile false` of LitGPT)",
+            )
+        if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
+            raise UnsupportedError(
+                "`torch.compile` by Thunder is not simulated", hint="run the script without Thunder"
+            )
         tuning = str(options.get("mode"))
         if "max-autotune" in tuning:
             _note_once(mode.guesses.warn, mode, CAPTURED if tuning == "max-autotune" else TUNED)
@@ -76,21 +94,6 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
     patches.set(torch, "compile", compile_as_simulated)
     inductor.install(patches, mode, hooks)
-
-
-def _refuse_what_differs(options: dict[str, Any]) -> None:
-    """Raise for options under which an uncompiled run would differ."""
-    backend = options.get("backend")
-    how = _captures(options.get("mode"), backend, options.get("options") or {})
-    if how:
-        raise UnsupportedError(
-            f"`{how}` records CUDA graphs, whose memory is not simulated",
-            hint="compile without them, or not at all (`--compile false` of LitGPT)",
-        )
-    if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
-        raise UnsupportedError(
-            "`torch.compile` by Thunder is not simulated", hint="run the script without Thunder"
-        )
 
 
 def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
@@ -187,19 +190,6 @@ def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
 
 
 _HINT = "run the script without it; see docs/run.md for what is supported"
-
-
-def _install_extensions(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Make `torch.utils.cpp_extension` refuse code for a GPU's compiler."""
-
-    def after(module: ModuleType) -> None:
-        for name, has_gpu_code in (
-            ("load", _has_gpu_code), ("load_inline", _has_gpu_code),
-            ("CUDAExtension", constant(True)),
-        ):  # fmt: skip
-            patches.set(module, name, _guarded(getattr(module, name), mode, has_gpu_code))
-
-    hooks.after("torch.utils.cpp_extension", after)
 
 
 def _has_gpu_code(*args: Any, **options: Any) -> bool:

@@ -199,10 +199,6 @@ def _unchanged(function: Any = None, **options: Any) -> Any:
     return function if function is not None else (lambda inner: inner)
 
 
-def _refuse(name: str) -> Callable[..., Any]:
-    return refusing(f"`{name}`", NOT_COMPILED)
-
-
 GPUTarget = namedtuple("GPUTarget", ("backend", "arch", "warp_size"))
 
 
@@ -256,7 +252,7 @@ _OWN: dict[str, Any] = {
     "autotune": autotune, "Autotuner": Autotuner, "heuristics": heuristics,
     "Heuristics": Heuristics, "cdiv": cdiv, "next_power_of_2": next_power_of_2,
     "set_allocator": constant(None), "TensorDescriptor": _TensorDescriptor,
-    **_ERRORS, **{name: _refuse(full) for name, full in _REFUSED.items()},
+    **_ERRORS, **{name: refusing(f"`{full}`", NOT_COMPILED) for name, full in _REFUSED.items()},
 }  # fmt: skip
 """Objects by their names in modules; all other names are empty classes."""
 

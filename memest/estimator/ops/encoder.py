@@ -154,10 +154,6 @@ def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     return expanded, column, first  # the last is dropped first
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x.as_subclass(Tensor) if isinstance(x, Packed) else x
-
-
 def _attend(
     x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, mask: Tensor | None,
     need_weights: bool, padded: torch.Size | None,
@@ -211,7 +207,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run `_native_multi_head_attention` of one tensor with itself."""
     padded = query.padded_shape if isinstance(query, Packed) else None
-    rows = _plain(query)
+    rows = query.as_subclass(Tensor) if isinstance(query, Packed) else query
     kept = _attend(rows, num_head, qkv_weight, qkv_bias, mask, need_weights, padded)
     out = F.linear(kept.out, proj_weight, proj_bias)
     weights = kept.weights

@@ -89,16 +89,6 @@ def real_bytes(n: int, batch: int, item: int) -> int:
     return 0 if is_one_pass or (n == 3072 and item == 8) else n * item // 2 * batch
 
 
-def _real_bytes_of_two(m: int, n: int, batch: int, item: int, *, is_back: bool) -> int:
-    """Return the workspace of real transforms over two dimensions, m rows of n."""
-    if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
-        return 0
-    whole = m * n * item * ceil_div(batch, 2)
-    is_halved = is_back and (_is_split(m) or _is_split(n))
-    half = m * (n // 2 + 1) * item * batch if is_halved else 0
-    return whole + round_up(max(whole, half), 1024)
-
-
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
     """The lengths that are transformed, and how many transforms there are."""
     sizes = [tensor.shape[dim] for dim in dims]
@@ -114,7 +104,12 @@ def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = Fals
         return 0
     m, n = sizes
     if is_real:
-        return _real_bytes_of_two(m, n, batch, item, is_back=is_back)
+        if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
+            return 0
+        whole = m * n * item * ceil_div(batch, 2)
+        is_halved = is_back and (_is_split(m) or _is_split(n))
+        half = m * (n // 2 + 1) * item * batch if is_halved else 0
+        return whole + round_up(max(whole, half), 1024)
     return m * n * item * batch if any(_is_split(k) for k in sizes) else 0
 
 

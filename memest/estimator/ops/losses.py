@@ -163,13 +163,7 @@ def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     return around(lengths, results)
 
 
-LARGE_CTC = 450  # bound of `_is_large_ctc`, above which the kernel sums over blanks separately
-
-
-def _is_large_ctc(log_probs: Tensor, batch: int) -> bool:
-    """Return whether there are many steps, samples or classes: `is_large` of LossCTC.cu."""
-    steps, classes = log_probs.shape[0], log_probs.shape[-1]
-    return 2 * steps + 24 * batch // 10 + 2 * classes // 10 > LARGE_CTC
+LARGE_CTC = 450  # bound of `is_large` of LossCTC.cu: above it blanks are summed separately
 
 
 @registry.requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
@@ -182,7 +176,8 @@ def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     zero_infinity = argument(args, kwargs, 8, "zero_infinity", False)
     made = out.nbytes
     gradient = outputs({0: made})
-    if _is_large_ctc(log_probs, losses.numel()):
+    steps, classes = log_probs.shape[0], log_probs.shape[-1]
+    if 2 * steps + 24 * losses.numel() // 10 + 2 * classes // 10 > LARGE_CTC:
         rows = alphas.shape[0] * alphas.shape[1]
         blanks = rows * (alphas.shape[2] // 2 + 1) * alphas.itemsize
         sums = rows * alphas.itemsize

@@ -130,7 +130,9 @@ def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     kept = [*contiguous_copy(args[0])]
     count, length = _slices(args, kwargs, 2)
     scans: Events = []
-    if _topk_takes_many_blocks(count, length):
+    # many blocks search a slice: `should_use_multiblock`
+    limits = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
+    if length >= next((shortest for most, shortest in limits if count <= most), 400):
         threads = gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
         items = min(64, max(4, ceil_div(count * length, threads))) * TOPK_THREADS
         blocks = count * ceil_div(length, items)
@@ -138,12 +140,6 @@ def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
         kept += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
         scans = passing(TOPK_SCAN_BYTES) * 2
     return outputs({i: t.nbytes for i, t in enumerate(out)}) + around(kept, scans)
-
-
-def _topk_takes_many_blocks(count: int, length: int) -> bool:
-    """Return whether many blocks search a slice: `should_use_multiblock`."""
-    limits = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
-    return length >= next((shortest for most, shortest in limits if count <= most), 400)
 
 
 @registry.modelled("topk")

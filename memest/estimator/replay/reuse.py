@@ -129,7 +129,11 @@ class Interpolation:
         self.start, self.spacing, self.step = start, spacing, step or spacing
         self._gpu = gpu
         self._rebuilt: dict[tuple[RequestOrder, ...], Rebuilt] = {}
-        _check_alike(samples)
+        first = samples[0]
+        for other in samples[1:]:
+            same = replace(other, program=first.program, seq_len=first.seq_len)
+            if same != first:
+                raise NotInterpolable("the model differs")
         logs = [sample.calls for sample in samples if sample.calls is not None]
         self._polynomials, calls = _match_calls(logs)
         self._sample = replace(samples[0], calls=calls)
@@ -200,15 +204,6 @@ def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
         tensor.requires_grad_(needs_grad)
     with torch.set_grad_enabled(choice.grads[-1]):
         return choose_backend(*args, **kwargs, gpu=gpu)
-
-
-def _check_alike(samples: Sequence[TracedPlan]) -> None:
-    """Check that the properties of the whole plan are the same at all sizes."""
-    first = samples[0]
-    for other in samples[1:]:
-        same = replace(other, program=first.program, seq_len=first.seq_len)
-        if same != first:
-            raise NotInterpolable("the model differs")
 
 
 def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:

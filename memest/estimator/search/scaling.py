@@ -48,7 +48,13 @@ def scale(
             the first one's.
     """
     for strategy in strategies:
-        _check_strategy(strategy)
+        known = [name for name in STRATEGIES if name != "auto"]
+        if strategy not in known:
+            near = closest(strategy, known) or known
+            raise PlanError(
+                f"there is no strategy `{strategy[:100]}` for several GPUs",
+                hint=f"choose from {', '.join(f'`{name}`' for name in near)}",
+            )
     for number in devices:
         TrainingPlan(model_name="any", devices=number)
     numbers = sorted(set(devices))
@@ -64,16 +70,6 @@ def scale(
         _line(values, strategy, {n: found[strategy, n] for n in numbers})
         for strategy in dict.fromkeys(strategies)
     ]
-
-
-def _check_strategy(strategy: str) -> None:
-    known = [name for name in STRATEGIES if name != "auto"]
-    if strategy not in known:
-        near = closest(strategy, known) or known
-        raise PlanError(
-            f"there is no strategy `{strategy[:100]}` for several GPUs",
-            hint=f"choose from {', '.join(f'`{name}`' for name in near)}",
-        )
 
 
 def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
