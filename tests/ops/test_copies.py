@@ -7,6 +7,7 @@ import torch
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.ops.copies import (
+    chunk_cat_mixed_scratch,
     chunk_cat_scratch,
     split_with_sizes_copy_scratch,
     to_host_bytes,
@@ -85,3 +86,23 @@ def test_what_a_copy_to_the_host_makes_contiguous_or_casts(
 
     found = to_host_bytes(aten.copy_.default, (target, source, not is_waited_for), {})
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "target", "requested"),
+    [
+        ((torch.bfloat16, torch.bfloat16), torch.float32, [8 * (6 * 2 + 2 + 3)]),
+        ((torch.bfloat16, torch.float32), torch.float32, [8 * (6 * 2 + 3)]),
+        ((torch.float16, torch.float32), torch.float32, [4096 * 4, 8 * (6 * 2 + 2 + 3)]),
+        ((torch.bfloat16, torch.float32), torch.bfloat16, [512 * 2, 8 * (6 * 2 + 2 + 2)]),
+    ],
+)
+def test_gradients_of_two_dtypes_share_a_table(
+    dtypes: tuple[torch.dtype, ...], target: torch.dtype, requested: list[int]
+) -> None:
+    """The sums are those of torch/csrc/distributed/fsdp/ChunkCat.cu of torch 2.15."""
+    tensors = [meta(64, 64, dtype=dtypes[0]), meta(512, dtype=dtypes[1])]
+    out = meta(4, 1024 + 128, dtype=target)
+    scratch = chunk_cat_mixed_scratch((tensors, 0, 4), {"out": out}, None, H200)
+
+    assert list(scratch.before) == requested

@@ -225,6 +225,29 @@ def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch
     return Scratch(before=(INDEX_BYTES * (6 * len(tensors) + 2 + num_blocks),))
 
 
+def chunk_cat_mixed_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of `fsdp::chunk_cat_mixed_dtype`, for tensors of one dtype as `_chunk_cat.out`.
+
+    Tensors in bfloat16 and float32 share a table, which has two numbers less. Others are cast.
+    """
+    tensors, target = args[0], kwargs["out"]
+    (table,) = chunk_cat_scratch(args, kwargs, out, gpu).before
+    others = [tensor for tensor in tensors if tensor.dtype != target.dtype]
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return Scratch(before=(table,))
+    is_dense = all(t.numel() and t.is_contiguous() for t in (target, *tensors))
+    are_narrow = target.dtype is torch.float32 and {t.dtype for t in others} == {torch.bfloat16}
+    if is_dense and are_narrow and not args[1]:
+        return Scratch(before=(table - 2 * INDEX_BYTES,))
+    return Scratch(before=(*(t.numel() * target.itemsize for t in others), table))
+
+
+if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in distributed/fsdp/
+    registry.register(
+        torch.ops.fsdp.chunk_cat_mixed_dtype.default, requests=chunk_cat_mixed_scratch
+    )
+
+
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in order.
 
