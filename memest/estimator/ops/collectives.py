@@ -18,6 +18,7 @@ from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.placement import is_meta, tensors_in
 
 _SUM = 0  # number of the sum in `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)
+MAX_GATHERED = 1 << 20  # elements of the largest gathered value: scripts read counts and lengths
 SUMS = "values of collectives are those of sums: this torch does not expose the reduction"
 
 
@@ -104,10 +105,10 @@ def _fill(mode: SimMode, name: str, args: Args) -> None:
             for output in outputs:
                 _write(mode, output, given)
     elif name in ("_allgather_base_", "_reduce_scatter_base_"):
-        _fill_flat(args[0], args[1], _factor(mode, args))
+        _fill_flat(mode, args[0], args[1], _factor(mode, args))
     elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
         for output, given in zip(args[0], args[1], strict=True):
-            _fill_flat(output, given, _factor(mode, args))
+            _fill_flat(mode, output, given, _factor(mode, args))
     elif name in ("scatter_", "reduce_scatter_"):
         for output, given in zip(args[0], args[1], strict=False):
             if given:
@@ -173,14 +174,16 @@ def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
     return fits
 
 
-def _fill_flat(output: Tensor, given: Tensor, factor: int) -> None:
+def _fill_flat(mode: SimMode, output: Tensor, given: Tensor, factor: int) -> None:
     """Repeat the input for a gather; take this rank's part for a scattered sum."""
-    if is_meta(output) or is_meta(given):
-        return  # shards of floats, whose values are unknown
-    if output.numel() >= given.numel():
-        output.view(-1, given.numel()).copy_(given.reshape(1, -1))
-    else:
-        output.copy_(given.reshape(-1)[: output.numel()].view(output.shape) * factor)
+    known = mode.values.value_of(given)
+    if known is None or (is_meta(output) and output.numel() > MAX_GATHERED):
+        if is_meta(output):
+            mode.values.forget(output.untyped_storage()._cdata)
+        return
+    flat, count = known.reshape(-1), output.numel()
+    parts = flat.repeat(count // flat.numel()) if count >= flat.numel() else flat[:count] * factor
+    _set(mode, output, parts.view(output.shape))
 
 
 def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> None:

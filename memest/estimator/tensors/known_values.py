@@ -11,6 +11,7 @@ from functools import cache, reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -241,8 +242,9 @@ class KnownValues:
         results = [o for o in _flat(out) if isinstance(o, Tensor)]
         if func in _UNWRITTEN:
             for result in filter(self.may_hold, results):
-                room = torch.zeros(result.untyped_storage().nbytes(), dtype=torch.uint8, device=CPU)
-                self._copies[result.untyped_storage()._cdata] = room.untyped_storage()
+                zeros = np.zeros(result.untyped_storage().nbytes(), np.uint8)  # no page is written
+                room = torch.from_numpy(zeros).untyped_storage()
+                self._copies[result.untyped_storage()._cdata] = room
             return
         is_copy = func is aten._to_copy.default
         if not written and not any(self.may_hold(o, is_copy=is_copy) for o in results):

@@ -34,6 +34,7 @@ from memest.estimator.hardware.gpus import (
     WITHOUT_COLLECTIVES_BYTES,
     find_gpu,
 )
+from memest.estimator.ops.collectives import MAX_GATHERED
 from memest.estimator.torch_api.distributed import fsdp
 from memest.estimator.virtual_gpu import ALL_ON_ONE, VirtualGpu
 from tests.ranks import gpu_of_rank
@@ -122,6 +123,23 @@ def test_what_ranks_agree_on_comes_out_as_if_all_had_said_the_same(device: str) 
     assert flag.tolist() == [WORLD_SIZE, 3 * WORLD_SIZE]
     assert highest.tolist() == [1, 3]
     assert [part.tolist() for part in parts] == [[1, 3]] * WORLD_SIZE
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # new names in 2.13
+def test_a_gathered_tensor_is_as_known_as_what_is_gathered(rank: VirtualGpu) -> None:
+    """Counts of tokens have their values, and large masks of weights take no time."""
+    gathered = torch.empty(2 * WORLD_SIZE, dtype=torch.int64, device="cuda")
+    scattered = torch.empty(2, dtype=torch.int64, device="cuda")
+    large = torch.zeros(MAX_GATHERED, dtype=torch.bool, device="cuda")
+    larger = torch.empty(WORLD_SIZE * MAX_GATHERED, dtype=torch.bool, device="cuda")
+    dist.all_gather_into_tensor(gathered, torch.tensor([3, 5], device="cuda"))
+    dist.reduce_scatter_tensor(scattered, gathered)
+    dist.all_gather_into_tensor(larger, large)
+
+    assert gathered.tolist() == [3, 5] * WORLD_SIZE
+    assert scattered.tolist() == [3 * WORLD_SIZE, 5 * WORLD_SIZE]
+    assert rank.mode.values.is_known(large)
+    assert not rank.mode.values.is_known(larger)
 
 
 @pytest.mark.usefixtures("rank")
