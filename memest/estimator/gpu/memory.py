@@ -230,23 +230,21 @@ class Memory:
         return True
 
     def resize(self, tensor: Tensor, num_bytes: int, site: Site, kind: MemKind) -> None:
-        """Free the storage's block and allocate another one: `untyped_storage().resize_`.
+        """Allocate another block for the storage and free its own: `resize_bytes_cuda`.
 
         A storage that had memory keeps the operator and module of its site.
         """
         with self.lock:
             storage = tensor.untyped_storage()
             index = self.live.pop(storage._cdata, None)
-            if index is not None:
+            if index is not None and num_bytes:
                 before = self.storages.sites[index]
                 site = Site(before.op, before.module, site.phase)
+            storage.resize_(num_bytes)
+            self.allocate(tensor, site if num_bytes else Site("", "", site.phase), kind)
+            if index is not None:
                 self._references.pop(index, None)
                 self._release(index)
-            storage.resize_(num_bytes)
-            if num_bytes:
-                self.allocate(tensor, site, kind)
-            else:
-                self.allocate(tensor, Site("", "", site.phase), kind, 0)
 
     def grow(self, tensor: Tensor, site: Site) -> None:
         """Move a storage that an operator enlarged to a larger block (cuda/Resize.cpp)."""

@@ -357,6 +357,24 @@ def test_settings_that_torch_refuses_are_refused(
         torch.empty(1, device="cuda")
 
 
+def test_a_resized_storage_frees_its_block_after_it_has_another(gpu: VirtualGpu) -> None:
+    """memcnn empties the inputs of invertible layers, which the backward computes again."""
+    x = torch.empty(1 << 18, device="cuda")
+    on_host = torch.zeros(8)
+
+    x.untyped_storage().resize_(0)
+    emptied = torch.cuda.memory_allocated(), x.shape, x.device.type
+    x.untyped_storage().resize_(MIB)
+    x.untyped_storage().resize_(2 * MIB)
+    on_host.untyped_storage().resize_(0)
+
+    assert emptied == (0, (1 << 18,), "cuda")
+    assert torch.cuda.memory_allocated() == 2 * MIB
+    assert torch.cuda.max_memory_allocated() == 3 * MIB
+    x.set_(torch.ones(4, device="cuda"))
+    assert torch.cuda.memory_allocated() == 512
+
+
 def test_a_tensor_that_is_enlarged_moves_to_a_larger_block(gpu: VirtualGpu) -> None:
     """cuda/Resize.cpp; measured on an H100: the old block returns after the new one is there."""
     x = torch.rand(1000, 640, device="cuda")

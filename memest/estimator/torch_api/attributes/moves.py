@@ -26,6 +26,7 @@ from memest.estimator.tensors.placement import (
     storage_key,
     true_device,
 )
+from memest.estimator.tensors.storages import Site
 from memest.estimator.torch_api.attributes.constructors import install_legacy
 
 
@@ -60,8 +61,6 @@ def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
         try:
             key = storage_key(tensor)
         except (NotImplementedError, RuntimeError):  # a subclass without a storage
-            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # as within `torch.vmap`
-                return device(torch._C._functorch.get_unwrapped(tensor))
             return META
         if key in live:
             return GPU.device
@@ -108,23 +107,30 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
     live = mode.memory.live
     class_of_storage: Any = torch.UntypedStorage
     true_device_of = class_of_storage.device
-    true_address_of = class_of_storage.data_ptr
+    true_address_of, true_resize = class_of_storage.data_ptr, class_of_storage.resize_
 
     def device(storage: torch.UntypedStorage) -> torch.device:
         key = storage._cdata
-        if not INSIDE.depth and key in live:
-            return GPU.device
-        if key in host_storages and not INSIDE.depth:
-            return CPU
-        return true_device_of.__get__(storage)
+        place = GPU.device if key in live else CPU if key in host_storages else None
+        return true_device_of.__get__(storage) if INSIDE.depth or place is None else place
 
     def data_ptr(storage: torch.UntypedStorage) -> int:
         key = storage._cdata
-        if key in live or key in host_storages:
-            return _address_of(mode, key)
-        return int(true_address_of(storage))
+        is_placed = key in live or key in host_storages
+        return _address_of(mode, key) if is_placed else int(true_address_of(storage))
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        index = live.get(storage._cdata)
+        if index is None:
+            return true_resize(storage, num_bytes)
+        with _disable_current_modes():
+            whole = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
+        kind, phase = mode.memory.storages.kinds[index], mode.attribution.phase()
+        mode.memory.resize(whole, num_bytes, Site("", "", phase), kind)
+        return storage
 
     patches.set(class_of_storage, "device", property(device))
+    patches.set(class_of_storage, "resize_", resize)
     patches.set(class_of_storage, "data_ptr", data_ptr)
     patches.set(class_of_storage, "is_cuda", property(lambda s: device(s).type == "cuda"))
 
@@ -222,9 +228,8 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
         if device is None or mode.is_off:
             pass
         elif torch.device(device).type == {Place.GPU: "cuda", Place.HOST: "cpu"}.get(place):
-            if not rest and not kwargs:
-                return tensor
-            return to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
+            is_kept = not rest and not kwargs
+            return tensor if is_kept else to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
         elif torch.device(device).type == "cuda":
             device = GPU.device
             if tensor.is_nested:
@@ -244,9 +249,7 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
     return move
 
 
-_PYTHON_TYPES: dict[Any, torch.dtype] = {
-    float: torch.float64, int: torch.int64, bool: torch.bool
-}  # fmt: skip
+_PYTHON_TYPES: Any = {float: torch.float64, int: torch.int64, bool: torch.bool}
 """Types that torch takes for a dtype (`isScalarType`, python_arg_parser.cpp)."""
 
 

@@ -121,11 +121,10 @@ def _resizer(mode: CudaSimMode) -> Any:
     def resize(tensor: Tensor, num_bytes: int) -> None:
         """Resize the storage of `tensor`, which is on the GPU, to `num_bytes`."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() == num_bytes:
-            return
         if mode.host.place(tensor) is Place.GPU or not storage.nbytes():
-            site = Site("", "", mode.attribution.phase())
-            mode.memory.resize(tensor, num_bytes, site, MemKind.GATHERED)
+            if storage.nbytes() != num_bytes:
+                site = Site("", "", mode.attribution.phase())
+                mode.memory.resize(tensor, num_bytes, site, MemKind.GATHERED)
         else:
             storage.resize_(num_bytes)
 
