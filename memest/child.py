@@ -125,12 +125,7 @@ class Child:
         self._forget_answer()
 
     def answer(self) -> Any:
-        """Wait for the end and return what the work returned.
-
-        Raises:
-            MemestError: the work raised it.
-            DiedError: there is no answer.
-        """
+        """Wait for the end; return or raise what the work did, or `DiedError` without an answer."""
         status = self.wait() or 0
         try:
             if status:
@@ -242,7 +237,6 @@ def write_to(path: str | Path) -> None:
 
 
 def _redirect(path: str | Path, number: int) -> None:
-    """Redirect the file descriptor `number` of this process to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, number)
     os.close(descriptor)

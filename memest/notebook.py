@@ -118,7 +118,6 @@ class _Magic:
 
 
 def _session(line: str) -> Session:
-    """Return the virtual GPU that the line of the magic names."""
     try:
         words, options = shlex.split(line, comments=True), {}
     except ValueError as error:

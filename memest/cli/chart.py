@@ -399,7 +399,6 @@ def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
 
 
 def _points(line: Timeline) -> list[dict[str, Any]]:
-    """Return one row per point of a timeline."""
     phases = {i: s.name for s in line.spans for i in range(s.start, s.stop + 1)}
     return [
         {"event": i, "phase": phases.get(i, ""), "reserved_bytes": reserved}

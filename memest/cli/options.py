@@ -94,7 +94,6 @@ _TYPES = {"int": int, "float": float, "str": str}
 
 
 def _option(row: Key) -> Option:
-    """Return the option of a plan key."""
     OPTION_SECTIONS[row.name] = row.section
     if row.is_switch:
         return click.option("/".join(row.flags), row.name, default=None, help=row.help_text)

@@ -282,7 +282,6 @@ def _run_one(
     has_stdout: bool,
     is_immediate: bool = False,
 ) -> RunResult:
-    """Run one rank, in this process."""
     from memest.run.launcher import run_target
     from memest.run.ranks import rows_of
 

@@ -195,11 +195,7 @@ def _time_of(plan: TrainingPlan, traced: TracedPlan, gpu: Gpu) -> StepTime | Non
 
 
 def record_plan(plan: TrainingPlan) -> Recording:
-    """Record the run that `predict` predicts, on the GPU of its report's head.
-
-    Raises:
-        MemestError: the plan cannot be run, or memest cannot model it.
-    """
+    """Record the run that `predict` predicts, on the GPU of its report's head."""
     from memest.estimator.replay.recording import record_run
 
     gpu = _primary(plan)

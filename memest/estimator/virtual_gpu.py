@@ -366,7 +366,6 @@ class OwnSteps:
 
 
 def _in_backward() -> bool:
-    """Return whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -400,7 +399,6 @@ RENUMBERED = 1 << 40  # offset of the virtual GPU's sequence numbers, which torc
 
 
 def _next_number() -> int:
-    """Return the sequence number of this thread's next autograd node."""
     return torch._C._autograd._get_sequence_nr()
 
 

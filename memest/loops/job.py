@@ -140,11 +140,7 @@ class Task:
 
 
 def run_job(job: Job) -> None:
-    """Build the model of `job.plan`, and train it for the plan's steps.
-
-    Raises:
-        MemestError: the plan cannot be run.
-    """
+    """Build the model of `job.plan`, and train it for the plan's steps."""
     from memest.loops import data
     from memest.models_meta.registry import resolve_config
 

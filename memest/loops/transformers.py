@@ -107,7 +107,6 @@ class _Messenger(TrainerCallback):
 
 
 def _loader(numbers: Any, batch_of: Any) -> Any:
-    """Return a loader that makes one batch from each of `numbers`."""
     return torch.utils.data.DataLoader(
         numbers, batch_size=1, collate_fn=lambda chosen: batch_of(chosen[0])
     )

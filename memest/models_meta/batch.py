@@ -381,7 +381,6 @@ def unwrapped(model: nn.Module) -> Any:
 
 
 def _recipe(request: Request, model: Any) -> Recipe:
-    """Return the recipe of the family, or else of the main input."""
     model_type = str(request.config.model_type)
     if model_type in RECIPE_BY_FAMILY:
         return RECIPE_BY_FAMILY[model_type]

@@ -159,7 +159,6 @@ class PackedFlashAttention(torch.autograd.Function):
 def _write_gradients(
     ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, gradients: Sequence[Tensor]
 ) -> None:
-    """Write the gradients of query, key and value."""
     query, key, value, out, softmax_lse, *lengths, _rng_state = saved
     BACKWARD(
         _padded(grad_out) if grad_out.shape[-1] % 8 else grad_out,

@@ -72,7 +72,6 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
 
 
 def _first_layer(model: "nn.Module") -> "nn.Module | None":
-    """Return the first module of the longest list of modules."""
     from torch import nn
 
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]

@@ -10,11 +10,7 @@ from memest.plan.training_plan import TrainingPlan
 
 
 def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
-    """Return the plan in a lab config; `overrides` win over its keys.
-
-    Raises:
-        PlanError: the file cannot be read, is not a mapping, or holds no valid plan.
-    """
+    """Return the plan in a lab config; `overrides` win; `PlanError` if it holds no valid plan."""
     return TrainingPlan.from_dict({**_read_mapping(path), **overrides})
 
 

@@ -374,8 +374,7 @@ _TRADE_BAR = 0.62  # of the height of a row
 _BOUND = {"host": "#8C8C8C", "compute": "#0072B2", "memory": "#E69F00", "link": "#009E73"}
 """Colours of what binds a step: Okabe and Ito, readable by the colour-blind."""
 
-_SPARE, _LACK = "#56B4E9", "#D55E00"
-"""Colours of memory that is left, and of memory that lacks."""
+_SPARE, _LACK = "#56B4E9", "#D55E00"  # colours of memory that is left, and of memory that lacks
 
 
 def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = False) -> Figure:

@@ -114,7 +114,6 @@ def _top(column: Column) -> int:
 
 
 def _draw_group(panel: Panel, position: int, group: Sequence[Column], limit: float) -> None:
-    """Draw the bars of one phase, with the words under them."""
     width = 0.42 if len(group) == 2 else 0.6
     for index, column in enumerate(group):
         x = position + (index - (len(group) - 1) / 2) * (width + 0.03)

@@ -100,7 +100,6 @@ def plot_timeline(
 
 
 def _columns(timeline: Timeline) -> list[int]:
-    """Return the points to draw: of every column the one with most allocated."""
     num_points = len(timeline.reserved)
     size = -(-num_points // MAX_COLUMNS)
     return [

@@ -64,7 +64,6 @@ def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return {"anyOf": [_of(each, definitions) for each in arguments]}

@@ -176,7 +176,6 @@ def _tokens(plan: Mapping[str, Any]) -> int:
 
 
 def _samples(plan: Mapping[str, Any]) -> int:
-    """Return samples of a step on all GPUs."""
     samples: int = plan["batch_size"] * plan["accumulate_grad_batches"]
     return samples * int(plan.get("devices", 1) * plan.get("num_nodes", 1))
 

@@ -128,11 +128,7 @@ class _UnsureError(Exception):
 
 
 def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
-    """Return the GPU that `CUDA_VISIBLE_DEVICES` names first; None if there is none.
-
-    Raises:
-        _UnsureError: another process has to identify it.
-    """
+    """Return the GPU that `CUDA_VISIBLE_DEVICES` names first, if any; `_UnsureError` if unsure."""
     if visible is not None and not visible.isdecimal():
         handle = nvml.nvmlDeviceGetHandleByUUID(visible)
     else:

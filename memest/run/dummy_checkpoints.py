@@ -72,7 +72,6 @@ def check_folder(folder: Path) -> None:
 
 
 def _listed_files(marker: Path) -> set[str]:
-    """Return the files that `marker` lists."""
     if not marker.is_file():
         return set()
     lines = marker.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -185,7 +185,6 @@ _MODULES: dict[str, Callable[[list[str]], Launch]] = {
 
 
 def _of_ranks(args: Any, environment: Mapping[str, str]) -> Launch:
-    """Return the ranks of parsed arguments of `torchrun`."""
     if args.no_python or getattr(args, "run_path", False):
         raise _not_python()
     number = getattr(args, "nproc_per_node", None)  # accelerate starts one process without it

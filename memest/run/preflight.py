@@ -32,11 +32,9 @@ _OFF = ("0", "off", "no", "false", INSIDE)
 _DONE = "MEMEST_PREFLIGHT_DONE"
 """Variable that names the checked process and command, so that its children skip the check."""
 
-OTHERS_SHARE = 0.02
-"""Share of the GPU that other processes have to hold to be named."""
+OTHERS_SHARE = 0.02  # share of the GPU that other processes have to hold to be named
 
-ENDLESS = "32TiB"
-"""Memory of a GPU on which everything fits, to measure the need of a script."""
+ENDLESS = "32TiB"  # memory of a GPU on which everything fits, to measure the need of a script
 
 NO_SCRIPT = (
     "there is no script to run, as in a notebook; the code within"
@@ -57,15 +55,10 @@ class Outcome(StrEnum):
     """Outcome of a preflight."""
 
     FITS = "fits"
-    TIGHT = "tight"
-    """Fits, with less to spare than the margin."""
-
+    TIGHT = "tight"  # fits, with less to spare than the margin
     OOM = "oom"
-    UNKNOWN = "unknown"
-    """The virtual run gave no answer; `why` has the reason."""
-
-    OFF = "off"
-    """Unchecked: switched off, a later rank, or within a virtual run."""
+    UNKNOWN = "unknown"  # the virtual run gave no answer; `why` has the reason
+    OFF = "off"  # unchecked: switched off, a later rank, or within a virtual run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,8 +256,7 @@ class _Script:
     typed: "Command"
     device: DeviceAtHand
     max_steps: int
-    deadline: float
-    """Time on the monotonic clock at which the check is given up."""
+    deadline: float  # time on the monotonic clock at which the check is given up
 
     def run(
         self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""

@@ -116,7 +116,6 @@ def run_together(
 
 
 def _print(output: tuple[str, str]) -> None:
-    """Print what a rank has written to its two files."""
     for path, stream in zip(output, (sys.stdout, sys.stderr), strict=True):
         with suppress(FileNotFoundError):
             stream.write(Path(path).read_text(encoding="utf-8", errors="replace"))

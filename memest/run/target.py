@@ -84,7 +84,6 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
 
 
 def _console_script(name: str) -> Target | None:
-    """Return the command that a package has installed under `name`, such as `litgpt`."""
     from importlib.metadata import entry_points  # 20 ms, which no other script needs
 
     found = next(iter(entry_points(group="console_scripts", name=name)), None)

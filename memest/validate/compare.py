@@ -21,8 +21,7 @@ TOLERANCES = {"allocated": 0.5, "reserved": 0.5, "process": 2.0, "phase": 1.0}
 context of another driver.
 """
 
-SLACK = 0.5
-"""Per cent by which one of several ranks may exceed the predicted interval."""
+SLACK = 0.5  # per cent by which one of several ranks may exceed the predicted interval
 
 STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to the byte
 

@@ -39,11 +39,7 @@ class Device:
 
 
 def query_device(index: int = 0) -> Device:
-    """Return the CUDA device of this index. Opens it: the calling process gets a CUDA context.
-
-    Raises:
-        UnsupportedError: there is none that torch can use.
-    """
+    """Return the CUDA device of this index, by opening it; `UnsupportedError` if there is none."""
     import torch
 
     elsewhere = "run it on a machine with an NVIDIA GPU; `memest predict` needs none"

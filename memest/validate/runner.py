@@ -163,11 +163,7 @@ LOG_LINES = 4  # last lines of a failed run's log that its note repeats
 
 
 def detect_device() -> Device:
-    """Return the CUDA device, detected in a child process, so this one opens nothing.
-
-    Raises:
-        UnsupportedError: there is none that torch can use, or a package is missing.
-    """
+    """Return the CUDA device, detected in a child; `UnsupportedError` if torch can use none."""
     require("torch", "lightning")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # detects without opening CUDA
     is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -247,11 +243,7 @@ def validate(
 
 
 def detect_on(engine: str) -> Device:
-    """Return the device of a worker of an engine, as `detect_device` does.
-
-    Raises:
-        MemestError: `detect_device` raised it there, or the worker died.
-    """
+    """Return the device of a worker of an engine, as `detect_device` does."""
     if engine == "local":
         return detect_device()
     (found,) = find_engine(engine, 1, gpus=1).map(

@@ -198,7 +198,6 @@ def _linked(
 
 
 def _merge(block: Block, other: Block) -> None:
-    """Merge a neighbour into `block`."""
     if block.previous is other:
         block.address, block.previous = other.address, other.previous
     else:

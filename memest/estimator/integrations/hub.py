@@ -12,8 +12,7 @@ from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 
-NOT_SENT = "nothing is sent to the Hugging Face Hub"
-"""Note of a run that would send something."""
+NOT_SENT = "nothing is sent to the Hugging Face Hub"  # note of a run that would send something
 
 _COMMITS = (
     "create_commit", "delete_file", "delete_files", "delete_folder", "upload_file", "upload_folder",

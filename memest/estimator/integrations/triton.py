@@ -258,7 +258,6 @@ _OWN: dict[str, Any] = {
 
 
 def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:
-    """Return the modules of the package, and their contents."""
     made: dict[str, dict[str, Any]] = {
         module: {name: _OWN[name] if name in _OWN else _name_of_class(name) for name in names}
         for module, names in _NAMES["modules"].items()

@@ -745,11 +745,7 @@ def scores_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
 
 
 def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """`validate_sdpa_input` of native/transformers/attention.cpp.
-
-    Raises:
-        RuntimeError: Types differ.
-    """
+    """`validate_sdpa_input` of transformers/attention.cpp; `RuntimeError` if types differ."""
     types = [tensor.dtype for tensor in (query, key, value)]
     if len(set(types)) > 1:
         first, second, third = map(cpp_type, types)

@@ -265,7 +265,6 @@ def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[
 
 
 def _is_on_gpu(args: Args) -> bool:
-    """Return whether the first tensor of a call is on the GPU."""
     for tensor in tensors_in(args):
         return on_gpu(tensor)
     return False

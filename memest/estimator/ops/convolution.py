@@ -293,11 +293,7 @@ def _is_without_cudnn(c: ConvolutionShapes) -> bool:
 
 
 def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
-    """Return whether cuDNN runs it on a GPU with a known workspace.
-
-    Raises:
-    RuntimeError: the GPU has no kernel for the dtype, with torch's message.
-    """
+    """Return whether cuDNN runs it with a known workspace; `RuntimeError` if no kernel does."""
     if _is_without_cudnn(c):
         return False
     is_recent = gpu.capability >= OLDEST_WITH_BFLOAT16

@@ -205,7 +205,6 @@ def _attention(
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run `_native_multi_head_attention` of one tensor with itself."""
     padded = query.padded_shape if isinstance(query, Packed) else None
     rows = query.as_subclass(Tensor) if isinstance(query, Packed) else query
     kept = _attend(rows, num_head, qkv_weight, qkv_bias, mask, need_weights, padded)

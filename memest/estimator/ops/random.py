@@ -107,7 +107,6 @@ def _characteristic() -> int:
 
 
 def _exponents(polynomial: int) -> list[int]:
-    """Return the exponents of the terms, ascending."""
     return [i for i, bit in enumerate(reversed(bin(polynomial))) if bit == "1"]
 
 

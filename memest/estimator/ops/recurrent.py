@@ -247,12 +247,10 @@ aten = torch.ops.aten
 
 
 def _named(packet: Any, args: Args) -> Any:
-    """Return the arguments of a call as attributes."""
     return SimpleNamespace(**arguments_by_name(packet.default, args, {}))
 
 
 def _layers(call: Any) -> Layers:
-    """Return the layers of a call of `_cudnn_rnn` or of its backward."""
     x, sizes = call.input, call.batch_sizes
     if sizes:
         steps, batch, rows = len(sizes), sizes[0], x.shape[0]
@@ -479,7 +477,6 @@ def run_cudnn(
 
 @registry.result("_cudnn_rnn")
 def _forward(args: Args, kwargs: Kwargs) -> Any:
-    """The results of `_cudnn_rnn`."""
     call = _named(aten._cudnn_rnn, args)
     layers, x, hx, cx, buffer = _layers(call), call.input, call.hx, call.cx, call.weight_buf
     width = (layers.proj_size or layers.hidden_size) * layers.directions

@@ -111,11 +111,7 @@ def overflow(value: Any, dtype: torch.dtype) -> str:
 
 
 def refuse_generator(generator: torch.Generator | None, device: Any) -> None:
-    """`check_generator` of ATen/core/Generator.h, for what is drawn on `device`.
-
-    Raises:
-        RuntimeError: The generator is of the other device.
-    """
+    """`check_generator` of ATen/core/Generator.h: `RuntimeError` if it is of the other device."""
     wanted = torch.device(device or "cpu").type
     if generator is not None and (found := generator.device.type) != wanted:
         raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")

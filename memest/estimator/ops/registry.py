@@ -232,11 +232,7 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
 
 
 def register(*operators: OpOverload | str, **parts: Any) -> None:
-    """Set parts of operators (as in `named`), by the names of the fields of `Op`.
-
-    Raises:
-        ValueError: An operator has one of the parts already.
-    """
+    """Set parts of operators (as in `named`) by fields of `Op`; `ValueError` if set twice."""
     for func in named(*operators):
         known = _parts.setdefault(func, {})
         if twice := known.keys() & parts.keys():

@@ -394,7 +394,6 @@ def _to_sparse_csr(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) 
 
 @on_sparse("_to_sparse_csc")
 def _to_sparse_csc(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) -> Tensor:
-    """Return a dense matrix in compressed columns."""
     if dense_dim is not None or is_sparse(tensor):
         raise NotImplementedError
     return of_dense(mode, tensor, torch.sparse_csc)

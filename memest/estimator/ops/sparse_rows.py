@@ -205,7 +205,6 @@ def _sum(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
 
 @on_compressed("zeros_like")
 def _zeros_like(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
-    """Return a matrix without entries."""
     offsets, indices, values = parts_of(matrix)
     dtype = kwargs.get("dtype") or values.dtype
     empty = values.new_empty(0, dtype=dtype)
@@ -368,7 +367,6 @@ def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
 
 @on_compressed("add.Tensor")
 def _add(mode: SimMode, first: Tensor, second: Tensor, *, alpha: float = 1) -> Tensor:
-    """Add a matrix to a dense one."""
     if not isinstance(second, Tensor) or (is_compressed(first) and is_compressed(second)):
         raise NotImplementedError
     return filled(mode, torch.empty_like(second if is_compressed(first) else first))

@@ -221,7 +221,6 @@ def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) 
 
 
 def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
-    """Return `plan` for this GPU alone."""
     if gpu.whole or any(known.name == gpu.name for known in list_gpus()):
         return replace(plan, gpu=(gpu.name,), gpu_memory=None)
     return replace(plan, gpu=(), gpu_memory=gpu.memory_bytes)

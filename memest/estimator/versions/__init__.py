@@ -48,14 +48,11 @@ class TorchRelease:
     """cuDNN's attention refuses a dropout probability that is not a multiple of 1/16
     (pytorch/pytorch#174245)."""
 
-    casts_rms_norm: bool = False
-    """Autocast runs `rms_norm` in float32 (ATen/autocast_mode.h)."""
-
+    casts_rms_norm: bool = False  # autocast runs `rms_norm` in float32 (ATen/autocast_mode.h)
     fuses_rms_norm: bool = True
     """`rms_norm` on CUDA is one kernel (`rms_norm_symint` in native/layer_norm.cpp)."""
 
-    source: str
-    """Files of the release that were read, or runs that were measured."""
+    source: str  # files of the release that were read, or runs that were measured
 
     @property
     def name(self) -> str:
@@ -69,8 +66,7 @@ def _releases() -> Iterator[TorchRelease]:
         yield TorchRelease(**row | {"version": tuple(row["version"])})
 
 
-RELEASES = tuple(_releases())
-"""Releases whose behaviour is known, oldest first."""
+RELEASES = tuple(_releases())  # releases whose behaviour is known, oldest first
 
 OPERATORS_SINCE = {
     "_fused_rms_norm": (2, 8),
@@ -102,11 +98,7 @@ def simulated() -> TorchRelease:
 
 @contextmanager
 def simulating(release: str | None) -> Iterator[None]:
-    """Simulate `release` within the block, also in child processes; None changes nothing.
-
-    Raises:
-        PlanError: `release` has no row.
-    """
+    """Simulate `release` within the block and in child processes; `PlanError` without a row."""
     if release is None:
         yield
         return

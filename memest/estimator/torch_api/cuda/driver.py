@@ -459,7 +459,6 @@ class OnGpu(Generator):
 
 
 def _install_generators(patches: Patches, rng: CudaRng) -> None:
-    """Install the generators of the virtual GPU."""
     default = rng.default
     generator: Any = type("Generator", (Generator,), {"rng": rng, "__module__": "torch"})
     generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})

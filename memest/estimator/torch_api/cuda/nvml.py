@@ -167,7 +167,6 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
 
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
-    """Return constant results by function name."""
     cuda = driver_version()
     return {
         "nvmlInit": None, "nvmlInitWithFlags": None, "nvmlShutdown": None,

@@ -132,7 +132,6 @@ def _resizer(mode: CudaSimMode) -> Any:
 
 
 def _install_first(patches: Patches, mode: CudaSimMode) -> None:
-    """Install FSDP1: flat parameters."""
     from torch.distributed.fsdp import _flat_param, _init_utils, _runtime_utils
 
     resize = _resizer(mode)

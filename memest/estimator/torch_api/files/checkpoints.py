@@ -330,12 +330,10 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
 
 
 def _bare(num_bytes: int) -> torch.UntypedStorage:
-    """Return a storage without data."""
     return torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
 
 
 def _clone(storage: Any) -> torch.UntypedStorage:
-    """Return a copy of a storage with data."""
     return storage.clone()
 
 
@@ -525,7 +523,6 @@ class Writer:
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text, offset, offsets
 
     def _data(self, tensor: Tensor) -> bytes | None:
-        """Return the values of `tensor` where they are known."""
         with _disable_current_modes():
             value = self._mode.values.value_of(tensor)
             if value is None or not value.numel():
