@@ -47,7 +47,7 @@ from memest.validate.results import find_suite, suite_for_device
 @click.option(
     "--pace",
     type=OUT,
-    help="Measure times of kernels and host instead, into this JSON file: ten minutes.",
+    help="Measure times of kernels and host instead, into this JSON file: five minutes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
 @remote_code_option
@@ -114,7 +114,7 @@ def validate(
     return 0
 
 
-MAX_PACE_SECONDS = 660.0
+MAX_PACE_SECONDS = 290.0
 
 
 def _measure_pace(path: Path) -> int:

@@ -183,8 +183,9 @@ SHAPES: dict[str, Any] = json.loads(Path(__file__).with_name("shapes.json").read
 `models` are architectures of transformers whose launches take the host's usual time, with sizes.
 `convolutions`, `volumes` (of scans and videos) and `sequences` (of audio and text) have samples,
 channels, side or sides, output channels, window, stride and groups. `images` have samples, channels
-and side, `rows` and `short_rows` rows and columns. `narrow` are batched products with a short side:
-vectors, and the small matrices of solvers.
+and side, `rows` rows and columns. `pools` have a window and a stride too. `narrow` are batched
+products with a short side: vectors, and the small matrices of solvers. `calls` are operators and
+their arguments, where words name tensors and numbers, and `r0` is the first result of a forward.
 """
 
 

@@ -12,7 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memest.estimator.hardware.pace import FORMAT
 from memest.estimator.hardware.work import Work
+from memest.estimator.tensors.placement import tensors_in
 from memest.validate.host_pace import (
     HALF,
     SHAPES,
@@ -34,14 +37,16 @@ from memest.validate.host_pace import (
 )
 
 aten = torch.ops.aten
-Calls = Callable[[Tensor], dict[str, Call]]  # calls on a tensor by name
+Names = dict[str, Any]  # tensors and numbers of a call, by their names in `SHAPES`
 Case = Callable[[], Call]  # makes the tensors of a call, and returns it
 
 MAX_FLOPS = 4e12
 MAX_BYTES = 6e9  # largest measured call: its operations, and the bytes of its tensors
-MEASURED_US = 3000  # time for which one case repeats, after two calls that are not timed
-HEATED_MS = 30  # for which the GPU trains before each case, for the clocks of a training
+MEASURED_US = 2000  # time for which one case repeats, after two calls that are not timed
+MOST_CALLS = 30  # of one case that the GPU runs one after another
+HEATED_MS = 10  # for which the GPU trains before each case, for the clocks of a training
 SLEEP_CYCLES_PER_US = 3_000  # for which the GPU sleeps while the host launches: 1.5 us
+NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them some calls
 DIMS = (16, 128, 1024, 8192, 65536)
 INNER = (64, 256, 1024, 4096, 16384)
 FULL = torch.float32
@@ -69,8 +74,8 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     found["host"] = host_times() | fitted_times(*found["models"].values())
     heat, first_us = heater(), defaultdict(list)
     failed: dict[str, None] = {}
-    for family in FAMILIES:
-        for make in family():
+    for part, family in itertools.product(range(NUM_PARTS), FAMILIES):
+        for make in rounds(family)[part]:
             if time.perf_counter() - started > seconds:
                 break
             try:
@@ -89,6 +94,13 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     return found
 
 
+def rounds(family: Callable[[], Iterator[Case]]) -> list[list[Case]]:
+    """Return the cases of a family in rounds, each with some of every kind."""
+    mixed = list(family())
+    Random(0).shuffle(mixed)
+    return [mixed[part::NUM_PARTS] for part in range(NUM_PARTS)]
+
+
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
     """Return the work of a call, microseconds of its kernels, and the extra ones of its first.
 
@@ -100,10 +112,11 @@ def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
         with Observer() as observer:
             call()
         assert len(observer.found) == 1, [w.kind for w in observer.found]
-        once = elapsed_us(call, 3, second)
+        host_us = min(second, MEASURED_US)
+        once = elapsed_us(call, 3, host_us)
         heat()
-        count = max(3, min(60, int(MEASURED_US / once)))
-        us = min(elapsed_us(call, count, second) for _ in range(3))  # pauses of the host only add
+        count = max(3, min(MOST_CALLS, int(MEASURED_US / once)))
+        us = min(elapsed_us(call, count, host_us) for _ in range(3))  # pauses of the host only add
     return observer.found[0], us, max(0.0, first - second)
 
 
@@ -203,7 +216,7 @@ def _matrix(*shape: int, dtype: torch.dtype, is_adjacent: bool) -> Tensor:
     return x if is_adjacent else x.mT.contiguous().mT
 
 
-LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 8192)
+LENGTHS = (32, 128, 256, 512, 1024, 2048, 8192)
 
 
 def attention() -> Iterator[Case]:
@@ -217,18 +230,29 @@ def attention() -> Iterator[Case]:
     for backend, dtype in kinds:
         for length, d, causal in itertools.product(LENGTHS, (64, 128), (0, 1)):
             heads = {max(8, 65536 // length), max(8, 524288 // length)}
-            sizes = heads, [length], [d], [bool(causal)]
+            sizes = heads, [length], [d], [{"is_causal": bool(causal)}]
             yield from cases(_attention, [backend], [dtype], *sizes, (False, True))
+            if length in (128, 512, 2048) and d == 64 and backend is not SDPBackend.CUDNN_ATTENTION:
+                drops = [{"is_causal": bool(causal), "dropout_p": 0.1}]
+                yield from cases(_attention, [backend], [dtype], *sizes[:3], drops, (False, True))
+    yield from named("biased", _bias_names, DTYPES, itertools.product((128, 512, 2048), (8, 64)))
+
+
+def _bias_names(dtype: torch.dtype, sizes: tuple[int, int]) -> Names:
+    length, samples = sizes
+    found = {name: random(samples, 8, length, 64, dtype=dtype) for name in "qkv"}
+    bias = random(1, 8, length, length, dtype=dtype)
+    return found | {"bias": bias.expand(samples, -1, -1, -1)}
 
 
 def _attention(
-    backend: Any, dtype: Any, heads: int, length: int, d: int, causal: bool, backward: bool
+    backend: Any, dtype: Any, heads: int, length: int, d: int, how: dict[str, Any], backward: bool
 ) -> Call:
     q, k, v = (random(max(1, heads // 8), 8, length, d, dtype=dtype) for _ in range(3))
 
     def run() -> Tensor:
         with sdpa_kernel(backend):
-            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return nn.functional.scaled_dot_product_attention(q, k, v, **how)
 
     if not backward:
         return run
@@ -248,11 +272,15 @@ FIRST_CONVOLUTIONS = [
 
 def convolutions() -> Iterator[Case]:
     """Convolutions forward and backward, in two precisions and two layouts."""
-    masks = (None, (True, True), (False, True))
+    masks = (None, (True, True), (False, True), (True, False))
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
         sizes = SHAPES["convolutions"] if mask != (False, True) else FIRST_CONVOLUTIONS
+        if mask == (True, False):
+            sizes = SHAPES["transposed"]
+        if last:  # cuDNN compiles a kernel for each depthwise one
+            sizes = [s for i, s in enumerate(sizes) if i % 3 == 0 or s[6] < s[1]]
         yield from cases(_convolution, [dtype], [last], [mask], [2], sizes)
-        if not last:
+        if not last and mask != (True, False):
             yield from cases(_convolution, [dtype], [last], [mask], [1], SHAPES["sequences"])
             volumes = [v for v in SHAPES["volumes"] if mask != (False, True) or v[1] <= 3]
             yield from cases(_convolution, [dtype], [last], [mask], [3], volumes)
@@ -276,244 +304,173 @@ def _convolution(
     return lambda: aten.convolution_backward.default(*given)
 
 
-def named(calls: Calls, shapes: Iterable[Any]) -> Iterator[Case]:
-    """Return `calls` on a tensor of each shape and precision."""
+def named(
+    family: str, make: Callable[..., Names], *axes: Iterable[Any], names: Sequence[str] = ()
+) -> Iterator[Case]:
+    """Return the calls of a family on the tensors and numbers that `make` gives by name.
 
-    def call_of(dtype: torch.dtype, shape: tuple[int, int], name: str) -> Call:
-        return calls(random(*shape, dtype=dtype))[name]
+    A call has a name and a position: that of a forward or a backward.
+    """
+    calls: dict[str, list[Any]] = SHAPES["calls"][family]
+    forms = [(name, n) for name in names or calls for n in range(len(calls[name]))]
+    return cases(partial(_named, family, make), *axes, forms)
 
-    return cases(call_of, DTYPES, shapes, calls(torch.zeros(64, 64)))
+
+def _named(family: str, make: Callable[..., Names], *given: Any) -> Call:
+    *sizes, (name, position) = given
+    names = make(*sizes)
+    steps = SHAPES["calls"][family][name][: position + 1]
+    for step in steps:
+        args = _resolved(step[1:], names)
+        options = args.pop() if args and isinstance(args[-1], dict) else {}
+        call = partial(attrgetter(step[0])(aten), *args, **options)
+        if step is not steps[-1]:
+            names |= {f"r{i}": each for i, each in enumerate(tensors_in([call()]))}
+    return call
+
+
+def _resolved(value: Any, names: Names) -> Any:
+    """Return a value of a table, with what its words name."""
+    if isinstance(value, dict):
+        return {key: _resolved(each, names) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_resolved(each, names) for each in value]
+    return names[value] if isinstance(value, str) else value
 
 
 def memory_kernels() -> Iterator[Case]:
     """Kernels that memory bounds."""
-    yield from named(_memory_calls, SHAPES["rows"])
-    yield from cases(_apart, DTYPES, SHAPES["classes"], ("_softmax", "_log_softmax"), (False, True))
+    yield from named("memory", _memory_names, DTYPES, SHAPES["rows"])
+    yield from named("apart", _softmax_names, DTYPES, SHAPES["classes"])
 
 
-def _apart(dtype: torch.dtype, shape: list[int], name: str, backward: bool) -> Call:
-    """Return a softmax over the middle dimension."""
-    x = random(*shape, dtype=dtype)
-    if not backward:
-        return lambda: getattr(aten, name).default(x, 1, False)
-    return lambda: getattr(aten, f"{name}_backward_data").default(x, x, 1, dtype)
+def _softmax_names(dtype: torch.dtype, shape: list[int]) -> Names:
+    return {"x": random(*shape, dtype=dtype), "dtype": dtype}
 
 
-def _memory_calls(x: Tensor) -> dict[str, Call]:
-    device, dtype = x.device, x.dtype
-    rows, columns = x.shape
-    other = torch.float32 if dtype is HALF else HALF
+def _memory_names(dtype: torch.dtype, shape: list[int]) -> Names:
+    rows, columns = shape
+    x = random(rows, columns, dtype=dtype)
     wide = min(rows, 4096)
-    weight = torch.ones(columns, device=device, dtype=dtype)
-    y = x.clone()
-    mean = torch.ones(rows, 1, device=device)
-    ids = torch.arange(rows, device=device) % wide
-    chosen, table = torch.zeros(rows, dtype=torch.long, device=device), x[:wide]
-    one = torch.ones((), device=device, dtype=dtype)
-    keep = torch.ones_like(x, dtype=torch.bool)
     return {
-        "add": lambda: aten.add.Tensor(x, y),
-        "add_": lambda: aten.add_.Tensor(x, y),
-        "mul": lambda: aten.mul.Tensor(x, y),
-        "gelu": lambda: aten.gelu.default(x),
-        "gelu_backward": lambda: aten.gelu_backward.default(x, y),
-        "silu": lambda: aten.silu.default(x),
-        "relu": lambda: aten.relu.default(x),
-        "pow": lambda: aten.pow.Tensor_Scalar(x, 2),
-        "fill": lambda: aten.zero_.default(x),
-        "cast": lambda: aten._to_copy.default(x, dtype=other),
-        "clone": lambda: aten.clone.default(x.t(), memory_format=torch.contiguous_format),
-        "copy": lambda: aten.copy_.default(y, x),
-        "cat": lambda: aten.cat.default([x, y]),
-        "cat_columns": lambda: aten.cat.default([x, y], 1),
-        "sum_rows": lambda: aten.sum.dim_IntList(x, [0]),
-        "sum": lambda: aten.sum.default(x),
-        "sum_outer": lambda: aten.sum.dim_IntList(x.view(-1, 32, columns), [0, 2]),
-        "mean": lambda: aten.mean.dim(x, [-1], True),
-        "softmax": lambda: aten._softmax.default(x, -1, False),
-        "softmax_backward": lambda: aten._softmax_backward_data.default(x, y, -1, dtype),
-        "log_softmax": lambda: aten._log_softmax.default(x, -1, False),
-        "log_softmax_backward": lambda: aten._log_softmax_backward_data.default(x, y, -1, dtype),
-        "nll": lambda: aten.nll_loss_forward.default(x, chosen, None, 1, -100),
-        "nll_backward": lambda: aten.nll_loss_backward.default(one, x, chosen, None, 1, -100, one),
-        "layer_norm": lambda: aten.native_layer_norm.default(x, [columns], weight, weight, 1e-5),
-        "layer_norm_backward": lambda: aten.native_layer_norm_backward.default(
-            y, x, [columns], mean, mean, weight, weight, [True, True, True]
-        ),
-        "dropout": lambda: aten.native_dropout.default(x, 0.1, True),
-        "dropout_backward": lambda: aten.native_dropout_backward.default(x, keep, 1.1),
-        "embedding": lambda: aten.embedding.default(table, ids),
-        "embedding_backward": lambda: aten.embedding_dense_backward.default(
-            x, ids, wide, -1, False
-        ),
-        "where": lambda: aten.where.self(keep, x, y),
-        "normal": lambda: aten.normal_.default(y),
-    }
-
-
-def image_kernels() -> Iterator[Case]:
-    """Norms, pools and resizing of images, in two layouts."""
-    names = (
-        "batch_norm", "batch_norm_backward", "native", "native_backward", "group_norm",
-        "group_norm_backward", "pool", "pool_backward", "mean_pool", "mean_pool_backward",
-        "nearest", "nearest_backward", "bilinear", "bilinear_backward", "bilinear_8",
-        "bilinear_8_backward",
-    )  # fmt: skip
-    yield from cases(_image_kernel, DTYPES, (False, True), SHAPES["images"], names)
-    slow = "bilinear_64", "bilinear_64_backward"  # all pixels are added to few
-    yield from cases(_image_kernel, DTYPES, (False, True), SHAPES["images"][5:6], slow)
-    groups = "group_norm", "group_norm_backward"
-    yield from cases(_image_kernel, DTYPES, (False,), SHAPES["groups"], groups)
-
-
-def _image_kernel(dtype: Any, last: bool, sizes: list[int], name: str) -> Call:
-    samples, channels, side, *more = sizes
-    layout = torch.channels_last if last else torch.contiguous_format
-    x = random(samples, channels, side, more[0] if more else side, dtype=dtype)
-    x = x.to(memory_format=layout)
-    weight, bias, mean, variance = (torch.ones(channels, device="cuda") for _ in range(4))
-    if "batch" in name:
-        x = x.half() if dtype is HALF else x  # cuDNN takes no bfloat16
-        given = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
-        if name == "batch_norm":
-            return lambda: aten.cudnn_batch_norm.default(*given)
-        _, saved, inverse, reserve = aten.cudnn_batch_norm.default(*given)
-        y = x.clone()
-        return lambda: aten.cudnn_batch_norm_backward.default(
-            x, y, weight, mean, variance, saved, inverse, 1e-5, reserve
-        )
-    if "native" in name:
-        return _native_batch_norm(name, (x, weight, bias, mean, variance, True, 0.1, 1e-5))
-    if "group" in name:
-        w, b = weight.to(dtype), bias.to(dtype)
-        groups = more[1] if len(more) > 1 else 32
-        shape = (samples, channels, x[0, 0].numel(), groups)
-        if name == "group_norm":
-            return lambda: aten.native_group_norm.default(x, w, b, *shape, 1e-5)
-        _, saved, inverse = aten.native_group_norm.default(x, w, b, *shape, 1e-5)
-        y = x.clone()
-        return lambda: aten.native_group_norm_backward.default(
-            y, x, saved, inverse, w, *shape, [True, True, True]
-        )
-    if "mean" in name:
-        options = ([2, 2], [2, 2], [0, 0], False, True, None)
-        out = aten.avg_pool2d.default(x, *options)
-        if name == "mean_pool":
-            return lambda: aten.avg_pool2d.default(x, *options)
-        return lambda: aten.avg_pool2d_backward.default(out, x, *options)
-    if "pool" in name:
-        out, indices = aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
-        if name == "pool":
-            return lambda: aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
-        rest = ([2, 2], [2, 2], [0, 0], [1, 1], False, indices)
-        return lambda: aten.max_pool2d_with_indices_backward.default(out, x, *rest)
-    return _resizing(name, x)
-
-
-def _resizing(name: str, x: Tensor) -> Call:
-    """Return a call that enlarges the corner of `x`; `name` has the kind, and a scale if not 2."""
-    kind, *rest = name.removesuffix("_backward").split("_")
-    scale = int(rest[0]) if rest else 2
-    side = max(1, x.shape[-1] * 2 // scale)
-    x = x[:, :, :side, :side].contiguous(memory_format=suggest_memory_format(x))
-    operator, backward = (
-        getattr(aten, f"upsample_{kind}2d{end}").default for end in ("", "_backward")
-    )
-    large = [scale * n for n in x.shape[2:]]
-    corners = [False] if kind == "bilinear" else []
-    out = operator(x, large, *corners)
-    if "backward" not in name:
-        return lambda: operator(x, large, *corners)
-    return lambda: backward(out, large, list(x.shape), *corners)
-
-
-def _native_batch_norm(name: str, given: tuple[Any, ...]) -> Call:
-    if name == "native":
-        return lambda: aten.native_batch_norm.default(*given)
-    x, weight, _, mean, variance, *_ = given
-    _, saved, inverse = aten.native_batch_norm.default(*given)
-    y = x.clone()
-    rest = (weight, mean, variance, saved, inverse, True, 1e-5, [True, True, True])
-    return lambda: aten.native_batch_norm_backward.default(y, x, *rest)
+        "x": x, "y": x.clone(), "turned": x.t(), "blocks": x.view(-1, 32, columns),
+        "columns": columns, "weight": x.new_ones(columns), "one": x.new_ones(()),
+        "mean": torch.ones(rows, 1, device="cuda"), "keep": torch.ones_like(x, dtype=torch.bool),
+        "chosen": torch.zeros(rows, dtype=torch.long, device="cuda"), "wide": wide,
+        "ids": torch.arange(rows, device="cuda") % wide, "table": x[:wide], "dtype": dtype,
+        "other": FULL if dtype is HALF else HALF, "contiguous": torch.contiguous_format,
+    }  # fmt: skip
 
 
 def row_kernels() -> Iterator[Case]:
     """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
-    return named(_row_calls, [shape for shape in SHAPES["rows"] if shape[1] % 64 == 0])
+    shapes = [shape for shape in SHAPES["rows"] if shape[1] % 64 == 0]
+    return named("rows", _row_names, DTYPES, shapes)
 
 
-def _row_calls(x: Tensor) -> dict[str, Call]:
-    rows, columns = x.shape
-    y, weight = x.clone(), torch.ones(columns, device=x.device, dtype=x.dtype)
-    inverse = torch.ones(rows, 1, device=x.device)
-    heads = x.view(rows // 64, 64, columns // 64, 64).transpose(1, 2)
-    short = x.view(rows // 64, 64, columns // 16, 16).transpose(1, 2)
-    half = x[:, : columns // 2]
-    turned, column = heads.contiguous(), inverse.to(x.dtype)
+def _row_names(dtype: torch.dtype, shape: list[int]) -> Names:
+    rows, columns = shape
+    x = random(rows, columns, dtype=dtype)
+    heads, short = (
+        x.view(rows // 64, 64, columns // n, n).transpose(1, 2) for n in (64, 16)
+    )  # fmt: skip
     return {
-        "rms": lambda: aten._fused_rms_norm.default(x, [columns], weight, 1e-5),
-        "rms_backward": lambda: aten._fused_rms_norm_backward.default(
-            y, x, [columns], inverse, weight, [True, True]
-        ),
-        "heads": lambda: aten.clone.default(heads, memory_format=torch.contiguous_format),
-        "heads_16": lambda: aten.clone.default(short, memory_format=torch.contiguous_format),
-        "half": lambda: aten.clone.default(half, memory_format=torch.contiguous_format),
-        "roll": lambda: aten.roll.default(x, [3], [0]),
-        "slice": lambda: aten.slice_backward.default(x, [rows, 2 * columns], 1, 0, columns, 1),
-        "norm": lambda: aten.linalg_vector_norm.default(x),
-        "cumsum": lambda: aten.cumsum.default(x, -1),
-        "argmax": lambda: aten.argmax.default(x, -1),
-        "times_row": lambda: aten.mul.Tensor(x, weight),
-        "times_column": lambda: aten.mul.Tensor(x, column),
-        "stack_heads": lambda: aten.stack.default([turned, turned, turned], 2),
-        "stack_turned": lambda: aten.stack.default([heads, heads, heads]),
-        "add_heads": lambda: aten.add.Tensor(heads, turned),
-        "sum_last": lambda: aten.sum.dim_IntList(x.view(-1, 64), [-1]),
-        "sum_middle": lambda: aten.sum.dim_IntList(x.view(-1, 64, columns), [1]),
-    }
+        "x": x, "y": x.clone(), "rows": rows, "columns": columns, "double": 2 * columns,
+        "weight": x.new_ones(columns), "mean": torch.ones(rows, 1, device="cuda"),
+        "column": x.new_ones(rows, 1), "heads": heads, "joined": heads.contiguous(),
+        "short": short, "half": x[:, : columns // 2], "last": x.view(-1, 64),
+        "middle": x.view(-1, 64, columns), "contiguous": torch.contiguous_format,
+    }  # fmt: skip
 
 
 def indexed() -> Iterator[Case]:
     """Kernels that read or write rows in the order of random numbers."""
-    return named(_indexed_calls, ((2048, 64), (65536, 64), (1048576, 64), (65536, 1024)))
+    return named("indexed", _indexed_names, DTYPES, SHAPES["indexed"])
 
 
-def _indexed_calls(x: Tensor) -> dict[str, Call]:
-    y, ids = torch.zeros_like(x), torch.randint(len(x), (len(x),), device=x.device)
-    each = ids[:, None].expand_as(x).contiguous()
-    return {
-        "index_select": lambda: aten.index_select.default(x, 0, ids),
-        "index": lambda: aten.index.Tensor(x, [ids]),
-        "gather": lambda: aten.gather.default(x, 0, each),
-        "index_add": lambda: aten.index_add_.default(y, 0, ids, x),
-        "index_put": lambda: aten._index_put_impl_.default(y, [ids], x, True, True),
-        "scatter_add": lambda: aten.scatter_add_.default(y, 0, each, x),
-    }
+def _indexed_names(dtype: torch.dtype, shape: list[int]) -> Names:
+    x = random(*shape, dtype=dtype)
+    ids = torch.randint(len(x), (len(x),), device="cuda")
+    rows = ids[:, None].expand_as(x)
+    return {"x": x, "y": torch.zeros_like(x), "ids": ids, "rows": rows, "each": rows.contiguous()}
+
+
+NUM_GROUPS = 32  # of group norms, as most models have them
+
+
+def image_kernels() -> Iterator[Case]:
+    """Norms, pools, resizing and losses of images, in two layouts."""
+    images, both, one = SHAPES["images"], (False, True), (False,)
+    groups = [sizes for sizes in images if sizes[1] % NUM_GROUPS == 0] + SHAPES["groups"]
+    of_images: list[tuple[Any, ...]] = [
+        (both, images, {}, "batch_norm", "native"),
+        (both, images[::2], {}, "max", "mean", "nearest", "bilinear"),
+        (both, images[::2], {"scale": 8}, "bilinear"),
+        (both, images[5:6], {"scale": 64}, "bilinear"),  # all pixels are added to few
+        (one, groups, {}, "group_norm"),
+    ]
+    for name, *sizes, window, stride in SHAPES["pools"]:
+        of_images.append((both, [sizes], {"window": window, "stride": stride}, name))
+    of_images += [(one, [sizes], {}, name) for name, *sizes in SHAPES["samplings"]]
+    for layouts, shapes, options, *names in of_images:
+        make = partial(_image_names, **options)
+        yield from named("images", make, DTYPES, layouts, shapes, names=names)
+
+
+def _image_names(
+    dtype: Any, last: bool, sizes: list[int], *, window: int = 2, stride: int = 2, scale: int = 2
+) -> Names:
+    samples, channels, side, *more = sizes
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = random(samples, channels, side, more[0] if more else side, dtype=dtype)
+    x = x.to(memory_format=layout)
+    corner = max(1, x.shape[-1] * 2 // scale)
+    small = x[:, :, :corner, :corner].contiguous(memory_format=suggest_memory_format(x))
+    where = samples, *x.shape[2:]
+    ones = {n: torch.ones(channels, device="cuda") for n in ("one", "bias", "mean", "variance")}
+    half = x.half() if dtype is HALF else x  # cuDNN takes no bfloat16
+    return ones | {
+        "x": x, "copy": x.clone(), "half": half, "half_copy": half.clone(),
+        "samples": samples, "channels": channels, "pixels": x[0, 0].numel(),
+        "groups": more[1] if len(more) > 1 else NUM_GROUPS, "weight": x.new_ones(channels),
+        "shift": x.new_ones(channels), "scalar": x.new_ones(()),
+        "window": [window] * 2, "stride": [stride] * 2, "margin": [(window - 1) // 2] * 2,
+        "small": small, "shape": list(small.shape), "large": [scale * n for n in small.shape[2:]],
+        "grid": torch.rand(*where, 2, device="cuda", dtype=dtype) * 2 - 1,
+        "labels": torch.zeros(where, device="cuda", dtype=torch.long),
+    }  # fmt: skip
+
+
+def transforms() -> Iterator[Case]:
+    """Fourier transforms of numbers in single precision, and losses of sequences."""
+    yield from named("transforms", _transform_names, SHAPES["transforms"])
+    yield from named("losses", _loss_names, ((128, 8, 32), (512, 16, 100), (1024, 32, 5000)))
+
+
+def _transform_names(sizes: list[list[int]]) -> Names:
+    x = random(*sizes[0], dtype=FULL)
+    return {"x": x, "whole": torch.complex(x, x), "dims": sizes[1]}
+
+
+def _loss_names(sizes: tuple[int, int, int]) -> Names:
+    steps, samples, classes = sizes
+    x = random(steps, samples, classes, dtype=FULL).log_softmax(-1)
+    labels = torch.ones(samples, steps // 4, device="cuda", dtype=torch.long)
+    lengths, targets = [steps] * samples, [steps // 4] * samples
+    return {"x": x, "labels": labels, "lengths": lengths, "targets": targets}
 
 
 def many_tensors() -> Iterator[Case]:
     """Optimizers' kernels over lists of parameters."""
-    sizes = ((2, 1 << 20), (20, 1 << 22), (148, 1 << 20), (148, 768), (20, 1 << 25))
-    return cases(_many, sizes, ("add", "mul", "sqrt", "addcdiv", "lerp", "adamw", "norm"))
+    return named("lists", _list_names, SHAPES["lists"])
 
 
-def _many(size: tuple[int, int], name: str) -> Call:
+def _list_names(size: list[int]) -> Names:
     count, numel = size
-    p, g, m, v = ([torch.rand(numel, device="cuda") for _ in range(count)] for _ in range(4))
-    steps = [torch.ones((), device="cuda") for _ in range(count)]
-    options: dict[str, Any] = {
-        "lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8,
-        "amsgrad": False, "maximize": False,
-    }  # fmt: skip
-    return {
-        "add": lambda: aten._foreach_add_.Scalar(p, 1.0),
-        "mul": lambda: aten._foreach_mul_.Scalar(p, 1.0),
-        "sqrt": lambda: aten._foreach_sqrt.default(v),
-        "addcdiv": lambda: aten._foreach_addcdiv_.Scalar(p, m, v, 1e-3),
-        "lerp": lambda: aten._foreach_lerp_.Scalar(m, g, 0.1),
-        "norm": lambda: aten._foreach_norm.Scalar(g, 2),
-        "adamw": lambda: aten._fused_adamw_.default(p, g, m, v, [], steps, **options),
-    }[name]
+    found: Names = {
+        name: [torch.rand(numel, device="cuda") for _ in range(count)] for name in "pgmv"
+    }
+    return found | {"steps": [torch.ones((), device="cuda") for _ in range(count)]}
 
 
 def factorizations() -> Iterator[Case]:
@@ -597,7 +554,7 @@ def _recurrent(
 
 FAMILIES = (
     products, memory_kernels, row_kernels, image_kernels, attention, many_tensors, convolutions,
-    batched_products, factorizations, quantized, indexed, recurrent,
+    batched_products, factorizations, quantized, indexed, transforms, recurrent,
 )  # fmt: skip
 
 

@@ -198,8 +198,8 @@ def test_resized_images_have_their_planes_and_the_scale() -> None:
         ((32, 16, 3), False, 1, "convolution float16"),
         ((32, 4, 3), False, 4, "convolution grouped float16"),
         ((16, 1, 3), False, 16, "convolution depthwise float16"),
-        ((16, 32, 3), True, 1, "convolution float16"),
-        ((16, 8, 3), True, 4, "convolution grouped float16"),
+        ((16, 32, 3), True, 1, "convolution-data float16"),
+        ((16, 8, 3), True, 4, "convolution-data grouped float16"),
     ],
 )
 def test_groups_of_a_convolution_are_a_kind_of_their_own(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.hardware.pace import BANDWIDTH_SHARE, Calls, Table, table_of
 from memest.estimator.hardware.work import Work, work_of
+from memest.validate import pace
 from tests.unit.test_pace import meta, work
 
 aten = torch.ops.aten
@@ -74,6 +76,109 @@ def test_one_group_takes_longer_than_many() -> None:
     )
 
     assert table_of(H100).kernel_s(one) > 5 * table_of(H100).kernel_s(many)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "kind"), [(0.0, "flash-causal float16"), (0.1, "flash-causal-dropout float16")]
+)
+def test_dropout_of_attention_is_a_kind(dropout: float, kind: str) -> None:
+    q = meta(2, 4, 128, 64)
+
+    found = work(aten._scaled_dot_product_flash_attention.default, q, q, q, dropout, True)
+
+    assert found.kind == kind
+
+
+def test_dropout_and_a_bias_of_attention_take_longer() -> None:
+    plain = Work("efficient float16", (512, 512, 512, 64), "float16", 4 * 512**3 * 64, 134_217_728)
+    more = (plain._replace(kind=f"efficient-{name} float16") for name in ("dropout", "bias"))
+    table = table_of(H100)
+
+    assert all(table.kernel_s(each) > 1.2 * table.kernel_s(plain) for each in more)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_learned_bias_of_attention_is_a_kind(learned: bool) -> None:
+    q, bias = meta(2, 4, 64, 32), meta(2, 4, 64, 64)
+    forward = aten._scaled_dot_product_efficient_attention.default
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    state = forward(q, q, q, bias, True)
+
+    found = work(backward, q, q, q, q, bias, *state, 0.0, [True, True, True, learned])
+
+    assert found.kind == f"efficient-backward-bias{'-grad' * learned} float16"
+    assert work(forward, q, q, q, bias, True).kind == "efficient-bias float16"
+
+
+def test_kinds_of_attention_that_were_not_measured_take_the_time_of_the_plain_one() -> None:
+    plain = Work("cudnn float16", (512, 512, 512, 64), "float16", 4 * 512**3 * 64, 134_217_728)
+    table = table_of(H100)
+
+    assert table.kernel_s(plain._replace(kind="cudnn-dropout float16")) == table.kernel_s(plain)
+    assert table.is_measured("cudnn-bias float16")
+
+
+def test_a_pool_has_its_channels_and_its_window() -> None:
+    x = meta(4, 8, 16, 16)
+    largest = work(aten.max_pool2d_with_indices.default, x, [3, 3], [2, 2], [1, 1])
+    mean = work(aten.avg_pool2d.default, x, [3], [1], [1])
+    parts = work(aten._adaptive_avg_pool2d.default, x, [4, 4])
+    back = work(aten._adaptive_avg_pool2d_backward.default, meta(4, 8, 4, 4), x)
+
+    assert [each.size[1:] for each in (largest, mean, parts, back)] == [(8, 9)] * 2 + [(8, 16)] * 2
+
+
+def test_a_larger_window_takes_longer() -> None:
+    small, large = (Work("avg_pool2d 2", (51_380_224, 64, n), "", 0, 51_380_224) for n in (4, 49))
+
+    assert table_of(H100).kernel_s(large) > 1.5 * table_of(H100).kernel_s(small)
+
+
+def test_a_fourier_transform_has_its_length_and_dimensions() -> None:
+    x = torch.empty(4, 64, 32, device="meta")
+    half = aten._fft_r2c.default(x, [1, 2], 0, True)
+
+    forward = work(aten._fft_r2c.default, x, [1, 2], 0, True)
+    inverse = work(aten._fft_c2r.default, half, [1, 2], 0, 32)
+
+    assert (forward.kind, forward.size[1:]) == ("_fft_r2c 4", (2048, 2))
+    assert (inverse.kind, inverse.size[1:]) == ("_fft_r2c 8", (2048, 2))
+
+
+def test_an_index_of_rows_that_is_expanded_is_a_kind() -> None:
+    x, ids = meta(32, 64), torch.empty(16, 1, dtype=torch.long, device="meta")
+
+    rows = work(aten.gather.default, x, 0, ids.expand(16, 64))
+    each = work(aten.gather.default, x, 0, ids.expand(16, 64).contiguous())
+
+    assert (rows.kind, rows.size[1:]) == ("gather-rows 2", (64,))
+    assert (each.kind, each.size[1:]) == ("gather 2", ())
+
+
+def test_a_sort_has_the_length_of_its_rows() -> None:
+    x = meta(32, 64)
+
+    assert work(aten.sort.default, x, 0).size[1:] == (32,)
+    assert work(aten.topk.default, x, 8).size[1:] == (64,)
+
+
+def test_a_loss_of_sequences_has_its_steps() -> None:
+    loss = work_of(
+        aten._ctc_loss.default, (meta(50, 4, 32), meta(4, 10), [50] * 4, [10] * 4), {}, meta(4)
+    )
+
+    assert (loss.kind, loss.size[1:]) == ("_ctc_loss 2", (50,))
+
+
+@pytest.mark.parametrize("family", [pace.indexed, pace.many_tensors])
+def test_each_round_of_the_measurement_has_each_kind_of_a_family(
+    family: Callable[[], Iterator[Any]],
+) -> None:
+    cases: list[list[Any]] = pace.rounds(family)
+    names = [{case.args[-1] for case in each} for each in cases]
+
+    assert names == [names[0]] * pace.NUM_PARTS
+    assert len(names[0]) > 1
 
 
 @pytest.fixture

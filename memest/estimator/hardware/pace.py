@@ -13,6 +13,7 @@ measured one. No figure depends on a model or a script.
 
 import json
 import os
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from memest.estimator.hardware.work import (
 )
 from memest.report import StepTime
 
-FORMAT = 2  # of a file of measured times; it grows when kinds of work or their sizes change
+FORMAT = 3  # of a file of measured times; it grows when kinds of work or their sizes change
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
 _MEASURED = Path(__file__).with_name("pace")
 _PHASES = ("forward", "backward")
@@ -294,14 +295,17 @@ class Table:
                 name.replace("bmm", "matmul"),
                 name.replace("-data", ""),
                 name.removesuffix("_backward"),
+                re.sub("-(bias|grad|dropout|rows)", "", name),
             )
             for mark in LAYOUTS
         }
         found = (k for k in self._kinds if k.partition(" ")[0] in names)
+        ends = {k: k.rpartition(" ") for k in (kind, *self._kinds)}
         best = sorted(
-            found, key=lambda k: (k != kind, layout not in k, k.rpartition(" ")[0] != layout, k)
+            (k != kind, layout not in k, ends[k][0] != layout, ends[k][2] != ends[kind][2], k)
+            for k in found
         )
-        return best[0] if best else None
+        return best[0][-1] if best else None
 
     def _known(self, work: Work) -> tuple[str, tuple[int, ...]]:
         """Return the measured kind of a call, and its sizes there."""

@@ -12,6 +12,7 @@ from functools import cache
 from math import prod
 from threading import current_thread, main_thread
 from time import thread_time
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,6 +63,9 @@ _ALIKE = {
     "normal_": "random", "uniform_": "random", "randn": "random", "rand": "random",
     "randn_like": "random", "rand_like": "random", "bernoulli_": "random",
     "mean": "sum", "amax": "sum", "amin": "sum", "any": "sum", "all": "sum", "prod": "sum",
+    "max": "sum", "min": "sum", "argmin": "argmax", "_fused_adam_": "_fused_adamw",
+    "_amp_foreach_non_finite_check_and_unscale_": "foreach", "_fft_c2c": "_fft_r2c",
+    "_fft_c2r": "_fft_r2c", "scatter_reduce_": "scatter_add", "scatter_reduce": "scatter_add",
     "linalg_vector_norm": "sum", "var": "sum", "std": "sum", "var_mean": "sum", "logsumexp": "sum",
     "constant_pad_nd": "slice_backward", "select_backward": "slice_backward", "stack": "cat",
     "_native_batch_norm_legit": "native_batch_norm",
@@ -93,7 +97,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return _attention(name, func, args, kwargs, num_bytes)
     if name in ("convolution", "cudnn_convolution"):
         is_transposed = name == "convolution" and args[6]
-        found = _convolution("convolution", args[0], args[1], out, is_transposed, num_bytes)
+        kind = "convolution" + "-data" * is_transposed  # the kernel of a gradient
+        found = _convolution(kind, args[0], args[1], out, is_transposed, num_bytes)
         has_bias = isinstance(args[2], Tensor)
         return found._replace(more_bytes=2 * out.nbytes if has_bias else 0)
     if name == "convolution_backward":
@@ -130,12 +135,27 @@ def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tupl
     if "group_norm" in name:
         mean = args[2] if "backward" in name else out[1]
         return name + _layout(x), (mean.numel(),)
-    if any(part in name for part in _OF_IMAGES):
+    if "pool" in name:
+        return name + _layout(x), (_length(x, 1), _window(func, args, out))
+    if "batch_norm" in name:
         return name + _layout(x), (_length(x, 1),)
+    if name.startswith("_fft"):
+        shape = max(x, out, key=Tensor.numel).shape
+        return name, (prod(shape[dim] for dim in args[1]), len(args[1]))
+    if name == "gather" and args[2].dim() > 1 and args[2].stride(-1) == 0:
+        return "gather-rows", (
+            _length(args[2], -1),
+        )  # libraries for graphs expand an index of rows
+    if isinstance(args[0], list | tuple) and name.startswith(("foreach", "_fused")):
+        return name, (len(args[0]),)
+    if "ctc_loss" in name:
+        return name, (next(t.shape[0] for t in tensors_in(args) if t.dim() == 3),)
     if name == "cat":
         return name, (_adjacent(func, args),)
     if name in _INDEXED:
         return name, (_length(x, -1),)
+    if name in ("sort", "topk"):
+        return name, (_length(x, _values(func, args, kwargs).get("dim", -1)),)
     if name in _ROWS:
         row = args[_ROWS[name]]
         return name, (prod(row) if isinstance(row, list | tuple) else _length(args[0], row),)
@@ -207,7 +227,7 @@ def _length(x: Tensor, dim: int) -> int:
 
 def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
     """Return how many elements a reduction makes one of, and how far apart they are."""
-    dims = {**dict(zip(_names(func), args, strict=False)), **kwargs}.get("dim")
+    dims = _values(func, args, kwargs).get("dim")
     x = next(tensors_in(args))
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
     dims = dims if x.dim() else ()  # `sum(0)` of a single number
@@ -226,6 +246,15 @@ def _adjacent(func: Any, args: Any) -> int:
             break
         run *= size
     return min(run, prod(first.shape[dim if dim >= 0 else first.dim() + is_new + dim :]))
+
+
+def _window(func: Any, args: Any, out: Any) -> int:
+    """Return the elements that a pool reads for each of its results."""
+    sides = _values(func, args).get("kernel_size")
+    if sides:
+        return int(prod(sides) if len(sides) > 1 else sides[0] ** 2)
+    numels = [t.numel() for t in tensors_in((*args, out))]
+    return max(1, max(numels) // max(1, min(numels)))
 
 
 def _kind_of_pointwise(args: Any, out: Any) -> str:
@@ -321,7 +350,7 @@ def _product(name: str, args: Any, num_bytes: int) -> Work:
 
 
 def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> Work:
-    values = dict(zip(_names(func), args, strict=False)) | kwargs
+    values = _values(func, args, kwargs)
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
     is_backward = name.endswith("_backward")
@@ -330,7 +359,14 @@ def _attention(name: str, func: Any, args: Any, kwargs: Any, num_bytes: int) -> 
     flops = 4 * prod(size) * (_BACKWARD_FLOPS if is_backward else 1) / (2 if is_causal else 1)
     rate = rate_of(query.dtype)
     backend = name.removeprefix(_ATTENTION).partition("_")[0]
-    kind = f"{backend}{'-backward' * is_backward}{'-causal' * is_causal} {_alike(rate)}"
+    marks = {
+        "-backward": is_backward,
+        "-causal": is_causal,
+        "-bias": values.get("attn_bias") is not None,
+        "-grad": is_backward and backend == "efficient" and values["grad_input_mask"][3],
+        "-dropout": values.get("dropout_p"),
+    }
+    kind = f"{backend}{''.join(mark for mark, has in marks.items() if has)} {_alike(rate)}"
     return Work(kind, size, rate, int(flops), num_bytes)
 
 
@@ -364,7 +400,7 @@ def _recurrent(func: Any, args: Any) -> Work:
     Steps run one after another, the kernels of both directions at the same time. Only products with
     the hidden state count, as those with the inputs are one large product for all steps.
     """
-    values = dict(zip(_names(func), args, strict=False))
+    values = _values(func, args)
     x, lengths, hidden = values["input"], values["batch_sizes"], values["hidden_size"]
     num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))
@@ -374,6 +410,11 @@ def _recurrent(func: Any, args: Any) -> Work:
     rate = rate_of(x.dtype, "rnn")
     kind = "rnn" + "-both" * both + "-backward" * is_backward
     return Work(f"{kind} {_alike(rate)}", size, rate, flops, 0)
+
+
+def _values(func: Any, args: Any, kwargs: Any = MappingProxyType({})) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    return {**dict(zip(_names(func), args, strict=False)), **kwargs}
 
 
 @cache
@@ -409,9 +450,6 @@ _WRITES_FEW = ("index_add", "_index_put_impl", "index_put", "index_copy", "scatt
 
 _INDEXED = ("index_select", "index", "index_add", "_index_put_impl")
 """Operators whose kernels move elements of the last dimension together."""
-
-_OF_IMAGES = ("batch_norm", "pool2d")
-"""Parts of names of operators whose time depends on the layout and the channels."""
 
 _READS_OUT = ("embedding", "index", "index_select", "gather", "take")
 
