@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
+from memest.cli import main
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.hardware.pace import BANDWIDTH_SHARE, Calls, Table, table_of
 from memest.estimator.hardware.work import Work, work_of
@@ -259,3 +263,48 @@ def test_kinds_whose_calls_lie_on_a_plane_have_one_and_others_a_mean() -> None:
     exact = sloped.efficiency((1 << 17,)) / sloped.efficiency((1 << 15,))
     assert exact == pytest.approx(2, rel=0.05)
     assert steady.efficiency((1 << 17,)) == pytest.approx(np.exp(steady._efficiencies[0]))
+
+
+TABLES = """
+import json, sys, torch
+from memest.validate import pace
+from memest.validate.host_pace import SHAPES, Observer
+
+made = {
+    "memory": (pace._memory_names, torch.bfloat16, [128, 64]),
+    "apart": (pace._softmax_names, torch.bfloat16, [2, 16, 64]),
+    "rows": (pace._row_names, torch.bfloat16, [128, 64]),
+    "indexed": (pace._indexed_names, torch.bfloat16, [128, 64]),
+    "images": (pace._image_names, torch.bfloat16, True, [2, 32, 8]),
+    "biased": (pace._bias_names, torch.bfloat16, (64, 2)),
+    "transforms": (pace._transform_names, [[2, 8, 16], [1, 2]]),
+    "losses": (pace._loss_names, (16, 2, 8)),
+    "lists": (pace._list_names, [3, 64]),
+}
+found = {}
+with torch.no_grad():
+    for family, calls in SHAPES["calls"].items():
+        for name, steps in calls.items():
+            for position in range(len(steps)):
+                call = pace._named(family, *made[family], (name, position))
+                with Observer() as observer:
+                    call()
+                found[f"{family} {name} {position}"] = [work.kind for work in observer.found]
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_each_call_of_the_tables_runs_one_kernel(tmp_path: Path) -> None:
+    script, found = tmp_path / "calls.py", tmp_path / "found.json"
+    script.write_text(TABLES, encoding="utf-8")
+
+    result = CliRunner().invoke(main, ["run", "--gpu", "h200", str(script), str(found)])
+
+    assert found.exists(), result.output
+    kinds = json.loads(found.read_text(encoding="utf-8"))
+    assert {name: each for name, each in kinds.items() if len(each) != 1} == {}
+    assert kinds["images max 1"] == ["max_pool2d_with_indices_backward nhwc 2"]
+    assert kinds["biased learned 1"] == ["efficient-backward-bias-grad float16"]
+    assert kinds["indexed gather_rows 0"] == ["gather-rows 2"]
+    assert kinds["lists sgd 0"] == ["_fused_sgd 4"]
