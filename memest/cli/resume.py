@@ -116,11 +116,7 @@ def predictions_of(event: Event) -> dict[TrainingPlan, Any]:
 
 
 def predict_resumably(
-    plans: Sequence[TrainingPlan],
-    target: Path | None,
-    *,
-    is_resumed: bool,
-    jobs: int | None = None,
+    plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
     """Run `predict_each`, storing results next to `target`, if the command writes one."""
     if target is None or is_stream(target):

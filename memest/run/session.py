@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,13 +44,10 @@ class Session:
     Args:
         gpu: the GPU.
         memory_limit: bytes that its allocator may reserve at most; None is all.
-        max_steps: optimizer steps after which `StepLimit` ends the block.
-        is_strict: refuse to guess values.
         name: name of the code, for the report.
-        roots: folders of libraries whose code is the script's.
         batch_parts: DataLoaders take one of so many parts of each batch.
-        is_immediate: blocks that several streams use return as they are freed.
         others: names of other GPUs with a verdict in the report.
+        options: those of `VirtualGpu`: `max_steps`, `is_strict`, `roots`, `is_immediate`.
     """
 
     def __init__(
@@ -59,15 +55,12 @@ class Session:
         gpu: Gpu,
         *,
         memory_limit: int | None = None,
-        max_steps: int | None = None,
-        is_strict: bool = False,
         name: str = "a block of code",
-        roots: tuple[Path, ...] = (),
         rank: Rank = ALONE,
         batch_parts: int = 1,
-        is_immediate: bool = False,
         torch_release: str | None = None,
         others: Sequence[str] = DEFAULT_GPUS,
+        **options: Any,
     ) -> None:
         self.gpu = gpu
         self._others = others
@@ -80,15 +73,7 @@ class Session:
         usable = gpu.limit_bytes - rank.communicator_bytes
         self._limit = None if memory_limit is None else min(_checked_limit(memory_limit), usable)
         with simulating(torch_release):
-            self.virtual = VirtualGpu(
-                gpu,
-                limit_bytes=self._limit,
-                max_steps=max_steps,
-                is_strict=is_strict,
-                roots=roots,
-                rank=rank,
-                is_immediate=is_immediate,
-            )
+            self.virtual = VirtualGpu(gpu, limit_bytes=self._limit, rank=rank, **options)
         self.virtual.mode.memory.logs_driver = rank.world_size == 1
         self._batch_parts = batch_parts
         self._patches = Patches()

@@ -74,7 +74,6 @@ class Finder(StubFinder):
         return frame is not None and self._mode.attribution.lines.frame(frame) is frame
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module."""
         self._mode.notes.add(_NOTE)
         vars(module).update((n, getattr(flash_attention, n)) for n in _CONTENTS[module.__name__])
         vars(module)["__version__"] = VERSION

@@ -133,7 +133,6 @@ class Config:
     ir_override: Any = None
 
     def all_kwargs(self) -> dict[str, Any]:
-        """Return the values that are not defaults."""
         numbers = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
         others = {name: getattr(self, name) for name in numbers}
         return {**self.kwargs, **{n: v for n, v in others.items() if v is not None}}
@@ -214,7 +213,6 @@ class _TensorDescriptor:
 
     @staticmethod
     def from_tensor(tensor: Any, block_shape: Any, padding: str = "zero") -> "_TensorDescriptor":
-        """Return a descriptor of a whole tensor."""
         return _TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, padding)
 
 
@@ -301,11 +299,9 @@ class Finder(StubFinder, importlib.metadata.DistributionFinder):
         self._contents = _contents(driver, do_bench)
 
     def serves(self, fullname: str) -> bool:
-        """Return whether a module is in the table."""
         return fullname in self._contents
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module from the table."""
         name = module.__name__
         vars(module).update(self._contents[name])
         for submodule in self._contents:

@@ -202,11 +202,9 @@ class LLM:
         return [None]
 
     def reset_prefix_cache(self, *args: Any, **others: Any) -> bool:
-        """Return success."""
         return True
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of the model."""
         if self._tokenizer is None or isinstance(self._tokenizer, str):
             from transformers import AutoTokenizer
 

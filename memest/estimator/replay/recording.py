@@ -12,12 +12,7 @@ from typing import Any
 
 from memest.errors import PlanError
 from memest.estimator.allocator.blocks import AddressSpace
-from memest.estimator.allocator.memory_history import (
-    Context,
-    Entry,
-    MemoryHistory,
-    settings_entry,
-)
+from memest.estimator.allocator.memory_history import Context, Entry, MemoryHistory, settings_entry
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.allocator.statistics import CountingAllocator
 from memest.estimator.replay.replay import Player, Replayed, Run

@@ -415,7 +415,6 @@ class _Source(InspectLoader):
         self._text = text
 
     def get_source(self, fullname: str) -> str:
-        """Return the text."""
         return self._text
 
 

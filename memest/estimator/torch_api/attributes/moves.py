@@ -208,7 +208,6 @@ class _FromHost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, to_: Move, rest: tuple[Any, ...]) -> Tensor:
-        """Return `tensor.to("cuda", *rest)`."""
         ctx.dtype = tensor.dtype
         return to_(tensor, GPU.device, *rest)
 

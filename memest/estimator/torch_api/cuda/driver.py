@@ -400,7 +400,7 @@ class Generator(torch.Generator):
     rng: ClassVar[CudaRng]
     kind_on_gpu: "ClassVar[type[OnGpu]]"
 
-    def __new__(cls, device: Any = "cpu") -> "Generator":  # noqa: D102
+    def __new__(cls, device: Any = "cpu") -> "Generator":
         is_on_gpu = torch.device(resolve(device)).type == "cuda"
         made: Any = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
         cls.rng.of_script.pop(made._cdata, None)
@@ -419,41 +419,33 @@ class OnGpu(Generator):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Device of the generator."""
         return GPU.device
 
     def manual_seed(self, seed: int) -> "OnGpu":
-        """Restart from a seed."""
         self.on_gpu.manual_seed(seed)
         return self
 
     def seed(self) -> int:
-        """Restart from a random seed."""
         drawn = super().seed()
         self.on_gpu.manual_seed(drawn)
         return drawn
 
     def initial_seed(self) -> int:
-        """Return the current seed."""
         return self.on_gpu.seed
 
     def get_state(self) -> torch.Tensor:
-        """Return the state for `set_state`."""
         return self.on_gpu.state()
 
     def set_state(self, state: torch.Tensor) -> "OnGpu":
-        """Restore a state."""
         self.on_gpu.set_state(state)
         return self
 
     def clone_state(self) -> Any:
-        """Return a generator with a copy of the state."""
         return type(self)(self.device).graphsafe_set_state(self)
 
     graphsafe_get_state = clone_state
 
     def graphsafe_set_state(self, state: Any) -> Any:
-        """Copy the state of another generator."""
         self.on_gpu.seed, self.on_gpu.offset = state.on_gpu.seed, state.on_gpu.offset
         return self
 

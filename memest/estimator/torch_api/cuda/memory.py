@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from memest.estimator.allocator.memory_history import (
-    POOL,
-    Context,
-    MemoryHistory,
-    settings_entry,
-)
+from memest.estimator.allocator.memory_history import POOL, Context, MemoryHistory, settings_entry
 from memest.estimator.allocator.settings import changed_settings
 from memest.estimator.allocator.statistics import CountingAllocator, allow_share
 from memest.estimator.gpu.mode import CudaSimMode
@@ -349,12 +344,10 @@ class Recordings:
         }
 
     def traceback_of(self, address: int) -> list[dict[str, Any]] | None:
-        """Replace `torch._C._cuda_allocationTraceback`."""
         history = self._allocator.history
         return (history and history.frames_at(address)) or None
 
     def set_metadata(self, text: str) -> None:
-        """Replace `torch._C._cuda_setMemoryMetadata`."""
         self.metadata = text
         if self._allocator.history is not None:
             self._allocator.history.metadata = text

@@ -43,26 +43,21 @@ class CudaStream:
         return PRIORITIES
 
     def wait_stream(self, other: "CudaStream") -> None:
-        """Let this stream wait for the work of `other` so far."""
         timeline = self.session.timeline
         timeline.stream_waits(self.number, timeline.event(other.number))
 
     def wait_event(self, event: "CudaEvent") -> None:
-        """Let this stream wait for `event`."""
         self.session.timeline.stream_waits(self.number, event.time)
 
     def record_event(self, event: Any = None) -> Any:
-        """Record an event on this stream."""
         event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for this stream."""
         self.session.timeline.synchronize(self.number)
 
     def query(self) -> bool:
-        """Return whether all work is done."""
         return self.session.timeline.event(self.number) <= self.session.timeline.host_time
 
     def is_capturing(self) -> bool:
@@ -108,21 +103,17 @@ class CudaEvent:
         self.cuda_event = self.event_id = 0
 
     def record(self, stream: CudaStream | None = None) -> None:
-        """Record the work of `stream`, or of the current one, so far."""
         timeline = self.session.timeline
         self.time = timeline.event(timeline.stream if stream is None else stream.number)
 
     def wait(self, stream: CudaStream | None = None) -> None:
-        """Let `stream`, or the current one, wait for this event."""
         timeline = self.session.timeline
         timeline.stream_waits(timeline.stream if stream is None else stream.number, self.time)
 
     def synchronize(self) -> None:
-        """Let the host wait for this event."""
         self.session.timeline.host_waits(self.time)
 
     def query(self) -> bool:
-        """Return whether the GPU has passed the event."""
         return self.session.timeline.has_passed(self.time)
 
     def elapsed_time(self, end: "CudaEvent") -> float:
@@ -252,7 +243,6 @@ class CudaGraph:
         self._pool: tuple[int, int] | None = None
 
     def capture_begin(self, pool: tuple[int, int] | None = None, **options: Any) -> None:
-        """Capture the following operators on the current stream."""
         self._pool = pool or self.captures.new_pool()
         self.captures.begin(self._pool)
 
@@ -274,7 +264,6 @@ class CudaGraph:
             self._pool = None
 
     def pool(self) -> tuple[int, int]:
-        """Return the pool, for other graphs to share."""
         if self._pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool

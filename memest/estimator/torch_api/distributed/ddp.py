@@ -60,7 +60,6 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         self.summed_at = -1.0  # microseconds when the last of `_first_buckets` is summed
 
     def getBackendName(self) -> str:
-        """Return the name that the reducer's logger records."""
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
@@ -203,7 +202,6 @@ class _Accumulation:
             self._mode.timeline.stream_waits(MAIN, self._mode.timeline.event(self._stream))
 
     def remove(self) -> None:
-        """Remove the hooks on parameters."""
         for hook in self._hooks:
             hook.remove()
 

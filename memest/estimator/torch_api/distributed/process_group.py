@@ -130,7 +130,6 @@ class Store(c10d.Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Store `value`, bytes or a string."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
         self._mailbox.post(("store", key), self._values[key])
 
@@ -154,7 +153,6 @@ class Store(c10d.Store):
             self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all `keys` are set."""
         return all(key in self._values or self._mailbox.has(("store", key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:

@@ -433,16 +433,13 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             return tensor.to(self._device) if self._moves else tensor
 
         def get_tensor(self, name: str) -> Any:
-            """Return the tensor `name`, on the requested device."""
             virtual = self._virtual(name)
             return self._placed(self._file.get_tensor(name) if virtual is None else virtual)
 
         def get_tensors(self) -> dict[str, Any]:
-            """Return all tensors of the file, in its order."""
             return {name: self.get_tensor(name) for name in self.offset_keys()}
 
         def get_slice(self, name: str) -> Slice:
-            """Return a tensor that is read in parts."""
             return Slice(self, name)
 
     return SafeOpen
@@ -458,7 +455,6 @@ class Writer:
         self._save: Callable[..., Any] = module.save
 
     def save_file(self, tensors: dict[str, Tensor], filename: Any, metadata: Any = None) -> None:
-        """Replace `safetensors.torch.save_file`."""
         if not _has_virtual(tensors):
             self._save_file(tensors, filename, metadata=metadata)
             return
@@ -466,7 +462,6 @@ class Writer:
             self._write(file, tensors, metadata)
 
     def save(self, tensors: dict[str, Tensor], metadata: Any = None) -> bytes:
-        """Replace `safetensors.torch.save`."""
         if not _has_virtual(tensors):
             return self._save(tensors, metadata=metadata)
         content = BytesIO()
