@@ -75,6 +75,18 @@ def test_what_is_put_elsewhere_is_a_copy_before_the_mask_is_searched(requests: R
     assert [n for n in found if n > 0] == [4 * MASK.numel(), 4, 21503, POSITIONS, 1023]
 
 
+def test_a_mask_of_another_shape_is_refused(requests: Requests) -> None:
+    """The losses of SSD300 are a column, and its mask has a row for each image."""
+    losses, mask = torch.ones(24, 1, device="cuda"), torch.rand(4, 6, device="cuda") > 0.5
+    message = r"mask \[4, 6\] at index 0 does not match .* tensor \[24, 1\] at index 0"
+
+    for use in (lambda: losses[mask], lambda: losses.__setitem__(mask, 0)):
+        with pytest.raises(IndexError, match=message):
+            use()
+    with pytest.raises(IndexError, match=r"\[6, 4\] at index 1 .* \[4, 6, 5\] at index 2"):
+        torch.ones(4, 6, 5, device="cuda")[:, mask.t()]
+
+
 @pytest.mark.parametrize("is_mask", [False, True])
 def test_indices_of_the_host_are_copied_to_the_gpu(requests: Requests, is_mask: bool) -> None:
     values = torch.ones(100, 8, device="cuda")

@@ -51,19 +51,14 @@ ROWS_PER_THREAD = 10  # `NROWS_PER_THREAD`: rows of one partial sum
 ATOMIC_BLOCKS_PER_SM = 4  # `MAX_ATOMIC_ACCUM_BLOCKS_PER_SM`; below it sums are atomic
 MASK_DTYPES = (torch.bool, torch.uint8)
 
-INDEX_PUT = (
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-    aten._unsafe_index_put.default,
-)
+_PUTS = "index_put index_put_ _index_put_impl_ _unsafe_index_put"
+INDEX_PUT = tuple(getattr(aten, name).default for name in _PUTS.split())
 
 
 @registry.requests("embedding")
 def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `embedding` (Embedding.cpp): a copy of the indices if they have gaps."""
-    indices: Tensor = args[1]
-    return Scratch(before=() if is_a_row(indices) else (indices.nbytes,))
+    return Scratch(before=() if is_a_row(args[1]) else (args[1].nbytes,))
 
 
 def is_a_row(tensor: Tensor) -> bool:
@@ -77,9 +72,8 @@ def is_a_row(tensor: Tensor) -> bool:
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
     """Return whether few rows are hit often: `use_fused_kernel` of the gradient of `embedding`."""
     warped = round_up(width, 32)
-    block = min(warped, MAX_BLOCK_SIZE)
     segments = min(num_indices, num_rows)
-    grid = ceil_div(segments * warped, block)
+    grid = ceil_div(segments * warped, min(warped, MAX_BLOCK_SIZE))
     partials = num_indices // ROWS_PER_THREAD + segments
     return grid < gpu.num_sms * ATOMIC_BLOCKS_PER_SM and partials > 4 * grid
 
@@ -92,9 +86,8 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
     """Bytes of contiguous copies of several indices, unless strides agree (`AdvancedIndex`)."""
     expanded = broadcast(indices)
-    if len({i.stride() for i in expanded}) == 1:
-        return ()
-    return contiguous_copy(*expanded)
+    is_alike = len({i.stride() for i in expanded}) == 1
+    return () if is_alike else contiguous_copy(*expanded)
 
 
 def index_tensors(args: Args) -> list[Tensor]:
@@ -118,10 +111,8 @@ def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu)
 
     The latter is a `masked_fill`. The true entries of other masks are not known here.
     """
-    indices = index_tensors(args)
-    if not any(i.dtype in MASK_DTYPES for i in indices):
-        return True
-    return _is_fill(args)
+    has_mask = any(i.dtype in MASK_DTYPES for i in index_tensors(args))
+    return not has_mask or _is_fill(args)
 
 
 @registry.requests("masked_scatter masked_scatter_")
@@ -129,8 +120,8 @@ def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
     """Requests of `masked_scatter` (IndexKernel.cu): running count, copies, a scan's storage."""
     _, mask = broadcast(args[:2])
     count = mask.numel()
-    copies = contiguous_copy(mask, args[2])
-    return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
+    row = count * INDEX_BYTES
+    return Scratch(after=(row, *contiguous_copy(mask, args[2]), scan_bytes(count)))
 
 
 @registry.requests("embedding_renorm_")
@@ -138,10 +129,9 @@ def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices."""
     indices = args[1]
     row = indices.numel() * INDEX_BYTES
-    copies = contiguous_copy(indices)
-    sorting = sort_scratch((indices,), {}, None, gpu).after
+    sorting = *contiguous_copy(indices), *sort_scratch((indices,), {}, None, gpu).after
     unique = passing(row, INDEX_BYTES, select_bytes(indices.numel(), gpu))
-    return around((row,), around((row,), passing(*copies, *sorting)) + unique)
+    return around((row,), around((row,), passing(*sorting)) + unique)
 
 
 @registry.modelled("embedding_renorm_")
@@ -325,10 +315,7 @@ def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Sc
     """Requests of `scatter_reduce` (TensorAdvancedIndexing.cpp): a mean counts its terms in ones
     like the source and like the result, and tests for zeros.
     """
-    if args[4] != "mean":
-        return Scratch()
-    source = args[3]
-    return Scratch(after=(source.nbytes, out.nbytes, out.numel()))
+    return Scratch(after=(args[3].nbytes, out.nbytes, out.numel()) if args[4] == "mean" else ())
 
 
 @registry.requests(*INDEX_PUT)
@@ -362,6 +349,7 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
         indices = [mask]
     given = [index for index in indices if index is not None]
     masks = [index for index in given if index.dtype in MASK_DTYPES]
+    _check_masks(source, indices)
     if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, given))):
         return func, args
     if func in _COPIED_FIRST:
@@ -378,6 +366,18 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
             index = mode.call(aten._to_copy.default, (index,), {"device": META})
         taken += index.unbind(1) if is_mask else [index]
     return aten.index.Tensor if is_select else func, (source, taken, *args[2:])
+
+
+def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
+    """Refuse a mask of another shape than what it selects from, as `expandTensors` does."""
+    places: list[Any] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in MASK_DTYPES
+        places += [(index, j) for j in range(index.dim())] if is_mask else [(None, 0)]
+    for at, (mask, j) in enumerate(places):
+        if mask is not None and mask.size(j) != source.size(at):
+            what = f"The shape of the mask {list(mask.shape)} at index {j} does not match the shape"
+            raise IndexError(f"{what} of the indexed tensor {list(source.shape)} at index {at}")
 
 
 def _is_fill(args: Args) -> bool:
