@@ -1,11 +1,11 @@
 """Collectives and point-to-point operators of `c10d` in a process group that sends nothing.
 
-NCCL's buffers are outside the caching allocator. A sum over W ranks is W times the known value of
-this rank, as if all ranks had the same. A broadcast or a receive gives the value that its source
-has posted in the mailbox (`gpu/worlds.py`).
+NCCL's buffers are outside the caching allocator. A sum over W ranks is W times the known or guessed
+value of this rank, as if all ranks had the same. A broadcast or a receive gives the value that its
+source has posted in the mailbox (`gpu/worlds.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.tensors.placement import is_meta, tensors_in
+from memest.estimator.tensors.placement import is_meta, storage_key, tensors_in
 
 _SUM = 0  # number of the sum in `c10d::ReduceOp::RedOpType` (torch/csrc/distributed/c10d/Types.hpp)
 MAX_GATHERED = 1 << 20  # elements of the largest gathered value: scripts read counts and lengths
@@ -176,23 +176,36 @@ def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
 
 def _fill_flat(mode: SimMode, output: Tensor, given: Tensor, factor: int) -> None:
     """Repeat the input for a gather; take this rank's part for a scattered sum."""
-    known = mode.values.value_of(given)
-    if known is None or (is_meta(output) and output.numel() > MAX_GATHERED):
-        if is_meta(output):
-            mode.values.forget(output.untyped_storage()._cdata)
-        return
-    flat, count = known.reshape(-1), output.numel()
-    parts = flat.repeat(count // flat.numel()) if count >= flat.numel() else flat[:count] * factor
-    _set(mode, output, parts.view(output.shape))
+
+    def parts(value: Tensor) -> Tensor:
+        flat, count = value.reshape(-1), output.numel()
+        is_gather = count >= flat.numel()
+        made = flat.repeat(count // flat.numel()) if is_gather else flat[:count] * factor
+        return made.view(output.shape)
+
+    is_small = not is_meta(output) or output.numel() <= MAX_GATHERED
+    _store(mode, output, given if is_small else None, parts)
 
 
 def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> None:
-    known = mode.values.value_of(given)
-    if known is None or (is_meta(output) and known.shape != output.shape):
-        if is_meta(output) and output is not given:
-            mode.values.forget(output.untyped_storage()._cdata)
-    elif output is not given or factor != 1:
-        _set(mode, output, known * factor)
+    if output is not given or factor != 1:
+        is_alike = not is_meta(output) or given.shape == output.shape
+        _store(mode, output, given if is_alike else None, lambda value: value * factor)
+
+
+def _store(
+    mode: SimMode, output: Tensor, given: Tensor | None, made: Callable[[Tensor], Tensor]
+) -> None:
+    """Give `output` what is `made` of the value or the guess of `given`, or no value."""
+    known = None if given is None else mode.values.value_of(given)
+    if known is not None:
+        _set(mode, output, made(known))
+        return
+    guess = None if given is None else mode.guessed.value_of(given)
+    if is_meta(output):
+        mode.guessed.forget(storage_key(output))
+        if guess is not None and output.nbytes == output.untyped_storage().nbytes():
+            mode.guessed.adopt(output, made(guess))
 
 
 def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:

@@ -41,6 +41,7 @@ from tests.ranks import gpu_of_rank
 
 WORLD_SIZE = 4
 RANK = 2
+NUM_TOKENS = 1 << 16  # so many that their scores are not known
 COLLECTIVES_BYTES = SUBGROUP_BYTES - WITHOUT_COLLECTIVES_BYTES
 
 
@@ -140,6 +141,24 @@ def test_a_gathered_tensor_is_as_known_as_what_is_gathered(rank: VirtualGpu) -> 
     assert scattered.tolist() == [3 * WORLD_SIZE, 5 * WORLD_SIZE]
     assert rank.mode.values.is_known(large)
     assert not rank.mode.values.is_known(larger)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # new names in 2.13
+@pytest.mark.usefixtures("rank")
+def test_ranks_exchange_guessed_counts_of_tokens() -> None:
+    """As experts on several ranks do before they exchange the tokens."""
+    chosen = torch.randn(NUM_TOKENS, 8, device="cuda").topk(2).indices
+    routed = torch.zeros(NUM_TOKENS, 8, dtype=torch.bool, device="cuda").scatter_(-1, chosen, True)
+    counts = routed.sum(dim=0)
+    received, all_counts = torch.empty_like(counts), counts.new_empty(8 * WORLD_SIZE)
+    dist.all_to_all_single(received, counts)
+    dist.all_gather_into_tensor(all_counts, counts)
+    dist.all_reduce(counts)
+
+    each = NUM_TOKENS * 2 // 8
+    assert received.tolist() == [each] * 8
+    assert all_counts.tolist() == [each] * 8 * WORLD_SIZE
+    assert counts.tolist() == [each * WORLD_SIZE] * 8
 
 
 @pytest.mark.usefixtures("rank")
