@@ -129,7 +129,7 @@ def test_nothing_else_uses_the_dispatch_key() -> None:
     ours |= {f"{layer}.{form}" for layer in layers for form in ("input", "data")}
 
     ours |= {"rms_norm", "mish_backward", "one_hot", "binary_cross_entropy"}
-    ours |= {"_pad_packed_sequence", "pad_sequence", "vander"}
+    ours |= {"_pad_packed_sequence", "combinations", "pad_sequence", "vander"}
     ours |= {"ctc_loss.Tensor", "ctc_loss.IntList"}
     ours |= {"cumprod_backward", "linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals"}
     ours |= {"_convolution_double_backward"}

@@ -67,6 +67,7 @@ def test_what_is_made_in_the_likeness_of_a_tensor_lies_where_it_does(virtual):
     assert torch.cuda.memory_allocated() - before == 5120
     assert nn.utils.rnn.pack_sequence(rows).data.device.type == "cuda"
     assert torch.vander(rows[0][:, 0]).device.type == "cuda"
+    assert torch.combinations(torch.arange(4, device="cuda")).shape == (6, 2)
     assert nn.utils.rnn.pad_sequence([torch.ones(3), torch.ones(2)]).device.type == "cpu"
 
 

@@ -156,7 +156,7 @@ register(
 )
 
 
-@registry.above_autograd("_pad_packed_sequence pad_sequence vander")
+@registry.above_autograd("_pad_packed_sequence combinations pad_sequence vander")
 def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
     """Make the result on the device of what is given (`options()` in C++)."""
     with setting(INSIDE, "composite", True):
