@@ -27,13 +27,9 @@ class PreflightCallback(TrainerCallback):
         self._result = preflight(max_steps=max_steps, time_limit=time_limit, margin=margin)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
+        logs: dict[str, Any] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         """Report the predicted and the measured peak with the last log of the training."""
         if "train_runtime" not in (logs or {}):
             return

@@ -52,18 +52,10 @@ def _forward_on_meta(
 
 
 def _backward_on_meta(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    cu_seqlens: Tensor | None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, softmax_lse: Tensor,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cu_seqlens: Tensor | None,
     deterministic: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return row sums of gradient times output; write gradients into the three given tensors."""
     if cu_seqlens is not None:
         N, H = query.shape[:2]
@@ -90,17 +82,10 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: tuple[Tensor, Tensor] | None,
-        max_lengths: tuple[int, int],
-        dropout_p: float,
-        is_windowed: bool,
-        deterministic: bool,
-        is_kept: bool,
-    ) -> Tensor:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor,
+        cu_seqlens: tuple[Tensor, Tensor] | None, max_lengths: tuple[int, int], dropout_p: float,
+        is_windowed: bool, deterministic: bool, is_kept: bool,
+    ) -> Tensor:  # fmt: skip
         """Return the output in the given width."""
         width = query.shape[-1]
         if width % 8:
@@ -176,18 +161,11 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the attention of (B, L, H, E) with (B, S, K, E), called as `flash_attn`."""
     _check_call(q, k, v, dropout_p, softcap)
     window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
@@ -198,23 +176,12 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any,
+    max_seqlen_k: Any, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the attention of texts packed into one row, (N, H, E), with bounds `cu_seqlens`."""
     _check_call(q, k, v, dropout_p, softcap)
     queries, keys = int(max_seqlen_q), int(max_seqlen_k)
@@ -257,15 +224,9 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    *options: Any,
-    **named: Any,
-) -> Any:
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any,
+    max_seqlen_k: Any, *options: Any, **named: Any,
+) -> Any:  # fmt: skip
     """Return the attention of texts packed into one row, (N, H, E) with (S, 2, K, E)."""
     texts = ((cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k)))
     return _packed(q, kv, _Options(*options, **named), texts)

@@ -139,17 +139,10 @@ class LLM:
     mode: CudaSimMode  # the virtual GPU, set by the finder
 
     def __init__(
-        self,
-        model: str,
-        *,
-        tokenizer: Any = None,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = UTILIZATION,
-        kv_cache_memory_bytes: int | None = None,
-        enable_sleep_mode: bool = False,
-        max_model_len: int | None = None,
-        **others: Any,
-    ) -> None:
+        self, model: str, *, tokenizer: Any = None, tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = UTILIZATION, kv_cache_memory_bytes: int | None = None,
+        enable_sleep_mode: bool = False, max_model_len: int | None = None, **others: Any,
+    ) -> None:  # fmt: skip
         self._tokenizer, self._model, self._max_len = tokenizer, model, max_model_len
         self._can_sleep = enable_sleep_mode
         files = files_bytes(model)

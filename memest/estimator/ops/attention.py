@@ -258,17 +258,10 @@ def _heads_agree(call: _Call, *, supports_gqa: bool, same_kv_heads: bool) -> boo
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    gpu: Gpu,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False, gpu: Gpu,
+) -> Tensor:  # fmt: skip
     """Run attention through the operations that CUDA tensors would go through on `gpu`.
 
     It is a kernel of `aten::scaled_dot_product_attention` above autograd, which records them.
@@ -349,16 +342,9 @@ def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def math_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, *, scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
     """Run attention by products and a softmax: `_scaled_dot_product_attention_math`.
 
     Half precision is computed in float32. Under a dispatch mode the mask is added out of place

@@ -85,13 +85,9 @@ def _follow_masks(patches: Patches, mode: SimMode) -> None:
 
     # Dynamo guards on the defaults of the original, so the replacement has them too
     def canonical_mask(
-        mask: Any,
-        mask_name: Any,
-        other_type: Any,
-        other_name: Any,
-        target_type: Any,
+        mask: Any, mask_name: Any, other_type: Any, other_name: Any, target_type: Any,
         check_other: bool = True,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         made: Tensor | None = canonical(
             mask, mask_name, other_type, other_name, target_type, check_other
         )

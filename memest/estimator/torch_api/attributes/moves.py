@@ -154,11 +154,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     to = _parser(move, to_)
 
     def cuda(
-        tensor: Tensor,
-        device: Any = None,
-        non_blocking: bool = False,
+        tensor: Tensor, device: Any = None, non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         where = GPU.device if device is None else device
         return move(tensor, where, non_blocking=non_blocking, memory_format=memory_format)
 

@@ -241,16 +241,10 @@ class Recordings:
         self.metadata = ""  # set by `torch._C._cuda_setMemoryMetadata`
 
     def record(
-        self,
-        enabled: str | None,
-        context: str | None = "all",
-        stacks: str = "all",
-        max_entries: int = sys.maxsize,
-        clear_history: bool = False,
-        compile_context: bool = False,
-        global_record_annotations: bool = False,
-        skip_actions: list[str] | None = None,
-    ) -> None:
+        self, enabled: str | None, context: str | None = "all", stacks: str = "all",
+        max_entries: int = sys.maxsize, clear_history: bool = False, compile_context: bool = False,
+        global_record_annotations: bool = False, skip_actions: list[str] | None = None,
+    ) -> None:  # fmt: skip
         """Replace `torch._C._cuda_record_memory_history`, with its `RuntimeError` for options."""
         for word, known, message in (
             (enabled, ("state", "all", None), "expected state to be 'state', 'all', or None"),
@@ -280,17 +274,11 @@ class Recordings:
         self._allocator.history = history
 
     def record_legacy(
-        self,
-        enabled: bool,
-        record_context: bool = True,
-        trace_alloc_max_entries: int = 1,
-        trace_alloc_record_context: bool = False,
-        record_context_cpp: bool = False,
-        clear_history: bool = False,
-        compile_context: bool = False,
-        global_record_annotations: bool = False,
-        skip_actions: list[str] | None = None,
-    ) -> None:
+        self, enabled: bool, record_context: bool = True, trace_alloc_max_entries: int = 1,
+        trace_alloc_record_context: bool = False, record_context_cpp: bool = False,
+        clear_history: bool = False, compile_context: bool = False,
+        global_record_annotations: bool = False, skip_actions: list[str] | None = None,
+    ) -> None:  # fmt: skip
         """Replace `torch._C._cuda_record_memory_history_legacy`, whose first argument is a bool."""
         context = "state" if record_context else None
         self.record(
