@@ -83,33 +83,17 @@ def properties_of(gpu: Gpu) -> DeviceProperties:
     """Return the properties of `gpu` that torch and libraries read."""
     major, minor = gpu.capability
     per_sm = gpu.multiprocessor
+    l2_bytes = (L2_KIB.get(gpu.whole or gpu.chip, _LIKE_L2_KIB) << 10) * gpu.memory_share
     return DeviceProperties(
-        name=gpu.label,
-        major=major,
-        minor=minor,
-        total_memory=gpu.memory_bytes,
-        multi_processor_count=gpu.num_sms,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        warp_size=32,
-        max_threads_per_multi_processor=per_sm.threads,
-        max_threads_per_block=1024,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=48 << 10,
+        name=gpu.label, major=major, minor=minor, total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.num_sms, is_integrated=False, is_multi_gpu_board=False,
+        warp_size=32, max_threads_per_multi_processor=per_sm.threads, max_threads_per_block=1024,
+        regs_per_multiprocessor=65536, shared_memory_per_block=48 << 10,
         shared_memory_per_block_optin=per_sm.block_shared_kib << 10,
-        shared_memory_per_multiprocessor=per_sm.shared_kib << 10,
-        L2_cache_size=int(
-            (L2_KIB.get(gpu.whole or gpu.chip, _LIKE_L2_KIB) << 10) * gpu.memory_share
-        ),
-        uuid=UUID,
-        pci_bus_id=0,
-        pci_device_id=0,
-        pci_domain_id=0,
-        gcnArchName="",
-        clock_rate=0,
-        memory_clock_rate=0,
-        memory_bus_width=0,
-    )
+        shared_memory_per_multiprocessor=per_sm.shared_kib << 10, L2_cache_size=int(l2_bytes),
+        uuid=UUID, pci_bus_id=0, pci_device_id=0, pci_domain_id=0, gcnArchName="", clock_rate=0,
+        memory_clock_rate=0, memory_bus_width=0,
+    )  # fmt: skip
 
 
 class CudaError(IntEnum):
