@@ -234,7 +234,7 @@ def _numbers(data: Any) -> Any:
         return [_numbers(item) for item in data]
     if isinstance(data, Tensor) and data.numel() != 1:
         raise ValueError("only one element tensors can be converted to Python scalars")
-    return data.item() if isinstance(data, Tensor) else data
+    return (data.item() if data.dim() else data.tolist()) if isinstance(data, Tensor) else data
 
 
 def _dtype(data: Any) -> torch.dtype:
