@@ -12,6 +12,8 @@ How the figures were taken:
 - `context_bytes` comes from out-of-memory messages too: the process's memory, less the memory
   that torch allocated, less the memory that torch reserved without allocating it. The
   rounding in such a message is 0.01 GiB. An entry without a message has the H200's value.
+- `l2_kib` is in NVIDIA's whitepapers of Volta, Turing, Ampere, Ada, Hopper and RTX Blackwell. The
+  H200's was read by cuDNN (`device_properties.json`), the B200's is that of pytorch/ao#4002.
 """
 
 import json
@@ -86,6 +88,7 @@ class Gpu:
     capability: tuple[int, int]  # compute capability, `(major, minor)`: decides which kernels run
     num_sms: int  # streaming multiprocessors: decide how reductions and attention are split
     memory_gb_s: int  # by NVIDIA's data sheet, 1e9 bytes/s; only for free timing (speed.py)
+    l2_kib: int = 51200  # L2 cache; the H100's is assumed for GPUs without a figure
     tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Dense peak rates of matrix products by precision: `float16` (with float32 sums), `tf32`,
     `float32`, `float64`, in 1e12 operations/s. Empty for a GPU without rates.

@@ -52,20 +52,6 @@ device.__module__, device.__qualname__ = "torch", "device"
 UUID = "00000000-0000-0000-0000-000000000000"  # UUID of the virtual GPU
 
 
-L2_KIB = {
-    "t4": 4096, "v100-16gb": 6144, "v100-32gb": 6144, "a100-40gb": 40960, "a100-80gb": 40960,
-    "a10g": 6144, "a6000": 6144, "rtx-3090": 6144, "l4": 49152, "l40s": 98304,
-    "rtx-4090": 73728, "rtx-6000-ada": 98304, "rtx-5090": 98304, "h100-80gb": 51200,
-    "h100-pcie-80gb": 51200, "h200": 61440, "b200": 129536,
-}  # fmt: skip
-"""L2 cache in KiB by catalogue name. From NVIDIA's whitepapers of Volta, Turing, Ampere (GA100,
-GA102), Ada, Hopper and RTX Blackwell, each in its table of GPUs. The H200's was read by cuDNN
-(`device_properties.json`), the B200's is that of pytorch/ao#4002.
-"""
-
-_LIKE_L2_KIB = 51200  # the H100's L2 cache, assumed for GPUs without a figure
-
-
 class DeviceProperties(SimpleNamespace):
     """Result of `torch.cuda.get_device_properties`."""
 
@@ -83,16 +69,16 @@ def properties_of(gpu: Gpu) -> DeviceProperties:
     """Return the properties of `gpu` that torch and libraries read."""
     major, minor = gpu.capability
     per_sm = gpu.multiprocessor
-    l2_bytes = (L2_KIB.get(gpu.whole or gpu.chip, _LIKE_L2_KIB) << 10) * gpu.memory_share
     return DeviceProperties(
         name=gpu.label, major=major, minor=minor, total_memory=gpu.memory_bytes,
         multi_processor_count=gpu.num_sms, is_integrated=False, is_multi_gpu_board=False,
         warp_size=32, max_threads_per_multi_processor=per_sm.threads, max_threads_per_block=1024,
         regs_per_multiprocessor=65536, shared_memory_per_block=48 << 10,
         shared_memory_per_block_optin=per_sm.block_shared_kib << 10,
-        shared_memory_per_multiprocessor=per_sm.shared_kib << 10, L2_cache_size=int(l2_bytes),
-        uuid=UUID, pci_bus_id=0, pci_device_id=0, pci_domain_id=0, gcnArchName="", clock_rate=0,
-        memory_clock_rate=0, memory_bus_width=0,
+        shared_memory_per_multiprocessor=per_sm.shared_kib << 10,
+        L2_cache_size=int(gpu.l2_kib * 1024 * gpu.memory_share), uuid=UUID, pci_bus_id=0,
+        pci_device_id=0, pci_domain_id=0, gcnArchName="", clock_rate=0, memory_clock_rate=0,
+        memory_bus_width=0,
     )  # fmt: skip
 
 
