@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -20,6 +20,7 @@ from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 
 if TYPE_CHECKING:
+    from memest.estimator.hardware.work import WorkLog
     from memest.estimator.replay.program import TracedPlan
     from memest.estimator.replay.recording import Recording
     from memest.estimator.replay.replay import Replayed
@@ -120,10 +121,16 @@ class _Results:
     times: dict[str, StepTime] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
-    def add(self, other: _Results) -> None:
-        """Add the results on another chip; `scenarios` stay those of the first."""
+    def add(self, other: _Results, times: Mapping[str, StepTime | None] | None = None) -> None:
+        """Add the results on another chip; `scenarios` stay those of the first.
+
+        GPUs of `other` without a time get the one in `times`.
+        """
         self.verdicts |= other.verdicts
-        self.times |= other.times
+        known = {
+            name: time for name, time in (times or {}).items() if time and name in other.verdicts
+        }
+        self.times |= known | other.times
         for why, names in other.failed.items():
             self.failed[why] = [*self.failed.get(why, ()), *names]
 
@@ -134,22 +141,24 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     If the plan fails on a chip, the newest chip is tried next: it may support more.
     """
     first, *others = chips
+    work: WorkLog | None = None  # of the first chip, and of others whose runs follow from that
 
     def on_others() -> _Results:
         found = _Results()
         for gpus in others:
             try:
-                found.add(_results_on_chip(plan, gpus))
+                found.add(_results_on_chip(plan, gpus, without=work))
             except MemestError as error:
                 found.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
         return found
 
     try:
         if not plan.is_distributed:  # before a copy is made: the others begin with these runs
-            _trace(plan, first[0])
+            work = _trace(plan, first[0]).work
         with forked(on_others) if others and jobs > 1 else nullcontext(lambda: None) as answer:
             found = _results_on_chip(plan, first)
-            found.add(answer() or on_others())
+            times = {gpu.name: _time_of(plan, work, gpu) for gpus in others for gpu in gpus}
+            found.add(answer() or on_others(), times)
     except MemestError as error:
         others.sort(key=lambda gpus: gpus[0].capability, reverse=True)
         if not others or others[0][0].capability <= first[0].capability:
@@ -165,8 +174,13 @@ def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
     return trace_plan(plan, gpu)
 
 
-def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu]) -> _Results:
-    """Return the results on `gpus` of one chip; the simulated run uses the speed of the first."""
+def _results_on_chip(
+    plan: TrainingPlan, gpus: Sequence[Gpu], *, without: WorkLog | None = None
+) -> _Results:
+    """Return the results on `gpus` of one chip; the simulated run uses the speed of the first.
+
+    Runs with the work `without` get no time: the caller estimates it.
+    """
     found = _Results()
 
     def traced(gpu: Gpu) -> TracedPlan:
@@ -176,22 +190,22 @@ def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu]) -> _Results:
         found.scenarios = found.scenarios or trial.scenarios
         found.results[gpu.name] = trial.results
         found.verdicts[gpu.name] = trial.verdict
-        time_of_step = _time_of(plan, trial.scenarios[0].traced, gpu)
-        if time_of_step is not None:
+        work = trial.scenarios[0].traced.work
+        if work is not without and (time_of_step := _time_of(plan, work, gpu)) is not None:
             found.times[gpu.name] = time_of_step
     return found
 
 
-def _time_of(plan: TrainingPlan, traced: TracedPlan, gpu: Gpu) -> StepTime | None:
+def _time_of(plan: TrainingPlan, work: WorkLog | None, gpu: Gpu) -> StepTime | None:
     """Return the estimated time of a step.
 
     None if the plan's own step was not run, or if the host computes a part of it.
     """
     from memest.estimator.hardware.pace import estimate
 
-    if traced.work is None or plan.offloads:
+    if work is None or plan.offloads:
         return None
-    return estimate(traced.work, gpu, num_micro_batches=plan.accumulate_grad_batches)
+    return estimate(work, gpu, num_micro_batches=plan.accumulate_grad_batches)
 
 
 def record_plan(plan: TrainingPlan) -> Recording:
