@@ -7,6 +7,7 @@ gets a guessed value (`gpu/guesses.py`).
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, reduce
 from operator import or_
 from typing import Any
@@ -212,7 +213,7 @@ class KnownValues:
         is_mutable = func._schema.is_mutable
         first = args[0] if args else None
         if is_mutable and isinstance(first, list | tuple):
-            self._drop_all(func, first)
+            self._write_all(func, args, kwargs)
             return
         if is_mutable and isinstance(first, Tensor) and not self.is_known(first):
             return
@@ -262,11 +263,16 @@ class KnownValues:
             if self.may_hold(result, is_copy=is_copy) and isinstance(value, Tensor):
                 self.adopt_like(result, value)
 
-    def _drop_all(self, func: Any, tensors: Iterable[Any]) -> None:
-        """Drop what a list operator writes. Gradients are assumed to be finite."""
+    def _write_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Follow an operator that writes a list of tensors. Gradients are assumed to be finite."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return
-        for tensor in tensors:
+        every = tensors_in((*args, *kwargs.values()))
+        if self._below is None and all(map(self.is_known, every)):
+            with suppress(NotImplementedError, RuntimeError):
+                self.compute(func, args, kwargs)  # writes the copies
+                return
+        for tensor in args[0]:
             if isinstance(tensor, Tensor) and is_meta(tensor) and self.is_known(tensor):
                 self.drop(storage_key(tensor))
 

@@ -258,3 +258,18 @@ def test_small_tensors_with_data_meet_a_large_one_without(
     assert made.device.type == "cpu"
     assert made.numel() > 0
     assert gpu.mode.memory.history.peak_allocated_bytes == 0
+
+
+def test_an_optimizer_that_is_resumed_reads_its_numbers(gpu: VirtualGpu) -> None:
+    """NAdam keeps a product on the device of its weights, and writes a list of them in place."""
+    layer = nn.Linear(4, 4, device="cuda")
+    first = torch.optim.NAdam(layer.parameters(), foreach=True)
+    layer(torch.ones(2, 4, device="cuda")).sum().backward()
+    first.step()
+    second = torch.optim.NAdam(layer.parameters(), foreach=True)
+    second.load_state_dict(first.state_dict())
+    second.step()
+
+    products = [state["mu_product"].item() for state in second.state.values()]
+    assert all(0 < product < 1 for product in products)
+    assert products[0] == products[1]
