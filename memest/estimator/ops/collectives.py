@@ -180,7 +180,7 @@ def _fill_flat(mode: SimMode, output: Tensor, given: Tensor, factor: int) -> Non
     def parts(value: Tensor) -> Tensor:
         flat, count = value.reshape(-1), output.numel()
         is_gather = count >= flat.numel()
-        made = flat.repeat(count // flat.numel()) if is_gather else flat[:count] * factor
+        made = flat.repeat(count // max(1, flat.numel())) if is_gather else flat[:count] * factor
         return made.view(output.shape)
 
     is_small = not is_meta(output) or output.numel() <= MAX_GATHERED
