@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,3 +129,20 @@ def test_a_sweep_gives_its_groups_to_the_engine(monkeypatch: pytest.MonkeyPatch)
         "SIGKILL"
     )
     assert [point.error for point in points] == ["", "", died, died], "the longer task is first"
+
+
+@pytest.mark.parametrize(("gpus", "started"), [(0, 2), (1, 9)])
+def test_a_local_cluster_has_no_more_workers_than_cores(
+    gpus: int, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that use GPUs wait for these, so they may share cores."""
+    asked: list[int] = []
+    cluster = SimpleNamespace(
+        is_initialized=lambda: False, init=lambda *args, num_cpus, **others: asked.append(num_cpus)
+    )
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(engines.os, "cpu_count", lambda: 2)
+    Ray(workers=9, gpus=gpus)._connect(cluster)
+
+    assert asked == [started]

@@ -146,7 +146,7 @@ def test_a_gathered_tensor_is_as_known_as_what_is_gathered(rank: VirtualGpu) -> 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # new names in 2.13
 @pytest.mark.usefixtures("rank")
 def test_ranks_exchange_guessed_counts_of_tokens() -> None:
-    """As experts on several ranks do before they exchange the tokens."""
+    """Experts on several ranks exchange counts first, then the tokens."""
     chosen = torch.randn(NUM_TOKENS, 8, device="cuda").topk(2).indices
     routed = torch.zeros(NUM_TOKENS, 8, dtype=torch.bool, device="cuda").scatter_(-1, chosen, True)
     counts = routed.sum(dim=0)
