@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import PlanError, shown
-from memest.plan.reading import read_limited
+from memest.plan.reading import read_limited, read_table
 from memest.units import GIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ is loaded. In place, linear layers of a model on the GPU in 16 bits are replaced
 LORA_BIASES = ("none", "all", "lora_only")
 
 ALL_LINEAR = "all-linear"  # in `lora_target_modules`: all except the output head
-OTHER_NAMES: Mapping[str, Sequence[str]] = json.loads(
-    Path(__file__).with_name("other_names.json").read_text(encoding="utf-8")
-)
+OTHER_NAMES: Mapping[str, Sequence[str]] = read_table(__file__, "other_names.json")
 """Names in files that are no keys of a plan.
 
 `ignored` names of lab configs do not affect the memory of a step. Of `TrainingArguments`, the names

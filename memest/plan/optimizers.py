@@ -7,13 +7,12 @@ Source: torch 2.11 (torch/optim), bitsandbytes 0.50.2 (bitsandbytes/optim), tran
 (`OptimizerNames` in training_args.py).
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from memest.errors import PlanError, UnsupportedError, closest, shown
+from memest.plan.reading import read_table
 
 TORCH, BITSANDBYTES, DEEPSPEED = "torch", "bitsandbytes", "deepspeed"
 
@@ -55,9 +54,7 @@ _8_AND_32_BITS = (
 )  # fmt: skip
 _PAGED = ("Adam", "AdamW", "AdEMAMix", "Lion")
 
-_NAMES: Mapping[str, Mapping[str, str]] = json.loads(
-    Path(__file__).with_name("optimizers.json").read_text(encoding="utf-8")
-)
+_NAMES: Mapping[str, Mapping[str, str]] = read_table(__file__, "optimizers.json")
 """Names of optimizers in other places.
 
 `trainer` has the spelling of `TrainingArguments` for a plan's name, `aliases` are other spellings.

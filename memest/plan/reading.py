@@ -16,6 +16,11 @@ _MAX_WAIT_S = 60.0  # seconds for which a pipe may send nothing
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Windows
 
 
+def read_table(module: str, name: str) -> Any:
+    """Return the JSON file `name` from the folder of a module, whose `__file__` is `module`."""
+    return json.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
+
+
 def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:
     """Return the text of a regular file or a pipe of at most `max_bytes`; `what` is for the hint.
 

@@ -3,11 +3,9 @@
 Steps are counted from 0 in reports and from 1 here.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memest.errors import OOM_EXIT_CODE, MemestError
@@ -15,6 +13,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.commands import predict_command
 from memest.estimator.versions import BUILT_FOR, KERNELS, is_newer, is_nightly
 from memest.plan import TrainingPlan
+from memest.plan.reading import read_table
 from memest.report import OPERATOR, Outcome, SimulatedReport, Verdict
 from memest.units import GIB, format_size, gib_or_mib
 
@@ -255,9 +254,7 @@ def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 SCHEDULERS = ("sky", "slurm", "dstack")
 
-NAMES: Mapping[str, tuple[str, str]] = json.loads(
-    Path(__file__).with_name("schedulers.json").read_text(encoding="utf-8")
-)
+NAMES: Mapping[str, tuple[str, str]] = read_table(__file__, "schedulers.json")
 """GPU of the catalogue -> name for SkyPilot (`sky show-gpus -a`), name and memory for dstack
 (https://dstack.ai/docs/concepts/tasks, resources). GPUs without a name in both are left out.
 """

@@ -2,12 +2,10 @@
 
 import importlib
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from torch.utils.checkpoint import (
 from memest.estimator.hardware.work import HOST_KINDS, VIEW, Work, host_kind, work_of
 from memest.estimator.tensors.patches import constant
 from memest.estimator.tensors.placement import tensors_in
+from memest.plan.reading import read_table
 
 Call = Callable[[], Any]
 
@@ -177,7 +176,7 @@ def _give_gradients(parameters: list[nn.Parameter]) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-SHAPES: dict[str, Any] = json.loads(Path(__file__).with_name("shapes.json").read_text("utf-8"))
+SHAPES: dict[str, Any] = read_table(__file__, "shapes.json")
 """Shapes of usual networks by what reads them.
 
 `models` are architectures of transformers whose launches take the host's usual time, with sizes.

@@ -21,9 +21,9 @@ from torch.distributions import distribution
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.branches import WaitingLoops
 from memest.estimator.ops.registry import arguments_by_name, op_of
-from memest.estimator.tensors.known_values import KnownValues, materialise
+from memest.estimator.tensors.known_values import COMPARISONS, KnownValues, materialise
 from memest.estimator.tensors.lines import LARGEST, Notes
-from memest.estimator.tensors.placement import CPU, META, storage_key, tensors_in
+from memest.estimator.tensors.placement import CPU, META, operators, storage_key, tensors_in
 
 aten = torch.ops.aten
 
@@ -33,18 +33,16 @@ FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`,
 TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
 LARGE = 1e4  # least limit, such as that of float16, which no unknown value exceeds
 MAX_IN_A_ROW = 100_000  # reads by one line without an optimizer step: a waiting loop
-_REDUCTIONS = frozenset((aten.all.default, aten.all.dim, aten.any.default, aten.any.dim))
-_ALL_FALSE = frozenset((
-    aten.eq.Tensor, aten.eq.Scalar, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar,
-    aten.lt.Tensor, aten.le.Tensor,
-    aten.isnan.default, aten.isinf.default,
-)) | _REDUCTIONS  # fmt: skip
+_REDUCTIONS = operators("all all.dim any any.dim")
+_ALL_FALSE = _REDUCTIONS | operators(
+    "eq.Tensor eq.Scalar isin.Tensor_Tensor isin.Tensor_Scalar lt.Tensor le.Tensor isnan isinf"
+)
 """Comparisons that return False: an unknown value equals nothing, passes no threshold."""
 
-_ALL_TRUE = frozenset((aten.ne.Tensor, aten.ne.Scalar, aten.gt.Tensor, aten.ge.Tensor))
+_ALL_TRUE = operators("ne.Tensor ne.Scalar gt.Tensor ge.Tensor")
 """Comparisons of unknown values that return True: they differ from all others and exceed scores."""
 
-PASSING_CHECKS = frozenset((aten._is_all_true.default, aten.allclose.default))
+PASSING_CHECKS = operators("_is_all_true allclose")
 """Checks of a script's own values, such as those of `torch.distributions`; they return True."""
 
 _VALIDATE = distribution.Distribution._validate_sample.__code__
@@ -123,9 +121,7 @@ class Guesses:
         self.loops.clear()
 
 
-_SELECTIONS = frozenset((
-    aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.take.default,
-))  # fmt: skip
+_SELECTIONS = operators("gather index.Tensor index_select take")
 
 
 def selected_value(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
@@ -136,8 +132,8 @@ def selected_value(func: Any, source: Tensor | None, out: Tensor) -> Tensor | No
     return first.expand(out.shape) if bool((source == first).all()) else None
 
 
-_ABOVE = frozenset((aten.gt.Scalar, aten.ge.Scalar))
-_BELOW = frozenset((aten.lt.Scalar, aten.le.Scalar))
+_ABOVE = operators("gt.Scalar ge.Scalar")
+_BELOW = operators("lt.Scalar le.Scalar")
 
 
 def guessed_comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
@@ -190,25 +186,21 @@ def guessed_bincount(
 
 
 MAX_CHOICES = 1024  # largest number of guessed choices; tokens of a vocabulary stay unknown
-_IN_ORDER = frozenset((aten.sort.default, aten.sort.stable))
-_CHOICES = frozenset(map(id, (
-    *_IN_ORDER, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
-    aten.topk.default, aten.multinomial.default,
-)))  # fmt: skip
-_BY_SIZE = frozenset(map(id, (
-    aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar,
-    aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor,
-)))  # fmt: skip
+_IN_ORDER = operators("sort sort.stable")
+_CHOICES = frozenset(
+    map(id, _IN_ORDER | operators("max.dim min.dim argmax argmin topk multinomial"))
+)
+_BY_SIZE = frozenset(map(id, COMPARISONS | _ABOVE | _BELOW))
 """Ids of comparisons by size. An id is looked up for each operator, and is faster to hash."""
 
 EVENLY = (
     "the size of some results depends on unknown values: choices, such as those of a router "
     "between experts, are spread evenly, and comparisons in size pass"
 )
-_OPPOSITES = frozenset((aten.bitwise_not.default, aten.logical_not.default))
+_OPPOSITES = operators("bitwise_not logical_not")
 MAX_COMPARED = 1 << 20  # elements of the largest stored comparison; larger selections are full
-_SUMS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.default))
-_TO_NUMBERS = _ABOVE | _BELOW | {aten.eq.Scalar, aten.ne.Scalar}
+_SUMS = operators("sum sum.dim_IntList count_nonzero")
+_TO_NUMBERS = _ABOVE | _BELOW | operators("eq.Scalar ne.Scalar")
 
 
 class _Selections:
@@ -402,7 +394,4 @@ def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return None
 
 
-_UNIQUE = frozenset((
-    aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
-    aten.unique_dim_consecutive.default,
-))  # fmt: skip
+_UNIQUE = operators("_unique2 unique_consecutive unique_dim unique_dim_consecutive")

@@ -30,6 +30,7 @@ from memest.estimator.tensors.placement import (
     host_storages,
     is_meta,
     local_part,
+    operators,
     storage_key,
     tensors_in,
 )
@@ -38,13 +39,8 @@ aten = torch.ops.aten
 
 MANY_DRAWS = 1 << 26  # from here on skip ahead (0.1 s) in place of drawing (2 to 3 ns each)
 BLOCK = 16  # block size of normal numbers (`normal_fill`)
-_UNIFORM = frozenset((
-    aten.uniform_.default, aten.rand.default, aten.rand.generator, aten.rand_like.default,
-))  # fmt: skip
-_NORMAL = frozenset((
-    aten.normal_.default, aten.randn.default, aten.randn.generator, aten.randn_like.default,
-    aten.normal.float_float,
-))  # fmt: skip
+_UNIFORM = operators("uniform_ rand rand.generator rand_like")
+_NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float")
 
 
 def num_draws(func: Any, tensor: Tensor) -> int:
@@ -131,16 +127,11 @@ ones.
 """
 
 REAL_BYTES = 1 << 30  # all counted real tensors at a time; a run stays below 2.5 GiB
-_FACTORIES = frozenset((
-    aten.empty.memory_format, aten.empty_strided.default, aten.zeros.default, aten.ones.default,
-    aten.full.default, aten.rand.default, aten.randn.default, aten.rand.generator,
-    aten.randn.generator, aten.normal.float_float,
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-    aten.new_empty_strided.default,
-))  # fmt: skip
-_NOISE = _UNIFORM | _NORMAL | {
-    aten.bernoulli.default, aten.normal.Tensor_float, aten.normal.Tensor_Tensor,
-}  # fmt: skip
+_FACTORIES = operators(
+    "empty.memory_format empty_strided zeros ones full rand randn rand.generator "
+    "randn.generator normal.float_float new_empty new_zeros new_ones new_full new_empty_strided"
+)
+_NOISE = _UNIFORM | _NORMAL | operators("bernoulli normal.Tensor_float normal.Tensor_Tensor")
 
 
 class HostTensors:

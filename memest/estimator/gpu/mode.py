@@ -67,6 +67,7 @@ from memest.estimator.tensors.placement import (
     is_meta,
     is_on_real_gpu,
     local_foreach,
+    operators,
     sample_tensors,
     storage_key,
     tensors_in,
@@ -77,7 +78,7 @@ aten = torch.ops.aten
 
 MAX_STATE_NUMEL = 1 << 12  # most elements whose values an optimizer step computes
 MAX_QUICK_NUMEL = 1 << 10  # most elements of tensors of the host that take no time to measure
-_COPIES = frozenset((aten.copy_.default, aten._to_copy.default, aten.clone.default))
+_COPIES = operators("copy_ _to_copy clone")
 _SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd engine sums gradients
 
 

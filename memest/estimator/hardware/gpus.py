@@ -1,7 +1,9 @@
 """The catalogue of GPUs, with the source of every figure.
 
 The data are in `gpus.json`, one object per GPU with the fields of `Gpu`. To add a GPU, add an
-object; no code changes. Instances under MIG are made by name from `mig.json`, and are not listed.
+object; no code changes. `kinds.json` has other names, of which a bare family name means its largest
+GPU, and the limits of multiprocessors. Instances under MIG are made by name from `mig.json`, and
+are not listed.
 
 How the figures were taken:
 
@@ -16,16 +18,15 @@ How the figures were taken:
   H200's was read by cuDNN (`device_properties.json`), the B200's is that of pytorch/ao#4002.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from memest.errors import PlanError, closest
 from memest.plan import TrainingPlan
+from memest.plan.reading import read_table
 from memest.units import MIB, gib_or_mib
 
 DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")  # where the user names none
@@ -38,16 +39,9 @@ LARGEST_MEMORY_RANGE = 0.013
 """Share of the memory by which drivers of one kind of GPU differ: the T4's, the largest in
 `gpus.json`. Used for GPUs of which only one figure was found."""
 
-_DATA = Path(__file__).with_name("gpus.json")
 _MEASURED = "h200"
 _MEMORY_TOLERANCE = 0.02  # between drivers: at most 1.3 % (T4); between ECC on and off: 6.4 %
-_ALIASES = {  # a bare family name means its largest GPU
-    "a100": "a100-80gb", "a100sxm": "a100-80gb", "v100": "v100-32gb",
-    "h100": "h100-80gb", "h100sxm": "h100-80gb", "h100sxm80gb": "h100-80gb",
-    "h100pcie": "h100-pcie-80gb", "gh200": "gh200-96gb",
-    "3090": "rtx-3090", "4090": "rtx-4090", "5090": "rtx-5090",
-    "rtxa6000": "a6000", "6000ada": "rtx-6000-ada",
-}  # fmt: skip
+_KINDS: Mapping[str, Any] = read_table(__file__, "kinds.json")
 _INCIDENTAL = re.compile(r"nvidia|tesla|geforce|generation|sxm\d?|pcie|hbm\d\w?|\d+gb?")
 """Words of a device name that do not distinguish kinds of GPU of one family."""
 
@@ -61,17 +55,8 @@ class Multiprocessor(NamedTuple):
 
 
 MULTIPROCESSORS = {
-    (7, 0): Multiprocessor(2048, 96, 96),
-    (7, 5): Multiprocessor(1024, 64, 64),
-    (8, 0): Multiprocessor(2048, 164, 163),
-    (8, 6): Multiprocessor(1536, 100, 99),
-    (8, 7): Multiprocessor(1536, 164, 163),
-    (8, 9): Multiprocessor(1536, 100, 99),
-    (9, 0): Multiprocessor(2048, 228, 227),
-    (10, 0): Multiprocessor(2048, 228, 227),
-    (10, 3): Multiprocessor(2048, 228, 227),
-    (12, 0): Multiprocessor(1536, 100, 99),
-    (12, 1): Multiprocessor(1536, 100, 99),
+    tuple(map(int, capability.split("."))): Multiprocessor(*limits)
+    for capability, limits in _KINDS["multiprocessors"].items()
 }
 """Multiprocessors by compute capability: CUDA Programming Guide 13, table 30 "Memory Information
 per Compute Capability" and table 31; 7.0 in the guide of CUDA 12.
@@ -166,10 +151,9 @@ class Gpu:
 @cache
 def _catalogue() -> dict[str, Gpu]:
     """Name -> GPU, in the order of the file; read at the first call."""
-    entries = json.loads(_DATA.read_text(encoding="utf-8"))
     gpus = [
         Gpu(**{"chip": entry["name"], **entry, "capability": tuple(entry["capability"])})
-        for entry in entries
+        for entry in read_table(__file__, "gpus.json")
     ]
     return {gpu.name: gpu for gpu in gpus}
 
@@ -196,7 +180,7 @@ def find_gpu(name: str) -> Gpu:
         return mig_instance(find_gpu(instance[0]), instance[1])
     folded = _folded(name)
     known = {_folded(text): gpu for gpu in list_gpus() for text in (gpu.label, gpu.name)}
-    known |= {alias: _catalogue()[target] for alias, target in _ALIASES.items()}
+    known |= {alias: _catalogue()[target] for alias, target in _KINDS["aliases"].items()}
     if folded in known:
         return known[folded]
     near = dict.fromkeys(known[text].name for text in closest(folded, known))
@@ -349,7 +333,6 @@ def _communicators_bytes(plan: TrainingPlan) -> int:
 # the 1g.5gb of an A100, and torch 39.25 GiB on the 3g.40gb of an A100 80GB. The rest follows from
 # the whole GPU.
 
-_MIG_DATA = Path(__file__).with_name("mig.json")
 _SLICES = 8  # slices of memory of every GPU with MIG: NVIDIA's MIG User Guide, Concepts
 _MEDIA = re.compile(r"\+me$")  # with media engines: the same memory in `nvidia-smi mig -lgip`
 _NAME = re.compile(
@@ -360,8 +343,7 @@ _NAME = re.compile(
 @cache
 def _divisible() -> dict[str, Any]:
     """Return name of a GPU -> its profiles and their source; read at the first call."""
-    known: dict[str, Any] = json.loads(_MIG_DATA.read_text(encoding="utf-8"))
-    return known
+    return read_table(__file__, "mig.json")
 
 
 def mig_profiles() -> dict[str, Sequence[str]]:

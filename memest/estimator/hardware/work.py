@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memest.estimator.tensors.placement import tensors_in
 from memest.estimator.versions import allows_tf32
+from memest.plan.reading import read_table
 
 
 class Work(NamedTuple):
@@ -46,37 +47,19 @@ a call of a hook of saved tensors, and `choice` that of selective checkpointing 
 """
 
 HOST_KINDS = ("launch", "cudnn", "view")  # a launch, a call of cuDNN, a view
-_WITHOUT_KERNEL = frozenset((
-    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view",
-    "lift_fresh", "resize", "set", "record_stream", "_local_scalar_dense", "_reshape_alias",
-))  # fmt: skip
+_NAMES: dict[str, Any] = {
+    trait: frozenset(names) if isinstance(names, list) else names
+    for trait, names in read_table(__file__, "work.json").items()
+}
+"""Names of operators by trait.
 
-_READS_FEW = frozenset((
-    "embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward",
-    "embedding_bag", "take", "_index_put_impl", "index_put", "scatter", "index_add",
-))  # fmt: skip
-"""Operators that read or write only some rows of their first argument."""
-
-_ALIKE = {
-    "fill_": "zero", "zeros": "zero", "zeros_like": "zero", "new_zeros": "zero", "full": "zero",
-    "ones": "zero", "ones_like": "zero", "new_ones": "zero", "full_like": "zero",
-    "normal_": "random", "uniform_": "random", "randn": "random", "rand": "random",
-    "randn_like": "random", "rand_like": "random", "bernoulli_": "random",
-    "mean": "sum", "amax": "sum", "amin": "sum", "any": "sum", "all": "sum", "prod": "sum",
-    "max": "sum", "min": "sum", "argmin": "argmax", "_fused_adam_": "_fused_adamw",
-    "_amp_foreach_non_finite_check_and_unscale_": "foreach", "_fft_c2c": "_fft_r2c",
-    "_fft_c2r": "_fft_r2c", "scatter_reduce_": "scatter_add", "scatter_reduce": "scatter_add",
-    "linalg_vector_norm": "sum", "var": "sum", "std": "sum", "var_mean": "sum", "logsumexp": "sum",
-    "constant_pad_nd": "slice_backward", "select_backward": "slice_backward", "stack": "cat",
-    "_native_batch_norm_legit": "native_batch_norm",
-}  # fmt: skip
-"""Operators whose kernels take the time of another's."""
-
-_SHAPE_OF = {
-    "mm": (0, 1), "addmm": (1, 2), "_addmm_activation": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2),
-    "_scaled_mm": (0, 1), "_int_mm": (0, 1), "_grouped_mm": (0, 1), "int8_linear_matmul": (0, 1),
-}  # fmt: skip
-"""Positions of the two matrices of a product."""
+An operator that `reads few` reads or writes only some rows of its first argument: as many as its
+result or its values have. One that `writes few` changes as many rows as there are values. One that
+`writes only` does not read its first argument. The kernel of one that `moves rows` moves elements
+of the last dimension together. `row` has the position of the argument that gives the length of a
+row: a dimension, or the row's shape. `matrices` has positions of the two matrices of a product.
+`alike` has operators whose kernels take the time of another's.
+"""
 
 _ATTENTION = "_scaled_dot_product_"
 _HALVES = (torch.float16, torch.bfloat16)
@@ -88,10 +71,10 @@ two (`sdpa_backward_flop_count` of torch/utils/flop_counter.py)."""
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     """Return the work of one call of the operator `func` with result `out`."""
     name = _name(func)
-    if func.is_view or name in _WITHOUT_KERNEL:
+    if func.is_view or name in _NAMES["without kernel"]:
         return NOTHING
     num_bytes = _num_bytes(name, func, args, kwargs, out)
-    if name in _SHAPE_OF:
+    if name in _NAMES["matrices"]:
         return _product(name, args, num_bytes)
     if name.startswith(_ATTENTION):
         return _attention(name, func, args, kwargs, num_bytes)
@@ -108,10 +91,11 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return found._replace(more_bytes=args[0].nbytes if bias else 0)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(func, args)
-    if name in _SOFTMAX and _num_after(args[0], args[_ROWS[name]]) > 1:
-        return _apart(name, args[0], args[_ROWS[name]])
+    row = _NAMES["row"].get(name)
+    if "softmax" in name and row is not None and _num_after(args[0], args[row]) > 1:
+        return _apart(name, args[0], args[row])
     given = [*tensors_in(args)]
-    first = given[-1 if name in _COPIES else 0] if given else None
+    first = given[-1 if name in _NAMES["copies"] else 0] if given else None
     more: tuple[int, ...] = ()
     if first is not None:
         name, more = _kind_by_bytes(name, first, (func, args, kwargs), out)
@@ -123,7 +107,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
 def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tuple[int, ...]]:
     """Return the kind of a kernel that memory bounds, and its sizes apart from the bytes."""
     func, args, kwargs = call
-    if name in _COPIES:
+    if name in _NAMES["copies"]:
         return _kind_of_copy(x, out)
     if torch.Tag.pointwise in func.tags:
         return _kind_of_pointwise(args, out), ()
@@ -152,17 +136,14 @@ def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tupl
         return name, (next(t.shape[0] for t in tensors_in(args) if t.dim() == 3),)
     if name == "cat":
         return name, (_adjacent(func, args),)
-    if name in _INDEXED:
+    if name in _NAMES["moves rows"]:
         return name, (_length(x, -1),)
     if name in ("sort", "topk"):
         return name, (_length(x, _values(func, args, kwargs).get("dim", -1)),)
-    if name in _ROWS:
-        row = args[_ROWS[name]]
+    if name in _NAMES["row"]:
+        row = args[_NAMES["row"][name]]
         return name, (prod(row) if isinstance(row, list | tuple) else _length(args[0], row),)
     return name, ()
-
-
-_COPIES = ("clone", "copy", "_to_copy")
 
 
 def _kind_of_copy(source: Tensor, out: Tensor) -> tuple[str, tuple[int, ...]]:
@@ -186,14 +167,6 @@ def _kind_of_copy(source: Tensor, out: Tensor) -> tuple[str, tuple[int, ...]]:
     return "permute", (adjacent,)
 
 
-_ROWS = {
-    "_softmax": 1, "_log_softmax": 1, "_softmax_backward_data": 2, "_log_softmax_backward_data": 2,
-    "native_layer_norm": 1, "native_layer_norm_backward": 2, "_fused_rms_norm": 1,
-    "_fused_rms_norm_backward": 2,
-}  # fmt: skip
-"""Positions of the argument that gives the length of a row: a dimension, or the row's shape."""
-
-
 def _num_after(x: Tensor, dim: int) -> int:
     """Return the number of elements of the dimensions after `dim`."""
     return prod(x.shape[dim + 1 or x.dim() :])
@@ -215,9 +188,6 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
             sharing *= 2
     size = (x.numel() // max(1, num) * sharing, -(-num // sharing))
     return Work(f"{name}-apart {x.element_size()} float32", size, "float32", prod(size), 0)
-
-
-_SOFTMAX = tuple(name for name in _ROWS if "softmax" in name)
 
 
 def _length(x: Tensor, dim: int) -> int:
@@ -305,7 +275,7 @@ def _name(func: Any) -> str:
     name: str = func._overloadpacket.__name__
     if name.startswith("_foreach"):
         return "foreach"
-    return _ALIKE.get(name, name[:-1] if name.endswith("_") else name)
+    return _NAMES["alike"].get(name, name[:-1] if name.endswith("_") else name)
 
 
 def rate_of(dtype: torch.dtype, operation: str = "") -> str:
@@ -330,7 +300,7 @@ Kernels of TF32 read only that layout fast. Those of other precisions take the s
 
 
 def _product(name: str, args: Any, num_bytes: int) -> Work:
-    left, right = (args[i] for i in _SHAPE_OF[name])
+    left, right = (args[i] for i in _NAMES["matrices"][name])
     if name == "int8_linear_matmul":  # of bitsandbytes: rows of any number of dimensions
         left, right = left.flatten(0, -2), right.t()
     *batch, rows, inner = left.shape
@@ -429,29 +399,20 @@ def _layout(x: Tensor) -> str:
 
 def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes that a kernel reads and writes at least."""
-    if name in _WRITES_FEW and func._schema.is_mutable:
+    if name in _NAMES["writes few"] and func._schema.is_mutable:
         given = list(tensors_in(args[1:]))
         return sum(map(_bytes_of, given)) + 2 * _bytes_of(given[-1])  # what the values change
-    read = args[1:] if name in _READS_FEW or name in _ONLY_WRITES else args
+    read = args[1:] if name in _NAMES["reads few"] | _NAMES["writes only"] else args
     if name == "nll_loss_backward":
         read = (args[0], *args[2:])
     once = {id(t): t for t in tensors_in((read, tuple(kwargs.values())))}  # `g * g` reads `g` once
     total = sum(map(_bytes_of, (*once.values(), *tensors_in((out,)))))
-    if name in _READS_FEW:  # the rows that are read are as large as the result or the values
-        total += sum(map(_bytes_of, tensors_in((out,) if name in _READS_OUT else args[1:])))
+    if name in _NAMES["reads few"]:
+        like_rows = (out,) if name in _NAMES["reads as its result"] else args[1:]
+        total += sum(map(_bytes_of, tensors_in(like_rows)))
     elif not func._schema.returns:
         total += sum(map(_bytes_of, tensors_in([args[i] for i in written(func) if i < len(args)])))
     return total
-
-
-_ONLY_WRITES = ("copy", "zero", "random")  # first argument is written, not read
-_WRITES_FEW = ("index_add", "_index_put_impl", "index_put", "index_copy", "scatter_add", "scatter")
-"""Operators that change some rows of their first argument, as many as there are values."""
-
-_INDEXED = ("index_select", "index", "index_add", "_index_put_impl")
-"""Operators whose kernels move elements of the last dimension together."""
-
-_READS_OUT = ("embedding", "index", "index_select", "gather", "take")
 
 
 def _bytes_of(tensor: Tensor) -> int:

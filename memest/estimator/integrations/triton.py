@@ -8,7 +8,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import inspect
-import json
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +27,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.work import fused_work
 from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
 from memest.estimator.tensors.placement import GPU
+from memest.plan.reading import read_table
 
 # Names of the package `triton`, for machines on which it cannot be installed.
 #
@@ -36,9 +35,7 @@ from memest.estimator.tensors.placement import GPU
 # triton`, and the version that comes with the wheels of torch 2.11.
 
 VERSION = "3.6.0"  # version of triton that the wheels of torch 2.11 require
-_NAMES: dict[str, Any] = json.loads(
-    Path(__file__).with_name("triton.json").read_text(encoding="utf-8")
-)
+_NAMES: dict[str, Any] = read_table(__file__, "triton.json")
 """Names of Triton 3.6.0: of its `modules` and its `language`, and the lists of its `dtypes`.
 
 Other names are missing here too. Of `triton.testing` there are those that bitsandbytes before 0.49

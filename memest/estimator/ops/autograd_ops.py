@@ -29,6 +29,7 @@ from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import INSIDE, on_gpu, tensors_in
 from memest.estimator.versions import simulated
+from memest.plan.reading import read_table
 
 KEY_NAME = "AutocastIPU"
 _KEY = getattr(torch._C.DispatchKey, KEY_NAME)
@@ -37,35 +38,13 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _PYTHON = torch._C.DispatchKey.Python
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 
-# The policies of ATen/autocast_mode.h (torch 2.11); a test compares their union with what the
-# installed torch registers for AutocastCUDA.
-LOWER_PRECISION = """
-    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
-    mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
-    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    _scaled_dot_product_flash_attention scaled_dot_product_attention
-""".split()
-FLOAT32 = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
-    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm
-    group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
-    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
-    huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
-    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
-    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
-    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa
-""".split()
-FLOAT32_SINCE_2_12 = ("rms_norm",)  # cast to float32 by autocast too, with `casts_rms_norm`
-FLOAT32_RESULT = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
-    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
-""".split()
-PROMOTE = """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-""".split()
+LOWER_PRECISION, FLOAT32, FLOAT32_SINCE_2_12, FLOAT32_RESULT, PROMOTE = read_table(
+    __file__, "autocast.json"
+).values()
+"""Operators by the policies of ATen/autocast_mode.h (torch 2.11). A test compares their union with
+what the installed torch registers for AutocastCUDA. The release's `casts_rms_norm` decides the
+third.
+"""
 
 _library: list[torch.library.Library] = []
 _active_gpu: list[Gpu] = []

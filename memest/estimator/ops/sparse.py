@@ -37,6 +37,7 @@ from memest.estimator.tensors.placement import (
     META,
     Place,
     is_meta,
+    operators,
     refused,
     sample_tensors,
 )
@@ -432,14 +433,13 @@ register("_foreach_zero_", on_sparse=_each(torch.Tensor.zero_))
 for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim"):
     register(_name, on_sparse=as_it_is(getattr(torch.Tensor, _name)))
 
-_FROM_DENSE = frozenset((
-    FROM_PARTS, aten._to_sparse.default, aten._to_sparse_csr.default, aten._to_sparse_csc.default,
-    aten.sparse_compressed_tensor.comp_plain_value_size,
-    aten.sparse_compressed_tensor.comp_plain_value,
-    aten._sparse_compressed_tensor_unsafe.default,
-))  # fmt: skip
-_ON_HOST_TOO = frozenset((FROM_PARTS, aten.addmm.default, aten._sparse_addmm.default))
-_OF_EMBEDDINGS = frozenset((FROM_PARTS, aten._embedding_bag_backward.default))
+_MADE = "_sparse_coo_tensor_with_dims_and_tensors"
+_FROM_DENSE = operators(
+    f"{_MADE} _to_sparse _to_sparse_csr _to_sparse_csc _sparse_compressed_tensor_unsafe "
+    "sparse_compressed_tensor.comp_plain_value sparse_compressed_tensor.comp_plain_value_size"
+)
+_ON_HOST_TOO = operators(f"{_MADE} addmm _sparse_addmm")
+_OF_EMBEDDINGS = operators(f"{_MADE} _embedding_bag_backward")
 _MAKERS = frozenset(map(id, (*_FROM_DENSE, *_OF_EMBEDDINGS, aten._to_copy.default)))
 """Operators that make sparse tensors on the GPU, by identity, as in `registry`."""
 

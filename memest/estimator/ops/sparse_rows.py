@@ -20,7 +20,7 @@ from memest.estimator.ops.registry import on_compressed, outputs_only, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.known_values import MAX_BYTES
 from memest.estimator.tensors.lines import LARGEST
-from memest.estimator.tensors.placement import CPU, META, Place, is_meta, storage_key
+from memest.estimator.tensors.placement import CPU, META, Place, is_meta, operators, storage_key
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -28,11 +28,9 @@ CSR, CSC = torch.sparse_csr, torch.sparse_csc
 Parts = tuple[Tensor, Tensor, Tensor]
 
 _MADE = aten._sparse_compressed_tensor_unsafe.default
-VIEWS = frozenset((
-    aten.t.default, aten.transpose.int, aten.detach.default, aten.alias.default,
-    aten.values.default, aten.crow_indices.default, aten.col_indices.default,
-    aten.ccol_indices.default, aten.row_indices.default,
-))  # fmt: skip
+VIEWS = operators(
+    "t transpose.int detach alias values crow_indices col_indices ccol_indices row_indices"
+)
 """Views of a compressed matrix, or of its parts, that torch's meta device returns."""
 
 _MATRIX_TILE = 24  # entries of a tile of `cusparseSpMM`, with one index each in the workspace

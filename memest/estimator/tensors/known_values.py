@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memest.estimator.tensors.placement import CPU, is_meta, storage_key, tensors_in
+from memest.estimator.tensors.placement import CPU, is_meta, operators, storage_key, tensors_in
 
 aten = torch.ops.aten
 
@@ -32,16 +32,10 @@ _CONSTANT_LIKE = frozenset(map(id, (
 )))  # fmt: skip
 """Operators whose result does not depend on their first argument's values."""
 
-_UNWRITTEN = frozenset((
-    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
-    aten.new_empty.default, aten.new_empty_strided.default,
-))  # fmt: skip
+_UNWRITTEN = operators("empty.memory_format empty_strided empty_like new_empty new_empty_strided")
 """Factories without values. Their known value is zeros, so that two runs never differ."""
 
-READS_VALUE = frozenset((
-    aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default,
-    aten.allclose.default,
-))  # fmt: skip
+READS_VALUE = operators("_local_scalar_dense equal is_nonzero allclose")
 """Operators whose result is a Python value."""
 
 FROM_PARAMETER, FROM_BUFFER = 1, 2  # bits of `KnownValues.sources`
@@ -353,14 +347,14 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
     return None
 
 
-_COMPARISONS = frozenset((aten.gt.Tensor, aten.ge.Tensor, aten.lt.Tensor, aten.le.Tensor))
+COMPARISONS = operators("gt.Tensor ge.Tensor lt.Tensor le.Tensor")
 
 
 def compared_with_infinity(
     func: Any, args: tuple[Any, ...], values: KnownValues, shape: torch.Size
 ) -> Tensor | None:
     """Return how finite numbers compare with a tensor of infinities; None for other calls."""
-    if func not in _COMPARISONS:
+    if func not in COMPARISONS:
         return None
     known = list(map(values.value_of, args))
     if sum(value is None for value in known) != 1:

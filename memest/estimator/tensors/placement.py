@@ -38,6 +38,14 @@ T = TypeVar("T")
 _is_meta_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
 _device_in_c: Callable[[Any], torch.device] = vars(torch._C.TensorBase)["device"].__get__
 _is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__get__
+
+
+def operators(names: str) -> frozenset[Any]:
+    """Return overloads of aten by their names, separated by blanks: `sum` is the default one."""
+    pairs = (f"{name}.default".split(".") for name in names.split())
+    return frozenset(getattr(getattr(torch.ops.aten, name), form) for name, form, *_ in pairs)
+
+
 PLAIN = frozenset((Tensor, torch.nn.Parameter))  # without a `__torch_function__` of their own
 
 _has_mode = torch._C._is_torch_function_mode_enabled

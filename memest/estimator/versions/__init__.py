@@ -4,7 +4,6 @@ The installed release is simulated if `RELEASES` has a row for it, else the near
 one. The environment variable `MEMEST_TORCH` overrides the choice, also in child processes.
 """
 
-import json
 import os
 import re
 import sys
@@ -12,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from memest.errors import PlanError, shown
+from memest.plan.reading import read_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +60,7 @@ class TorchRelease:
 
 
 def _releases() -> Iterator[TorchRelease]:
-    text = Path(__file__).with_name("releases.json").read_text(encoding="utf-8")
-    for row in json.loads(text):
+    for row in read_table(__file__, "releases.json"):
         yield TorchRelease(**row | {"version": tuple(row["version"])})
 
 

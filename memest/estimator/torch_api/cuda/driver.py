@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from memest.estimator.tensors.patches import Patches, constant, constants, refus
 from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_another, resolve
 from memest.estimator.torch_api.cuda import streams
 from memest.estimator.versions import simulated
+from memest.plan.reading import read_table
 
 true_class: Any = torch.device
 
@@ -193,66 +195,43 @@ def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -
 
 CUDA_VERSION = "13.0"  # `torch.version.cuda` on a CPU build: that of torch 2.11.0+cu130
 DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was measured
-ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"  # wheels for CUDA 13.0
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch.cuda` report one GPU, that of `mode`."""
     patches.set(torch, "device", device)
+    _install_facts(patches)
     _install_devices(patches, mode)
     _install_libraries(patches, mode)
     streams.install(patches, mode)
     _install_generators(patches, mode.rng)
-    for name, what in _REFUSED.items():
-        patches.set(torch._C, name, refusing(what))
     _install_comm(patches)
     _install_foreach(patches, mode)
 
 
-_FACTS: dict[str, Any] = {
-    "_cuda_init": None, "_cuda_isInBadFork": False,
-    "_cuda_hasPrimaryContext": True, "_cuda_getArchFlags": ARCHITECTURES,
-    "_cuda_ipc_collect": None,
-    "_cuda_canDeviceAccessPeer": False, "_cuda_sleep": None,
-    "_accelerator_setDeviceIndex": None, "_accelerator_hooks_set_current_device": None,
-    "_accelerator_isAllocatorInitialized": True, "_cuda_tunableop_is_enabled": False,
-    "_cuda_resetAccumulatedHostMemoryStats": None, "_cuda_resetPeakHostMemoryStats": None,
-    "_accelerator_emptyHostCache": None, "_host_emptyCache": None,
-}  # fmt: skip
-"""Constant results of functions of `torch._C`."""
+FACTS: dict[str, Any] = read_table(__file__, "facts.json")
+"""Functions without a simulation of their own, by the part of torch that has them.
 
-_FACTS_OF_CUDA: dict[str, Any] = {
-    "_lazy_init": None, "_is_compiled": True, "is_initialized": True, "is_available": True,
-    "can_device_access_peer": False,
-}  # fmt: skip
-"""Constant results of functions of `torch.cuda`."""
+They return `constants`, the `number of GPUs` or the `current GPU`. Functions of `torch._C` that are
+`refused` have their names for the script. `dtypes` are those of
+`torch.accelerator.get_device_capability`, the architectures those of the wheels for CUDA 13.0.
+`nvml` has constants of nvml.h and answers of NVML.
+"""
 
-_COUNTS = {
-    "_C": ("_cuda_getDeviceCount", "_accelerator_hooks_device_count"),
-    "cuda": ("device_count", "_device_count_nvml", "_raw_device_count_nvml"),
-}
-"""Functions that return the number of GPUs."""
 
-_INDICES = {
-    "_C": (
-        "_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice",
-        "_accelerator_getDeviceIndex", "_accelerator_exchangeDevice",
-        "_accelerator_maybeExchangeDevice", "_accelerator_hooks_get_current_device",
-        "_accelerator_hooks_exchange_device", "_accelerator_hooks_maybe_exchange_device",
-    ),
-    "cuda": ("_exchange_device", "_maybe_exchange_device"),
-}  # fmt: skip
-"""Functions that return the current GPU."""
+def _install_facts(patches: Patches) -> None:
+    answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
+    found = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
+    for what, answer in answers.items():
+        for owner, names in FACTS[what].items():
+            found.append((owner, constants(dict.fromkeys(names, answer))))
+    refused = {name: refusing(what) for name, what in FACTS["refused"].items()}
+    for owner, functions in (*found, ("_C", refused)):
+        patches.set_all(functions, attrgetter(owner)(torch))
 
 
 def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     properties = properties_of(mode.gpu)
-    patches.set_all(constants(_FACTS), torch._C)
-    patches.set_all(constants(_FACTS_OF_CUDA), torch.cuda)
-    for names, answer in (_COUNTS, GPU.num_visible), (_INDICES, GPU.device.index):
-        for owner, functions in names.items():
-            for name in functions:
-                patches.set(getattr(torch, owner), name, constant(answer))
 
     def synchronize(*args: Any) -> None:
         mode.timeline.host_waits(mode.timeline.idle)
@@ -261,6 +240,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
         resolve(int(index)) if index >= 0 else None
 
     accelerator = constant(torch.device("cuda"))
+    dtypes = {getattr(torch, name) for name in FACTS["dtypes"] if hasattr(torch, name)}
     in_c: dict[str, Any] = {
         "_get_accelerator": accelerator,
         "_accelerator_getAccelerator": accelerator,
@@ -268,7 +248,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
         "_cuda_synchronize": synchronize,
         "_cuda_clearCublasWorkspaces": lambda *args: mode.kernels.clear_workspaces(),
         "_accelerator_synchronizeDevice": synchronize,
-        "_accelerator_getDeviceCapability": lambda *args: {"supported_dtypes": set(_DTYPES)},
+        "_accelerator_getDeviceCapability": lambda *args: {"supported_dtypes": {*dtypes}},
         "_has_cudnn": True,
         "has_cuda": True,
     }
@@ -317,32 +297,12 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
         switch(get, set_, getattr(c, get)(), note)
     note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
     switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
-    yes = {"is_flash_attention_available": True, "is_built": True}
-    patches.set_all(constants(yes), torch.backends.cuda)
     cudnn = {"is_available": True, "version": simulated().cudnn_version, "is_acceptable": True}
     patches.set_all(constants(cudnn), torch.backends.cudnn)
     cudart = Cudart(lambda device: torch.cuda.mem_get_info(device))
     patches.set(c, "_cudart", cudart)
     patches.set(torch.cuda, "_cudart", cudart)
     patches.set(torch.cuda, "cudart", lambda: cudart)
-    patches.set_all(constants(dict.fromkeys(_NVTX, 0)), torch.cuda.nvtx._nvtx)  # type: ignore[attr-defined]
-
-
-_NVTX = (
-    "rangePushA", "rangePop", "markA", "rangeStartA", "rangeEnd", "deviceRangeStart",
-    "deviceRangeEnd",
-)  # fmt: skip
-
-_DTYPES = tuple(
-    getattr(torch, name)
-    for name in (
-        "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64 complex32 complex64"
-        " complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-        " uint16 uint32 uint64"
-    ).split()
-    if hasattr(torch, name)
-)
-"""Dtypes of `torch.accelerator.get_device_capability`."""
 
 
 def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
@@ -350,18 +310,6 @@ def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
     if not is_another(device):
         resolve(device)
     return properties
-
-
-_REFUSED = {
-    "_cuda_getCurrentBlasHandle": "a handle of cuBLAS",
-    "_cuda_getCurrentSolverHandle": "a handle of cuSOLVER",
-    "_cuda_tunableop_enable": "torch.cuda.tunable",
-    "_cuda_tunableop_tuning_enable": "torch.cuda.tunable",
-    "_cuda_jiterator_compile_and_launch_kernel": "torch.cuda.jiterator",
-    "_cuda_getAllocator": "torch.cuda.memory._get_current_allocator",
-    "_cuda_cudaHostAllocator": "the allocator of pinned memory",
-}
-"""Functions of `torch._C` without a simulation, and their names for the script."""
 
 
 class Generator(torch.Generator):

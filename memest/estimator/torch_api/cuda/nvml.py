@@ -20,27 +20,11 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.tensors.patches import Patches, constant, constants
 from memest.estimator.tensors.placement import GPU
 from memest.estimator.torch_api.cuda import nvidia_smi
-from memest.estimator.torch_api.cuda.driver import UUID, driver_version
+from memest.estimator.torch_api.cuda.driver import FACTS, UUID, driver_version
 
 DRIVER_VERSION = "580.159.03"  # driver of the H200 on which memest was measured
-_NVML_SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 0, 2, 3, 6
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6
 _PCI_BUS_ID = "00000000:00:00.0"
-
-_CONSTANTS = {
-    "NVML_SUCCESS": _NVML_SUCCESS, "NVML_ERROR_UNINITIALIZED": 1,
-    "NVML_ERROR_INVALID_ARGUMENT": _INVALID_ARGUMENT, "NVML_ERROR_NOT_SUPPORTED": _NOT_SUPPORTED,
-    "NVML_ERROR_NOT_FOUND": _NOT_FOUND, "NVML_ERROR_DRIVER_NOT_LOADED": 9,
-    "NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_GRAPHICS": 0, "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2,
-    "NVML_CLOCK_VIDEO": 3, "NVML_P2P_CAPS_INDEX_NVLINK": 2, "NVML_P2P_STATUS_OK": 0,
-    "NVML_DEVICE_UUID_BUFFER_SIZE": 80, "NVML_DEVICE_NAME_BUFFER_SIZE": 64,
-}  # fmt: skip
-"""Constants of nvml.h, for scripts where nvidia-ml-py is not installed."""
-
-_ERRORS = {
-    "NVMLError_Uninitialized": 1, "NVMLError_InvalidArgument": _INVALID_ARGUMENT,
-    "NVMLError_NotSupported": _NOT_SUPPORTED, "NVMLError_NotFound": _NOT_FOUND,
-    "NVMLError_DriverNotLoaded": 9, "NVMLError_LibraryNotFound": 12, "NVMLError_Unknown": 999,
-}  # fmt: skip
 
 
 class _Error(Exception):
@@ -96,9 +80,9 @@ def _stub() -> ModuleType:
     """Return the module for scripts that import `pynvml` where nvidia-ml-py is missing."""
     module = ModuleType("pynvml", "NVML of the virtual GPU.")
     module.__spec__ = ModuleSpec("pynvml", None)
-    vars(module).update(_CONSTANTS)
+    vars(module).update(FACTS["nvml"]["constants"])
     error = vars(module)["NVMLError"] = type("NVMLError", (_Error,), {"__module__": "pynvml"})
-    for name, number in _ERRORS.items():
+    for name, number in FACTS["nvml"]["errors"].items():
         vars(module)[name] = type(name, (error,), {"number": number, "__module__": "pynvml"})
 
     def lacks(name: str) -> Any:
@@ -168,8 +152,7 @@ def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
     cuda = driver_version()
-    return {
-        "nvmlInit": None, "nvmlInitWithFlags": None, "nvmlShutdown": None,
+    return FACTS["nvml"]["answers"] | {
         "nvmlSystemGetDriverVersion": DRIVER_VERSION,
         "nvmlSystemGetNVMLVersion": f"{cuda // 1000}.{DRIVER_VERSION}",
         "nvmlSystemGetCudaDriverVersion": cuda,
@@ -179,9 +162,6 @@ def _facts(gpu: Gpu) -> dict[str, Any]:
         "nvmlDeviceGetIndex": GPU.device.index, "nvmlDeviceGetMinorNumber": GPU.device.index,
         "nvmlDeviceGetCudaComputeCapability": gpu.capability,
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
-        "nvmlDeviceGetTemperature": 0, "nvmlDeviceGetPowerUsage": 0,
-        "nvmlDeviceGetClockInfo": 0, "nvmlDeviceGetClock": 0,
-        "nvmlDeviceGetGraphicsRunningProcesses": [],
         "nvmlDeviceGetPciInfo": SimpleNamespace(
             busId=_PCI_BUS_ID, busIdLegacy=_PCI_BUS_ID[4:], domain=0, bus=0, device=0,
             pciDeviceId=0, pciSubSystemId=0,
