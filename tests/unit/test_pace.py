@@ -371,10 +371,10 @@ def test_a_plane_predicts_left_out_calls_better_than_a_mean() -> None:
             continue
         for left_out in range(0, len(rows), 5):
             *size, num_flops, num_bytes, us = rows[left_out]
-            calls = pace.Calls(kind, rows[:left_out] + rows[left_out + 1 :], H100)
             ideal_us = 1e6 * pace.ideal_s(rate, num_flops, num_bytes, H100)
-            for found, way in zip(errors, (calls._fitted, calls._mean), strict=True):
-                calls._estimate = way
+            for found, way in zip(errors, ("_fitted", "_mean"), strict=True):
+                calls = pace.Calls(kind, rows[:left_out] + rows[left_out + 1 :], H100)
+                calls._estimate = getattr(calls, way)
                 found.append(abs(ideal_us / calls.efficiency(tuple(size)) / us - 1))
 
     plane, mean = map(median, errors)

@@ -207,22 +207,30 @@ def _summed(
 class Table:
     """Times of kernels and of the host on one GPU.
 
-    `measured` is the content of a file of `pace/`, which was measured on `origin`. `file` names a
-    file with other times than the package's, and which they are.
+    `host` and `first_us` are of a file of `pace/`. `kinds` has its kernels, which were measured on
+    `origin`. `file` names a file with other times than the package's, and which they are.
     """
 
-    def __init__(self, gpu: Gpu, measured: dict[str, Any], origin: Gpu, file: str = "") -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        host: dict[str, float],
+        first_us: dict[str, float],
+        kinds: "dict[str, Calls]",
+        origin: Gpu,
+        file: str = "",
+    ) -> None:
         self.file = file
         self._gpu, self._measured = gpu, origin
-        self._kinds = {k: Calls(k, rows, origin) for k, rows in measured["kernels"].items()}
-        host = measured["host"]
+        self._kinds = kinds
+        self._alike = cache(self._nearest_to)
         times = {name: 1e-6 * us for name, us in host.items()}
         self.wait_s = times["read"]
         self._tensor_s = times["list"]
         self._python_s = {kind: times[kind] for kind in IN_PYTHON}
         each = [[times[f"{phase}_{kind}"] for kind in HOST_KINDS] for phase in _PHASES]
         self._host_s = [*each, [times["loop"], *each[0][1:]]]
-        self._first_s = {kind: 1e-6 * us for kind, us in measured["first_us"].items()}
+        self._first_s = {kind: 1e-6 * us for kind, us in first_us.items()}
         self._copy_bytes_s = {
             k.removesuffix("_gb_s"): 1e9 * v for k, v in host.items() if k.endswith("_gb_s")
         }
@@ -282,7 +290,7 @@ class Table:
         """Return whether calls of a kind were measured, at least in another precision."""
         return kind in self._copy_bytes_s or kind == LINK or self._alike(kind) is not None
 
-    def _alike(self, kind: str) -> str | None:
+    def _nearest_to(self, kind: str) -> str | None:
         """Return the measured kind nearest to `kind`: another precision, another layout."""
         name, _, rest = kind.partition(" ")
         layout = rest.rpartition(" ")[0]
@@ -338,6 +346,7 @@ class Calls:
         self.num_sizes = self._sizes.shape[1]
         if not self._rate:
             self._limit()
+        self._known: dict[tuple[int, ...], float] = {}
 
     def _limit(self) -> None:
         """Let no call be more efficient than the largest.
@@ -369,8 +378,10 @@ class Calls:
 
     def efficiency(self, size: tuple[int, ...]) -> float:
         """Return the efficiency of a call, which is between those of the nearest measured ones."""
-        apart = (self._sizes - np.log(np.maximum(1, size)))[None]
-        return float(np.exp(self._estimate((apart**2).sum(axis=2), apart)[0]))
+        if size not in self._known:
+            apart = (self._sizes - np.log(np.maximum(1, size)))[None]
+            self._known[size] = float(np.exp(self._estimate((apart**2).sum(axis=2), apart)[0]))
+        return self._known[size]
 
     def _mean(self, squares: Any, _: Any) -> Any:
         """Return the weighted mean of the nearest calls, for each row of squared distances."""
@@ -409,16 +420,24 @@ def _table_of(gpu: Gpu, path: str) -> Table:
     measured = [find_gpu(path.stem) for path in sorted(_MEASURED.glob("*.json"))]
     chip = gpu.chip or gpu.name
     origin = min(measured, key=lambda g: (g.name != chip, abs(g.capability[0] - gpu.capability[0])))
-    content = _read(_MEASURED / f"{origin.name}.json")
-    if not path:
-        return Table(gpu, content, origin)
-    own = _read(Path(path))
-    found = match_device(own["device"], own["memory_bytes"])
-    if found is not None and (found.chip or found.name) == chip:
-        return Table(gpu, own, found, Path(path).name)
-    return Table(gpu, content | {"host": own["host"]}, origin, f"{Path(path).name} (host only)")
+    file = _MEASURED / f"{origin.name}.json"
+    host, first_us, label = _read(file)["host"], _read(file)["first_us"], ""
+    if path:
+        own = _read(Path(path))
+        host, label = own["host"], f"{Path(path).name} (host only)"
+        found = match_device(own["device"], own["memory_bytes"])
+        if found is not None and (found.chip or found.name) == chip:
+            file, first_us, origin, label = Path(path), own["first_us"], found, Path(path).name
+    return Table(gpu, host, first_us, _kinds_of(file, origin), origin, label)
 
 
+@cache
+def _kinds_of(file: Path, origin: Gpu) -> dict[str, Calls]:
+    """Return the measured calls of a file by kind; GPUs of other chips share them."""
+    return {kind: Calls(kind, rows, origin) for kind, rows in _read(file)["kernels"].items()}
+
+
+@cache
 def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

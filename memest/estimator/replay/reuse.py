@@ -423,6 +423,8 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     try:
         calls = [replaced.get(template, template) for template in templates]
         requests = [requests_of(gpu, call, call.numbers) for call in calls]
+        if not replaced and requests == [requests_of(first, t, t.numbers) for t in templates]:
+            return sample
     except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
         raise NotInterpolable(f"there is no such call: {error}") from error
     renamed = {a.operator: b.operator for a, b in replaced.items() if a.operator != b.operator}
@@ -430,7 +432,7 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
         raise NotInterpolable("an operator is replaced in some calls only")
     dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
     program = Rebuilt(sample, [r.order for r in requests], dropped).with_bytes(requests)
-    sites = [replace(s, op=renamed.get(s.op, s.op)) for s in program.storages.sites]
+    sites = [replace(s, op=renamed[s.op]) if s.op in renamed else s for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
     return replace(sample, program=program, calls=None)
 

@@ -1,7 +1,7 @@
 """Dynamo under the patches of memest: which functions and hooks it sees, and how it fails."""
 
 from contextlib import nullcontext, suppress
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
 
     @wraps(compile_)
     def compile_frame(code: Any, *args: Any, **kwargs: Any) -> Any:
+        dynamo.trace_rules.get_torch_obj_rule_map()  # fills the tables
         try:
             made = compiled(code, *args, **kwargs)
         except Exception as error:
@@ -154,18 +155,20 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
         del originals[made]
         constants[made] = None
         patches.on_undo(partial(constants.pop, made))
+    make_table = rules.get_torch_obj_rule_map
 
-    def name_originals() -> None:
+    @cache
+    def table() -> dict[Any, Any]:
         """Fill Dynamo's tables of functions, which `init_process_group` clears."""
-        clear()
         with patches.suspended():
-            known = rules.get_torch_obj_rule_map()
+            clear()
+            known: dict[Any, Any] = make_table()
             rules.get_tensor_method()
             functions.TorchInGraphFunctionVariable._get_handlers()
         known.update(dict.fromkeys(folded, functions.TorchInGraphFunctionVariable))
+        return known
 
-    name_originals()
-    patches.set(rules, "clear_lru_cache", name_originals)
+    patches.set(rules, "get_torch_obj_rule_map", table)
     patches.on_undo(clear)
     dynamo.utils.common_constant_types.add(DeviceProperties)
     if not any("memest" in folder for folder in rules.SKIP_DIRS):
