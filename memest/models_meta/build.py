@@ -12,6 +12,7 @@ from torch import nn
 from memest.errors import PlanError, UnsupportedError, closest
 from memest.models_meta.registry import ModelConfig, dtype_keyword, error_text, quiet_transformers
 from memest.plan.keys import FLASH_ATTENTION_2
+from memest.plan.reading import read_table
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,32 +37,16 @@ def set_tied_embeddings(model: Any, tied: bool) -> None:
     head.weight = weight if tied else nn.Parameter(torch.empty_like(weight))
 
 
-# The Auto class that a config without `architectures` gets: the first whose mapping has its
-# `model_type`. Masked before causal: the BERT family is in both, and is fine-tuned as the former.
-_AUTO_CLASSES = (
-    "AutoModelForImageTextToText",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForCausalLM",
-    "AutoModelForImageClassification",
-    "AutoModelForAudioClassification",
-    "AutoModel",
-)
+_FAMILIES: dict[str, list[str]] = read_table(__file__, "families.json")
+"""Names of families by trait.
 
-# Families whose attention uses distances instead of positions, so text length is unlimited. Mirrors
-# transformers 5.17: a relative bias by bucket (t5, mt5, ...), ALiBi (bloom, mpt).
-_RELATIVE_POSITIONS = frozenset(
-    {"t5", "mt5", "umt5", "longt5", "switch_transformers", "pix2struct"}
-)
-_ALIBI_POSITIONS = frozenset({"bloom", "mpt"})
-
-# Families whose position table starts counting after the padding index (fairseq's convention), so
-# `max_position_embeddings` has `pad_token_id + 1` rows that no text can use.
-_OFFSET_POSITIONS = frozenset(
-    {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "mpnet",
-     "data2vec-text", "longformer", "xmod", "luke", "ibert", "esm"}
-)  # fmt: skip
+- `auto_classes`: a config without `architectures` gets the first that maps its `model_type`.
+  Masked before causal: the BERT family is in both, and is fine-tuned as the former.
+- `relative_positions`, `alibi_positions`: attention uses distances instead of positions, by buckets
+  or by ALiBi, so text length is unlimited. Mirrors transformers 5.17.
+- `offset_positions`: the position table starts counting after the padding index (fairseq's
+  convention), so `max_position_embeddings` has `pad_token_id + 1` rows that no text can use.
+"""
 
 DYNAMIC_IMAGE_SIZE = 448  # assumed pixels a side for images of any size (Qwen2-VL): 256 tokens
 
@@ -112,17 +97,17 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
 
     if config.remote_code:
         auto_map = getattr(config.pretrained, "auto_map", None) or {}
-        for auto in _AUTO_CLASSES:
+        for auto in _FAMILIES["auto_classes"]:
             if auto in auto_map:
                 notes.append(f"the model class is the code of `{config.remote_code}` ({auto})")
                 return getattr(transformers, auto)
         raise PlanError(
             f"`auto_map` of `{config.name}` names no model class",
-            hint=f"memest looks for {', '.join(_AUTO_CLASSES)}",
+            hint=f"memest looks for {', '.join(_FAMILIES['auto_classes'])}",
         )
     if config.architecture:
         return getattr(transformers, config.architecture)
-    for auto in _AUTO_CLASSES:
+    for auto in _FAMILIES["auto_classes"]:
         mapping = getattr(transformers, auto)._model_mapping
         if type(config.pretrained) in mapping:
             found = mapping[type(config.pretrained)]
@@ -224,12 +209,13 @@ def num_positions(config: "PretrainedConfig") -> int | None:
     512
     """
     text = text_config(config)
-    if text.model_type in _RELATIVE_POSITIONS | _ALIBI_POSITIONS:
+    if text.model_type in _FAMILIES["relative_positions"] + _FAMILIES["alibi_positions"]:
         return None
     for name in ("max_target_positions", "max_position_embeddings", "n_positions"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
-            offset = (text.pad_token_id or 0) + 1 if text.model_type in _OFFSET_POSITIONS else 0
+            has_offset = text.model_type in _FAMILIES["offset_positions"]
+            offset = (text.pad_token_id or 0) + 1 if has_offset else 0
             return value - offset
     return None
 

@@ -21,6 +21,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.textpath import TextPath
 
 from memest.errors import PlanError
+from memest.plan.reading import read_table
 from memest.plots.words import gpu_label
 from memest.units import GIB
 
@@ -150,29 +151,7 @@ class Theme:
         )
 
 
-_STATES = {
-    "params": "#0072B2", "grads": "#D55E00", "optimizer": "#56B4E9", "activations": "#F0E442",
-    "buckets": "#E69F00", "gathered": "#009E73",
-}  # fmt: skip
-
-LIGHT = Theme(
-    background="#FFFFFF",
-    ink="#111111",
-    muted="#444444",
-    grid="#D0D0D0",
-    band=("#ECECEC", "#CFCFCF"),
-    kinds=_STATES | {"rest": "#3C3C3C"},
-    markers=("#0072B2", "#D55E00"),
-)
-DARK = Theme(
-    background="#111417",
-    ink="#F5F5F5",
-    muted="#C4C8CC",
-    grid="#3A3F45",
-    band=("#23282D", "#3B434A"),
-    kinds=_STATES | {"rest": "#F2F2F2"},
-    markers=("#56B4E9", "#E69F00"),
-)
+LIGHT, DARK = (Theme(**colors) for colors in read_table(__file__, "themes.json").values())
 
 
 @contextmanager

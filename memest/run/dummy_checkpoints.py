@@ -21,6 +21,7 @@ from memest.errors import PlanError, UnsupportedError, closest, shown
 from memest.estimator.torch_api.files.checkpoints import Placeholder
 from memest.models_meta.build import build_model
 from memest.models_meta.registry import find_entry, quiet_transformers, resolve_config
+from memest.plan.reading import read_table
 from memest.run.target import INSTALLED_BY
 
 NEEDED = ("transformers",)  # package that reads configs; the rest of `PLANS` trains
@@ -86,25 +87,13 @@ LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
 
 SIGNS = string.digits + string.punctuation
 MAX_BLANKS = 16  # longest run of blanks with its own token, as indentations of code have
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
-"""Files of tokenizers of transformers and LitGPT; either of the first two is sufficient."""
+TOKENIZERS: dict[str, Any] = read_table(__file__, "tokenizers.json")
+"""Facts about tokenizers of transformers and LitGPT.
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-
-BEFORE = frozenset((
-    "llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3", "gemma3_text", "opt", "bert",
-    "roberta", "clip", "clip_text_model",
-))  # fmt: skip
-"""Families (transformers' `model_type`) whose tokenizers put a token before each text."""
-
-AFTER = frozenset(("t5", "mt5", "umt5", "bert", "roberta", "clip", "clip_text_model"))
-"""Families whose tokenizers put a token after each text, as in transformers."""
+Either of the first two `files` is sufficient. `special` has the texts of special tokens, of which
+those of `extra` are no settings. `token_before` and `token_after` have families (transformers'
+`model_type`) whose tokenizers put a token before or after each text.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,38 +129,32 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` to `folder`."""
     special = _special_tokens(vocabulary)
     tokens = _token_ids(vocabulary, special)
-    has_bos, has_eos = vocabulary.family in BEFORE, vocabulary.family in AFTER
+    has_bos = vocabulary.family in TOKENIZERS["token_before"]
+    has_eos = vocabulary.family in TOKENIZERS["token_after"]
     made = _fast_tokenizer(tokens, special, has_bos=has_bos, has_eos=has_eos)
     made.save(str(folder / "tokenizer.json"), pretty=False)
-    names = {f"{name}_token": token for name, token in special.items() if name not in _EXTRA}
+    plain = {k: token for k, token in special.items() if k not in TOKENIZERS["extra"]}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": vocabulary.max_length,
         "add_bos_token": has_bos,
         "add_eos_token": has_eos,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-        **names,
+        "chat_template": TOKENIZERS["chat_template"],
+        **{f"{name}_token": token for name, token in plain.items()},
     }
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
-_EXTRA = ("image", "video")
-_WRITTEN = {
-    "bos": "<s>", "eos": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>",
-    "image": "<image>", "video": "<video>",
-}  # fmt: skip
-
-
 def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
     """Return the text of each special token by name; names with one id are one token."""
     written: dict[int, str] = {}
-    special = {}
+    special, texts = {}, TOKENIZERS["special"]
     for name, index in vocabulary.ids.items():
-        special[name] = written.setdefault(index, _WRITTEN[name])
+        special[name] = written.setdefault(index, texts[name])
     for name in ("eos", "bos", "unk", "mask"):
-        special.setdefault(name, _WRITTEN[name])
+        special.setdefault(name, texts[name])
     special.setdefault("pad", special["eos"])
     special |= {"cls": special["bos"], "sep": special["eos"]}
     return special
@@ -406,15 +389,16 @@ def write_checkpoint(
         UnsupportedError: LitGPT is not installed.
     """
     check_folder(folder)
-    if tokenizer is not None and not any((tokenizer / f).is_file() for f in TOKENIZER_FILES[:2]):
+    files = TOKENIZERS["files"]
+    if tokenizer is not None and not any((tokenizer / f).is_file() for f in files[:2]):
         raise PlanError(
             f"{shown(str(tokenizer))} has no tokenizer",
-            hint=f"it should hold `{TOKENIZER_FILES[0]}` or `{TOKENIZER_FILES[1]}`",
+            hint=f"it should hold `{TOKENIZERS['files'][0]}` or `{TOKENIZERS['files'][1]}`",
         )
     model = FORMATS[layout](name)
     with dummy_folder(folder, _about(model.name, name, layout, tokenizer)):
         if tokenizer is not None:
-            for file in filter(Path.is_file, map(tokenizer.joinpath, TOKENIZER_FILES)):
+            for file in filter(Path.is_file, map(tokenizer.joinpath, files)):
                 shutil.copyfile(file, folder / file.name)
         elif model.vocabulary is not None:
             write_tokenizer(model.vocabulary, folder)

@@ -33,6 +33,7 @@ from memest.models_meta.assemble import sequence_length
 from memest.models_meta.batch import MAX_TOKENS
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
+from memest.plan.reading import read_table
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Verdict
 
@@ -286,21 +287,7 @@ class _Search:
         )
 
 
-TECHNIQUES: dict[str, dict[str, Any]] = {
-    "fp32": {"precision": "32-true"},
-    "mixed bf16": {"precision": "bf16-mixed"},
-    "bf16": {"precision": "bf16-true"},
-    "bf16, ckpt": {"precision": "bf16-true", "act_ckpt": True},
-    "bf16, sgd": {"precision": "bf16-true", "optim": "sgd"},
-    "bf16, adam_8bit": {"precision": "bf16-true", "optim": "adam_8bit"},
-    "bf16, adam_8bit, ckpt": {"precision": "bf16-true", "optim": "adam_8bit", "act_ckpt": True},
-    "LoRA fp32": {"precision": "32-true", "use_lora": True},
-    "LoRA bf16": {"precision": "bf16-true", "use_lora": True},
-    "LoRA bf16, ckpt": {"precision": "bf16-true", "use_lora": True, "act_ckpt": True},
-    "QLoRA fp32": {"precision": "32-true", "use_qlora": True},
-    "QLoRA bf16": {"precision": "bf16-true", "use_qlora": True},
-    "QLoRA bf16, no ckpt": {"precision": "bf16-true", "use_qlora": True, "kbit_ckpt": False},
-}
+TECHNIQUES: dict[str, dict[str, Any]] = read_table(__file__, "techniques.json")
 """Rows of the lab's tables on one GPU, from the baseline on, and their combinations; AdamW where no
 optimizer is named. QLoRA checkpoints activations by default, as peft does.
 """
