@@ -16,7 +16,7 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import scan_bytes
 from memest.estimator.ops.refusals import fits, overflow
-from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, argument, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import (
@@ -113,18 +113,6 @@ def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     scan = scan_bytes(count) if count > 1 else 0
     copies = contiguous_copy(args[0])
     return around((*copies, row), passing(scan) + outputs({0: out.nbytes}))
-
-
-outputs_only(
-    "_to_copy _unsafe_view alias_copy arange as_strided_ as_strided_copy cat clone constant_pad_nd "
-    "copy copy_ diag_embed expand_copy logspace "
-    "diagonal_backward diagonal_copy empty empty_like empty_strided eye fill fill_ flip full "
-    "full_like is_nonzero lift_fresh linspace _local_scalar_dense new_empty new_empty_strided "
-    "new_full new_ones new_zeros ones ones_like repeat rot90 scalar_tensor select_backward "
-    "_has_same_storage_numel is_same_size _new_zeros_with_same_feature_meta "
-    "resize_ resize_as_ set_ slice_backward squeeze_ stack t_ transpose_ tril tril_ tril_indices "
-    "triu triu_ triu_indices unsafe_split unsafe_split_with_sizes unsqueeze_ zero_ zeros zeros_like"
-)
 
 
 @registry.requests("_efficientzerotensor")

@@ -16,7 +16,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of
-from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, register
 from memest.estimator.ops.strides import contiguous, elementwise
 from memest.estimator.ops.temporaries import Scratch, contiguous_copy
 from memest.units import ceil_div
@@ -61,8 +61,6 @@ def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     return Scratch(before=tuple(casts + copies))
 
 
-outputs_only("floor_divide rsub.Tensor")
-
 register("pow.Scalar", layout=contiguous)  # Pow.cpp
 register(
     "logit_backward copysign.Tensor div.Tensor_mode floor_divide heaviside logaddexp "
@@ -89,13 +87,6 @@ def foreach_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scra
     return Scratch(before=(len(tensors) * chunks * accumulator,))
 
 
-outputs_only(
-    "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _fused_adagrad_ "
-    "_fused_adam_ _fused_adamw_ _fused_sgd_"
-)
-outputs_only("addr complex frexp.Tensor polar")  # one kernel over a `TensorIterator`
-outputs_only("_assert_async")  # TensorCompare.cu: one thread that reads the value
-
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
 
 
@@ -117,14 +108,6 @@ def log_sigmoid_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scrat
     """Requests of `log_sigmoid_forward_cuda` (cuda/Activation.cpp): the result, and no buffer."""
     return Scratch(outputs=(out[0].nbytes, 0))
 
-
-outputs_only(
-    "_prelu_kernel _prelu_kernel_backward elu_backward glu glu_backward hardshrink_backward "
-    "hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu leaky_relu_ "
-    "leaky_relu_backward "
-    "log_sigmoid_backward log_sigmoid_forward.output mish_backward rrelu_with_noise "
-    "rrelu_with_noise_backward softplus_backward softshrink_backward abs_"
-)
 
 register(
     "softplus_backward elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward",
@@ -159,11 +142,6 @@ register("mish_backward", result=registry.empty_like(1))
 #
 # Sources (torch 2.11, `aten/src/ATen/native/quantized`): FakeQuantPerTensorAffine.cpp,
 # FakeQuantPerChannelAffine.cpp, cuda/FusedObsFakeQuant.cu.
-
-outputs_only(
-    "fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine_cachemask "
-    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"
-)
 
 
 @registry.composed("_fused_moving_avg_obs_fq_helper")

@@ -28,7 +28,7 @@ from memest.estimator.ops.cub import (
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
-from memest.estimator.ops.registry import Args, Kwargs, ValueOf, argument, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, ValueOf, argument, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_scratch
 from memest.estimator.ops.temporaries import (
@@ -238,9 +238,6 @@ def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu:
     return not args[7] and not args[9] and args[1].numel() > 0
 
 
-outputs_only("_embedding_bag_per_sample_weights_backward")  # EmbeddingBag.cu
-
-
 @registry.requests("nonzero")
 def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     """Requests of `nonzero` (Nonzero.cu): the count and its sum, positions, a selection."""
@@ -388,10 +385,6 @@ def _is_fill(args: Args) -> bool:
 _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
 
 register("masked_scatter_backward", from_values=num_true)
-outputs_only(
-    "gather index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_select "
-    "masked_fill masked_fill_ put put_ scatter scatter_ scatter_add scatter_add_ take"
-)
 
 _INDEX = accepts(
     2, (torch.int32, torch.int64), "index_add_(): Expected dtype int32/int64 for index but got: {}"

@@ -22,7 +22,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import has_gradient
-from memest.estimator.ops.registry import Args, Kwargs, Rule, argument, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, Rule, argument, register
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.units import ceil_div, round_up
 
@@ -437,8 +437,6 @@ for _names, _calls_cublas in (
     ),
 ):
     register(_names, calls_cublas=_calls_cublas)
-
-outputs_only("addbmm linalg_cross")
 
 
 @registry.above_autograd("linalg_svdvals")

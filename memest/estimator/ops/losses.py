@@ -19,7 +19,7 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import accepts, same_type
-from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, argument, register
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -192,12 +192,6 @@ def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> 
     lengths = (losses.numel() * 8,) * 3
     return around((*lengths, alphas.nbytes), gradient)
 
-
-outputs_only(
-    "binary_cross_entropy_backward huber_loss_backward mse_loss_backward "
-    "multi_margin_loss_backward multilabel_margin_loss_backward nll_loss2d_backward "
-    "nll_loss2d_forward smooth_l1_loss_backward"
-)
 
 _CLASSES = (torch.int64, torch.uint8)  # types of a target of classes
 _KERNEL = '"nll_loss_forward_reduce_cuda_kernel_2d_index"'

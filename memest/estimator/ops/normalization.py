@@ -21,7 +21,7 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of, sum_bytes
 from memest.estimator.ops.refusals import expects, type_name
-from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, register
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -282,12 +282,6 @@ def group_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     if args[9][0]:
         after += (per_group, per_group) + ((per_channel,) if weight is not None else ())
     return Scratch(after=after)
-
-
-outputs_only(
-    "_weight_norm_interface _weight_norm_interface_backward batch_norm_backward_elemt "
-    "batch_norm_elemt batch_norm_gather_stats_with_counts"
-)
 
 
 @registry.result("_weight_norm_interface_backward")  # torch 2.6 has no meta kernel

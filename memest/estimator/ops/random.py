@@ -28,7 +28,7 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes
 from memest.estimator.ops.reductions import reduce_bytes, sum_bytes
-from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, argument, register
 from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import CPU
@@ -405,7 +405,6 @@ register(*registry.overloads_of(aten.binomial), random_offset=lambda *call: 44)
 # without meta kernels; `_standard_gamma` has one from torch 2.12
 _DRAWN = "_standard_gamma _sample_dirichlet binomial _standard_gamma_grad _dirichlet_grad"
 register(_DRAWN, result=registry.empty_like(0))
-outputs_only("_standard_gamma _standard_gamma_grad _dirichlet_grad binomial poisson")
 
 
 @registry.requests("_sample_dirichlet")
@@ -560,12 +559,6 @@ def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     is_drawn = args[2] is not False and 0 < args[1] < 1
     return outputs({i: sizes[i] for i in ((1, 0) if is_drawn else (0, 1))})
 
-
-outputs_only(
-    "bernoulli.p bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout_backward "
-    "normal.float_float normal_ rand rand_like randint randint_like randn randn_like random_ "
-    "uniform_"
-)
 
 register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu
 

@@ -24,7 +24,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
-from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, argument, register
 from memest.estimator.ops.temporaries import (
     Events,
     Scratch,
@@ -418,9 +418,6 @@ def pdist_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Eve
     return outputs({0: out.nbytes}) + _summed(pairs, 0, gpu)
 
 
-outputs_only("_pdist_forward")
-
-
 def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:
     batch: torch.Size = torch.broadcast_shapes(*(t.shape[:-2] for t in points))  # type: ignore[no-untyped-call]
     expanded = [tensor.expand(*batch, *tensor.shape[-2:]) for tensor in points]
@@ -468,8 +465,6 @@ def equal_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     compared = torch.empty(args[0].shape, dtype=torch.bool, device="meta")
     return Scratch(after=(compared.numel(), 1, *reduce_bytes(compared, (), gpu)))
 
-
-outputs_only("aminmax")
 
 register(
     "logical_and",

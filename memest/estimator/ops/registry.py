@@ -29,6 +29,7 @@ from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy
 from memest.estimator.tensors.known_values import READS_VALUE
 from memest.estimator.tensors.placement import FOREACH_REDUCTIONS
 from memest.estimator.versions import OPERATORS_SINCE
+from memest.plan.reading import read_table
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -168,7 +169,7 @@ class Op:
         """Return whether a kernel without a rule for its requests is known to need none.
 
         These are views, elementwise operators by torch's tag, `_foreach_*` except reductions,
-        matrix products, names of `outputs_only`, and their forms in place.
+        matrix products, names of `outputs_only.json`, and their forms in place.
         """
         schema = self.func._schema
         namespace, _, name = schema.name.partition("::")
@@ -190,7 +191,14 @@ class Op:
 _parts: dict[OpOverload, dict[str, Any]] = {}
 _ops: dict[int, Op] = {}
 
-OUTPUTS_ONLY: set[str] = set()  # operators, or overloads, whose kernels allocate outputs only
+OUTPUTS_ONLY: frozenset[str] = frozenset().union(
+    *read_table(__file__, "outputs_only.json").values()
+)
+"""Operators, or overloads, whose kernels allocate their outputs only, by the family's file.
+
+Evidence: recorded without a temporary on an H200, or a sibling of a recorded operator that runs the
+same kind of kernel.
+"""
 
 
 @cache
@@ -239,15 +247,6 @@ def register(*operators: OpOverload | str, **parts: Any) -> None:
             raise ValueError(f"{func} has two rules for {', '.join(sorted(twice))}")
         known.update(parts)
         _ops.pop(id(func), None)
-
-
-def outputs_only(names: str) -> None:
-    """Declare operators, by names separated by blanks, whose kernels allocate their outputs only.
-
-    Evidence: recorded without a temporary on an H200, or a sibling of a recorded operator that runs
-    the same kind of kernel.
-    """
-    OUTPUTS_ONLY.update(names.split())
 
 
 def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:

@@ -32,7 +32,7 @@ from memest.estimator.ops.cub import (
     unique_bytes,
 )
 from memest.estimator.ops.reductions import reduce_bytes
-from memest.estimator.ops.registry import Args, Kwargs, argument, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, argument, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -269,9 +269,6 @@ def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu
         for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
     )
     return bool(low != high and bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK)
-
-
-outputs_only("cummax cummin isin.Tensor_Scalar kthvalue median.dim mode nanmedian")
 
 
 @registry.composed("median")

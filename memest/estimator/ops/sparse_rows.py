@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.ops.registry import on_compressed, outputs_only, register
+from memest.estimator.ops.registry import on_compressed, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.known_values import MAX_BYTES
 from memest.estimator.tensors.lines import LARGEST
@@ -47,9 +47,6 @@ _TWO_DEVICES = "Expected all tensors to be on the same device, but a factor is o
 _ALIGNED = 256  # bytes to which cuSPARSE rounds the parts of a workspace
 _SORTED_AT_ONCE = 512  # rows that a product sorts without a workspace: 500 need none, 1,000 do
 MAX_COUNTED = 1 << 24  # products of entries whose places are computed, to count the distinct ones
-
-
-outputs_only("_convert_indices_from_coo_to_csr _convert_indices_from_csr_to_coo")
 
 
 def is_compressed(value: Any) -> bool:

@@ -16,7 +16,7 @@ from torch._prims_common import suggest_memory_format
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.refusals import expects
-from memest.estimator.ops.registry import Args, Kwargs, outputs_only, register
+from memest.estimator.ops.registry import Args, Kwargs, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -117,15 +117,6 @@ def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -
     """
     return suggest_memory_format(args[0]) is torch.contiguous_format
 
-
-outputs_only(
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
-    "adaptive_max_pool2d adaptive_max_pool3d channel_shuffle grid_sampler_3d "
-    "grid_sampler_3d_backward pixel_shuffle pixel_unshuffle "
-    "replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward "
-    "replication_pad3d replication_pad3d_backward upsample_bicubic2d upsample_bilinear2d "
-    "upsample_linear1d upsample_trilinear3d"
-)
 
 register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
 
