@@ -252,7 +252,7 @@ class GuessedValues:
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
         self._known = known
         self._layer = KnownValues(below=known)
-        self._guesses = guesses
+        self.guesses = guesses
         self._selections = _Selections()
 
     def forget(self, key: int) -> None:
@@ -282,9 +282,9 @@ class GuessedValues:
         if tensor.dtype is torch.bool and self._layer.is_guessed([tensor]):
             if not self._selections.follows(tensor):
                 return None
-            self._guesses.note(f"{value_of.item()} from a mask that has selected")
-            return self._guesses.branch(bool(value_of.item()))
-        self._guesses.note("a choice, spread evenly")
+            self.guesses.note(f"{value_of.item()} from a mask that has selected")
+            return self.guesses.branch(bool(value_of.item()))
+        self.guesses.note("a choice, spread evenly")
         return value_of.item()
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -307,8 +307,8 @@ class GuessedValues:
         if made is not None:
             first = next(tensors_in((made,)))
             name = func._schema.name.removeprefix("aten::")
-            self._guesses.note(f"{name} as {len(first)} of {deciding[0].numel()} elements")
-            self._guesses.notes.add(EVENLY if is_guessed else LARGEST)
+            self.guesses.note(f"{name} as {len(first)} of {deciding[0].numel()} elements")
+            self.guesses.notes.add(EVENLY if is_guessed else LARGEST)
         if is_guessed:
             self._selections.add(deciding)
         return made

@@ -7,6 +7,7 @@ bounds of their size.
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -255,14 +256,28 @@ class HostTensors:
             op = op_of(func)
             made = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if made is None and op.result:
-                made = op.result(_as_meta(args), kwargs)
+                with suppress(NotImplementedError):
+                    made = op.result(_as_meta(args), kwargs)
             if made is not None:
                 return made
             failure = self._attribution.failure(func, error)
             is_on_gpu = any(self.place(tensor) is Place.GPU for tensor in tensors_in(args))
             if isinstance(failure, UnsupportedError) and not is_on_gpu:
+                if not op.shaped_by and not func._schema.is_mutable:
+                    with suppress(NotImplementedError, RuntimeError):
+                        return self._of_ones(func, args, kwargs)
                 raise UnsupportedError(str(failure), hint=_ON_HOST) from error
             raise failure from error
+
+    def _of_ones(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operator without a meta kernel on ones in place of tensors without data."""
+
+        def ones(tensor: Tensor) -> Tensor:
+            one = torch.ones((), dtype=tensor.dtype, device=CPU)
+            return one.expand(tensor.shape) if is_meta(tensor) else tensor
+
+        self._guessed.guesses.note(f"the result of {func}")
+        return func(*map_tensors(ones, args), **kwargs)
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
         """Yield `indices` with each mask replaced by the positions of its true entries."""

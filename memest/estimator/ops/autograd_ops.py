@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import (
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name, named, op_of, registered
 from memest.estimator.ops.sim_mode import SimMode
+from memest.estimator.tensors.known_values import map_tensors
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import INSIDE, on_gpu, tensors_in
+from memest.estimator.tensors.placement import INSIDE, is_meta, on_gpu, tensors_in
 from memest.estimator.versions import simulated
 from memest.plan.reading import read_table
 
@@ -210,7 +211,7 @@ def _register_once() -> None:
         for op in named(*names)
     }
     decisions, since_2_12 = registered("above_autograd"), set(named(*FLOAT32_SINCE_2_12))
-    for op in decisions | policies:
+    for op in decisions | policies | dict.fromkeys(named(*NOT_IN_A_POLICY)):
         kernel = kernel_above(op, decisions.get(op))
         if op in policies:
             kernel = _with_policy(op, policies[op], kernel)
@@ -233,14 +234,40 @@ def _by_release(
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return the kernel of `op` above autograd: `decide` on the GPU, torch's own elsewhere."""
-    on_host_too = op_of(op).decides_on_host
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if decide is None or not (on_host_too or _is_on_gpu(args)):
-            return op.redispatch(keyset & _BELOW, *args, **kwargs)
-        return decide(Next(op, keyset), *args, **kwargs)
+        if not _is_on_gpu(args):
+            args = _on_one_device(op, args)
+        elif decide:
+            return decide(Next(op, keyset), *args, **kwargs)
+        return op.redispatch(keyset & _BELOW, *args, **kwargs)
 
     return kernel
+
+
+NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "take_along_dim")
+"""Composites that autocast leaves alone, and whose C++ compares devices."""
+
+
+def _on_one_device(op: OpOverload, args: Args) -> Args:
+    """Return arguments of the host without data, if some of them have none.
+
+    C++ compares the devices of a composite's tensors before it calls any operator. Lengths stay.
+    """
+    first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
+    if first is None:
+        return args
+    if op is torch.ops.aten.istft.default:
+        ones = torch.ops.aten.ones([args[3] or args[1]], device="meta")
+        return (*args[:4], ones, *args[5:])  # C++ reads whether the window covers each sample
+    one = first.detach().as_strided((), ())
+    with_integers = op is torch.ops.aten.take_along_dim.default
+
+    def alike(tensor: Tensor) -> Tensor:
+        is_length = not (tensor.is_floating_point() or tensor.dtype is torch.bool or with_integers)
+        return tensor if is_meta(tensor) or is_length else tensor * one.to(tensor.dtype)
+
+    return tuple(map_tensors(alike, args))
 
 
 def _is_on_gpu(args: Args) -> bool:

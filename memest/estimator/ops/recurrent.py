@@ -29,7 +29,7 @@ from memest.estimator.ops.temporaries import (
     temporaries,
 )
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, META, is_meta, on_gpu, storage_key
+from memest.estimator.tensors.placement import CPU, META, on_gpu, storage_key
 from memest.units import ceil_div, round_up
 
 # Sizes of cuDNN's recurrent layers: weights, workspaces, reserve space.
@@ -569,29 +569,9 @@ def packing_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
     return temporaries(*copies) + made + temporaries(*(-n for n in copies))
 
 
-def _as_weights(args: Args, weights: Any) -> Args:
-    """Return an input and hidden states without data, where the weights on the host have none.
-
-    C++ compares the devices of both before it calls any operator.
-    """
-    if not is_meta(weights[0]) or is_meta(args[0]):
-        return args
-    nothing = weights[0].detach().sum() * 0
-
-    def alike(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(map(alike, value))
-        is_input = isinstance(value, Tensor) and value.is_floating_point() and not is_meta(value)
-        return value + nothing if is_input else value
-
-    return tuple(map(alike, args))
-
-
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
     def layer(then: Next, *args: Any) -> Any:
         x = args[0]
-        if not on_gpu(x):
-            return then(*_as_weights(args, weights=args[3 if is_packed else 2]))
         if not torch._C._get_cudnn_enabled():
             return then(*args)
         batch_sizes: list[int] = []
@@ -615,7 +595,7 @@ for _packet, _mode in (
     (aten.lstm, LSTM), (aten.gru, GRU), (aten.rnn_tanh, RNN_TANH), (aten.rnn_relu, RNN_RELU),
 ):  # fmt: skip
     for _op, _is_packed in ((_packet.input, False), (_packet.data, True)):
-        register(_op, above_autograd=_layer(_mode, _is_packed), decides_on_host=True)
+        register(_op, above_autograd=_layer(_mode, _is_packed))
 
 
 @registry.above_autograd("lstm_cell")

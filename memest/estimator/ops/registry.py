@@ -87,7 +87,6 @@ class Op:
     It is called if the first tensor is on the GPU.
     """
 
-    decides_on_host: bool = False  # True if `above_autograd` also runs for tensors of the host
     vmap_key: str = ""  # key at which `torch.vmap` decomposes it before this rule, or ""
     on_sparse: Callable[..., Any] | None = None  # runs it for COO: `(mode, *args, **kwargs)`
     on_compressed: Callable[..., Any] | None = None  # the same for CSR and CSC

@@ -1,5 +1,6 @@
 """Attributes that are replaced while something runs, and restored afterwards."""
 
+import ctypes
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
@@ -62,7 +63,7 @@ class Patches:
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         if isinstance(owner, type) and isinstance(value, FunctionType):
             value.__name__ = name  # Dynamo recognizes methods of tensors by it
-        setattr(owner, name, value)
+        _restore(owner, name, value)
 
     def set_all(self, values: Mapping[str, Any], *owners: Any) -> None:
         """Call `set` for each name in `values` and each of `owners`."""
@@ -113,5 +114,23 @@ class Patches:
 def _restore(owner: Any, name: str, value: Any) -> None:
     if value is _ABSENT:
         delattr(owner, name)
-    else:
-        setattr(owner, name, value)
+        return
+    setattr(owner, name, value)
+    if name == "__getitem__" and isinstance(value, FunctionType):  # `Tensor`'s is a C function
+        _clear_sequence_slot(owner)
+
+
+def _clear_sequence_slot(kind: type) -> None:
+    """Clear `tp_as_sequence->sq_item` of a class of tensors and of its subclasses.
+
+    Python fills it for a `__getitem__` in Python. `PySequence_Check` is then true, and C++ takes a
+    0-d tensor in a list for a list (`compute_sizes` of tensor_new.cpp, torch 2.11). The offsets are
+    those of `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python 3.11 to 3.14).
+    """
+    word = ctypes.c_void_p
+    if methods := word.from_address(id(kind) + object.__basicsize__ + 11 * 8).value:
+        word.from_address(methods + 3 * 8).value = None
+    subclasses: list[type] = type.__subclasses__(kind)
+    for each in subclasses:
+        if "__getitem__" not in vars(each):
+            _clear_sequence_slot(each)

@@ -183,6 +183,30 @@ def test_a_list_of_tensors_becomes_a_tensor_of_their_numbers(gpu: VirtualGpu) ->
         torch.tensor([torch.ones(2), torch.ones(2)])
 
 
+def test_legacy_constructors_and_sparse_indices_take_lists_of_tensors(gpu: VirtualGpu) -> None:
+    """A `__getitem__` in Python makes tensors sequences for C++; its slot is cleared."""
+    two, three = torch.tensor(2), torch.tensor(3)
+    on_gpu = torch.randn(3, device="cuda")
+
+    assert torch.LongTensor([two, three]).tolist() == [2, 3]
+    assert torch.FloatTensor([[two, 1.5], [three, 2]]).tolist() == [[2, 1.5], [3, 2]]
+    assert torch.BoolTensor([two, False]).tolist() == [True, False]
+    assert two.new([two, three]).tolist() == [2, 3]
+    sparse = torch.sparse_coo_tensor([[two], [three]], [1.0], (5, 5), check_invariants=False)
+    assert sparse.shape == (5, 5)
+    assert torch.FloatTensor([each for each in on_gpu]).shape == (3,)
+    assert torch.BoolTensor([each > 0 for each in on_gpu]).shape == (3,)
+    assert np.array([two, three]).tolist() == [2, 3]
+    with pytest.raises(TypeError, match="len"):
+        len(two)
+
+
+def test_tensors_are_no_sequences_to_c_after_the_virtual_gpu() -> None:
+    with VirtualGpu(find_gpu("a100-80gb")):
+        assert torch.LongTensor([torch.tensor(2)]).tolist() == [2]
+    assert torch.LongTensor([torch.tensor(2)]).tolist() == [2]
+
+
 def test_a_transform_runs_while_the_host_has_tensors_without_values(gpu: VirtualGpu) -> None:
     on_host = torch.ones(1 << 20, device="cuda").cpu()
     rows = torch.ones(5, 64, device="cuda")
@@ -220,9 +244,9 @@ def test_the_gpu_does_not_index_a_tensor_of_the_host() -> None:
 @pytest.mark.parametrize("installed", ["2.7.1+cu126", "2.13.0"])
 def test_a_large_uint64_is_read(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_installed", lambda: installed)
-    before = torch.Tensor.item, torch.Tensor.__float__
+    before = torch.Tensor.item
     with VirtualGpu(find_gpu("h100-80gb")):
-        is_replaced = (torch.Tensor.item, torch.Tensor.__float__) != before
+        is_replaced = torch.Tensor.item != before
         made = torch.tensor([-1, 5, -(2**63)], device="cuda").view(torch.uint64)
         read = [one.item() for one in made]
         assert f"{made[0]}" == str(2**64 - 1)
@@ -231,7 +255,7 @@ def test_a_large_uint64_is_read(installed: str, monkeypatch: pytest.MonkeyPatch)
 
     assert read == [2**64 - 1, 5, 2**63]
     assert is_replaced is installed.startswith("2.7")
-    assert (torch.Tensor.item, torch.Tensor.__float__) == before
+    assert torch.Tensor.item == before
 
 
 LARGE = 20, 1_000_000  # floats that have no data on the host
@@ -244,8 +268,25 @@ LARGE = 20, 1_000_000  # floats that have no data on the host
         lambda x: torch.quantile(x, torch.tensor([0.1, 0.5]), dim=1),
         lambda x: x.nanquantile(torch.tensor([0.1, 0.5]), dim=1),
         lambda x: torch.cdist(x, torch.randn(3, LARGE[1])),
+        lambda x: torch.cosine_similarity(x, torch.randn(LARGE[1])),
+        lambda x: nn.functional.cosine_similarity(x, torch.randn(LARGE[1]), dim=-1),
+        lambda x: nn.GRU(1_000, 8)(x.view(20, 1_000, 1_000))[1],
+        lambda x: nn.functional.scaled_dot_product_attention(
+            *[x.view(200, 1_000, 100), torch.ones(200, 3, 100), torch.ones(200, 3, 100)],
+            attn_mask=torch.ones(1_000, 3, dtype=torch.bool),
+        ),
+        lambda x: torch.istft(
+            x.view(20, 25, 40_000)[:, :5].to(torch.cfloat), 8, window=torch.hann_window(8)
+        ),
+        lambda x: torch.take_along_dim(x, torch.zeros(20, 1, dtype=torch.long), 1),
+        lambda x: torch.histogram(x, 10)[0],
+        lambda x: torch.histogram(x, torch.linspace(-1, 1, 11)).hist,
+        lambda x: (
+            nn.utils.rnn.pack_padded_sequence(
+                x.view(20, 1_000, 1_000), torch.arange(20, 0, -1), batch_first=True
+            ).data
+        ),
     ],
-    ids=["stft", "quantile", "nanquantile", "cdist"],
 )
 def test_small_tensors_with_data_meet_a_large_one_without(
     call: Callable[[torch.Tensor], torch.Tensor], gpu: VirtualGpu

@@ -116,6 +116,7 @@ def test_a_type_of_python_is_a_dtype(gpu: VirtualGpu, kind: type, dtype: torch.d
     assert host.to("cuda", dtype=kind).device.type == "cuda"
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch's own
 def test_a_list_of_numbers_of_the_gpu_is_read(gpu: VirtualGpu) -> None:
     """The loss of a mip-NeRF returns `torch.Tensor(psnrs)`."""
     losses = [nn.Linear(3, 5, device="cuda").weight.sum() for _ in range(2)]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.ops.refusals import refuse_generator
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, GPU, INSIDE, is_meta, resolve, tensors_in
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, is_meta, resolve
 from memest.estimator.versions import makes_subclasses_under_modes
 
 _PREFIX = "torch.cuda."
@@ -100,8 +100,6 @@ def _install_default(patches: Patches) -> None:
     def new(cls: Any, *args: Any, **kwargs: Any) -> Tensor:
         if cls is Tensor and is_on_gpu and not kwargs:
             return _made(args, torch.get_default_dtype(), GPU.device)
-        if args and isinstance(args[0], list | tuple):  # C++ reads tensors one by one
-            args = (_numbers(args[0]), *args[1:])
         if cls is Tensor:
             return make(cls, *args, **kwargs)
         with _disable_current_modes():  # under a mode, C++ makes a `Tensor` of the data before
@@ -210,9 +208,6 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
     def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
         device = resolve(device if device is not None else _default_device())
         data = args[0] if args else kwargs.get("data")
-        if args and isinstance(data, list | tuple) and any(True for _ in tensors_in(data)):
-            args = (_numbers(data), *args[1:])
-            kwargs["dtype"] = kwargs.get("dtype") or _dtype(data)
         if isinstance(data, Tensor) and is_meta(data):
             moved = data if device is None else data.to(device)
             moved = moved.to(kwargs.get("dtype") or moved.dtype)
@@ -226,22 +221,6 @@ def _from_data(function: Constructor, *, copies: bool) -> Constructor:
         return made.requires_grad_() if requires_grad else made
 
     return call
-
-
-def _numbers(data: Any) -> Any:
-    """Return nested `data` with numbers for tensors, which C++ takes for sequences here."""
-    if isinstance(data, list | tuple):
-        return [_numbers(item) for item in data]
-    if isinstance(data, Tensor) and data.numel() != 1:
-        raise ValueError("only one element tensors can be converted to Python scalars")
-    return (data.item() if data.dim() else data.tolist()) if isinstance(data, Tensor) else data
-
-
-def _dtype(data: Any) -> torch.dtype:
-    """Return the type that C++ infers for nested `data` in which there are tensors."""
-    if isinstance(data, list | tuple):
-        return functools.reduce(torch.promote_types, map(_dtype, data), torch.bool)
-    return data.dtype if isinstance(data, Tensor) else torch.tensor(data, device=CPU).dtype
 
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:

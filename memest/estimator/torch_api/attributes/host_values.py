@@ -1,7 +1,6 @@
 """Reading of tensors from Python without an operator: NumPy arrays, lists and text."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -13,21 +12,12 @@ from memest.estimator.gpu.guesses import NUMBER
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.ops.sparse_rows import is_compressed, matrix_of_parts, parts_of
-from memest.estimator.tensors.known_values import map_tensors
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import (
-    CPU,
-    GPU,
-    INSIDE,
-    META,
-    PLAIN,
-    Place,
-    is_meta,
-    tensors_in,
-)
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, is_meta
 from memest.estimator.tensors.storages import MemKind
 from memest.estimator.versions import returns_large_numbers
 
+_MODES = torch._C.DispatchKey.Python  # dispatch key of modes
 OnHost = Callable[[Tensor], Tensor]
 
 
@@ -49,35 +39,26 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     _install_arrays(patches, mode, on_host)
     _install_text(patches, mode, on_host)
     _install_items(patches, mode)
-    for name in ("stft", "cdist", "quantile", "nanquantile"):
-        patches.set(torch, name, _with_one_device(getattr(torch, name), mode))
-    for name in ("quantile", "nanquantile"):
-        patches.set(Tensor, name, _with_one_device(getattr(Tensor, name), mode))
     if not returns_large_numbers():
         _install_numbers(patches)
+    for name in ("__float__", "__index__", "__bool__"):
+        patches.set(Tensor, name, _under_modes(getattr(Tensor, name)))
 
 
-def _with_one_device(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
-    """Wrap a function whose C++ refuses tensors of two devices.
+def _under_modes(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Wrap a function that reads a number of a tensor.
 
-    A host tensor without data is on `meta` for C++. Tensors with data lose it if another has none.
+    C++ excludes modes while it fills a tensor with a list (`internal_new_from_data`).
     """
-    place = mode.host.place
 
-    def without_data(tensor: Tensor) -> Tensor:
-        if place(tensor) is not Place.REAL:
-            return tensor
-        with _disable_current_modes():
-            made = tensor.to(META)
-        mode.host.put(made)
-        return made
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if any(place(tensor) is Place.HOST for tensor in tensors_in((*args, *kwargs.values()))):
-            args = map_tensors(without_data, args)
-            kwargs = {name: map_tensors(without_data, each) for name, each in kwargs.items()}
-        return function(*args, **kwargs)
+    def call(tensor: Tensor) -> Any:
+        if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES) or not is_meta(tensor):
+            return read(tensor)
+        excluded = torch._C._dispatch_tls_local_exclude_set().remove(_MODES)
+        excluded = excluded.remove(torch._C.DispatchKey.PythonTLSSnapshot)
+        included = torch._C._dispatch_tls_local_include_set().add(_MODES)
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            return read(tensor)
 
     return call
 
