@@ -170,7 +170,9 @@ def _do(one: Callable[[T], R], task: T) -> R | _Failure:
 
 
 class Local(Engine):
-    """Processes of this machine: `workers` of them, None for one per core; one is this process.
+    """Processes of this machine: `workers` of them, None for one per core.
+
+    A single worker is this process itself.
 
     `visible` is as in `CUDA_VISIBLE_DEVICES`; each worker sees all GPUs, one of its own first.
     """

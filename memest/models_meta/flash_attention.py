@@ -2,7 +2,7 @@
 
 A mirror of flash-attn 2.8.3 (flash_attn/flash_attn_interface.py and bert_padding.py) as
 transformers 5.17 calls it (modeling_flash_attention_utils.py, integrations/flash_attention.py). It
-saves the same tensors. Each kernel is one operator of `memest.estimator.ops.flash_attention_2`.
+saves the same tensors. Each kernel is one operator; `estimator/ops/attention.py` has its rules.
 
 Left out: ALiBi slopes, paged keys, returned probabilities.
 Shapes: B batch, L query tokens, S key tokens, N tokens of all rows without padding, H query heads,
@@ -11,7 +11,7 @@ K key heads, E head width.
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -74,82 +74,54 @@ BACKWARD = torch.ops.memest.flash_attention_backward.default
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttnFunc` and `FlashAttnVarlenFunc`, which save query, key, value, output and
-    logsumexp.
+    """`FlashAttnFunc`, `FlashAttnVarlenFunc` and these for packed tensors.
 
-    A width that is no multiple of 8 saves padded copies.
+    It saves query, key, value, output and logsumexp, padded if the width is no multiple of 8. Key
+    and value are parts of `packed` if it is given, as is the query unless it is given. Gradients of
+    the parts are parts of one tensor too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor,
-        cu_seqlens: tuple[Tensor, Tensor] | None, max_lengths: tuple[int, int], dropout_p: float,
-        is_windowed: bool, deterministic: bool, is_kept: bool,
+        ctx: Any, query: Tensor | None, key: Tensor | None, value: Tensor | None,
+        packed: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None,
+        max_lengths: tuple[int, int], dropout_p: float, is_windowed: bool, deterministic: bool,
+        is_kept: bool,
     ) -> Tensor:  # fmt: skip
         """Return the output in the given width."""
-        width = query.shape[-1]
+        parts = () if packed is None else packed.detach().unbind(-3)
+        ctx.num_parts = len(parts)
+        given: list[Any] = [t for t in (query, key, value, *parts) if t is not None]
+        width = given[0].shape[-1]
         if width % 8:
-            query, key, value = (_padded(tensor) for tensor in (query, key, value))
+            given = [_padded(tensor) for tensor in given]
         of_queries = None if cu_seqlens is None else cu_seqlens[0]
         out, softmax_lse, rng_state = FORWARD(
-            query, key, value, of_queries, *max_lengths, dropout_p, is_windowed
+            *given, of_queries, *max_lengths, dropout_p, is_windowed
         )
         if is_kept:
-            ctx.save_for_backward(
-                query, key, value, out, softmax_lse, *(cu_seqlens or ()), rng_state
-            )
+            ctx.save_for_backward(*given, out, softmax_lse, *(cu_seqlens or ()), rng_state)
             ctx.is_of_texts = cu_seqlens is not None
             ctx.deterministic = deterministic
         return out[..., :width]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Return gradients of query, key and value, each with the strides of its input."""
-        saved = ctx.saved_tensors  # once, or a checkpoint refuses it
-        gradients = [torch.empty_like(tensor) for tensor in saved[:3]]
-        _write_gradients(ctx, saved, grad_outputs[0], gradients)
-        width = grad_outputs[0].shape[-1]
-        return (*(gradient[..., :width] for gradient in gradients), *(None,) * 6)
-
-
-class PackedFlashAttention(torch.autograd.Function):
-    """`FlashAttnQKVPackedFunc`, `FlashAttnKVPackedFunc` and these for texts in one row.
-
-    Key and value are parts of one tensor, as is the query unless it is given. Their gradients are
-    parts of one tensor too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor | None, packed: Tensor, *options: Any) -> Any:
-        """Return the output in the given width."""
-        parts = packed.detach().unbind(-3)
-        ctx.num_parts = len(parts)
-        given: Any = parts if query is None else (query, *parts)
-        return FlashAttention.forward(ctx, *given, *options)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Return gradients of the query, if it was given, and of the packed tensor."""
-        query, key, *rest = ctx.saved_tensors
-        packed = key.new_empty(*key.shape[:-2], ctx.num_parts, *key.shape[-2:])
-        parts = packed.unbind(-3)
-        of_query = None if len(parts) == 3 else torch.empty_like(query)
-        gradients = parts if of_query is None else (of_query, *parts)
-        _write_gradients(ctx, (query, key, *rest), grad_outputs[0], gradients)
-        width = grad_outputs[0].shape[-1]
-        of_query = None if of_query is None else of_query[..., :width]
-        return of_query, packed[..., :width], *(None,) * 6
-
-
-def _write_gradients(
-    ctx: Any, saved: Sequence[Tensor], grad_out: Tensor, gradients: Sequence[Tensor]
-) -> None:
-    query, key, value, out, softmax_lse, *lengths, _rng_state = saved
-    BACKWARD(
-        _padded(grad_out) if grad_out.shape[-1] % 8 else grad_out,
-        query, key, value, out, softmax_lse, *gradients,
-        lengths[0] if ctx.is_of_texts else None, ctx.deterministic,
-    )  # fmt: skip
+        """Return gradients of query, key, value and packed tensor, with the strides of each."""
+        # read once, or a checkpoint refuses it
+        query, key, value, out, softmax_lse, *lengths, _rng_state = ctx.saved_tensors
+        grad_out, num = grad_outputs[0], ctx.num_parts
+        packed = key.new_empty(*key.shape[:-2], num, *key.shape[-2:]) if num else None
+        parts = () if packed is None else packed.unbind(-3)
+        gradients = [torch.empty_like(t) for t in (query, key, value)[: 3 - num]]
+        BACKWARD(
+            _padded(grad_out) if grad_out.shape[-1] % 8 else grad_out,
+            query, key, value, out, softmax_lse, *gradients, *parts,
+            lengths[0] if ctx.is_of_texts else None, ctx.deterministic,
+        )  # fmt: skip
+        whole = (*gradients, *(None,) * num, packed)
+        cut = (None if t is None else t[..., : grad_out.shape[-1]] for t in whole)
+        return *cut, *(None,) * 6
 
 
 def _is_kept(*tensors: Tensor) -> bool:
@@ -170,7 +142,7 @@ def flash_attn_func(
     _check_call(q, k, v, dropout_p, softcap)
     window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, None, (q.shape[1], k.shape[1]), dropout_p, window, deterministic,
+        q, k, v, None, None, (q.shape[1], k.shape[1]), dropout_p, window, deterministic,
         _is_kept(q, k, v),
     )  # fmt: skip
 
@@ -187,8 +159,8 @@ def flash_attn_varlen_func(
     queries, keys = int(max_seqlen_q), int(max_seqlen_k)
     window = max(window_size) >= 0 or (causal and queries > 1)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, (cu_seqlens_q, cu_seqlens_k), (queries, keys), dropout_p, window, deterministic,
-        _is_kept(q, k, v),
+        q, k, v, None, (cu_seqlens_q, cu_seqlens_k), (queries, keys), dropout_p, window,
+        deterministic, _is_kept(q, k, v),
     )  # fmt: skip
 
 
@@ -244,9 +216,9 @@ def _packed(
     cu_seqlens, lengths = texts or (None, (first.shape[1], key.shape[1]))
     is_windowed = any(0 <= n < lengths[1] for n in options.window_size)
     is_windowed = is_windowed or (options.causal and lengths[0] > 1)
-    return PackedFlashAttention.apply(  # type: ignore[no-untyped-call]
-        query, packed, cu_seqlens, lengths, options.dropout_p, is_windowed, options.deterministic,
-        _is_kept(first, key, value),
+    return FlashAttention.apply(  # type: ignore[no-untyped-call]
+        query, None, None, packed, cu_seqlens, lengths, options.dropout_p, is_windowed,
+        options.deterministic, _is_kept(first, key, value),
     )  # fmt: skip
 
 

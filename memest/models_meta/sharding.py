@@ -132,7 +132,11 @@ def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
 
 
 def checkpointed_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
-    """Return `activation_checkpointing_policy`; `PlanError` if a class matches no module."""
+    """Return the classes of layers to checkpoint, `activation_checkpointing_policy` of the plan.
+
+    Raises:
+        PlanError: the model has no module of one of the classes.
+    """
     names = plan.activation_checkpointing_policy
     _check_present("activation_checkpointing_policy", names, model)
     return names

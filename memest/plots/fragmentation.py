@@ -24,11 +24,10 @@ _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":
 def plot_fragmentation(
     report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
 ) -> Figure:
-    """Draw reserved memory over the steps, a line per setting, over the first setting's tensors, in
-    GiB.
+    """Draw reserved memory over the steps in GiB, a line for each setting of the allocator.
 
     Thick lines are on the GPU, thin ones without a limit. A cross is a step that runs out of
-    memory.
+    memory. The area under the lines is the memory in use under the first setting.
 
     Raises:
         PlanError: there is no run.

@@ -119,7 +119,7 @@ class Lecture:
     # ------------------------------------------------------------------ changes
 
     def _step(self, index: int) -> Step | None:
-        """Return the step to a row from the most similar one before; None if no setting differs."""
+        """Return the change from the most similar earlier row; None if no setting differs."""
         *others, row = self.rows.rows[: index + 1]
         steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
         nearest = min(steps, key=lambda step: step.distance, default=None)

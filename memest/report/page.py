@@ -185,7 +185,7 @@ class PredictionTable(list[Prediction]):
 
 
 def with_all_ranks(rendered: str, report: RunReport) -> str:
-    """Return the page of one rank, made without the others, with the table of all ranks."""
+    """Return the page of one rank with the table of all ranks added to it."""
     return rendered.replace(RANKS, _parts().ranks(report), 1)
 
 

@@ -380,7 +380,7 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
-    """What is assumed, all of it or the first line, and what is not modelled."""
+    """Return lines of the assumptions, all or the first, and of calls that are not modelled."""
     lines = [f"note: {line}" for line in report.notes]
     lines += brief(report.assumptions, verbose=verbose)
     lines += covered(report.coverage)

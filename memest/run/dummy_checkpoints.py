@@ -161,7 +161,7 @@ def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def _token_ids(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
-    """Return ids by token: special tokens at the config's ids, the others around them."""
+    """Return ids by token: special tokens have the config's ids, other tokens the free ones."""
     taken = {special[name]: index for name, index in vocabulary.ids.items()}
     others = dict.fromkeys(token for token in special.values() if token not in taken)
     free = sorted(set(range(vocabulary.size)) - set(taken.values()))

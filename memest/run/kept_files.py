@@ -87,7 +87,7 @@ class KeptFiles:
                 self._keep(name, is_linked=True)
 
     def renamed(self, src: Any, dst: Any, **dir_fds: int | None) -> None:
-        """Keep what is renamed, and what it replaces; what the script has made stays its own."""
+        """Keep a file that is renamed, and the file that it replaces, unless the script made it."""
         if any(dir_fd is not None for dir_fd in dir_fds.values()):
             return
         before, after = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))

@@ -150,7 +150,7 @@ def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
 
 
 def _module_group(site: Site) -> str:
-    """The stack of layers of a module, or what it is part of."""
+    """Return the stack of layers that a module belongs to, or its three outermost modules."""
     layer = LAYER.match(site.module)
     if layer:
         return f"{layer[1]}.*"

@@ -102,7 +102,7 @@ def rounds(family: Callable[[], Iterator[Case]]) -> list[list[Case]]:
 
 
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Return the work of a call, microseconds of its kernels, and the extra ones of its first.
+    """Return the work of a call, microseconds of its kernels, and how many more its first took.
 
     `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
     """

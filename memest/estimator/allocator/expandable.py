@@ -39,7 +39,9 @@ class ExpandableSegments:
         self._lowest = HIGHEST_ADDRESS
 
     def best_index(self, pool: FreeBlocks, index: int) -> int:
-        """Return the index in `pool` of the block to take; `index` is the smallest large enough.
+        """Return the index in `pool` of the block to take, at or after `index`.
+
+        The block at `index` is the smallest that is large enough.
 
         A block before unmapped addresses counts with the size to which it can grow.
         """

@@ -40,7 +40,7 @@ _ALL_FALSE = _REDUCTIONS | operators(
 """Comparisons that return False: an unknown value equals nothing, passes no threshold."""
 
 _ALL_TRUE = operators("ne.Tensor ne.Scalar gt.Tensor ge.Tensor")
-"""Comparisons of unknown values that return True: they differ from all others and exceed scores."""
+"""Comparisons that return True: an unknown value differs from all others, and is the larger one."""
 
 PASSING_CHECKS = operators("_is_all_true allclose")
 """Checks of a script's own values, such as those of `torch.distributions`; they return True."""

@@ -86,7 +86,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
         @wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            """Call a module whose hooks are not called, as `Module.compile` does."""
+            """Call a compiled module without calling its hooks, as `Module.compile` does."""
             with mode.attribution.modules.running(owner):
                 return compiled(*args, **kwargs)
 

@@ -153,7 +153,7 @@ class CallRecorder:
     def repeat(
         self, calls: Sequence[Call], first: int, places: Sequence[int], ids: Mapping[int, int]
     ) -> None:
-        """Add calls of `since` again, whose events and storages are others now.
+        """Add the calls that `since` returned again, with the events and storages of a later step.
 
         `places` has the position in the log of each event from `first` on, `ids` the new storages.
         """
@@ -246,7 +246,7 @@ _CONSTANTS = (
     bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch._ops.OpOverload,
 )  # fmt: skip
-"""Types that templates store unchanged; others do not affect sizes."""
+"""Types of arguments that templates store as they are; other types do not affect sizes."""
 
 
 @dataclass(frozen=True, slots=True)

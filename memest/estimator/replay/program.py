@@ -61,7 +61,7 @@ class Program:
     storages: StorageTable
     setup: list[int] = field(default_factory=list)  # events before the training
     steps: list[list[MicroBatch]] = field(default_factory=list)
-    """Micro-batches of each step: the first, a different one of the middle, the last."""
+    """Micro-batches of each step: the first, one from the middle if it differs, the last."""
 
     step_shift: Shift = field(default_factory=dict)  # renames before the last step is played again
     micro_shifts: list[Shift] = field(default_factory=list)

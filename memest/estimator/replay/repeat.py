@@ -145,7 +145,7 @@ class StepRepeater:
         return loss
 
     def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `_engine_run_backward`, or repeat what it did."""
+        """Run `_engine_run_backward`, or make the requests of an earlier backward again."""
         if self._repeated is not None:
             return self._backward_again(self._repeated)
         running, self._running = self._running, None
@@ -249,7 +249,7 @@ class StepRepeater:
         return ()
 
     def _play(self, stretch: _Stretch, kept: set[int], ids: dict[int, int]) -> None:
-        """Make the requests of `stretch` again, and add to all logs what it added."""
+        """Make the requests of `stretch` again, and add its entries to all logs again."""
         memory, mode = self._memory, self._mode
         memory.settle()
         places = []  # position in the log of each event of the stretch

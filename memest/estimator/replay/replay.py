@@ -228,7 +228,7 @@ class _Replay:
                 return
 
     def _play_step(self, num_micro_batches: int) -> None:
-        """Play micro-batches; copy the rows of those that repeat the one before, up to the last."""
+        """Play micro-batches; copy the rows of each that repeats the micro-batch before it."""
         rows = self.result.rows
         state = None
         micro = 0

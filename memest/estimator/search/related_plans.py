@@ -250,7 +250,7 @@ class RelatedPlans:
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:
-        """Trace two micro-batches, which include the trace of one."""
+        """Return a plan of one or two micro-batches, both from one trace of two micro-batches."""
         if not self.accumulates:
             return self._traced(plan)
         two = self._traced(replace(plan, accumulate_grad_batches=2))

@@ -58,7 +58,7 @@ def _value(gpu: Mapping[str, Any], field: str, is_bare: bool) -> str:
 
 
 def install(patches: Any, module: Any) -> None:
-    """Put the program before the others on the path of processes that name it.
+    """Put memest's `nvidia-smi` first on `PATH` for processes that name it.
 
     `module` is `pynvml` of the virtual GPU.
     """

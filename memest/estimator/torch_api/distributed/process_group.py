@@ -24,7 +24,10 @@ NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/
 
 
 class _Groups:
-    """Groups of the `FAKE` backend with their requested backends, by the functions' names."""
+    """Process groups of the `FAKE` backend, which report the backend that the script requested.
+
+    Each public method replaces the function of torch with its name.
+    """
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
         self._mode, self._rank = mode, rank
