@@ -4,7 +4,8 @@ import importlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from memest.plan.reading import read_table
 Call = Callable[[], Any]
 
 HALF = torch.bfloat16
+NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: those that do not count, and others
 MIB = 1 << 20
 
 
@@ -61,17 +63,11 @@ def waited_us(call: Call) -> float:
 def host_times() -> dict[str, float]:
     """Return microseconds of the host for what a training step does apart from launches.
 
-    | name | time of |
-    |---|---|
-    | `list` | a tensor of a list on which one call works |
-    | `step`, `zero_grad` | a parameter of the optimizer, in Python |
-    | `loop` | a call of an optimizer that works on one parameter after another |
-    | `region` | a checkpointed region, apart from its hooks |
-    | `hook` | a call of a hook of saved tensors |
-    | `choice` | an operator in a region of selective checkpointing |
-    | `read` | a number that the host reads |
-
-    Rates of copies are in GB/s.
+    `list` is for a tensor of a list on which one call works, `step` and `zero_grad` for a parameter
+    of the optimizer. `loop` is a call of an optimizer that works on one parameter after another.
+    `region` is a checkpointed region without its hooks, `hook` a call of a hook of saved tensors.
+    `choice` is an operator of selective checkpointing, `read` a number that the host reads. Rates
+    of copies are in GB/s.
     """
     x = torch.randn(8, 64, device="cuda")
     found = _optimizer_times() | checkpoint_times()
@@ -86,21 +82,11 @@ def host_times() -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
-LAYER = (768, 768), (768,), (2304, 768), (2304,), (3072, 768), (3072,), (768, 3072), (768,), (768,)
-"""Shapes of a transformer's layer, about as large as BERT's."""
-
-
-ADAMW: dict[str, dict[str, Any]] = {
-    "lists": {}, "fused": {"fused": True}, "loop": {"foreach": False},
-}  # fmt: skip
-"""Ways of AdamW: nine calls on lists of tensors, one call, or many calls on one tensor each."""
-
-
 def _optimizer_times() -> dict[str, float]:
     """Return the times of AdamW's step: `list`, `step`, `zero_grad` and `loop` of `host_times`."""
-    many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in LAYER * 16]
+    many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in SHAPES["layer"] * 16]
     us, calls = dict[str, float](), dict[str, int]()
-    for name, options in ADAMW.items():
+    for name, options in SHAPES["adamw"].items():
         optimizer = torch.optim.AdamW(many, **options)
         for _ in range(2):  # the first step makes the states
             _give_gradients(many)
@@ -183,18 +169,23 @@ SHAPES: dict[str, Any] = read_table(__file__, "shapes.json")
 `convolutions`, `volumes` (of scans and videos) and `sequences` (of audio and text) have samples,
 channels, side or sides, output channels, window, stride and groups. `images` have samples, channels
 and side, `rows` rows and columns. `pools` have a window and a stride too. `narrow` are batched
-products with a short side: vectors, and the small matrices of solvers. `calls` are operators and
-their arguments, where words name tensors and numbers, and `r0` is the first result of a forward.
+products with a short side: vectors, and the small matrices of solvers. `batches` are transposed.
+`precisions` are of products, with whether TF32 is allowed and the layouts of the matrices.
+`crossed` have heads, queries, keys and their length. `layer` is a transformer's, about as large as
+BERT's. `adamw` has its ways: nine calls on lists of tensors, one call, or many on one tensor each.
+`calls` are operators and their arguments, where words name tensors and numbers, and `r0` is the
+first result of a forward.
 """
 
 
-def model_times() -> dict[str, list[list[float]]]:
-    """Return what forward and backward of small models launch, and their microseconds.
+def model_times() -> Iterator[dict[str, list[list[float]]]]:
+    """Yield what forward and backward of small models launch, and their microseconds.
 
-    A row has a number for each of `HOST_KINDS`, then the time.
+    A row has a number for each of `HOST_KINDS`, then the time: the median of all rounds so far.
+    Each yield is a round, as hosts change their speed within seconds where others use their cores.
     """
     library: Any = importlib.import_module("transformers")
-    rows = []
+    models = []
     for (name, sizes), is_autocast in itertools.product(SHAPES["models"].items(), (False, True)):
         config = getattr(library, f"{name}Config")(**sizes)
         model = getattr(library, f"{name}Model")(config).cuda().train()
@@ -203,9 +194,14 @@ def model_times() -> dict[str, list[list[float]]]:
             "input_values": torch.randn(2, 4000, device="cuda"),
             "input_ids": torch.zeros(2, 16, dtype=torch.long, device="cuda"),
         }[model.main_input_name]
-        with torch.autocast("cuda", HALF, enabled=is_autocast):
-            rows.append(phase_times(model, given))
-    return {"forward": [row for row, _ in rows], "backward": [row for _, row in rows]}
+        models.append((*phases(model, given, is_autocast), list[tuple[float, ...]]()))
+    while True:
+        found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
+        for counts, step, taken in models:
+            taken += [step() for _ in range(NUM_HOST_STEPS + NUM_WARM)][NUM_WARM:]
+            for phase, count, seconds in zip(found, counts, zip(*taken, strict=True), strict=True):
+                found[phase].append([*count, round(1e6 * statistics.median(seconds), 1)])
+        yield found
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
@@ -241,31 +237,27 @@ def _not_negative(rows: list[Any], times: list[float]) -> list[float]:
     return factors
 
 
-def phase_times(model: nn.Module, x: Tensor) -> tuple[list[float], list[float]]:
-    """Return the rows of `model_times` of one model's forward and backward, in a training."""
-    optimizer = torch.optim.AdamW(model.parameters())
+def phases(
+    model: nn.Module, x: Tensor, is_autocast: bool
+) -> tuple[list[list[int]], Callable[[], tuple[float, ...]]]:
+    """Return the calls of a model's forward and backward, and a step that returns their seconds."""
+    optimizer, observers = torch.optim.AdamW(model.parameters()), (Observer(), Observer())
 
-    def loss_of() -> Any:
-        return model(x).last_hidden_state.float().sum()
-
-    with Observer() as forward:
-        loss = loss_of()
-    with Observer() as backward:
-        loss.backward()
-    taken = []
-    for _ in range(16):
-        optimizer.step()
-        optimizer.zero_grad()
+    def run(*modes: Any) -> tuple[float, ...]:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        loss = loss_of()
+        with modes[0], torch.autocast("cuda", HALF, enabled=is_autocast):
+            loss: Any = model(x).last_hidden_state.float().sum()
         middle = time.perf_counter()
-        loss.backward()
-        taken.append((middle - started, time.perf_counter() - middle))
-    forward_us, backward_us = (
-        round(1e6 * statistics.median(s), 1) for s in zip(*taken[3:], strict=True)
-    )
-    return [*forward.counts, forward_us], [*backward.counts, backward_us]
+        with modes[1]:
+            loss.backward()
+        ended = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        return middle - started, ended - middle
+
+    run(*observers)
+    return [o.counts for o in observers], partial(run, nullcontext(), nullcontext())
 
 
 def _host_us(call: Call, count: int) -> float:

@@ -25,16 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memest.estimator.hardware.pace import FORMAT
 from memest.estimator.hardware.work import Work
 from memest.estimator.tensors.placement import tensors_in
-from memest.validate.host_pace import (
-    HALF,
-    SHAPES,
-    Call,
-    Observer,
-    fitted_times,
-    host_times,
-    model_times,
-    waited_us,
-)
+from memest.validate import host_pace
+from memest.validate.host_pace import HALF, SHAPES, Call, Observer, waited_us
 
 aten = torch.ops.aten
 Names = dict[str, Any]  # tensors and numbers of a call, by their names in `SHAPES`
@@ -47,34 +39,28 @@ MOST_CALLS = 30  # of one case that the GPU runs one after another
 HEATED_MS = 10  # for which the GPU trains before each case, for the clocks of a training
 SLEEP_CYCLES_PER_US = 3_000  # for which the GPU sleeps while the host launches: 1.5 us
 NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them some calls
-DIMS = (16, 128, 1024, 8192, 65536)
-INNER = (64, 256, 1024, 4096, 16384)
 FULL = torch.float32
 DTYPES = HALF, FULL
-OF_PRODUCTS: tuple[tuple[Any, ...], ...] = (
-    (HALF, False), (FULL, True), (FULL, True, (True, False)), (FULL, True, (False, False)),
-    (FULL, False),
-)  # fmt: skip
-"""Dtypes of products, whether TF32 is allowed, and layouts of the matrices."""
+PRECISIONS = {"half": HALF, "full": FULL}
 
 
 def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure the GPU for at most `seconds`; `write` receives the result after each family."""
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
-        "format": FORMAT,
-        "device": properties.name,
-        "memory_bytes": properties.total_memory,
-        "torch": torch.__version__,
-        "host": {},
-        "kernels": defaultdict(list),
-    }
+        "format": FORMAT, "device": properties.name, "memory_bytes": properties.total_memory,
+        "torch": torch.__version__, "host": {}, "kernels": defaultdict(list),
+    }  # fmt: skip
     started = time.perf_counter()
-    found["models"] = model_times()
-    found["host"] = host_times() | fitted_times(*found["models"].values())
+    models, hosts = host_pace.model_times(), list[dict[str, float]]()
     heat, first_us = heater(), defaultdict(list)
     failed: dict[str, None] = {}
     for part, family in itertools.product(range(NUM_PARTS), FAMILIES):
+        if family is FAMILIES[0]:  # hosts change their speed
+            found["models"] = next(models)
+            hosts.append(host_pace.host_times())
+            found["host"] = {k: statistics.median(h[k] for h in hosts) for k in hosts[0]}
+            found["host"] |= host_pace.fitted_times(*found["models"].values())
         for make in rounds(family)[part]:
             if time.perf_counter() - started > seconds:
                 break
@@ -166,8 +152,9 @@ def cases(make: Callable[..., Call], *axes: Iterable[Any]) -> Iterator[Case]:
 
 def products() -> Iterator[Case]:
     """Matrix products, in three precisions, and some with odd sizes."""
-    for how in OF_PRODUCTS:
-        for m, n, k in itertools.product(DIMS, INNER, INNER):
+    for name, *more in SHAPES["precisions"]:
+        how = PRECISIONS[name], *more
+        for m, n, k in itertools.product(*SHAPES["products"]):
             item = 2 if how[0] is HALF else 4
             is_large = item * (m * n + m * k + n * k) > MAX_BYTES
             if 2 * m * n * k > (MAX_FLOPS if how[0] is HALF else MAX_FLOPS / 8) or is_large:
@@ -181,7 +168,8 @@ def products() -> Iterator[Case]:
 
 def batched_products() -> Iterator[Case]:
     """Products of many small matrices, as attention makes them without a fused kernel."""
-    for how in OF_PRODUCTS:
+    for name, *more in SHAPES["precisions"]:
+        how = PRECISIONS[name], *more
         for b, n, d in itertools.product((32, 256), (64, 256, 1024, 2048), (64, 128)):
             for sizes in ((n, n, d), (n, d, n)):
                 if b * n * n * 4 <= MAX_BYTES / 3:
@@ -204,51 +192,47 @@ def _product(
     `is_adjacent` has, for the left and the right one, whether it is adjacent along `k`.
     """
     m, n, k = sizes
-    x = _matrix(*batch, m, k, dtype=dtype, is_adjacent=is_adjacent[0])
-    y = _matrix(*batch, n, k, dtype=dtype, is_adjacent=is_adjacent[1]).mT
+    made = (random(*batch, rows, k, dtype=dtype) for rows in (m, n))
+    x, y = (
+        t if along else t.mT.contiguous().mT for t, along in zip(made, is_adjacent, strict=True)
+    )
     torch.backends.cuda.matmul.allow_tf32 = tf32
     operator = aten.bmm.default if batch else aten.mm.default
-    return lambda: operator(x, y)
-
-
-def _matrix(*shape: int, dtype: torch.dtype, is_adjacent: bool) -> Tensor:
-    x = random(*shape, dtype=dtype)
-    return x if is_adjacent else x.mT.contiguous().mT
-
-
-LENGTHS = (32, 128, 256, 512, 1024, 2048, 8192)
+    return lambda: operator(x, y.mT)
 
 
 def attention() -> Iterator[Case]:
     """The fused attention kernels, forward and backward."""
-    kinds = [
-        (SDPBackend.FLASH_ATTENTION, HALF),
-        (SDPBackend.CUDNN_ATTENTION, HALF),
-        (SDPBackend.EFFICIENT_ATTENTION, HALF),
-        (SDPBackend.EFFICIENT_ATTENTION, FULL),
-    ]
-    for backend, dtype in kinds:
-        for length, d, causal in itertools.product(LENGTHS, (64, 128), (0, 1)):
+    for name, precision in SHAPES["attention"]:
+        backend, dtype = getattr(SDPBackend, name), PRECISIONS[precision]
+        sizes: tuple[Any, ...]
+        for heads, length, keys, d in SHAPES["crossed"]:
+            sizes = [heads], [(length, keys)], [d], [{}], (False, True)
+            yield from cases(_attention, [backend], [dtype], *sizes)
+        for length, d, causal in itertools.product(SHAPES["lengths"], (64, 128), (0, 1)):
             heads = {max(8, 65536 // length), max(8, 524288 // length)}
-            sizes = heads, [length], [d], [{"is_causal": bool(causal)}]
+            sizes = heads, [(length, length)], [d], [{"is_causal": bool(causal)}]
             yield from cases(_attention, [backend], [dtype], *sizes, (False, True))
             if length in (128, 512, 2048) and d == 64 and backend is not SDPBackend.CUDNN_ATTENTION:
                 drops = [{"is_causal": bool(causal), "dropout_p": 0.1}]
                 yield from cases(_attention, [backend], [dtype], *sizes[:3], drops, (False, True))
-    yield from named("biased", _bias_names, DTYPES, itertools.product((128, 512, 2048), (8, 64)))
+    biased = tuple(itertools.product((128, 512, 2048), (8, 64)))
+    yield from named("biased", _bias_names, DTYPES, biased, names=("bias", "learned"))
+    yield from named("biased", _bias_names, [HALF], biased, names=("cudnn", "cudnn_dropout"))
 
 
 def _bias_names(dtype: torch.dtype, sizes: tuple[int, int]) -> Names:
     length, samples = sizes
     found = {name: random(samples, 8, length, 64, dtype=dtype) for name in "qkv"}
     bias = random(1, 8, length, length, dtype=dtype)
-    return found | {"bias": bias.expand(samples, -1, -1, -1)}
+    return found | {"bias": bias.expand(samples, -1, -1, -1), "length": length}
 
 
 def _attention(
-    backend: Any, dtype: Any, heads: int, length: int, d: int, how: dict[str, Any], backward: bool
+    backend: Any, dtype: Any, heads: int, lengths: Any, d: int, how: dict[str, Any], backward: bool
 ) -> Call:
-    q, k, v = (random(max(1, heads // 8), 8, length, d, dtype=dtype) for _ in range(3))
+    sides = lengths[0], lengths[1], lengths[1]
+    q, k, v = (random(max(1, heads // 8), 8, length, d, dtype=dtype) for length in sides)
 
     def run() -> Tensor:
         with sdpa_kernel(backend):
@@ -264,19 +248,13 @@ def _attention(
     return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
 
-FIRST_CONVOLUTIONS = [
-    sizes for i, sizes in enumerate(SHAPES["convolutions"]) if sizes[1] == 3 or i % 9 == 0
-]
-"""Convolutions that are also measured without the gradient of their input: of images, and some."""
-
-
 def convolutions() -> Iterator[Case]:
     """Convolutions forward and backward, in two precisions and two layouts."""
     masks = (None, (True, True), (False, True), (True, False))
     for dtype, last, mask in itertools.product((FULL, HALF), (False, True), masks):
-        sizes = SHAPES["convolutions"] if mask != (False, True) else FIRST_CONVOLUTIONS
-        if mask == (True, False):
-            sizes = SHAPES["transposed"]
+        sizes = SHAPES["transposed" if mask == (True, False) else "convolutions"]
+        if mask == (False, True):  # without the gradient of the input: of images, and some others
+            sizes = [s for i, s in enumerate(sizes) if s[1] == 3 or i % 9 == 0]
         if last:  # cuDNN compiles a kernel for each depthwise one
             sizes = [s for i, s in enumerate(sizes) if i % 3 == 0 or s[6] < s[1]]
         yield from cases(_convolution, [dtype], [last], [mask], [2], sizes)
@@ -341,11 +319,13 @@ def _resolved(value: Any, names: Names) -> Any:
 def memory_kernels() -> Iterator[Case]:
     """Kernels that memory bounds."""
     yield from named("memory", _memory_names, DTYPES, SHAPES["rows"])
-    yield from named("apart", _softmax_names, DTYPES, SHAPES["classes"])
+    yield from named("apart", _batch_names, DTYPES, SHAPES["classes"])
+    yield from named("turned", _batch_names, DTYPES, SHAPES["batches"])
 
 
-def _softmax_names(dtype: torch.dtype, shape: list[int]) -> Names:
-    return {"x": random(*shape, dtype=dtype), "dtype": dtype}
+def _batch_names(dtype: torch.dtype, shape: list[int]) -> Names:
+    x, order = random(*shape, dtype=dtype), torch.contiguous_format
+    return {"x": x, "dtype": dtype, "turned": x.mT, "y": x.view(x.mT.shape), "contiguous": order}
 
 
 def _memory_names(dtype: torch.dtype, shape: list[int]) -> Names:
@@ -519,22 +499,21 @@ def _quantized(shape: tuple[int, int], dtype: torch.dtype, name: str) -> Call:
 
 def recurrent() -> Iterator[Case]:
     """Recurrent networks of cuDNN, forward and backward: one step follows another."""
-    both = False, True
-    lstms = itertools.product((nn.LSTM,), (1, 2), both)
-    others = (nn.GRU, 1, False), (nn.GRU, 1, True), (nn.RNN, 1, False)
-    return cases(_recurrent, (*lstms, *others), DTYPES, (8, 64, 256), (128, 512, 1024), both)
+    sizes = (8, 64, 256), (128, 512, 1024), (False, True)
+    return cases(_recurrent, SHAPES["recurrent"], DTYPES, *sizes)
 
 
 def _recurrent(
-    network: tuple[Any, int, bool], dtype: torch.dtype, samples: int, hidden: int, backward: bool
+    network: tuple[str, int, bool], dtype: torch.dtype, samples: int, hidden: int, backward: bool
 ) -> Call:
-    kind, layers, both = network
+    name, layers, both = network
     length = 32  # few enough kernels for the queue of launches
-    mode = {nn.RNN: 1, nn.LSTM: 2, nn.GRU: 3}[kind]  # as cuDNN counts them
+    mode = {"RNN": 1, "LSTM": 2, "GRU": 3}[name]  # as cuDNN counts them
     x = random(length, samples, hidden, dtype=dtype)
     h = random(layers * (2 if both else 1), samples, hidden, dtype=dtype)
-    c = torch.zeros_like(h) if kind is nn.LSTM else None
-    made = kind(hidden, hidden, num_layers=layers, bidirectional=both).to("cuda", dtype)
+    c = torch.zeros_like(h) if name == "LSTM" else None
+    made = getattr(nn, name)(hidden, hidden, num_layers=layers, bidirectional=both)
+    made = made.to("cuda", dtype)
     weights = [p.detach() for p in made.parameters()]
     shape = mode, hidden, 0, layers
     flatten: Any = torch._cudnn_rnn_flatten_weight  # without it each call copies the weights

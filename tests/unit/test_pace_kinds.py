@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from memest.cli import main
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.hardware.pace import BANDWIDTH_SHARE, Calls, Table, table_of
+from memest.estimator.hardware.pace import BANDWIDTH_SHARE, LEAST_S, Calls, Table, table_of
 from memest.estimator.hardware.work import Work, work_of
 from memest.validate import pace
 from tests.unit.test_pace import meta, work
@@ -59,6 +59,47 @@ def test_few_samples_of_many_classes_take_a_time_per_class() -> None:
 
     assert table.kernel_s(many) / table.kernel_s(few) > 10
     assert table.kernel_s(many) > 5 * many.size[0] * many.size[1] * 4 / 3.35e12
+
+
+def test_a_norm_of_a_tensor_in_another_order_copies_it() -> None:
+    x, weight = meta(8, 768, 196).transpose(1, 2), meta(768)
+
+    found = work(aten.native_layer_norm.default, x, [768], weight, weight, 1e-5)
+
+    copy = Work("transpose 2", (2 * x.nbytes, 196, 768), "", 0, 2 * x.nbytes)
+    assert found.more == (copy,)
+    plain = found._replace(more=())
+    table = table_of(H200)
+    assert table.kernel_s(found) == table.kernel_s(plain) + table.kernel_s(copy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "kind", "size"),
+    [
+        ((8, 64, 32), (0, 1, 2), "pointwise 2", ()),
+        ((8, 32, 64), (0, 2, 1), "strided 2", (1,)),
+        ((64, 8, 32), (1, 0, 2), "strided 2", (32,)),
+        ((64, 32), (0, 1), "broadcast 2", ()),
+    ],
+)
+def test_a_pointwise_kernel_has_the_order_of_its_tensors(
+    shape: tuple[int, ...], order: tuple[int, ...], kind: str, size: tuple[int, ...]
+) -> None:
+    found = work(aten.add.Tensor, meta(8, 64, 32), meta(*shape).permute(order))
+
+    assert (found.kind, found.size[1:]) == (kind, size)
+
+
+def test_gelu_in_half_precision_takes_longer_than_its_bytes_on_an_h200() -> None:
+    gelu, add = (Work(f"{kind} 2", (1 << 29,), "", 0, 1 << 29) for kind in ("gelu", "pointwise"))
+    table = table_of(H200)
+
+    assert work(aten.gelu_backward.default, meta(8), meta(8)).kind == "gelu 2"
+    assert table.kernel_s(gelu) > 1.2 * table.kernel_s(add)
+
+
+def test_no_kernel_is_shorter_than_the_shortest() -> None:
+    assert table_of(H200).kernel_s(Work("pointwise 4", (4,), "", 0, 4)) == LEAST_S
 
 
 @pytest.mark.parametrize("groups", [1, 32])
@@ -210,10 +251,15 @@ def test_layouts_of_products_in_tf32_are_kinds(
     assert half.kind == "matmul float16"
 
 
+def table_with(gpu: Any, kernels: dict[str, Any]) -> Table:
+    """Return the times on a GPU from calls that an H100 measured."""
+    kinds = {kind: Calls(kind, rows, H100) for kind, rows in kernels.items()}
+    return Table(gpu, PLAIN_HOST, {}, kinds, H100)
+
+
 def test_an_unmeasured_layout_takes_the_time_of_another() -> None:
     rows = [[n, n, n, 2 * n**3, 12 * n * n, 10.0] for n in (64, 128)]
-    measured = {"kernels": {"matmul tf32": rows}, "host": PLAIN_HOST, "first_us": {}}
-    table = Table(H100, measured, H100)
+    table = table_with(H100, {"matmul tf32": rows})
 
     assert table.is_measured("bmm-both tf32")
     found = Work("bmm-both tf32", (1, 64, 64, 64), "tf32", 2 * 64**3, 12 * 64 * 64)
@@ -235,8 +281,7 @@ def test_a_gpu_with_the_same_rates_changes_the_time_for_bytes_alone() -> None:
     num_bytes = 1 << 30
     fastest_us = 1e6 * num_bytes / (BANDWIDTH_SHARE * 1e9 * H100.memory_gb_s)
     rows = [[num_bytes, 0, num_bytes, fastest_us], [1 << 20, 0, 1 << 20, 100 * fastest_us]]
-    measured = {"kernels": {"pointwise 4": rows}, "host": PLAIN_HOST, "first_us": {}}
-    table = Table(H200, measured, H100)
+    table = table_with(H200, {"pointwise 4": rows})
 
     def us(size: int) -> float:
         return 1e6 * table.kernel_s(Work("pointwise 4", (size,), "", 0, size))
@@ -247,8 +292,7 @@ def test_a_gpu_with_the_same_rates_changes_the_time_for_bytes_alone() -> None:
 
 def test_a_gpu_with_other_rates_has_the_roofline() -> None:
     other = replace(H100, name="other", chip="other", tflops={"float32": 1.0}, memory_gb_s=335)
-    table = Table(other, {"kernels": {"pointwise 4": [[1 << 20, 0, 1 << 20, 100.0]]},
-                          "host": PLAIN_HOST, "first_us": {}}, H100)  # fmt: skip
+    table = table_with(other, {"pointwise 4": [[1 << 20, 0, 1 << 20, 100.0]]})
     work = Work("pointwise 4", (1 << 20,), "", 0, 1 << 20)
 
     assert 1e6 * table.kernel_s(work) == pytest.approx(100 * H100.memory_gb_s / 335)
@@ -272,8 +316,9 @@ from memest.validate.host_pace import SHAPES, Observer
 
 made = {
     "memory": (pace._memory_names, torch.bfloat16, [128, 64]),
-    "apart": (pace._softmax_names, torch.bfloat16, [2, 16, 64]),
+    "apart": (pace._batch_names, torch.bfloat16, [2, 16, 64]),
     "rows": (pace._row_names, torch.bfloat16, [128, 64]),
+    "turned": (pace._batch_names, torch.bfloat16, [2, 64, 128]),
     "indexed": (pace._indexed_names, torch.bfloat16, [128, 64]),
     "images": (pace._image_names, torch.bfloat16, True, [2, 32, 8]),
     "biased": (pace._bias_names, torch.bfloat16, (64, 2)),

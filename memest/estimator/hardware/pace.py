@@ -39,10 +39,10 @@ from memest.estimator.hardware.work import (
     Work,
     WorkLog,
     host_kind,
-)
+)  # fmt: skip
 from memest.report import StepTime
 
-FORMAT = 3  # of a file of measured times; it grows when kinds of work or their sizes change
+FORMAT = 4  # of a file of measured times; it grows when kinds of work or their sizes change
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
 _MEASURED = Path(__file__).with_name("pace")
 _PHASES = ("forward", "backward")
@@ -59,12 +59,12 @@ PAUSE_S = 1.3e-6
 a kernel longer than the sum of their kernels (`torch.profiler`).
 """
 
+LEAST_S = 1.2e-6  # shortest kernels of eleven trainings on an H200 (`torch.profiler`)
 BANDWIDTH_SHARE = 0.88  # of the data sheet's bandwidth that kernels reach
 KNEE = 3  # exponent of the sum of the time for bytes and that for all else
 """Both give the times of 450 calls on an H200 from those on an H100, with a median error of 3 %."""
 
 ELSEWHERE = "pointwise 4"  # kind whose efficiency kernels have that were not measured
-
 
 SPREAD = (0.8, 1.5)  # bounds of a step's time relative to the estimate, measured: docs/time.md
 SPREAD_ELSEWHERE = (0.65, 1.8)  # the same on a GPU that was not measured; assumed
@@ -256,9 +256,8 @@ class Table:
             return 0.0
         kind, size = self._known(work)
         efficiency = self._kinds[kind].efficiency(size)
-        seconds = self._seconds(work, efficiency)
-        more = work.more_bytes
-        return seconds + (self.kernel_s(Work(ELSEWHERE, (more,), "", 0, more)) if more else 0)
+        seconds = max(LEAST_S, self._seconds(work, efficiency))
+        return seconds + sum(map(self.kernel_s, work.more))
 
     def _seconds(self, work: Work, efficiency: float) -> float:
         """Return the seconds of a kernel of known efficiency on the measured GPU.

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.work import written
 from memest.estimator.tensors.placement import tensors_in
+from memest.plan.reading import read_table
 
 LAUNCH_US = 15.6
 """Host time of an operator of a training step in eager mode: `scripts/measure_pace.py` on the host
@@ -39,7 +40,6 @@ LAUNCH_QUEUE = 1022
 the host. `scripts/measure_pace.py` on an H100, driver 580.
 """
 
-
 PAGEABLE_GB_S = 7.4
 """Rate of a copy from pageable memory, which the driver stages in pinned memory of its own:
 `scripts/measure_pace.py` on an H100. It measured 2.7 for copies to new pageable memory.
@@ -57,14 +57,8 @@ class Speed:
 
 
 _BY_CAPABILITY = {
-    (7, 0): Speed(125, 15.7, 150, 16),
-    (7, 5): Speed(65, 8.1, 16, 16),
-    (8, 0): Speed(312, 19.5, 300, 32),
-    (8, 6): Speed(125, 31.2, 32, 32),
-    (8, 9): Speed(165, 82.6, 32, 32),
-    (9, 0): Speed(989, 67, 450, 64),
-    (10, 0): Speed(2250, 80, 900, 64),
-    (12, 0): Speed(210, 105, 64, 64),
+    tuple(map(int, capability.split("."))): Speed(*rates)
+    for capability, rates in read_table(__file__, "kinds.json")["rates"].items()
 }
 """Rates by compute capability, from NVIDIA's data sheets of V100 SXM2, T4, A100 80GB SXM, A10,
 RTX 4090, H200 SXM, B200 and RTX 5090.

@@ -6,7 +6,7 @@ work on a GPU, so both describe a call by the same function, `work_of`.
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -17,10 +17,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from memest.estimator.tensors.placement import tensors_in
 from memest.estimator.versions import allows_tf32
 from memest.plan.reading import read_table
+
+Strides = Sequence[int]
 
 
 class Work(NamedTuple):
@@ -32,7 +35,7 @@ class Work(NamedTuple):
     num_flops: int
     num_bytes: int  # bytes read and written, each tensor once
     num_tensors: int = 1  # tensors of a list that one call works on; each takes the host time
-    more_bytes: int = 0  # bytes of a second kernel, which memory bounds: a bias, its gradient
+    more: tuple["Work", ...] = ()  # further kernels: a bias, copies of tensors that are strided
 
 
 NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
@@ -83,12 +86,12 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         kind = "convolution" + "-data" * is_transposed  # the kernel of a gradient
         found = _convolution(kind, args[0], args[1], out, is_transposed, num_bytes)
         has_bias = isinstance(args[2], Tensor)
-        return found._replace(more_bytes=2 * out.nbytes if has_bias else 0)
+        return found._replace(more=_moved(2 * out.nbytes) if has_bias else ())
     if name == "convolution_backward":
         data, weight, bias = args[10]
         kind = "convolution" + "-data" * bool(data) + "-weight" * bool(weight)
         found = _convolution(kind, args[1], args[2], args[0], args[7], num_bytes)
-        return found._replace(more_bytes=args[0].nbytes if bias else 0)
+        return found._replace(more=_moved(args[0].nbytes) if bias else ())
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(func, args)
     row = _NAMES["row"].get(name)
@@ -101,7 +104,21 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         name, more = _kind_by_bytes(name, first, (func, args, kwargs), out)
     item_bytes = 4 if first is None else first.element_size()
     num_tensors = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
-    return Work(f"{name} {item_bytes}", (num_bytes, *more), "", 0, num_bytes, num_tensors)
+    copies = (
+        tuple(_copied(t) for t in given if not t.is_contiguous()) if name in _NAMES["row"] else ()
+    )
+    return Work(f"{name} {item_bytes}", (num_bytes, *more), "", 0, num_bytes, num_tensors, copies)
+
+
+def _moved(num_bytes: int) -> tuple[Work]:
+    """Return the work of a further kernel that reads and writes `num_bytes`."""
+    return (Work("pointwise 4", (num_bytes,), "", 0, num_bytes),)
+
+
+def _copied(x: Tensor) -> Work:
+    """Return the work of the copy that a norm or a softmax makes of a tensor in another order."""
+    kind, more = _kind_by_order(x.shape, x.stride(), make_contiguous_strides_for(x.shape))
+    return Work(f"{kind} {x.element_size()}", (2 * x.nbytes, *more), "", 0, 2 * x.nbytes)
 
 
 def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tuple[int, ...]]:
@@ -110,7 +127,9 @@ def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tupl
     if name in _NAMES["copies"]:
         return _kind_of_copy(x, out)
     if torch.Tag.pointwise in func.tags:
-        return _kind_of_pointwise(args, out), ()
+        return _kind_of_pointwise(name, args, out)
+    if name in ("nll_loss_forward", "nll_loss_backward"):
+        return name, (next((t.numel() for t in tensors_in(args) if t.dtype == torch.int64), 1),)
     if name == "sum":
         return name, _reduced(func, args, kwargs)
     if name.startswith("upsample") and isinstance(out, Tensor):
@@ -122,7 +141,7 @@ def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tupl
     if "pool" in name:
         return name + _layout(x), (_length(x, 1), _window(func, args, out))
     if "batch_norm" in name:
-        return name + _layout(x), (_length(x, 1),)
+        return name + _layout(x), (_length(x, 1), prod(x.shape[2:]))
     if name.startswith("_fft"):
         shape = max(x, out, key=Tensor.numel).shape
         return name, (prod(shape[dim] for dim in args[1]), len(args[1]))
@@ -147,24 +166,31 @@ def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tupl
 
 
 def _kind_of_copy(source: Tensor, out: Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return the kind of a copy, by the order in which it reads and writes memory.
-
-    A permutation has a second size: the elements that are adjacent in both tensors.
-    """
-    if _innermost(source) != _innermost(out):
-        return "transpose", ()
+    """Return the kind of a copy, by the order in which it reads and writes memory."""
     if source.stride() == out.stride():
         return "copy" if source.dtype == out.dtype else "cast", ()
     if source.dim() != out.dim():  # the copy broadcasts
         return "permute", (1,)
+    return _kind_by_order(out.shape, source.stride(), out.stride())
+
+
+def _kind_by_order(shape: Strides, given: Strides, made: Strides) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of a copy to another order: both innermost lengths, or what is adjacent."""
+    ends = [_innermost(shape, strides) for strides in (given, made)]
+    if ends[0] != ends[1]:
+        return "transpose", tuple(shape[end] if end >= 0 else 1 for end in ends)
+    return "permute", (_run(shape, given, made),)
+
+
+def _run(shape: Strides, *orders: Strides) -> int:
+    """Return the number of elements that are adjacent in all orders of a shape."""
     adjacent = 1
-    for size, step, given in sorted(zip(out.shape, out.stride(), source.stride(), strict=True),
-                                    key=lambda dim: dim[1]):  # fmt: skip
+    for size, *steps in sorted(zip(shape, *orders, strict=True), key=lambda dim: dim[-1]):
         if size > 1:
-            if (step, given) != (adjacent, adjacent):
+            if set(steps) != {adjacent}:
                 break
             adjacent *= size
-    return "permute", (adjacent,)
+    return adjacent
 
 
 def _num_after(x: Tensor, dim: int) -> int:
@@ -227,20 +253,27 @@ def _window(func: Any, args: Any, out: Any) -> int:
     return max(1, max(numels) // max(1, min(numels)))
 
 
-def _kind_of_pointwise(args: Any, out: Any) -> str:
-    """Return `pointwise` if all tensors have one shape and layout, else `broadcast`."""
+def _kind_of_pointwise(name: str, args: Any, out: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the kind of a pointwise kernel by the shapes and layouts of its tensors.
+
+    GELU in half precision takes its operations longer than its bytes on an H200. Tensors of one
+    shape in different orders are `strided`, with the elements that are adjacent in all of them.
+    """
     result = next(tensors_in((out, args)))
-    shape, strides = result.shape, result.stride()
-    for tensor in tensors_in(args):
-        if tensor.dim() and (tensor.shape != shape or tensor.stride() != strides):
-            return "broadcast"
-    return "pointwise"
+    shape, made = result.shape, result.stride()
+    others = [t for t in tensors_in(args) if t.dim() and (t.shape, t.stride()) != (shape, made)]
+    if any(t.shape != shape or 0 in t.stride() for t in others):
+        return "broadcast", ()
+    run = _run(shape, *(t.stride() for t in others), made) if others else result.numel()
+    if run < result.numel():
+        return "strided", (run,)
+    return ("gelu" if name.startswith("gelu") else "pointwise"), ()
 
 
-def _innermost(tensor: Tensor) -> int:
+def _innermost(shape: Strides, strides: Strides) -> int:
     """Return the longest dimension whose elements are adjacent; -1 if there is none."""
-    adjacent = [i for i, step in enumerate(tensor.stride()) if step == 1]
-    return max(adjacent, key=tensor.size, default=-1)
+    adjacent = [i for i, step in enumerate(strides) if step == 1]
+    return max(adjacent, key=lambda i: shape[i], default=-1)
 
 
 def dequantized(name: str, args: tuple[Any, ...]) -> Work | None:
