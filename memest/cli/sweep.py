@@ -1,6 +1,7 @@
 """`memest max-batch`, `memest sweep` and `memest cheapest`: many predictions from few traces."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -227,7 +228,8 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
         if script:
             report: SimulatedReport = _of_script(script, names, given)
         else:
-            report = predict(replace(read_plans(None, None, given)[0], gpu=names))
+            plan = replace(read_plans(None, None, given)[0], gpu=names)
+            report = predict(plan, jobs=os.cpu_count() or 1)
     training = whole.of(report.plan)
     found = _ranked(report, training)
     if not as_json:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     Args:
         plan: the plan.
         trust_remote_code: whether code that comes with a model may run.
-        jobs: processes; a second one takes the GPUs of other chips.
+        jobs: processes among which the chips are divided.
 
     Raises:
         MemestError: the plan cannot be run on any of the GPUs, or memest cannot model it.
@@ -121,16 +121,10 @@ class _Results:
     times: dict[str, StepTime] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
-    def add(self, other: _Results, times: Mapping[str, StepTime | None] | None = None) -> None:
-        """Add the results on another chip; `scenarios` stay those of the first.
-
-        GPUs of `other` without a time get the one in `times`.
-        """
+    def add(self, other: _Results) -> None:
+        """Add the results on other chips; `scenarios` stay those of the first."""
         self.verdicts |= other.verdicts
-        known = {
-            name: time for name, time in (times or {}).items() if time and name in other.verdicts
-        }
-        self.times |= known | other.times
+        self.times |= other.times
         for why, names in other.failed.items():
             self.failed[why] = [*self.failed.get(why, ()), *names]
 
@@ -141,24 +135,33 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     If the plan fails on a chip, the newest chip is tried next: it may support more.
     """
     first, *others = chips
+    known: dict[int, Trial] = {}
     work: WorkLog | None = None  # of the first chip, and of others whose runs follow from that
 
-    def on_others() -> _Results:
+    def on(part: Sequence[Sequence[Gpu]]) -> _Results:
         found = _Results()
-        for gpus in others:
+        for gpus in part:
             try:
-                found.add(_results_on_chip(plan, gpus, without=work))
+                found.add(_results_on_chip(plan, gpus, known, without=work))
             except MemestError as error:
                 found.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
         return found
 
+    num_parts = min(jobs, len(chips))
+    own, *parts = (chips[n::num_parts] for n in range(num_parts))
     try:
-        if not plan.is_distributed:  # before a copy is made: the others begin with these runs
+        if not plan.is_distributed:  # before copies are made: they begin with this run
             work = _trace(plan, first[0]).work
-        with forked(on_others) if others and jobs > 1 else nullcontext(lambda: None) as answer:
-            found = _results_on_chip(plan, first)
+        with ExitStack() as copies:
+            answers = [copies.enter_context(forked(partial(on, part))) for part in parts]
+            found = _results_on_chip(plan, first, known)
+            found.add(on(own[1:]))
             times = {gpu.name: _time_of(plan, work, gpu) for gpus in others for gpu in gpus}
-            found.add(answer() or on_others(), times)
+            for answer, part in zip(answers, parts, strict=True):
+                found.add(answer() or on(part))
+        for name in found.verdicts.keys() - found.times.keys():
+            if (time_of_step := times.get(name)) is not None:
+                found.times[name] = time_of_step
     except MemestError as error:
         others.sort(key=lambda gpus: gpus[0].capability, reverse=True)
         if not others or others[0][0].capability <= first[0].capability:
@@ -175,18 +178,23 @@ def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 
 def _results_on_chip(
-    plan: TrainingPlan, gpus: Sequence[Gpu], *, without: WorkLog | None = None
+    plan: TrainingPlan,
+    gpus: Sequence[Gpu],
+    known: dict[int, Trial],
+    *,
+    without: WorkLog | None = None,
 ) -> _Results:
     """Return the results on `gpus` of one chip; the simulated run uses the speed of the first.
 
-    Runs with the work `without` get no time: the caller estimates it.
+    `known` has trials on other chips (`trials`). Runs with the work `without` get no time: the
+    caller estimates it.
     """
     found = _Results()
 
     def traced(gpu: Gpu) -> TracedPlan:
         return _trace(plan, replace(gpu, memory_gb_s=gpus[0].memory_gb_s))
 
-    for gpu, trial in trials(plan, gpus, traced):
+    for gpu, trial in trials(plan, gpus, traced, known):
         found.scenarios = found.scenarios or trial.scenarios
         found.results[gpu.name] = trial.results
         found.verdicts[gpu.name] = trial.verdict
@@ -289,10 +297,16 @@ class Trial:
 
 
 def trials(
-    plan: TrainingPlan, gpus: Iterable[Gpu], traced_on: Callable[[Gpu], TracedPlan]
+    plan: TrainingPlan,
+    gpus: Iterable[Gpu],
+    traced_on: Callable[[Gpu], TracedPlan],
+    known: dict[int, Trial] | None = None,
 ) -> Iterator[tuple[Gpu, Trial]]:
-    """Yield each GPU with the trial of the plan there; GPUs of one program share its replays."""
-    known: dict[int, Trial] = {}
+    """Yield each GPU with the trial of the plan there; GPUs of one program share its replays.
+
+    Those in `known`, by the `id` of their program, are shared too, and new ones are added.
+    """
+    known = {} if known is None else known
     for gpu in gpus:
         traced = traced_on(gpu)
         known[id(traced)] = Trial(traced, plan, gpu, known.get(id(traced)))

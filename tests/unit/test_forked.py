@@ -38,7 +38,7 @@ def test_two_processes_say_what_one_does(shallow: Callable[..., str]) -> None:
     gpus = ("a100-40gb", "t4", "h100-80gb")
     plan = TrainingPlan(model_name=shallow("opt-125m"), strategy="fsdp", devices=2, gpu=gpus)
 
-    alone, beside = predict(plan), predict(plan, jobs=2)
+    alone, beside = predict(plan), predict(plan, jobs=3)
 
     assert beside.verdicts == alone.verdicts
     assert beside.intervals == alone.intervals

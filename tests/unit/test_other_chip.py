@@ -85,6 +85,18 @@ def test_a_program_is_that_of_its_own_run(
     assert replace(made, program=run.program) == run
 
 
+def test_chips_with_the_same_requests_share_a_program(
+    plan_of: Callable[[dict[str, Any]], TrainingPlan],
+) -> None:
+    trace = logged_trace(plan_of(PLANS["a mask"]), H200)
+    with_conv = logged_trace(plan_of(PLANS["convolutions"]), H200)
+    h100, l4, l40s, a100 = map(find_gpu, ("h100-80gb", "l4", "l40s", "a100-80gb"))
+
+    assert on_other_chip(trace, H200, h100) is trace
+    assert on_other_chip(with_conv, H200, l4) is on_other_chip(with_conv, H200, l4)
+    assert on_other_chip(with_conv, H200, a100) is not on_other_chip(with_conv, H200, l40s)
+
+
 def test_the_other_way_round(plan_of: Callable[[dict[str, Any]], TrainingPlan]) -> None:
     a100 = find_gpu("a100-80gb")
     plan = plan_of(PLANS["convolutions"])

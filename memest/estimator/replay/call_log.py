@@ -94,6 +94,8 @@ class CallLog:
     spans: list[Span] = field(default_factory=list)
     choices: dict[Choice, None] = field(default_factory=dict)
     is_for_one_chip: bool = False  # model code read the capability, or nothing was recorded
+    on_chips: dict[Any, TracedPlan] = field(default_factory=dict)
+    """Programs on other chips, by what differs there from this run."""
 
 
 class CallRecorder:

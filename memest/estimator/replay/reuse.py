@@ -412,6 +412,8 @@ FUSED = {
 def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     """Return the program on `gpu` of `sample`, which ran on `first`.
 
+    Chips with the same requests share one program.
+
     Raises:
         NotInterpolable: the plan makes other calls on `gpu`, and has to be run there.
     """
@@ -430,11 +432,15 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     renamed = {a.operator: b.operator for a, b in replaced.items() if a.operator != b.operator}
     if any(t.operator in renamed and t not in replaced for t in templates):
         raise NotInterpolable("an operator is replaced in some calls only")
+    key = (*requests, *replaced.items())
+    if key in log.on_chips:
+        return log.on_chips[key]
     dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
     program = Rebuilt(sample, [r.order for r in requests], dropped).with_bytes(requests)
     sites = [replace(s, op=renamed[s.op]) if s.op in renamed else s for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
-    return replace(sample, program=program, calls=None)
+    log.on_chips[key] = replace(sample, program=program, calls=None)
+    return log.on_chips[key]
 
 
 def _replaced_attention(
