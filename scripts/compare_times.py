@@ -82,7 +82,7 @@ UNSEEN = (
 FRESH = (
     "more models of torchvision, timm and transformers, on an H200",
     "2026-11-29",
-    "",
+    "windows of depthwise convolutions",
 )
 """Words of the row of `field/fresh.py`: its estimates were committed before its steps ran."""
 
@@ -123,10 +123,10 @@ tensors and an index of rows were changed after the comparison.
 
 
 FRESH_HEAD = """
-## Blind, after the last changes
+## Blind, last
 
 `validation/scripts/field/fresh.py` has these trainings. Their estimates were committed before any
-of them ran, and nothing was changed since. One NVIDIA H200 ran each in a process of its own: five
+of them ran, and stay as they were. One NVIDIA H200 ran each in a process of its own: five
 steps to warm up, and twelve that count. The last column is a fixed loop of Python between the
 steps, in microseconds: its least time and its median. Where something else uses the core, the loop
 takes up to 1.8 times as long.

@@ -90,6 +90,24 @@ def test_a_pointwise_kernel_has_the_order_of_its_tensors(
     assert (found.kind, found.size[1:]) == (kind, size)
 
 
+@pytest.mark.parametrize(
+    ("shape", "channels", "kind"),
+    [
+        ((8, 1, 5, 5), 8, "convolution depthwise float16"),
+        ((8, 1, 7, 7), 8, "convolution depthwise wide float16"),
+        ((8, 4, 7, 7), 4, "convolution float16"),
+    ],
+)
+def test_a_wide_depthwise_window_is_a_kind(
+    shape: tuple[int, ...], channels: int, kind: str
+) -> None:
+    rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], channels // shape[1])
+
+    found = work(aten.convolution.default, meta(2, channels, 16, 16), meta(*shape), None, *rest)
+
+    assert found.kind == kind
+
+
 def test_gelu_in_half_precision_takes_longer_than_its_bytes_on_an_h200() -> None:
     gelu, add = (Work(f"{kind} 2", (1 << 29,), "", 0, 1 << 29) for kind in ("gelu", "pointwise"))
     table = table_of(H200)

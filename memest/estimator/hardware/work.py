@@ -378,7 +378,7 @@ def _convolution(
 ) -> Work:
     """Work of a convolution: its positions, channels, and elements of the window.
 
-    A transposed one is described as the convolution from its result to its input.
+    A transposed one is that from its result to its input. Depthwise ones above 5 x 5 are `wide`.
     """
     whole, made = (out, x) if is_transposed else (x, out)
     positions = [t.numel() // max(1, t.shape[1]) for t in (made, whole)]
@@ -389,7 +389,7 @@ def _convolution(
     layout = ""
     if weight.shape[1] != whole.shape[1]:
         layout = " depthwise" if weight.shape[1] == 1 else " grouped"
-    layout += " 3d" * (x.dim() == 5)
+    layout += " 3d" if x.dim() == 5 else " wide" * (layout == " depthwise" and window > 25)
     return Work(f"{kind}{layout}{_layout(x)} {_alike(rate)}", size, rate, flops, num_bytes)
 
 
