@@ -1,4 +1,4 @@
-"""Ranks of large worlds beside the same ranks on one real GPU under torch's `fake` process group.
+"""Ranks of large worlds beside the same ranks on real GPUs, one under torch's `fake` process group.
 
 python scripts/compare_parallel.py [--measured FILE] [CASES...]
 
@@ -27,6 +27,9 @@ MEASURED_NAMES = ("allocated", "reserved", "process")
 NAMES = ("peak_allocated", "peak_reserved", "process")
 MAX_LOCAL = 8
 """GPUs of a host."""
+
+ON_TWO = "@2"
+"""End of the name of a case that two GPUs measured."""
 
 HEAD = """# Ranks of large worlds, measured on one GPU
 
@@ -61,6 +64,25 @@ driver reports of a GPU. It holds the context, NCCL and kernels of cuBLAS. {coun
 |---|---|---|---|---|---|---|---|
 """
 
+TWO = """
+## Both ranks of two GPUs
+
+Two H200s of one host ran [parallel.py](scripts/parallel.py) and
+[library_parallel.py](scripts/library_parallel.py) with NCCL. The second trains by transformers'
+`DistributedConfig` (`dconf`), accelerate's `ParallelismConfig` (`acc`) and the Trainer (`hf`), with
+{versions}. The simulated
+figures of `library_parallel.py` were made before it was measured. They are intervals where a free
+time is not known.
+
+{counts}
+
+The routing of tokens to experts is guessed (`ep-moe`). The real routing differs from step to step,
+which fragments the cache.
+
+| rank | case | allocated | simulated | off | reserved | simulated | off |
+|---|---|---|---|---|---|---|---|
+"""
+
 
 def main() -> int:
     """Simulate cases, keep their peaks and write the page; 1 if a case failed."""
@@ -72,26 +94,28 @@ def main() -> int:
     if options.measured:
         add(options.measured)
     stored = json.loads(MEASURED.read_text(encoding="utf-8"))
-    rows = stored["rows"] + stored["four"]
+    rows = stored["rows"] + stored["four"] + stored["two"]
     worlds = {row["case"]: row["world"] for row in rows}
     kept = json.loads(SIMULATED.read_text(encoding="utf-8")) if SIMULATED.is_file() else {}
     num_failed = 0
     for case in () if options.page else options.cases or worlds:
         try:
-            kept[case] = simulate(case, worlds[case])
+            is_on_two = any(row["case"] == case for row in stored["two"])
+            kept[case] = simulate(case, worlds[case], "h200" if is_on_two else "h100-80gb")
         except RuntimeError as error:
             num_failed += 1
             print(f"{case}: {error}")
             continue
         write(SIMULATED, dict(sorted(kept.items())))
-        for line in lines_of([row for row in rows if row["case"] == case], kept):
-            print(line, flush=True)
+        print(case, kept[case], flush=True)
     PAGE.write_text(page(kept), encoding="utf-8")
     return int(num_failed > 0)
 
 
-def simulate(case: str, world: int) -> dict[str, list[int]]:
-    """Peaks of each rank that ran, in bytes: `NAMES`, then the lowest allocated and reserved.
+def simulate(case: str, world: int, gpu: str) -> dict[str, list[int]]:
+    """Peaks of each rank that ran, in bytes: `NAMES`, then the lowest and the highest allocated
+    and reserved.
+
 
     Raises:
         RuntimeError: the script failed.
@@ -99,9 +123,10 @@ def simulate(case: str, world: int) -> dict[str, list[int]]:
     local = min(world, MAX_LOCAL)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [sys.executable, "-m", "memest", "run", "--gpu", "h100-80gb"]
+        script = "library_parallel.py" if "-" in case else "parallel.py"
+        command = [sys.executable, "-m", "memest", "run", "--gpu", gpu]
         command += ["--nproc-per-node", str(local), "--nnodes", str(-(-world // local))]
-        command += ["--json", str(report), str(FOLDER / "parallel.py"), case]
+        command += ["--json", str(report), str(FOLDER / script), case.removesuffix(ON_TWO)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode or not report.is_file():
             raise RuntimeError(done.stderr[-400:])
@@ -109,6 +134,7 @@ def simulate(case: str, world: int) -> dict[str, list[int]]:
     return {
         str(rank["rank"]): [rank[f"{name}_bytes"] for name in NAMES]
         + [rank["intervals"][name]["low_bytes"] for name in MEASURED_NAMES[:2]]
+        + [rank["intervals"][name]["high_bytes"] for name in MEASURED_NAMES[:2]]
         for rank in ranks
     }
 
@@ -127,7 +153,7 @@ def add(path: Path) -> None:
 
 def write(path: Path, value: dict[str, Any]) -> None:
     """Write JSON with one row a line."""
-    lists = {key: rows for key, rows in value.items() if key in ("rows", "four")}
+    lists = {key: rows for key, rows in value.items() if key in ("rows", "four", "two")}
     text = json.dumps({**value, **dict.fromkeys(lists)}, indent=1)
     for key, rows in lists.items():
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
@@ -154,7 +180,36 @@ def page(kept: dict[str, dict[str, list[int]]]) -> str:
         f" `process` is within 1 % in {sum(abs(d[2]) <= 1 for d in off)}."
     )
     text = head + "\n".join(lines_of(stored["rows"], kept)) + "\n"
-    return text + FOUR.format(counts=counts) + "\n".join(lines_of(four, kept)) + "\n"
+    text += FOUR.format(counts=counts) + "\n".join(lines_of(four, kept)) + "\n"
+    return text + on_two(stored, kept)
+
+
+def on_two(stored: dict[str, Any], kept: dict[str, Any]) -> str:
+    """Return the section of the ranks that two GPUs measured, beside their intervals."""
+    lines, worst = [], []
+    for row in stored["two"]:
+        *_, low_allocated, low_reserved, high_allocated, high_reserved = kept[row["case"]][
+            str(row["rank"])
+        ]
+        cells = [str(row["rank"]), f"`{row['case'].removesuffix(ON_TWO)}`"]
+        both = []
+        for name, low, high in (
+            ("allocated", low_allocated, high_allocated),
+            ("reserved", low_reserved, high_reserved),
+        ):
+            nearest = min(max(row[name], low), high)
+            both.append(100 * (nearest / row[name] - 1))
+            simulated = f"{low:,}" + (f" to {high:,}" if low < high else "")
+            off = f"{both[-1]:+.2f} %" if both[-1] else ""
+            cells += [f"{row[name]:,}", "" if low == high and not off else simulated, off]
+        worst.append(max(map(abs, both)))
+        lines.append(f"| {' | '.join(cells)} |")
+    counts = (
+        f"{sum(not off for off in worst)} of {len(worst)} ranks are within their intervals,"
+        f" {sum(off <= 0.5 for off in worst)} at most 0.5 % outside."
+    )
+    versions = ", ".join(f"{name} {number}" for name, number in stored["versions_of_two"].items())
+    return TWO.format(counts=counts, versions=versions) + "\n".join(lines) + "\n"
 
 
 def differences(row: dict[str, Any], kept: dict[str, Any]) -> tuple[float, ...]:

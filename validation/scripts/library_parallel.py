@@ -1,0 +1,186 @@
+"""Training by the parallelisms of transformers, accelerate and PEFT on two ranks.
+
+torchrun --nproc-per-node 2 library_parallel.py CASE
+
+`dconf-*` takes transformers' DistributedConfig, `acc-*` accelerate's ParallelismConfig, and `hf-*`
+the Trainer. The versions are those of measured_parallel.json.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.distributed import DistributedConfig
+
+CASE = sys.argv[1]
+PARTS = CASE.split("-")
+STEPS, BATCH, LENGTH = 4, 4, 512
+
+
+def config(**more):
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        **more,
+    )
+
+
+def experts():
+    return Qwen3MoeConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        moe_intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        decoder_sparse_step=1,
+        max_position_embeddings=2048,
+    )
+
+
+def saved(model_config):
+    path = f"/tmp/ckpt-{CASE}"
+    if int(os.environ["RANK"]) == 0 and not os.path.exists(path):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16).save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def batches(device):
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        ids = torch.randint(0, 32000, (BATCH, LENGTH), device=device)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def native():
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    sizes = {
+        "tp": {"tp_size": 2, "tp_plan": "auto"},
+        "fsdp": {"fsdp_size": 2},
+        "ep": {"tp_size": 2, "enable_expert_parallel": True},
+    }
+    path = saved(experts() if "moe" in PARTS else config())
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, distributed_config=DistributedConfig(**sizes[PARTS[1]])
+    )
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    for batch in batches(torch.device("cuda", rank)):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+def accelerated():
+    sizes = {"shard": "dp_shard_size", "cp": "cp_size", "rep": "dp_replicate_size"}
+    parallelism = ParallelismConfig(**{sizes[PARTS[1]]: 2})
+    plugin = None
+    if PARTS[1] in ("shard", "cp"):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            reshard_after_forward=True,
+            cpu_offload="offload" in PARTS,
+            activation_checkpointing="ckpt" in PARTS,
+        )
+    accelerator = Accelerator(
+        mixed_precision="bf16", parallelism_config=parallelism, fsdp_plugin=plugin
+    )
+    model = LlamaForCausalLM(config(attn_implementation="sdpa"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    for batch in batches(accelerator.device):
+        if PARTS[1] == "cp":
+            positions = torch.arange(LENGTH, device=accelerator.device)[None].repeat(BATCH, 1)
+            labels = batch["labels"].roll(-1, 1)
+            buffers = [batch["input_ids"], positions, labels]
+            with accelerator.maybe_context_parallel(
+                buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+            ):
+                loss = model(
+                    input_ids=batch["input_ids"],
+                    position_ids=positions,
+                    shift_labels=labels,
+                    labels=labels,
+                ).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        accelerator.backward(model(**batch).loss)
+        if "clip" in PARTS:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
+def trained():
+    more = {}
+    if "fsdp2" in PARTS:
+        more = {
+            "fsdp": "full_shard auto_wrap",
+            "fsdp_config": {
+                "version": 2,
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "activation_checkpointing": "ckpt" in PARTS,
+            },
+        }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config())
+    if "lora" in PARTS:
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    data = [{"input_ids": torch.randint(0, 32000, (LENGTH,))} for _ in range(64)]
+    data = [{**each, "labels": each["input_ids"]} for each in data]
+    arguments = TrainingArguments(
+        "/tmp/trained",
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        bf16=True,
+        gradient_accumulation_steps=2 if "acc" in PARTS else 1,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        ddp_find_unused_parameters=False,
+        torch_compile="compile" in PARTS,
+        **more,
+    )
+    Trainer(model, arguments, train_dataset=data).train()
+
+
+if __name__ == "__main__":
+    {"dconf": native, "acc": accelerated, "hf": trained}[PARTS[0]]()
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    print(CASE, os.environ["RANK"], *peaks)
+    if dist.is_initialized():
+        dist.destroy_process_group()
