@@ -135,12 +135,16 @@ def table(data: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Return the errors of recipes without and with 4-bit weights, a sentence each."""
+    """Return the errors of all recipes, and of those without and with 4-bit weights."""
     sentences = []
-    for label, is_quantized in (("without 4-bit weights", False), ("with 4-bit weights", True)):
-        found = [
-            r for r in rows if "estimated_minutes" in r and ("qlora" in r["recipe"]) is is_quantized
-        ]
+    known = [row for row in rows if "estimated_minutes" in row]
+    plain = [row for row in known if "qlora" not in row["recipe"]]
+    others = [row for row in known if row not in plain]
+    for label, found in (
+        ("of all kinds", known),
+        ("without 4-bit weights", plain),
+        ("with 4-bit weights", others),
+    ):
         if found:
             errors = [r["estimated_minutes"][0] / r["minutes"] - 1 for r in found]
             middle = 100 * statistics.median(map(abs, errors))
