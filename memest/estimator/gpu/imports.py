@@ -127,19 +127,24 @@ class StubFinder(MetaPathFinder, Loader):
     def install(self, patches: Patches, *, is_first: bool = True) -> None:
         """Install the finder before or after all others; remove it and its modules at the end."""
         sys.meta_path.insert(0 if is_first else len(sys.meta_path), self)
+        self._found: list[str] = []
         patches.on_undo(self._remove)
 
     def _remove(self) -> None:
         sys.meta_path.remove(self)
-        for name, module in list(sys.modules.items()):
-            if getattr(getattr(module, "__spec__", None), "loader", None) is self:
+        for name in self._found:
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if getattr(spec, "loader", None) is self:
                 del sys.modules[name]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a stub, which may have further modules."""
-        return ModuleSpec(fullname, self, is_package=True) if self.serves(fullname) else None
+        if not self.serves(fullname):
+            return None
+        self._found.append(fullname)
+        return ModuleSpec(fullname, self, is_package=True)
 
     def importing_frame(self) -> FrameType | None:
         """Return the frame whose import statement looks for a module."""
