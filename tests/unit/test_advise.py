@@ -450,7 +450,7 @@ def test_a_little_too_much_has_an_answer_of_every_kind(shallow: Callable[..., st
 def test_weights_that_are_too_many_need_other_states_or_adapters(
     shallow: Callable[..., str],
 ) -> None:
-    advice = short_of(TrainingPlan(model_name=shallow("flan-t5-xxl", 1)), 0.7)
+    advice = short_of(TrainingPlan(model_name=shallow("flan-t5-xxl", 1)), 0.6)
 
     assert titles(advice) == [
         "paged 8-bit optimizer states", "SGD without momentum", "LoRA, rank 16",
