@@ -11,7 +11,7 @@ import json
 import random
 import sys
 import warnings
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -102,14 +102,20 @@ def products():
                     yield f"mm_gs/{tag}", partial(trained, c.clone().requires_grad_(), x)
 
 
-def rows(n, count, dtype=torch.float32, index=torch.int64):
-    """A square matrix in compressed rows with `count` entries at places that are drawn."""
+@cache
+def drawn(n, count):
+    """Compressed rows and columns of `count` places of a square matrix."""
     generator = torch.Generator().manual_seed(0)
     places = torch.randperm(n * n if n < 5000 else 1 << 24, generator=generator)[:count]
     crow = torch.zeros(n + 1, dtype=torch.int64)
     row = places.sort().values // n % n
     crow[1:] = row.sort().values.bincount(minlength=n).cumsum(0)
-    col = places.sort().values % n
+    return crow, places.sort().values % n
+
+
+def rows(n, count, dtype=torch.float32, index=torch.int64):
+    """A square matrix in compressed rows with `count` entries at places that are drawn."""
+    crow, col = drawn(n, count)
     values = torch.ones(count, dtype=dtype, device="cuda")
     crow, col = crow.to(index).cuda(), col.to(index).cuda()
     return torch.sparse_csr_tensor(crow, col, values, (n, n), check_invariants=False)
