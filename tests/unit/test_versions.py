@@ -232,6 +232,15 @@ import torch
 print(torch.version.hip, torch.version.cuda, torch.backends.mps.is_available())
 torch.nn.Linear(8, 8).cuda()(torch.ones(1, 8, device="cuda")).sum().backward()
 """
+COMMANDS = """
+from contextlib import suppress
+from memest.cli import main
+
+with suppress(SystemExit):
+    main(["doctor"])
+print("\\nrun:")
+main(["run", {!r}])
+"""
 
 
 @pytest.mark.parametrize(
@@ -244,13 +253,12 @@ torch.nn.Linear(8, 8).cuda()(torch.ones(1, 8, device="cuda")).sum().backward()
 def test_builds_for_other_gpus_simulate_cuda(change: str, name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PLATFORM, encoding="utf-8")
-    code = f"import torch; {change}\nfrom memest.cli import main\nmain(['run', {str(script)!r}])"
+    code = f"import torch; {change}\n" + COMMANDS.format(str(script))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "None 13.0 False"
+    doctor, _, run = done.stdout.partition("\nrun:\n")
+    assert f"{INSTALLED}, built for {name}; CUDA kernels are simulated" in doctor
+    assert run.splitlines()[0] == "None 13.0 False"
     assert f"CUDA kernels of torch 2.11 are simulated; torch {INSTALLED} (built for {name})" in (
-        " ".join(done.stdout.split())
+        " ".join(run.split())
     )
-    code = f"import torch; {change}\nfrom memest.cli import main\nmain(['doctor'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"{INSTALLED}, built for {name}; CUDA kernels are simulated" in done.stdout
