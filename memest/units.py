@@ -54,9 +54,7 @@ def gib_or_mib(num_bytes: int) -> str:
     >>> gib_or_mib(16 * 2**30), gib_or_mib(3 * 2**20), gib_or_mib(0)
     ('16.00 GiB', '3.00 MiB', '0.00 GiB')
     """
-    if 0 < abs(num_bytes) < SMALL:
-        return format_bytes(num_bytes)
-    return f"{num_bytes / GIB:.2f} GiB"
+    return format_bytes(num_bytes) if 0 < abs(num_bytes) < SMALL else f"{num_bytes / GIB:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)

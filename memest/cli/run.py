@@ -377,7 +377,13 @@ def _not_used(ran: RunResult) -> int:
         )
         return NOT_USED_EXIT_CODE
     if ran.refusal is None:
-        print_error("the script ended before it used the GPU, so there is nothing to report", "")
+        code = "" if ran.error_text else f" with exit code {ran.exit_code}"
+        hint = "arguments of the script come after it: `memest run train.py --data FOLDER`"
+        if "\nModuleNotFoundError: " in ran.error_text:
+            hint = "`--python PATH` runs it in an environment that has the module"
+        elif ran.error_text or ran.exit_code != 2:  # code of `argparse`
+            hint = ""
+        print_error(f"the script ended{code} before it used the GPU: nothing to report", hint)
     return ran.exit_code
 
 

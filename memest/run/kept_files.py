@@ -100,7 +100,8 @@ class KeptFiles:
 
     def _keep(self, path: str, *, is_linked: bool = False, has_copy: bool = False) -> None:
         """Move a file aside, once. A copy or a hard link may take its place."""
-        if path in self._seen or path.endswith(".pyc") or path.startswith(OWN_FILES):
+        own = OWN_FILES, str(cache_folder())  # other processes of memest write the cache, too
+        if path in self._seen or path.endswith(".pyc") or path.startswith(own):
             return
         with self._alone():
             entry = self._entry(path)

@@ -76,6 +76,8 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
         raise PlanError(
             f"{shown(name)} is a folder without a `__main__.py`", hint="name the script in it"
         )
+    if path.suffix == ".ipynb":
+        raise PlanError(f"{shown(name)} is a notebook", hint="`%%memest` runs a cell of it")
     if path.suffix in SHELL:
         raise PlanError(f"{shown(name)} is a shell script", hint=_NAME_THE_SCRIPT)
     if not os.access(path, os.R_OK):

@@ -115,9 +115,7 @@ def _own_bytes(nvml: Any, index: int) -> int | None:
     """Return the memory of our process by id, or of the only one (ids differ in a container)."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
-    if len(mine) != 1 or mine[0].usedGpuMemory is None:
-        return None
-    return int(mine[0].usedGpuMemory)
+    return None if len(mine) != 1 or mine[0].usedGpuMemory is None else int(mine[0].usedGpuMemory)
 
 
 def _handle(nvml: Any, index: int) -> Any:

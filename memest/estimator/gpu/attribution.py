@@ -103,9 +103,7 @@ class LiveModules:
 
     def current(self) -> str:
         """Return the path of the running module, in forward or backward; "" if none runs."""
-        if self._stack:
-            return self._names.get(id(self._stack[-1]), "")
-        return self.in_backward()[0]
+        return self._names.get(id(self._stack[-1]), "") if self._stack else self.in_backward()[0]
 
     def models(self) -> list[nn.Module]:
         """Return the outermost modules that have run and still exist."""

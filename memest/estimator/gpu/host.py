@@ -271,13 +271,10 @@ class HostTensors:
 
     def _of_ones(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run an operator without a meta kernel on ones in place of tensors without data."""
-
-        def ones(tensor: Tensor) -> Tensor:
-            one = torch.ones((), dtype=tensor.dtype, device=CPU)
-            return one.expand(tensor.shape) if is_meta(tensor) else tensor
-
+        one = torch.ones((), device=CPU)
+        real = map_tensors(lambda t: one.to(t.dtype).expand(t.shape) if is_meta(t) else t, args)
         self._guessed.guesses.note(f"the result of {func}")
-        return func(*map_tensors(ones, args), **kwargs)
+        return func(*real, **kwargs)
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
         """Yield `indices` with each mask replaced by the positions of its true entries."""

@@ -41,6 +41,7 @@ from memest.estimator.ops.autograd_ops import decomposition_key, run_decomposed
 from memest.estimator.ops.copies import (
     as_dtype_layout,
     copied,
+    is_set_to,
     to_gpu_bytes,
     to_host_bytes,
     with_number,
@@ -466,8 +467,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             value = self.values.compute(func, args, kwargs)
         except ValueUnknown:
-            if func is aten.equal.default:  # tensors that should be equal: tied weights
-                is_alike: bool = args[0].shape == args[1].shape
+            if func is aten.equal.default:
+                if is_set_to(*args):
+                    return True
+                # results of layers differ; tensors that should be equal are tied weights
+                is_alike = args[0].shape == args[1].shape and args[0].grad_fn is args[1].grad_fn
                 self.guesses.note(f"{is_alike} from torch.equal")
                 return is_alike
             name = func._schema.name.removeprefix("aten::").removeprefix("_local_")

@@ -291,9 +291,7 @@ def dequantized(name: str, args: tuple[Any, ...]) -> Work | None:
 
 def host_kind(work: Work) -> int:
     """Return the position in `HOST_KINDS` of the call that starts `work`."""
-    if work == VIEW:
-        return 2
-    return int(work.kind.startswith(("convolution", "cudnn_batch_norm")))
+    return 2 if work == VIEW else int(work.kind.startswith(("convolution", "cudnn_batch_norm")))
 
 
 def fused_work(tensors: Iterable[Tensor]) -> Work:

@@ -432,8 +432,6 @@ def run_decomposed(mode: SimMode, key: Any, func: Any, args: Args, kwargs: Any) 
         INSIDE.composite = any(map(on_gpu, tensors_in(args)))
     try:
         with mode, decisions_again():
-            if callable(key):
-                return key(*args, **kwargs)
-            return func._op_dk(key, *args, **kwargs)
+            return key(*args, **kwargs) if callable(key) else func._op_dk(key, *args, **kwargs)
     finally:
         INSIDE.depth, INSIDE.composite = depth, composite

@@ -193,6 +193,4 @@ def sum_storage_bytes(num_items: int, num_threads: int) -> int:
     Blocks are of 256 threads with 16 values each; one block needs nothing, more are as many as fit
     the GPU (`num_threads` in all), five times over (`subscription_factor`).
     """
-    if num_items <= 256 * 16:
-        return 1
-    return _aliased(num_threads // 256 * 5 * 4)
+    return 1 if num_items <= 256 * 16 else _aliased(num_threads // 256 * 5 * 4)

@@ -24,14 +24,13 @@ from memest.units import ceil_div
 aten = torch.ops.aten
 
 
-@registry.requests("abs angle")
-def as_complex_first(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Copy the real part of a complex result.
+def _complex_copy(args: Args) -> tuple[int, ...]:
+    """Bytes of the complex result, of which torch copies the real part (UnaryOps.cpp)."""
+    return (args[0].nbytes,) if args[0].is_complex() else ()
 
-    The result is complex first: `unary_op_impl_with_complex_to_float_out` of UnaryOps.cpp.
-    """
-    tensor = args[0]
-    return Scratch(after=(tensor.nbytes,) if tensor.is_complex() else ())
+
+register("abs", requests=lambda args, *_: Scratch(after=_complex_copy(args)))
+register("angle", requests=lambda args, *_: Scratch(before=_complex_copy(args)))
 
 
 @registry.requests("pow.Scalar")
@@ -44,9 +43,7 @@ def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> S
 def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
     """Requests of `isinf` (TensorCompare.cpp), which is `abs() == inf`: the absolute values."""
     tensor = args[0]
-    if not tensor.dtype.is_floating_point:
-        return Scratch()
-    return Scratch(before=(tensor.nbytes,))
+    return Scratch() if not tensor.dtype.is_floating_point else Scratch(before=(tensor.nbytes,))
 
 
 @registry.requests("where.self")

@@ -451,9 +451,7 @@ def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
 @registry.above_autograd("linalg_eigvals")
 def eigvals(then: Next, a: Tensor) -> Tensor:
     """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
-    if has_gradient(a):
-        return aten.linalg_eig.default(a)[0]
-    return aten._linalg_eigvals.default(a)
+    return aten.linalg_eig.default(a)[0] if has_gradient(a) else aten._linalg_eigvals.default(a)
 
 
 @registry.above_autograd("linalg_eigvalsh")

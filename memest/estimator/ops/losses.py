@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
@@ -228,7 +227,20 @@ register(
     in_backward=in_nodes("BinaryCrossEntropyWithLogitsBackward0", is_possible=_is_in_place),
 )
 
-register("_ctc_loss _ctc_loss_backward", may_mix_devices=True)
+register("_ctc_loss _ctc_loss_backward _cudnn_ctc_loss", may_mix_devices=True)
+
+
+@registry.result("_cudnn_ctc_loss")
+def _cudnn_ctc(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+    """Return the losses and the gradient (cudnn/LossCTC.cpp); the workspace is not known."""
+    return args[0].new_empty(args[0].shape[1]), torch.empty_like(args[0])
+
+
+def _goes_to_cudnn(batch: Tensor, targets: Tensor, lengths: list[int], of: list[int]) -> bool:
+    """Return whether cuDNN computes a loss with blank 0: `_use_cudnn_ctc_loss` (LossCTC.cpp)."""
+    is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
+    is_fit = {*lengths} == {len(batch)} and all(size < 256 and size <= len(batch) for size in of)
+    return is_host and is_fit and batch.dtype is torch.float32 and torch._C._get_cudnn_enabled()
 
 
 @registry.above_autograd("ctc_loss.IntList")
@@ -236,15 +248,20 @@ def ctc_loss(
     then: Next, log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
     blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run torch's own kernel of `ctc_loss`.
+    """Run torch's own kernel of `ctc_loss`, or cuDNN's.
 
     `ctc_loss_impl` of LossCTC.cpp makes the zero before the losses are compared.
     """
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
     of_gpu: Any = {"dtype": batch.dtype, "device": "cuda"}
-    losses: Tensor = aten._ctc_loss.default(
-        batch, targets.to("cuda", torch.int64), lengths, target_lengths, blank, zero_infinity
-    )[0]
+    sizes = (lengths, target_lengths, blank)
+    if blank == 0 and _goes_to_cudnn(batch, targets, lengths, target_lengths):
+        losses: Tensor = aten._cudnn_ctc_loss.default(batch, targets, *sizes, True, zero_infinity)[
+            0
+        ]
+    else:
+        targets = targets.to("cuda", torch.int64)
+        losses = aten._ctc_loss.default(batch, targets, *sizes, zero_infinity)[0]
     if zero_infinity:
         zero = torch.zeros((), **of_gpu)
         losses = torch.where(losses == float("inf"), zero, losses)
@@ -259,12 +276,7 @@ def ctc_loss(
 def ctc_loss_of_tensors(
     then: Next, log_probs: Tensor, targets: Tensor, *lengths_and_options: Any
 ) -> Tensor:
-    """Run torch's own kernel of `ctc_loss`, with lengths in tensors."""
-    if not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1:
-        raise UnsupportedError(
-            "`ctc_loss` of int32 targets on the host goes to cuDNN, which cannot be simulated",
-            hint="int64 targets take torch's own kernel",
-        )
+    """Run `ctc_loss` with lengths in tensors."""
     lengths, target_lengths, *options = lengths_and_options
     return ctc_loss(then, log_probs, targets, lengths.tolist(), target_lengths.tolist(), *options)
 

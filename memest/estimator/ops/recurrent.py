@@ -266,9 +266,7 @@ def _layers(call: Any) -> Layers:
 
 def _in_steps(x: Tensor | None, call: Any) -> Tensor | None:
     """Return `x` with the steps in front, as cuDNN reads it."""
-    if x is None or not call.batch_first or call.batch_sizes:
-        return x
-    return x.transpose(0, 1)
+    return x if x is None or not call.batch_first or call.batch_sizes else x.transpose(0, 1)
 
 
 @registry.requests("_cudnn_rnn")

@@ -166,11 +166,7 @@ def make_grid(
 
 
 def sweep_grid(
-    grid: Grid,
-    *,
-    jobs: int | None = None,
-    engine: str = "local",
-    known: Known | None = None,
+    grid: Grid, *, jobs: int | None = None, engine: str = "local", known: Known | None = None
 ) -> list[dict[str, Any]]:
     """Return flat rows for the points of `make_grid`, including those that are no plans."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]

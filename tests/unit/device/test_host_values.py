@@ -314,3 +314,16 @@ def test_an_optimizer_that_is_resumed_reads_its_numbers(gpu: VirtualGpu) -> None
     products = [state["mu_product"].item() for state in second.state.values()]
     assert all(0 < product < 1 for product in products)
     assert products[0] == products[1]
+
+
+def test_layers_results_are_equal_only_if_they_are_the_same_memory(gpu: VirtualGpu) -> None:
+    """An attention compares its query with its key, and projects equal ones at once."""
+    layer = nn.Linear(4, 4, device="cuda")
+    x = torch.ones(1 << 18, 4, device="cuda")  # values of the results are not known
+    query, key = layer(x), layer(x)
+
+    assert torch.equal(query, query)
+    assert torch.equal(query, query.detach())
+    assert not torch.equal(query, key)
+    assert not torch.equal(query, torch.zeros_like(query))
+    assert torch.equal(nn.Linear(1024, 1024).cuda().weight, nn.Linear(1024, 1024).cuda().weight)

@@ -79,8 +79,24 @@ def test_a_ctc_loss_takes_lengths_of_the_host(gpu: VirtualGpu) -> None:
     log_probs = torch.randn(50, 8, 20, device="cuda", requires_grad=True).log_softmax(-1)
     lengths = torch.full((8,), 50), torch.full((8,), 20)
     F.ctc_loss(log_probs, torch.ones(8, 20, dtype=torch.int64).cuda(), *lengths).backward()
-    with pytest.raises(UnsupportedError, match="cuDNN"):
-        F.ctc_loss(log_probs, torch.ones(160, dtype=torch.int32), *lengths)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "blank", "length", "is_cudnn"),
+    [(True, 0, 50, True), (False, 0, 50, False), (True, 1, 50, False), (True, 0, 49, False)],
+)
+def test_int32_targets_of_the_host_go_to_cudnns_ctc_loss(
+    gpu: VirtualGpu, on_host: bool, blank: int, length: int, is_cudnn: bool
+) -> None:
+    """CRNN's training; the workspace of cuDNN is not known, and counts as not modelled."""
+    log_probs = torch.randn(50, 8, 20, device="cuda", requires_grad=True)
+    targets = torch.ones(160, dtype=torch.int32, device="cpu" if on_host else "cuda")
+
+    lengths = torch.full((8,), length), torch.full((8,), 20)
+    F.ctc_loss(log_probs, targets, *lengths, blank=blank).backward()
+
+    assert log_probs.grad is not None
+    assert ("_cudnn_ctc_loss" in str(gpu.mode.kernels.coverage.unmodelled)) == is_cudnn
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse")

@@ -81,6 +81,9 @@ def test_a_shell_script_and_a_cap_without_a_unit_are_refused(
 
     assert run("run.sh") == 2
     assert "`run.sh` is a shell script\nhint: name the Python script" in capsys.readouterr().err
+    (folder / "train.ipynb").write_text("{}")
+    assert run("train.ipynb") == 2
+    assert "`train.ipynb` is a notebook\nhint: `%%memest` runs a cell" in capsys.readouterr().err
     assert run("--memory-limit", "78", "train.py") == 2
     assert "2 MiB\nhint: give its unit: `78GiB`" in capsys.readouterr().err
 
@@ -249,22 +252,32 @@ def test_a_script_without_the_gpu_is_told_of(
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "last_words"),
+    ("text", "code", "last_words", "how", "hint"),
     [
-        ("import torch\nraise ValueError('early')", 1, "ValueError: early"),
-        ("import sys\nsys.exit('no data here')", 1, "no data here"),
-        ("import sys\nsys.exit(7)", 7, ""),
+        ("import torch\nraise ValueError('early')", 1, "ValueError: early", "", ""),
+        ("import sys\nsys.exit('no data here')", 1, "no data here", "", ""),
+        ("import sys\nsys.exit(7)", 7, "", " with exit code 7", ""),
+        ("import sys\nsys.exit(2)", 2, "", " with exit code 2", "arguments of the script come"),
+        ("import nowhere", 1, "ModuleNotFoundError: No module named 'nowhere'", "", "`--python"),
     ],
 )
 def test_a_script_that_dies_before_it_uses_the_gpu_ends_in_its_own_words_and_a_line(
-    text: str, code: int, last_words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    text: str,
+    code: int,
+    last_words: str,
+    how: str,
+    hint: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (folder / "train.py").write_text(text)
 
     assert run("train.py") == code
-    *before, line = capsys.readouterr().err.splitlines()
-    assert line == ("Error: the script ended before it used the GPU, so there is nothing to report")
-    assert before[-1:] == ([last_words] if last_words else [])
+    before, line = capsys.readouterr().err.split("Error: the script ended")
+    first, *hints = line.splitlines()
+    assert first == f"{how} before it used the GPU: nothing to report"
+    assert [each.startswith(f"hint: {hint}") for each in hints] == [True] * bool(hint)
+    assert before.splitlines()[-1:] == ([last_words] if last_words else [])
 
 
 def test_options_after_a_module_are_the_modules(

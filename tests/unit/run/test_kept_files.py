@@ -14,6 +14,7 @@ import torch
 
 from memest.run import kept_files as module
 from memest.run.kept_files import FOLDER, kept_files
+from memest.writing import write_whole
 from tests import forked
 
 OLD = b"weights of a real training"
@@ -208,6 +209,19 @@ def test_a_cache_that_cannot_be_written_to_does_not_matter(
 
     assert file.read_bytes() == OLD
     assert not kept.journal.exists()
+
+
+def test_a_file_of_memests_own_cache_is_no_file_of_the_script(file: Path) -> None:
+    """Two runs at once write the same table of cuDNN's workspaces."""
+    table = file.parent.parent / "cache" / "memest" / "cudnn.json"
+    table.parent.mkdir(parents=True)
+    table.write_text("old")
+
+    with kept_files() as kept:
+        write_whole(table, "new")
+
+    assert table.read_text() == "new"
+    assert not kept.paths
 
 
 def test_a_system_without_hard_links_copies(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
