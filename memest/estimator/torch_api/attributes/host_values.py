@@ -17,7 +17,7 @@ from memest.estimator.tensors.placement import CPU, GPU, INSIDE, PLAIN, Place, i
 from memest.estimator.tensors.storages import MemKind
 from memest.estimator.versions import returns_large_numbers
 
-_MODES = torch._C.DispatchKey.Python  # dispatch key of modes
+_MODES = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot  # keys of modes
 OnHost = Callable[[Tensor], Tensor]
 
 
@@ -46,19 +46,18 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _under_modes(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Wrap a function that reads a number of a tensor.
-
-    C++ excludes modes while it fills a tensor with a list (`internal_new_from_data`).
-    """
+    """Wrap a read, which is without modes where C++ makes a tensor (`internal_new_from_data`)."""
 
     def call(tensor: Tensor) -> Any:
-        if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES) or not is_meta(tensor):
+        if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
             return read(tensor)
-        excluded = torch._C._dispatch_tls_local_exclude_set().remove(_MODES)
-        excluded = excluded.remove(torch._C.DispatchKey.PythonTLSSnapshot)
-        included = torch._C._dispatch_tls_local_include_set().add(_MODES)
-        with torch._C._ForceDispatchKeyGuard(included, excluded):
+        for key in _MODES:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        try:
             return read(tensor)
+        finally:
+            for key in _MODES:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
     return call
 
