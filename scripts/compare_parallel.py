@@ -112,7 +112,7 @@ def main() -> int:
     return int(num_failed > 0)
 
 
-def simulate(case: str, world: int, gpu: str) -> dict[str, list[int]]:
+def simulate(case: str, world: int, gpu: str = "h100-80gb") -> dict[str, list[int]]:
     """Peaks of each rank that ran, in bytes: `NAMES`, then the lowest and the highest allocated
     and reserved.
 

@@ -24,13 +24,16 @@ from memest.units import ceil_div
 aten = torch.ops.aten
 
 
-def _complex_copy(args: Args) -> tuple[int, ...]:
-    """Bytes of the complex result, of which torch copies the real part (UnaryOps.cpp)."""
-    return (args[0].nbytes,) if args[0].is_complex() else ()
+@registry.requests("abs")
+def abs_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of `abs` (UnaryOps.cpp): the complex result, of which torch copies the real part."""
+    return Scratch(after=(args[0].nbytes,)) if args[0].is_complex() else Scratch()
 
 
-register("abs", requests=lambda args, *_: Scratch(after=_complex_copy(args)))
-register("angle", requests=lambda args, *_: Scratch(before=_complex_copy(args)))
+@registry.requests("angle")
+def angle_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    """Requests of `angle` (UnaryOps.cpp): as of `abs`, but the complex result is made first."""
+    return Scratch(before=(args[0].nbytes,)) if args[0].is_complex() else Scratch()
 
 
 @registry.requests("pow.Scalar")
