@@ -149,7 +149,7 @@ def digest(target: Target) -> str:
     """Digest of a target's command and inputs."""
     found = hashlib.sha256("\0".join(target.command).encode())
     for pattern in target.inputs:
-        for path in sorted(ROOT.glob(pattern)):
+        for path in filter(Path.is_file, sorted(ROOT.glob(pattern))):
             found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]
 
