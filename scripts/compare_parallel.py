@@ -1,4 +1,4 @@
-"""Ranks of large worlds beside the same ranks on real GPUs, one under torch's `fake` process group.
+"""Ranks of large worlds: their simulation, and the same ranks measured on real GPUs.
 
 python scripts/compare_parallel.py [--measured FILE] [CASES...]
 
@@ -29,7 +29,7 @@ MAX_LOCAL = 8
 """GPUs of a host."""
 
 ON_TWO = "@2"
-"""End of the name of a case that two GPUs measured."""
+"""End of the name of a case that was measured on two GPUs."""
 
 HEAD = """# Ranks of large worlds, measured on one GPU
 
@@ -185,7 +185,7 @@ def page(kept: dict[str, dict[str, list[int]]]) -> str:
 
 
 def on_two(stored: dict[str, Any], kept: dict[str, Any]) -> str:
-    """Return the section of the ranks that two GPUs measured, beside their intervals."""
+    """Return the section of ranks that were measured on two GPUs, with their intervals."""
     lines, worst = [], []
     for row in stored["two"]:
         *_, low_allocated, low_reserved, high_allocated, high_reserved = kept[row["case"]][

@@ -147,7 +147,7 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
                 found.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
         return found
 
-    num_parts = min(jobs, len(chips))
+    num_parts = max(1, min(jobs, len(chips)))
     own, *parts = (chips[n::num_parts] for n in range(num_parts))
     try:
         if not plan.is_distributed:  # before copies are made: they begin with this run

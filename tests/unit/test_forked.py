@@ -33,12 +33,12 @@ def test_work_that_nobody_asked_about_is_given_up() -> None:
     assert time.monotonic() - started < 20
 
 
-def test_two_processes_say_what_one_does(shallow: Callable[..., str]) -> None:
+def test_several_processes_predict_what_one_does(shallow: Callable[..., str]) -> None:
     """Here autograd may have run, and then one does it all."""
     gpus = ("a100-40gb", "t4", "h100-80gb")
     plan = TrainingPlan(model_name=shallow("opt-125m"), strategy="fsdp", devices=2, gpu=gpus)
 
-    alone, beside = predict(plan), predict(plan, jobs=3)
+    one, several = predict(plan), predict(plan, jobs=3)
 
-    assert beside.verdicts == alone.verdicts
-    assert beside.intervals == alone.intervals
+    assert several.verdicts == one.verdicts
+    assert several.intervals == one.intervals

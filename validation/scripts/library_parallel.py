@@ -109,7 +109,6 @@ def accelerated():
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             reshard_after_forward=True,
-            cpu_offload="offload" in PARTS,
             activation_checkpointing="ckpt" in PARTS,
         )
     accelerator = Accelerator(
