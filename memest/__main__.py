@@ -11,8 +11,8 @@ from memest.cli import main
 def command() -> None:
     """Run the command line and exit.
 
-    Python takes a second to free torch and a traced model object by object; the system does it at
-    once. A script under `memest run` ends as Python would end it.
+    Ends without freeing objects one by one, which takes Python a second after importing torch. A
+    script under `memest run` ends as Python would end it.
     """
     # torch is not imported yet; else its threads would take the time of others while they wait
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -83,7 +83,7 @@ class Engine(ABC):
         label: Callable[[T], str] = str,
         weight: Callable[[T], int] = lambda task: 1,
     ) -> list[R]:
-        """Return `one` of each task, in the order of the tasks; raise the first error of `one`.
+        """Return `one(task)` of each task, in order; raise the first error that `one` raises.
 
         `died` returns the result of a task whose workers died. Watchers get a task's `label`, and
         its `weight`: the number of its plans.
@@ -394,14 +394,14 @@ def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engi
 
 
 MADE_BETWEEN_COLLECTIONS = 1_000_000
-"""Objects between collections. Importing torch and transformers makes a million permanent objects,
-which Python would scan a thousand times. A run is not affected, and is cleaned up afterwards
+"""Threshold of `gc.set_threshold`, in new objects. Importing torch and transformers makes a million
+permanent objects, which Python would scan a thousand times. A virtual run sets its own threshold
 (`without_cycles`).
 """
 
 
 def collect_seldom() -> Callable[[], None]:
-    """Collect garbage in cycles less often in this process; return a function that undoes it."""
+    """Run Python's cyclic garbage collector less often; return a function that undoes it."""
     before = gc.get_threshold()
     gc.set_threshold(MADE_BETWEEN_COLLECTIONS, *before[1:])
     return partial(gc.set_threshold, *before)

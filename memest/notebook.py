@@ -96,7 +96,7 @@ class _Magic:
                 self.left[name] = value
 
     def _check(self, cell: str) -> None:
-        """Refuse objects that are on the real GPU, or on that of an earlier cell."""
+        """Refuse objects that are on the real GPU, or on the virtual GPU of an earlier cell."""
         namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
         if _awaits(source):
             raise UnsupportedError(

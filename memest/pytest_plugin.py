@@ -58,7 +58,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
-    """A virtual GPU for the test: that of its mark, of `[tool.memest]`, or memest's default."""
+    """A virtual GPU for the test: named by its mark, by `[tool.memest]`, or the default."""
     from memest.errors import MemestError
     from memest.run.session import virtual_gpu as simulate
     from memest.units import parse_bytes

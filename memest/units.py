@@ -125,7 +125,7 @@ def shares_that_add_up(sizes: Sequence[int], total: int) -> list[str]:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return `count` and its noun, with an `s` unless there is one.
+    """Return `count` and its noun, with an `s` unless `count` is 1.
 
     >>> counted(1, "tensor"), counted(2, "tensor")
     ('1 tensor', '2 tensors')

@@ -18,7 +18,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write to a temporary file in the same folder, and rename it; a stream is written as it is.
 
     Raises:
-        OSError: the file cannot be written; what was there before stays.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     if is_stream(path):

@@ -294,7 +294,7 @@ def sweep_chart(
 ) -> None:
     """Draw the verdicts of a sweep.
 
-    FILE is of `memest sweep -o`. Without it, a new sweep runs.
+    FILE is the output of `memest sweep -o`. Without it, a new sweep runs.
 
     \b
     memest chart sweep --model gpt2 --bs 1:64 --precision 32-true,bf16-true --gpu rtx-4090

@@ -33,8 +33,8 @@ from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
 LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
-"""Default GPUs by a word in the suite's name: its own GPU, and another of the same chip, which
-costs no further trace.
+"""Default GPUs by a word in the suite's name: the suite's GPU, and one of the same chip, for which
+nothing is simulated again.
 """
 
 
@@ -71,8 +71,8 @@ def explore(
 ) -> None:
     """Write an interactive page of predictions.
 
-    The page has choices of model, batch, precision, optimizer, technique and GPU. It shows bar,
-    phases and verdict. It is one file, without a server or a network. Every figure is a prediction.
+    The page has choices of model, batch, precision, optimizer, technique and GPU. It shows the
+    predicted peak, the phases of a step and the verdict. It is one file, without a server.
 
     \b
     memest explore --suite lab-a100 -o explorer.html

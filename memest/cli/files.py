@@ -37,7 +37,7 @@ def read_plans(
 ) -> list[TrainingPlan]:
     """Return the plans of a command: of a file, of a suite, or of the flags alone.
 
-    A command that `tries_lora` also reads options of adapters for a full fine-tune.
+    With `tries_lora`, LoRA options are also accepted for a full fine-tune.
     """
     only_one({"--config": config, "--suite": suite})
     trust_remote_code = given.pop("trust_remote_code", False)
@@ -53,11 +53,11 @@ def read_plans(
 
 
 _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")
-"""Keys that a suite may give for all its plans, and a typed option only with adapters."""
+"""LoRA keys. A suite may set them for all its plans; as command-line options they need LoRA."""
 
 
 def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:
-    """Return `plan` for the GPUs `names`, if it names none."""
+    """Return `plan` with the GPUs `names`, unless the plan has GPUs of its own."""
     return plan if plan.gpu or plan.gpu_memory is not None else replace(plan, gpu=names)
 
 

@@ -181,7 +181,7 @@ STEPS_WITHOUT_NUMBER = 1000  # steps whose price is given where no number of ste
 
 @dataclass(frozen=True, slots=True)
 class WholeTraining:
-    """The whole training as its options give it."""
+    """Steps, epochs, samples and prices of a whole training, from the command's options."""
 
     num_steps: int | None
     prices: Mapping[str, float]

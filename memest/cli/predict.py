@@ -139,7 +139,7 @@ def _check_output(
 
 
 def _short(report: Prediction, emit: str | None) -> str:
-    """Return the lines of one plan: resources, or a line per GPU that it names."""
+    """Return the short output for a plan: scheduler resources, or one line per GPU."""
     plan = report.plan
     if emit:
         nodes = {"num_gpus": plan["devices"], "num_nodes": plan["num_nodes"]}

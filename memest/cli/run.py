@@ -85,7 +85,7 @@ class _RunCommand(click.Command):
         return args[:position], args[position:]
 
     def with_project(self, args: list[str], script: list[str]) -> tuple[list[str], list[str]]:
-        """Add what pyproject.toml has and the command line has not, and print it."""
+        """Add the options of pyproject.toml that the command line lacks, and print them."""
         project = find_project(Path.cwd())
         if not script and project.folder == Path.cwd():
             options, script = self.split(list(project.command))
@@ -241,7 +241,7 @@ def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[in
 
 
 def with_project(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `memest run` with those of the project."""
+    """Return the arguments of `memest run`, with the options of pyproject.toml added."""
     assert isinstance(run, _RunCommand)
     options, script = run.with_project(*run.split(list(arguments)))
     return [*options, *script]
@@ -327,7 +327,7 @@ def _run_chosen(
 def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str
 ) -> RunResult:
-    """Run the ranks at the same time; the files are those of the worst."""
+    """Run the ranks at the same time; write the files of the worst rank."""
     from memest.run.kept_files import kept_files
     from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_together
 
@@ -442,7 +442,7 @@ class _Files:
         return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
     def keep_of(self, report: RunReport, folder: str) -> None:
-        """Write the user's files from those in `folder` of the rank that the report is about."""
+        """Copy the files of the reported rank from `folder` to the user's paths."""
         from memest.report.page import with_all_ranks
 
         written = self.of_rank(folder, report.rank)

@@ -120,7 +120,7 @@ grid_options = combined(
     jobs_option,
     remote_code_option,
 )  # fmt: skip
-"""Options of a grid of plans: those of `grid_points`, and those of the run."""
+"""Options of a grid of plans, for `grid_points` and for the run."""
 
 
 def grid_points(
@@ -264,7 +264,7 @@ def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any
 
 
 def _ranked(report: SimulatedReport, training: Training) -> list[str]:
-    """Return names of GPUs on which the training fits: by price, those without one by time."""
+    """Return names of the GPUs that fit, by price; GPUs without a price follow, by time."""
 
     def cost(gpu: str) -> tuple[float, float]:
         hours = training.hours(report.times[gpu])[0]

@@ -236,6 +236,6 @@ def fit(task: Task) -> None:
 
 
 def _numbers(count: int) -> Any:
-    """Return a loader of the numbers of `count` batches; None where there are none."""
+    """Return a DataLoader of the numbers 0 to `count` - 1; None if `count` is 0."""
     numbers: Any = range(count)
     return torch.utils.data.DataLoader(numbers, batch_size=None, num_workers=0) if count else None

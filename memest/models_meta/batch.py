@@ -70,7 +70,7 @@ def batch_of(
 def random_ids(request: Request, num_tokens: int) -> Tensor:
     """Return (B, num_tokens) ids of a fixed seed; special ids only if there are no others.
 
-    Special are every `*_token_id` and `*_token_index` of the config.
+    Special ids are all `*_token_id` and `*_token_index` of the config.
     """
     text = text_config(request.config)
     vocab_size = int(text.vocab_size)
@@ -198,7 +198,7 @@ def _text_batch(request: Request) -> Batch:
 
 
 def _image_batch(request: Request) -> Batch:
-    """Image classifiers, and image models without a head."""
+    """Make the batch of an image classifier, or of an image model without a head."""
     named, size = image_inputs(request)
     if "labels" in request.forward:
         if not request.class_name.endswith("ForImageClassification"):

@@ -38,7 +38,7 @@ def set_tied_embeddings(model: Any, tied: bool) -> None:
 
 
 _FAMILIES: dict[str, list[str]] = read_table(__file__, "families.json")
-"""Names of families by trait.
+"""Model families (`model_type`) by trait.
 
 - `auto_classes`: a config without `architectures` gets the first that maps its `model_type`.
   Masked before causal: the BERT family is in both, and is fine-tuned as the former.

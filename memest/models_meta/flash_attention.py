@@ -74,7 +74,7 @@ BACKWARD = torch.ops.memest.flash_attention_backward.default
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttnFunc`, `FlashAttnVarlenFunc` and these for packed tensors.
+    """`FlashAttnFunc`, `FlashAttnVarlenFunc` and their variants for packed tensors.
 
     It saves query, key, value, output and logsumexp, padded if the width is no multiple of 8. Key
     and value are parts of `packed` if it is given, as is the query unless it is given. Gradients of
@@ -88,7 +88,7 @@ class FlashAttention(torch.autograd.Function):
         max_lengths: tuple[int, int], dropout_p: float, is_windowed: bool, deterministic: bool,
         is_kept: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the output in the given width."""
+        """Return the attention's output, with the head width of the inputs."""
         parts = () if packed is None else packed.detach().unbind(-3)
         ctx.num_parts = len(parts)
         given: list[Any] = [t for t in (query, key, value, *parts) if t is not None]

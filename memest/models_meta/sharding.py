@@ -26,7 +26,7 @@ except ImportError:  # torch 2.5
 
 
 class States:
-    """Tensors to count of a model that a strategy has divided, and of its optimizer.
+    """Tensors of a sharded model and its optimizer, for counting their bytes.
 
     Parameters are collected between steps, because FSDP2 replaces them while a layer is gathered.
     """

@@ -31,7 +31,7 @@ LOOPS = ("lightning", "transformers", "plain")  # Trainers of two libraries, and
 LOGGING = (
     "logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter",
 )  # fmt: skip
-"""Keys of `TrainingArguments` that make scalars on the GPU: `trainer_options`."""
+"""Logging keys of `TrainingArguments`, allowed in `trainer_options`: they allocate GPU scalars."""
 
 CLIPPING = ("norm", "value")
 
@@ -134,13 +134,13 @@ class Bounds:
 
 
 def whole(low: int, high: int, more: str = "") -> Bounds:
-    """Bounds of whole numbers; the upper one separates requests from typing errors."""
+    """Bounds of whole numbers; a value above `high` is a typing error."""
     return Bounds(low, high, f"give a whole number from {low} to {high}{more}")
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Condition without which a key may only have its default."""
+    """Condition that must hold if a key differs from its default."""
 
     is_met: Callable[[TrainingPlan], bool]
     error: str  # message, with `{key}` and `{strategy}`
@@ -149,7 +149,7 @@ class Need:
 
 
 def of_strategy(is_met: Callable[[TrainingPlan], bool], where: str, only_of: str) -> Need:
-    """Need of a key that one kind of strategies reads."""
+    """Return the `Need` of a key that only one kind of strategy reads."""
     error = "`{key}` does not go with `strategy` `{strategy}`"
     return Need(is_met, error, f"it is read by {where}", only_of)
 
@@ -205,7 +205,7 @@ class Key:
         return self.help.replace("{choices}", ", ".join(self.choices))
 
     def read(self, value: Any) -> Any:
-        """Return the value of a file or a flag as the plan holds it; `PlanError` if it is none."""
+        """Convert a value from a file or a flag to the key's type, or raise `PlanError`."""
         if self.is_size:
             return parse_bytes(value)
         if self.is_repeated:

@@ -58,7 +58,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = read_table(__file__, "optimizers.json"
 """Names of optimizers in other places.
 
 `trainer` has the spelling of `TrainingArguments` for a plan's name, `aliases` are other spellings.
-`elsewhere` has beginnings of names and the packages that have them, `not_for_plans` reasons.
+`elsewhere` has prefixes of names and their packages, `not_for_plans` reasons.
 """
 
 

@@ -109,7 +109,7 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """Return the number of values of a node; a node that holds itself is endless."""
+    """Return the number of values of a node; infinite for a node that contains itself."""
     if id(node) in above:
         return MAX_NODES + 1
     if id(node) not in known:

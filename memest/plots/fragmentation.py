@@ -118,7 +118,7 @@ def _draw_limit(panel: Panel, report: Prediction, runs: Sequence[Growth], limit_
 
 
 def _draw_column(panel: Panel, runs: Sequence[Growth]) -> None:
-    """Write each setting next to the end of its line, as far as others leave room."""
+    """Write each setting next to the end of its line, where there is room."""
     width, height = panel.width, panel.height
     top = panel.axes.get_ylim()[1]
     order = sorted(range(len(runs)), key=lambda i: runs[i].reserved[-1])

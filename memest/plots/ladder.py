@@ -205,7 +205,7 @@ def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = Fa
 
 
 def _own_limit(report: Prediction, layout: _Layout) -> float | None:
-    """Return GiB of the GPU of the report, if it is out of memory there."""
+    """Return the limit of the report's GPU in GiB; None if the run fits there."""
     if report.verdict is not Outcome.OOM:
         return None
     if report.gpu in report.verdicts:
@@ -339,7 +339,7 @@ def _write_title(
 
 
 def _taken_bytes(report: Prediction, limits: Mapping[str, int]) -> int:
-    """Return the bytes by which libraries of several GPUs lower a GPU's limit."""
+    """Return the bytes of a GPU's limit that communication libraries take."""
     if report.plan.get("memory_limit"):
         return 0
     usable = {gpu_label(name): verdict.limit_bytes for name, verdict in report.verdicts.items()}

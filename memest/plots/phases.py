@@ -60,7 +60,7 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
     """Return (step, micro-batch) to draw: the last of step 1, whose optimizer has its state.
 
-    It is of step 0 in a run of one step, and the failed one in a run out of memory.
+    A run of one step gives step 0, a run out of memory its failed micro-batch.
     """
     failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
     if failed:

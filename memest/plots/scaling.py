@@ -68,7 +68,7 @@ def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
 
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
-    """Return the terms that do not shrink, without invisible ones."""
+    """Return the terms that do not shrink with more GPUs and are large enough to draw."""
     least = _MIN_SHARE * _last(line).peak_allocated_bytes
     return {kind: size for kind, size in constant_terms(line).items() if size > least}
 
@@ -130,7 +130,7 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
 
 
 def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
-    """Return markers of the points of `lines` that do not plainly fit, by their word."""
+    """Return markers of points whose verdict is not `fits`, by the verdict's word."""
     words = {report.word for line in lines for report in line.reports.values()}
     shape = {"marker": "x", "markersize": 15, "markeredgewidth": 3.2}
     return {word: {"color": color, **shape} for word, color in theme.fills.items() if word in words}
@@ -186,7 +186,7 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _stays(line: ScalingLine) -> str:
-    """Return the largest terms that do not shrink, as many as there is room for."""
+    """Return the largest terms that do not shrink with more GPUs, as many as have room."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])

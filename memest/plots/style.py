@@ -133,7 +133,7 @@ class Theme:
 
     @property
     def fills(self) -> dict[str, str]:
-        """Colours of verdicts that do not plainly fit, by `Verdict.word`."""
+        """Colours of verdicts other than `fits`, by `Verdict.word`."""
         return {"OOM": self.ink, **VERDICTS}
 
     def box(self, pad: float = 1.0) -> dict[str, Any]:

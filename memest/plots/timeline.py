@@ -178,7 +178,7 @@ def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
 
 
 def _mark_peak(panel: Panel, timeline: Timeline) -> None:
-    """Write the number at the peak and its cause, or the failed request of an end out of memory."""
+    """Label the peak with its size and cause, or with the failed request if out of memory."""
     axes, theme = panel.axes, panel.theme
     peak, top = timeline.total(timeline.peak) / GIB, axes.get_ylim()[1]
     edge = axes.get_xlim()[1]

@@ -43,7 +43,7 @@ OPERATOR = re.compile(r"^(aten|prims|_?c10d\w*|fsdp|bitsandbytes|torchvision|fla
 
 
 class Phase(StrEnum):
-    """The four moments of a step at which the lab reads the memory, and the end of a validation."""
+    """Moments at which memory is read: four in each step, and the end of a validation."""
 
     BEFORE_FORWARD = "before_forward"
     AFTER_FORWARD = "after_forward"
@@ -58,7 +58,7 @@ class Outcome(StrEnum):
     FITS = "fits"
     OOM = "oom"
     MAY = "may"
-    """Prediction on several GPUs whose verdict depends on the free timing of shared blocks."""
+    """Verdict on several GPUs that depends on when blocks used by two streams are freed."""
 
     FAILED = "failed"
     """Measured runs only: a crash or the time limit."""
@@ -147,11 +147,11 @@ class Verdict:
     """Failed request of an `oom` or a `may`: step, phase, module and operator."""
 
     decides: str = ""
-    """Blocks of a `may`, on whose return the verdict depends."""
+    """Blocks of a `may`: the verdict depends on when they are freed."""
 
     needs_bytes: int = field(init=False)
-    """The least limit under which the run fits; on several GPUs, the highest over ranks and over
-    the moments at which shared blocks return. Of a script that ended out of memory, a lower bound.
+    """The least limit under which the run fits; on several GPUs, the highest over ranks and free
+    timings. Of a script that ended out of memory, a lower bound.
     """
 
     is_tight: bool = field(init=False)
@@ -191,7 +191,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosedForm:
-    """The textbook's activations of one layer and the traced ones; all bytes are per layer."""
+    """Activation bytes per layer: by the textbook's formula, and as simulated."""
 
     formula: str
     letters: Mapping[str, int]
@@ -604,7 +604,7 @@ class RunReport(Simulated, JsonReport):
     host_terms: ClassVar[tuple[Term, ...]] = ()
     host_verdict: ClassVar[Verdict | None] = None
     closed_form: ClassVar[ClosedForm | None] = None
-    """None: only plans have a closed form."""
+    """None: the textbook's formula applies to plans only."""
 
     is_script: ClassVar[bool] = True
 
@@ -614,7 +614,7 @@ class RunReport(Simulated, JsonReport):
     gpu: str
     ending: Ending
     error: str
-    """Error that ended it, in a line; empty if it ended by itself."""
+    """Error that ended the script, in a line; empty if the script ended by itself."""
 
     verdict: Outcome
     limit_bytes: int
@@ -639,7 +639,7 @@ class RunReport(Simulated, JsonReport):
     lines: tuple[HeldRow, ...]
     phases: tuple[RunPhase, ...]
     steps: tuple[RunStep, ...]
-    """The first, the second, the one with the peak and the last."""
+    """Memory of the first, the second, the highest and the last optimizer step."""
 
     verdicts: Mapping[str, Verdict]
     guesses: tuple[Guess, ...]

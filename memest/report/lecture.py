@@ -77,7 +77,7 @@ class Step:
 
     @property
     def added_bytes(self) -> int:
-        """Change of the need."""
+        """Change of `needs_bytes` between the two rows."""
         return self.after.needs_bytes - self.before.needs_bytes
 
     @property
@@ -455,7 +455,7 @@ class Row:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of the need: kinds, and cached blocks that no request fits."""
+        """Parts of `needs_bytes`: kinds of memory at the peak, and the allocator's cache."""
         cached = max(0, self.needs_bytes - sum(self.kinds.values()))
         return {**self.kinds, "cached": cached}
 

@@ -27,7 +27,7 @@ class BothReports:
 def run_both(arguments: Sequence[str], base: str) -> BothReports:
     """Run `memest run --check` on a script here, and on branch `base` in a temporary work tree.
 
-    `arguments` are options of `memest run`, the script and its arguments. An empty `base` is none.
+    `arguments` are options, script and its arguments; without `base`, nothing is compared.
     """
     with tempfile.TemporaryDirectory(prefix="memest-") as name:
         folder = Path(name)

@@ -104,7 +104,7 @@ def _of_this_process(torch: Any) -> DeviceAtHand:
 
 
 def _of_another_process() -> DeviceAtHand | None:
-    """Return torch's GPU in a child process; None where it sees no GPU either."""
+    """Return the GPU that torch finds in a child process, or None."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _QUESTION],

@@ -83,15 +83,15 @@ def _listed_files(marker: Path) -> set[str]:
 
 PIECE_LETTERS = 6  # 5 gives 3.9 characters per token of English prose, 7 gives 4.5
 LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
-"""Letters that represent others: with three there are 1,092 patterns of up to six."""
+"""Letters that a letter represents: three letters give 1,092 patterns of up to six."""
 
 SIGNS = string.digits + string.punctuation
 MAX_BLANKS = 16  # longest run of blanks with its own token, as indentations of code have
 TOKENIZERS: dict[str, Any] = read_table(__file__, "tokenizers.json")
 """Facts about tokenizers of transformers and LitGPT.
 
-Either of the first two `files` is sufficient. `special` has the texts of special tokens, of which
-those of `extra` are no settings. `token_before` and `token_after` have families (transformers'
+Either of the first two `files` is sufficient. `special` has the texts of special tokens; tokens in
+`extra` are not written as settings. `token_before` and `token_after` have families (transformers'
 `model_type`) whose tokenizers put a token before or after each text.
 """
 
@@ -326,7 +326,7 @@ def _write_processors(config: Any, folder: Path) -> None:
 
 
 def _default_of(mapping: Any, config: Any) -> Any:
-    """Return the preprocessor that `mapping` has for `config`, with its image size."""
+    """Return the default preprocessor of `config` in `mapping`, at the model's image size."""
     found: Any = mapping.get(type(config), None)
     if isinstance(found, dict):
         found = tuple(found.values())

@@ -138,7 +138,7 @@ class KeptFiles:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let other threads and ranks wait; a lock that a killed process has left ends in time."""
+        """Hold a lock against other threads and ranks. The lock of a killed process expires."""
         lock = self.journal / "lock"
         for _ in range(WAIT_MS):
             with suppress(FileExistsError):
@@ -160,7 +160,7 @@ class KeptFiles:
         return self.journal / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
 
     def _folder_beside(self, path: str, device: int) -> Path:
-        """Return a folder on the file system of a file that the script hardly deletes.
+        """Return a backup folder on the file system of a file.
 
         It is the folder in which the script began, or the outermost one above the file.
         """

@@ -39,7 +39,7 @@ def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
     The launcher is imported in another process, since libraries look for a GPU at their import.
 
     Raises:
-        PlanError: the launcher refuses its arguments, or has none for the number of GPUs.
+        PlanError: the launcher refuses its arguments, or they lack the number of GPUs.
         UnsupportedError: it starts something else than a Python script.
     """
     if module is not None:

@@ -72,7 +72,7 @@ def _interpreters(folder: Path) -> list[Path]:
 
 
 def _examine(python: Path) -> tuple[Path, str, list[str]]:
-    """Return the interpreter, its prefix, and the packages that it has of those memest needs."""
+    """Return the interpreter, its prefix, and the dependencies of memest that it has."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
     found = shutil.which(python)

@@ -27,7 +27,7 @@ _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Rank]:
-    """Return the first and the last rank; without `num_local` a rank that is not launched."""
+    """Return the first and the last rank; without `num_local`, one rank without a launcher."""
     is_launched = num_local is not None or num_nodes > 1
     num_local = num_local or 1
     size = num_local * num_nodes
@@ -65,7 +65,7 @@ def run_together(
     is_silent: bool = False,
     has_peers: bool = True,
 ) -> list[tuple[Rank, RunResult]]:
-    """Run ranks at the same time, and all ranks that they exchange messages with; by rank.
+    """Run ranks and all ranks that exchange messages with them; return results by rank.
 
     The output of the first of `chosen` comes first. If it fails and needs none of the others,
     these end without a result.
@@ -155,7 +155,7 @@ def _result(rank: Rank, child: Child) -> RunResult:
 
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
-    """Return `report` with a `may`: the rank was out of memory at the latest free timing alone."""
+    """Return `report` with verdict `may`: out of memory only if blocks are freed late."""
     own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: own}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)
@@ -164,7 +164,7 @@ def open_verdict(report: RunReport, decides: str) -> RunReport:
 def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     """Return the report of the worst rank, with a row for each that was run.
 
-    The worst is one that ran out of memory; of several, or of none, the one that reserved most.
+    A rank out of memory is worse than others. Of several, the rank that reserved most is the worst.
     """
 
     def need(pair: tuple[Rank, RunReport]) -> tuple[int, int, int]:

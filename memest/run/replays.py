@@ -117,7 +117,7 @@ def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interv
 
 
 def _own_figures(virtual: VirtualGpu) -> Replayed:
-    """Return the figures of the simulated run itself, as a replay would."""
+    """Return the figures of the simulated run itself, in the form of a replay's."""
     memory = virtual.mode.memory
     return Replayed(
         peak_allocated_bytes=memory.history.peak_allocated_bytes,
@@ -178,7 +178,7 @@ class _Verdicts:
             self._scenarios = [Scenario(run, unlimited=unlimited), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:
-        """Return `verdict`, of the simulated GPU, with the least limit as its need."""
+        """Return the simulated GPU's `verdict`, with the least limit that fits as its need."""
         if not self._is_whole:
             return verdict
         limit = verdict.limit_bytes

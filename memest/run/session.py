@@ -24,7 +24,7 @@ from memest.units import parse_bytes
 
 
 def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """Return a DataLoader's `fetch` that keeps one of `parts` of a batch, at least one sample."""
+    """Return a DataLoader's `fetch` that keeps 1/`parts` of a batch, at least one sample."""
 
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         index = possibly_batched_index
@@ -45,7 +45,7 @@ class Session:
         gpu: the GPU.
         memory_limit: bytes that its allocator may reserve at most; None is all.
         name: name of the code, for the report.
-        batch_parts: DataLoaders take one of so many parts of each batch.
+        batch_parts: DataLoaders keep 1/`batch_parts` of each batch.
         others: names of other GPUs with a verdict in the report.
         options: those of `VirtualGpu`: `max_steps`, `is_strict`, `roots`, `is_immediate`.
     """
@@ -164,7 +164,7 @@ def virtual_gpu(
         print(gpu.peak_allocated_bytes, gpu.report())
 
     Within the block `torch.cuda` reports that GPU. Tensors on it have shapes and no values, and
-    `torch.OutOfMemoryError` is raised where the GPU would raise it. One at a time.
+    `torch.OutOfMemoryError` is raised where a GPU would. Only one virtual GPU exists at a time.
 
     Args:
         gpu: a name of `memest gpus`.

@@ -63,8 +63,8 @@ def waited_us(call: Call) -> float:
 def host_times() -> dict[str, float]:
     """Return microseconds of the host for what a training step does apart from launches.
 
-    `list` is for a tensor of a list on which one call works, `step` and `zero_grad` for a parameter
-    of the optimizer. `loop` is a call of an optimizer that works on one parameter after another.
+    `list` is per tensor of a multi-tensor call, `step` and `zero_grad` per parameter of the
+    optimizer. `loop` is a call of an optimizer that works on one parameter after another.
     `region` is a checkpointed region without its hooks, `hook` a call of a hook of saved tensors.
     `choice` is an operator of selective checkpointing, `read` a number that the host reads. Rates
     of copies are in GB/s.
@@ -172,7 +172,7 @@ and side, `rows` rows and columns. `pools` have a window and a stride too. `narr
 products with a short side: vectors, and the small matrices of solvers. `batches` are transposed.
 `precisions` are of products, with whether TF32 is allowed and the layouts of the matrices.
 `crossed` have heads, queries, keys and their length. `layer` is a transformer's, about as large as
-BERT's. `adamw` has its ways: nine calls on lists of tensors, one call, or many on one tensor each.
+BERT's. `adamw` has variants: nine multi-tensor calls, one fused call, or one call per tensor.
 `calls` are operators and their arguments, where words name tensors and numbers, and `r0` is the
 first result of a forward.
 """
@@ -205,7 +205,7 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
-    """Return microseconds of the host for each of `HOST_KINDS` that give those of the models.
+    """Fit host microseconds for each of `HOST_KINDS` to the measured times of the models.
 
     Half of the models take longer, half of them less.
     """
@@ -220,7 +220,7 @@ def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dic
 
 
 def _not_negative(rows: list[Any], times: list[float]) -> list[float]:
-    """Return the factors >= 0 of the columns that give the times, by the least relative squares."""
+    """Return factors >= 0 of the columns, fitted to the times by relative least squares."""
     a = np.array(rows, dtype=float) / np.array(times)[:, None]
     best = min(
         (

@@ -45,7 +45,7 @@ PRECISIONS = {"half": HALF, "full": FULL}
 
 
 def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measure the GPU for at most `seconds`; `write` receives the result after each family."""
+    """Measure the GPU for at most `seconds`; `write` gets the result after each kernel family."""
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
         "format": FORMAT, "device": properties.name, "memory_bytes": properties.total_memory,
@@ -88,7 +88,7 @@ def rounds(family: Callable[[], Iterator[Case]]) -> list[list[Case]]:
 
 
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Return the work of a call, microseconds of its kernels, and how many more its first took.
+    """Return a call's work, its kernels' microseconds, and extra ones of the first call.
 
     `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
     """
@@ -285,7 +285,7 @@ def _convolution(
 def named(
     family: str, make: Callable[..., Names], *axes: Iterable[Any], names: Sequence[str] = ()
 ) -> Iterator[Case]:
-    """Return the calls of a family on the tensors and numbers that `make` gives by name.
+    """Yield the calls of a kernel family, on tensors and numbers that `make` returns by name.
 
     A call has a name and a position: that of a forward or a backward.
     """
@@ -308,7 +308,7 @@ def _named(family: str, make: Callable[..., Names], *given: Any) -> Call:
 
 
 def _resolved(value: Any, names: Names) -> Any:
-    """Return a value of a table, with what its words name."""
+    """Return a value of a table, with each name in it replaced by its object."""
     if isinstance(value, dict):
         return {key: _resolved(each, names) for key, each in value.items()}
     if isinstance(value, list):
@@ -343,7 +343,7 @@ def _memory_names(dtype: torch.dtype, shape: list[int]) -> Names:
 
 
 def row_kernels() -> Iterator[Case]:
-    """Kernels over rows that `memory_kernels` has not: RMS norm, heads of attention, sorting."""
+    """Kernels over rows besides `memory_kernels`: RMS norm, attention heads, sorting."""
     shapes = [shape for shape in SHAPES["rows"] if shape[1] % 64 == 0]
     return named("rows", _row_names, DTYPES, shapes)
 

@@ -45,7 +45,7 @@ class LiveModules:
         """Callback for each call of an outermost module; its argument is True for the first."""
 
     def hooks(self) -> list[Any]:
-        """Follow every module's forward; return the handles that end it."""
+        """Register hooks on every module's forward; return their handles."""
         self._handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -89,7 +89,7 @@ class LiveModules:
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:
-        """Mark `module` as running within the block, where it is not called."""
+        """Mark `module` as running within the block, for code that does not call it."""
         self._enter(module, ())
         try:
             yield
@@ -144,9 +144,9 @@ class LiveModules:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record the running module and line as the makers of the autograd nodes that follow.
+        """Record that the running module and line make the next autograd nodes.
 
-        Nodes are known by sequence number. `offset` is -1 below autograd, where the operator's own
+        Nodes have sequence numbers. `offset` is -1 below autograd, where the operator's own
         node has its number already.
         """
         start = torch._C._autograd._get_sequence_nr() + offset
@@ -266,7 +266,7 @@ class Attribution:
         self._sites: dict[Any, Site] = {}
 
     def site(self, func: Any) -> Site:
-        """Return the origin of a request by `func`, an operator or a name: one object each."""
+        """Return the `Site` of a request by `func`, an operator or a name, as a shared object."""
         module, phase = self.modules.current(), self.phase()
         line, caller = self.lines.current(), ""
         if phase in ("setup", "forward"):

@@ -35,7 +35,7 @@ class _Lines(NamedTuple):
     last: int
 
     def hold(self, number: int) -> bool:
-        """Return whether the line `number` is one of these."""
+        """Return whether the line `number` is in the range."""
         return self.first <= number <= self.last
 
 
@@ -50,7 +50,7 @@ class WaitingLoops:
         self._rounds.clear()
 
     def branch(self, guess: bool, notes: Notes) -> bool:
-        """Return `guess` or its opposite as the condition of the branch that is read now."""
+        """Return `guess` or its opposite as the value of the condition that is read now."""
         frame, loop = _read_now()
         if frame is None:
             return guess
@@ -62,7 +62,7 @@ class WaitingLoops:
         return not guess if guess in raises and (not guess) not in raises else guess
 
     def known(self) -> None:
-        """Count a round of a loop whose condition, which is read now, is known."""
+        """Count an iteration of a loop whose condition, read now, is known."""
         frame, loop = _read_now()
         if frame is not None and loop is not None:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
@@ -81,7 +81,7 @@ class WaitingLoops:
         return not guess
 
     def _takes_other_way(self, frame: FrameType | None) -> bool:
-        """Return whether `frame`, or a caller of it, runs every second round of a waiting loop."""
+        """Return whether `frame` or its caller is in a loop that waits, at an even iteration."""
         running = {key for key, rounds in self._rounds.items() if not rounds % 2}
         while running and frame is not None:
             number = frame.f_lineno
@@ -92,7 +92,7 @@ class WaitingLoops:
 
 
 def _read_now() -> tuple[FrameType | None, _Lines | None]:
-    """Return the innermost frame of other code, and the loop whose condition it reads."""
+    """Return the innermost frame outside of memest, and the loop whose condition it reads."""
     stack = (frame for frame, _ in walk_stack(sys._getframe(1)))
     frame = next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
     if frame is None:
@@ -110,7 +110,7 @@ def _read_now() -> tuple[FrameType | None, _Lines | None]:
 def _conditions(file: str) -> tuple[tuple[_Lines, _Lines], ...]:
     """Return the lines of the only condition of `while` loops in a file, and the loop's lines.
 
-    A loop with a second way out, such as a maximum of rounds, ends by itself.
+    A loop with another exit, such as a maximum of iterations, ends by itself.
     """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))

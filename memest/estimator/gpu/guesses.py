@@ -73,7 +73,7 @@ class Guesses:
     _in_a_row: int = 0
 
     def scalar(self, dtype: torch.dtype, op: str) -> Any:
-        """Return a Python number of `dtype`: False, 1, or a float that falls slowly from 1."""
+        """Return a Python number of `dtype`: False, 1, or a float that decreases slowly from 1."""
         self.note(f"{op} of {str(dtype).removeprefix('torch.')}")
         if dtype is torch.bool:
             return False
@@ -84,7 +84,7 @@ class Guesses:
         return complex(number) if dtype.is_complex else number
 
     def branch(self, guess: bool) -> bool:
-        """Return the guessed condition of a branch: one that raises nothing and ends loops."""
+        """Return the guessed condition of a branch, so that nothing is raised and loops end."""
         return self.loops.branch(guess, self.notes)
 
     def note(self, what: str) -> None:
@@ -116,7 +116,7 @@ class Guesses:
             self.notes.warnings.append(text)
 
     def stepped(self) -> None:
-        """Record an optimizer step, after which repeated reads by a line are no waiting loop."""
+        """Record an optimizer step: a line that reads once per step is not a waiting loop."""
         self._in_a_row = 0
         self.loops.clear()
 
@@ -125,7 +125,7 @@ _SELECTIONS = operators("gather index.Tensor index_select take")
 
 
 def selected_value(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
-    """Return the result of a selection at unknown positions if all values of `source` are equal."""
+    """Return values selected at unknown positions, if all values of `source` are equal."""
     if func not in _SELECTIONS or source is None or not source.numel():
         return None
     first = source.flatten()[0]
@@ -173,9 +173,9 @@ def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -
 def guessed_bincount(
     guesses: Guesses, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor | None:
-    """Return `bincount` of unknown numbers, if the script gives its length.
+    """Return `bincount` of unknown numbers, if the script gives `minlength`.
 
-    A metric that gives the number of its classes has no larger ones.
+    A metric that gives the number of its classes counts no larger class.
     """
     if not minlength:
         return None
@@ -204,7 +204,7 @@ _TO_NUMBERS = _ABOVE | _BELOW | operators("eq.Scalar ne.Scalar")
 
 
 class _Selections:
-    """Masks that have selected elements, and counts; a later `any()`, `count > 0` agrees."""
+    """Masks that have selected elements, so that a later `any()` or `count > 0` is guessed True."""
 
     def __init__(self) -> None:
         self._opposites: dict[int, int] = {}  # storage of `~mask` -> that of `mask`
@@ -213,12 +213,12 @@ class _Selections:
         self._answers: set[int] = set()  # storages of `mask.any()`, of `mask.sum() > 0`
 
     def add(self, masks: Iterable[Tensor]) -> None:
-        """Record masks, or opposites of masks, that decided the size of a result."""
+        """Record masks, or negated masks, that decided the size of a result."""
         for key in map(storage_key, masks):
             self._masks.update((key, self._opposites.get(key, key)))
 
     def follow(self, func: Any, source: Any, out: Any) -> None:
-        """Record that `out` is the opposite of a mask, a count, or whether there are elements."""
+        """Record that `out` is a negated mask, a count of a mask, or its `any()`."""
         if func in _OPPOSITES:
             self._opposites[storage_key(out)] = storage_key(source)
         elif func in _SUMS:
@@ -229,7 +229,7 @@ class _Selections:
             self._answers.add(storage_key(out))
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` compares a count, or a mask that has selected; forget it."""
+        """Return whether `tensor` is a recorded `any()` or `count > 0`; drop the record."""
         key = storage_key(tensor)
         is_answer = key in self._answers
         self._answers.discard(key)
@@ -246,7 +246,7 @@ class _Selections:
 class GuessedValues:
     """Guessed values of tensors that decide shapes, in a layer above the known values.
 
-    Choices are spread evenly, comparisons in size are True. `guesses` counts each use.
+    Chosen indices are spread evenly, comparisons by size are True. `guesses` counts each use.
     """
 
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
@@ -314,7 +314,7 @@ class GuessedValues:
         return made
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Guess the result of a choice or comparison, and compute what follows from guesses.
+        """Guess the result of an `argmax`, `topk` or comparison, and compute results of guesses.
 
         Call it before the known values follow the same call.
         """
@@ -361,7 +361,7 @@ class GuessedValues:
 
 
 def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Dimension of the choice, or None for a choice among all elements."""
+    """Return the dimension along which an operator chooses; None for all elements."""
     if func is aten.multinomial.default:
         return -1
     is_of_one = func in (aten.argmax.default, aten.argmin.default)

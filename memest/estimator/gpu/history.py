@@ -54,7 +54,7 @@ class EventLog:
 
     @property
     def num_events(self) -> int:
-        """Number of all events, with the discarded ones."""
+        """Number of all events, including discarded ones."""
         return len(self.events) + self.num_dropped + (len(self.open) if self.is_full else 0)
 
     @property
@@ -100,7 +100,7 @@ class History:
         self._first_reused = 0
 
     def allocated(self, index: int, site: Site) -> None:
-        """Record that storage `index` got its block; its allocation is the last event."""
+        """Record that storage `index` got its block in the last event."""
         allocator = self._allocator
         if site.phase != self.phase:
             self._close()

@@ -45,7 +45,7 @@ _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float
 
 
 def num_draws(func: Any, tensor: Tensor) -> int:
-    """Return draws of 32 bits with which `func` fills a contiguous `tensor` on the host."""
+    """Return the number of 32-bit random words with which `func` fills a contiguous host tensor."""
     count = tensor.numel()
     if func in _NORMAL and count % BLOCK:
         count += BLOCK
@@ -54,13 +54,13 @@ def num_draws(func: Any, tensor: Tensor) -> int:
 
 
 class HostRng:
-    """Pending draws of the host's default generator."""
+    """Numbers that are still to be skipped in the host's default random generator."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
 
     def skip(self, func: Any, tensor: Tensor, generator: torch.Generator | None) -> None:
-        """Count the draws with which `func` would have filled `tensor`, which has no data."""
+        """Count the random numbers with which `func` would fill `tensor`, which has no data."""
         if func in _NORMAL and tensor.numel() < BLOCK:  # made in pairs, of which one is kept
             self.settle()
             with _disable_current_modes():
@@ -72,7 +72,7 @@ class HostRng:
             self._draw(num_draws(func, tensor), generator)
 
     def settle(self) -> None:
-        """Make the pending draws."""
+        """Skip the pending numbers in the generator."""
         count, self.num_waiting = self.num_waiting, 0
         if count:
             self._draw(count, None)
@@ -270,7 +270,7 @@ class HostTensors:
             raise failure from error
 
     def _of_ones(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operator without a meta kernel on ones in place of tensors without data."""
+        """Run an operator that has no meta kernel on ones, in place of tensors without data."""
         one = torch.ones((), device=CPU)
         real = map_tensors(lambda t: one.to(t.dtype).expand(t.shape) if is_meta(t) else t, args)
         self._guessed.guesses.note(f"the result of {func}")
@@ -285,7 +285,7 @@ class HostTensors:
                 yield from self.nonzero(index).to(META).unbind(1)
 
     def nonzero(self, mask: Tensor) -> Tensor:
-        """Positions of the true entries of a mask on the host, with data or without."""
+        """Return the positions of the true entries of a host mask, with data or without."""
         value = self._values.value_of(mask)
         if value is None:
             return self.run_without_data(aten.nonzero.default, (mask,), {})
@@ -314,7 +314,7 @@ class HostTensors:
         return func(*args, **kwargs)
 
     def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
-        """Return the result without data if it is large and of floating-point numbers; or None."""
+        """Return a result without data if it is large and floating-point, else None."""
         if func._schema.is_mutable or func.is_view:
             return None
         meta_args = _as_meta(args)

@@ -16,7 +16,7 @@ Action = Callable[[ModuleType], None]
 
 
 class ImportHooks(MetaPathFinder):
-    """Calls actions right after modules have been imported, or at once if they were before."""
+    """Calls actions right after a module is imported, or at once if it is imported already."""
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note = note
@@ -33,7 +33,7 @@ class ImportHooks(MetaPathFinder):
             self._actions.setdefault(name, []).append(action)
 
     def _run(self, action: Action, module: ModuleType) -> None:
-        """Run an action; note the name that the installed release of the library lacks."""
+        """Run an action; report a name that the installed release of the library lacks."""
         try:
             action(module)
         except AttributeError as error:
@@ -92,7 +92,7 @@ _found: dict[tuple[int, ...], tuple[Sequence[Any], _Names]] = {}
 
 
 def names_of(originals: Sequence[Any]) -> _Names:
-    """Return the modules that have imported one of `originals` by name.
+    """Return the modules with a global name for one of `originals`.
 
     The result is cached by the number of modules, since the search takes 10 ms.
     """
@@ -111,7 +111,7 @@ def names_of(originals: Sequence[Any]) -> _Names:
 
 
 def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Replace objects by others in each module that has imported them by name: pairs of both."""
+    """Replace objects in each module that has imported them by name; `pairs` are (old, new)."""
     originals, made = zip(*pairs, strict=True)
     for owner, name, index in names_of(originals):
         patches.set(owner, name, made[index])
@@ -121,7 +121,7 @@ class StubFinder(MetaPathFinder, Loader):
     """Finder and loader of the modules of a library that is not installed."""
 
     def serves(self, fullname: str) -> bool:
-        """Return whether a module is a stub."""
+        """Return whether this finder serves the module as a stub."""
         raise NotImplementedError
 
     def install(self, patches: Patches, *, is_first: bool = True) -> None:

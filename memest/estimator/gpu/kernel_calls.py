@@ -34,8 +34,8 @@ class Recipe:
 
     is_tuple: bool
     events: tuple[tuple[int | None, int | None], ...]
-    """(bytes, position of the output; None for a temporary, `OLDEST` or `TRIED`) in order. Bytes
-    None is the output's own size, below 0 a free.
+    """(bytes, position of the output; None for a temporary, `OLDEST` or `TRIED`) in order. Bytes of
+    None mean the output's own size, negative bytes a free.
     """
 
     is_partial: bool  # True if something about the kernel is not modelled
@@ -91,7 +91,7 @@ class KernelCalls:
             return None
 
     def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
-        """Make the recipe of a call with result `out`, and keep it if others can share it."""
+        """Make the recipe of a call with result `out`, and cache it if calls can share it."""
         self.coverage.has_convolutions |= op.is_convolution
         before, num_recipes = gc.get_count()[0], len(self.recipes)
         more = () if op.from_values is None else op.from_values(self._value_of, args)
@@ -126,7 +126,7 @@ class KernelCalls:
     def _allocate(
         self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
     ) -> None:
-        """Play the events of a recipe; `temporary` takes what is freed at the end of the call."""
+        """Apply the events of a recipe; `temporary` gets the ids to free at the end of the call."""
         memory = self._memory
         results = results_of(out)
         site: Site | None = None
@@ -160,7 +160,7 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Events of a convolution; the first call also allocates and frees `TRIED` workspaces."""
+        """Yield the events of a convolution; only the first call has its `TRIED` workspaces."""
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False
@@ -270,7 +270,7 @@ _SEQUENCES = (list, tuple)
 
 
 def _signature(value: Any) -> Any:
-    """Part of an argument that decides the shapes of outputs; 1, 1.0 and True differ."""
+    """Return the part of an argument on which output shapes depend; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return (
             value.size(),
@@ -285,7 +285,7 @@ def _signature(value: Any) -> Any:
 
 
 def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> int:
-    """Bytes of the smallest storage that holds such a tensor from offset 0.
+    """Return bytes of the smallest storage for a tensor of this size and stride at offset 0.
 
     >>> dense_bytes((2, 3), (3, 1), 4), dense_bytes((2, 0), (1, 1), 4)
     (24, 0)

@@ -46,7 +46,7 @@ PER_STORAGE = 4  # containers per live storage: two of torch, the reference, the
 
 
 class GarbagePace:
-    """Moves the threshold of Python's youngest generation by the number of memest's own objects."""
+    """Adjusts Python's `gc` threshold by memest's objects, so that scripts collect as usual."""
 
     def __init__(self) -> None:
         self._own = self._moved = 0
@@ -54,7 +54,7 @@ class GarbagePace:
         self._is_active = False
 
     def start(self) -> None:
-        """Start to move the threshold."""
+        """Start to adjust the threshold."""
         self._own, self._is_active = 0, True
         self._threshold = gc.get_threshold()
         self._moved = self._threshold[0]
@@ -92,7 +92,7 @@ class GarbagePace:
 class _Reference(weakref.ref[torch.UntypedStorage]):
     """Weak reference to a storage with its id and its key.
 
-    One object per storage: long-lived objects move the moments of Python's garbage collection.
+    One object per storage, since long-lived objects change when Python collects garbage.
     """
 
     __slots__ = ("index", "key")
@@ -140,7 +140,7 @@ class Memory:
     ) -> None:
         """Allocate the storage of `tensor`, a meta tensor, or raise `torch.OutOfMemoryError`.
 
-        Nothing happens if it has memory already. `num_bytes` None is the storage's own size; 0
+        Nothing happens if the storage has memory. `num_bytes` None is the storage's own size; 0
         makes no request.
         """
         self._return_blocks()
@@ -156,7 +156,7 @@ class Memory:
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
     def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
-        """Let `storage` be storage `index`, which is freed with it."""
+        """Bind storage id `index` to `storage`, and free the memory with it."""
         key = storage._cdata
         self.live[key] = index
         reference = self._references[index] = _Reference(storage, self._on_free)
@@ -167,7 +167,7 @@ class Memory:
         self._hold(tensor.untyped_storage(), index)
 
     def allocate_like(self, index: int) -> int:
-        """Allocate as much memory as storage `index` has; return its id, for `free` or `adopt`."""
+        """Allocate memory of the same size as storage `index`; return the new id."""
         storages = self.storages
         made = storages.add(storages.num_bytes[index], storages.sites[index], storages.kinds[index])
         self._request(made)
@@ -300,7 +300,7 @@ class Memory:
         self.free(index)
 
     def _return_blocks(self) -> None:
-        """Return deferred blocks whose streams have passed: `process_events`, at each request."""
+        """Free deferred blocks whose streams are done, at each request (`process_events`)."""
         timeline, pending = self._timeline, self._pending
         while pending and pending[0][0] <= timeline.at_pace(timeline.host_time):
             self._return(heappop(pending)[1])
@@ -314,7 +314,7 @@ class Memory:
         self.log.open.append(return_of(index))
 
     def settle(self) -> None:
-        """Return the blocks of storages that have died to the allocator."""
+        """Free the blocks of storages that Python has freed since the last call."""
         if self._freed:
             with self.lock:  # any thread of the script may be here
                 self._settle()
@@ -358,9 +358,9 @@ class Memory:
         self._stashed[index] = done
 
     def unstash(self, until: float | None = None) -> None:
-        """Release the stashes of collectives that ended by `until` microseconds.
+        """Release the tensors stashed for collectives that ended by `until` microseconds.
 
-        None releases those that NCCL's watchdog has seen by now; each collective does so.
+        None is the time of the last pass of NCCL's watchdog, as each new collective uses it.
         """
         if until is None:
             until = self._timeline.host_time[0] - BEST_SHARE * WATCHDOG_US

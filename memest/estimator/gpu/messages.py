@@ -25,9 +25,9 @@ _UNCHECKED = "device_check: NoCheck"
 def comparing_methods() -> Mapping[str, str]:
     """Return the C++ method of each operator that compares the devices of all tensors, by operator.
 
-    Others take a number of the host as a tensor without dimensions. torch generates the check for
-    kernels of CUDA without `NoCheck` (torchgen/dest/register_dispatch_key.py). There are none if
-    the wheel has no torchgen.
+    Other operators accept a 0-d host tensor as a number. torch generates the check for CUDA kernels
+    without `NoCheck` (torchgen/dest/register_dispatch_key.py). The result is empty if the wheel has
+    no torchgen.
 
     >>> comparing_methods()["aten.clamp.Tensor"]
     'wrapper_CUDA_clamp_Tensor'
@@ -110,7 +110,7 @@ def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor]
 
 
 def refusal(func: Any, error: Exception, where: str) -> Exception:
-    """Return the error to raise for a call that failed here; errors of the script are unchanged."""
+    """Return the error to raise for a call that failed; errors of the script are unchanged."""
     name = str(func).removesuffix(".default")
     if isinstance(error, ValueUnknown) or op_of(func).shaped_by:
         return UnsupportedError(

@@ -90,7 +90,7 @@ def _has_own_dispatch(kind: type) -> bool:
 
 
 def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
-    """Run a factory of a composite on meta; `CudaSimMode._adopt` gives its tensor a place."""
+    """Run a factory called inside a composite on meta; `CudaSimMode._adopt` places its tensor."""
     made = func(*args, **kwargs)
     if func is aten.scalar_tensor.default:  # of `torch.where` with a number
         made.number = args[0]
@@ -134,7 +134,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and torch would import its compiler."""
+        """Return False, because otherwise torch would import its compiler."""
         return False
 
     supports_higher_order_operators = True
@@ -236,9 +236,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _places(self, func: Any, args: Args, kwargs: Any) -> tuple[bool, bool, bool, bool]:
-        """Return whether a tensor is on the GPU, on the host without data, real, or unplaced.
+        """Return whether some tensor is on the GPU, on the host without data, real, or unplaced.
 
-        A real tensor is on the host with data. C++ makes unplaced ones inside of an operator.
+        Real tensors are on the host with data. Unplaced ones are made by C++ inside of an operator.
         """
         on_gpu = on_host = is_real = no_place = False
         live = self.memory.live
@@ -261,7 +261,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return on_gpu, on_host, is_real, no_place
 
     def _view(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run a view. It is on the device of its base, and requests nothing."""
+        """Run a view operator: the result is on the device of its base, and requests no memory."""
         if isinstance(args[0], Tensor) and is_meta(args[0]):  # C++ passes numbers as numbers
             self.kernels.coverage.num_ops += 1
             self.work.view()
@@ -287,7 +287,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a tensor from the host to the GPU; one that is no parameter counts as the batch."""
+        """Copy a tensor from the host to the GPU; except for parameters, it counts as the batch."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -336,8 +336,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run_on_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool = False) -> Any:
         """Run an operator on the GPU, on the stream and at the time at which CUDA would.
 
-        `adopts` makes meta tensors without a place, which C++ made inside a composite operator,
-        tensors of the GPU.
+        With `adopts`, unplaced meta tensors, which C++ made inside a composite operator, become GPU
+        tensors.
         """
         if kwargs.get("pin_memory"):
             kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
@@ -374,7 +374,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def call(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on meta, make its CUDA kernels' requests, and compute known values."""
+        """Run an operator on meta, allocate what CUDA's kernels request, compute known values."""
         self._last_recipe = None
         self.kernels.coverage.num_ops += 1
         op = op_of(func)
@@ -413,7 +413,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _result(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Result of an operator as CUDA returns it, on meta."""
+        """Return the result of an operator on meta, with CUDA's shapes and strides."""
         func = op.func
         op.check(args, kwargs)
         if op.is_mutable and op.returns_nothing:
@@ -430,7 +430,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dense(out, func, self.attribution.lines.current)
 
     def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Result of an operator that enlarges what it writes to: `out=`, `resize_`."""
+        """Return the result of an operator that may enlarge its target: `out=`, `resize_`."""
         written = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
         before = [tensor.untyped_storage().nbytes() for tensor in written]
         out = self._result(op, args, kwargs)

@@ -31,7 +31,7 @@ c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 
 
 def _done_work() -> Any:
-    """Return torch's class of works that are complete, or one like it before `FakeWork`."""
+    """Return a completed `Work` of torch: `FakeWork`, or a substitute in older releases."""
     if c10d is None or hasattr(c10d, "FakeWork"):
         return getattr(c10d, "FakeWork", None)
 
@@ -51,13 +51,13 @@ DoneWork: Any = _done_work()
 
 
 Communicator = tuple[str, int | None]
-"""Name of a group, empty for the default one; of a pair outside of a batch also the other rank."""
+"""Group name (empty: the default group), and the peer of a send or receive outside of a batch."""
 
 DEFAULT: Communicator = "", None
 
 
 class PendingWorks:
-    """Collectives whose work was not waited for yet."""
+    """Collectives whose `Work` was not waited for yet."""
 
     def __init__(self, timeline: Timeline, memory: Memory) -> None:
         self._timeline = timeline
@@ -75,7 +75,7 @@ class PendingWorks:
         self._registered: dict[int, Any] = {}  # work by functional result (`WorkRegistry`)
 
     def install(self, patches: Patches) -> None:
-        """Follow `wait` and `get_future` of works."""
+        """Patch `wait` and `get_future` of torch's `Work`."""
         wait = DoneWork.wait
 
         def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class PendingWorks:
         peer: int | None = None,
         messages: Collection[tuple[int, bool]] = (),
     ) -> int:
-        """Begin a collective of `group` or a message, whose first one makes its communicator.
+        """Begin a collective or a message of `group`; the first one creates the communicator.
 
         NCCL sends `messages` for the collective: the other rank, and whether this one sends.
         `peer` is the rank that `name` sends to or receives from. Outside of a batch the pair makes
@@ -147,12 +147,12 @@ class PendingWorks:
         return total
 
     def release_due(self) -> None:
-        """Begin a collective: release the stashes of earlier ones that are due."""
+        """Release tensors stashed for finished collectives, as each new collective does."""
         self._last = None
         self._memory.unstash()
 
     def register(self, results: Any) -> None:
-        """Keep the last work until `wait_for` is called with one of its results."""
+        """Store the last `Work` until `wait_for` is called with one of its results."""
         for tensor in tensors_in((results,)):
             if type(tensor) is Tensor:  # no wrapper of a result that is registered already
                 self._registered[storage_key(tensor)] = self._last
@@ -164,9 +164,9 @@ class PendingWorks:
             work.wait()
 
     def new_work(self, tensors: Sequence[Tensor], stream: int) -> Any:
-        """Return the work of what `stream` communicates, boxed as operators return it.
+        """Return the `Work` of a collective on `stream`, boxed as operators return it.
 
-        It holds `tensors`. Its `wait` lets the current stream wait for `stream`.
+        The `Work` keeps `tensors` alive. Its `wait` lets the current stream wait for `stream`.
         """
         self._last = work = DoneWork()
         if tensors or stream != self._timeline.stream:
@@ -182,7 +182,7 @@ class PendingWorks:
 
 
 class GpuFuture(torch.futures.Future[Any]):
-    """Future of `value`, which a stream of the GPU computes."""
+    """`torch.futures.Future` of a value that a stream of the GPU computes."""
 
     def __new__(cls, *args: Any) -> "GpuFuture":
         """Make a future without devices, because a CPU build of torch refuses CUDA devices."""

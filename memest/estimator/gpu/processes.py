@@ -34,7 +34,7 @@ OWN_PROCESS = (
 
 
 def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
-    """Run the process that is `rank`; note others that may use a GPU.
+    """Run the child process that is `rank`; report other processes that may use a GPU.
 
     Tensors without data can cross between processes.
     """
@@ -102,7 +102,7 @@ def _other_number(number: int, rank: Rank) -> UnsupportedError:
 
 
 def _or(value: Any, method: Callable[..., Any], ranks: list[Any]) -> Callable[..., Any]:
-    """Return `method` of a process, which gives `value` for one of `ranks`."""
+    """Wrap `method` of a process: for one of `ranks` it returns `value`."""
 
     def of_process(self: Any, *args: Any, **kwargs: Any) -> Any:
         return value if self in ranks else method(self, *args, **kwargs)

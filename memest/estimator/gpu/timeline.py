@@ -34,7 +34,7 @@ MAIN = 0  # the stream on which the model runs
 STREAMS_PER_POOL = 32  # `kStreamsPerPool` (CUDAStream.cpp), per priority; then the first again
 MAX_SWITCHES = 400_000  # switches between streams, with their positions in the autograd graph
 SLOWEST = 2.2
-"""Time of a rank's kernels relative to the peak rates, at most: `scripts/measure_pace.py` on an
+"""Longest time of a rank's kernels, relative to that at peak rates: `scripts/measure_pace.py` on an
 H100 measured 1.3 to 2.2 for GPT-2's steps.
 """
 
@@ -56,7 +56,7 @@ START: Time = (0.0, 0.0)
 
 
 def later(a: Time, b: Time) -> Time:
-    """Return the later of two times, at each pace."""
+    """Return the later of two times, for the fast and the slow pace."""
     return max(a[0], b[0]), max(a[1], b[1])
 
 
@@ -96,7 +96,7 @@ class Timeline:
 
     @property
     def matters(self) -> bool:
-        """Return whether kernel times can decide which block serves a request."""
+        """Return whether kernel times can affect which block serves a request."""
         return self.is_slow or self.num_streams > 1
 
     def at_pace(self, time: Time) -> float:
@@ -207,13 +207,13 @@ class Timeline:
             self._streams.append(stream)
 
     def forget_switches(self) -> None:
-        """Drop the older half of many switches, whose nodes do not run backward any more."""
+        """Drop the older half of recorded stream switches; their nodes have run backward."""
         if len(self._starts) > MAX_SWITCHES:
             half = len(self._starts) // 2
             del self._starts[:half], self._streams[:half]
 
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
-        """Return the stream on which an operator runs that is called now.
+        """Return the stream of an operator that is called now.
 
         In backward it is the stream of the node's forward. Gradients that meet (`is_sum`) are
         summed on the stream of the node that they are for (`InputBuffer::add`): for a parameter on
@@ -262,7 +262,7 @@ class Timeline:
 
     @property
     def home(self) -> int:
-        """Return the pool of the next request: that of the stream, or a private pool."""
+        """Return the pool of the next request: the current stream's pool, or a private pool."""
         if self._capture_pool is not None:
             return self._capture_pool
         if self.mem_pool is None or torch._C._current_autograd_node() is not None:

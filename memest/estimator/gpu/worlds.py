@@ -29,7 +29,7 @@ class PeerEnded(UnsupportedError):
 
 
 class Mailbox:
-    """Messages between ranks of one run, as files; a fork or a pickle of it shares the folder."""
+    """Messages between simulated ranks of one run, as files; forks and pickles share the folder."""
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()
@@ -38,7 +38,7 @@ class Mailbox:
         self._counts: Counter[str] = Counter()
         self._peers: set[int] = set()
         self._expected: list[tuple[Path, int, str]] = []
-        """Messages that end an operator on the GPU: their files, the other rank, the line."""
+        """Messages for which a GPU operator waits: their files, the other rank, the line."""
 
     def open(self) -> None:
         """Make the folder. This process removes it when the mailbox is freed."""
@@ -47,7 +47,7 @@ class Mailbox:
             weakref.finalize(self, _remove, str(self._folder), os.getpid())
 
     def join(self, ranks: Collection[int]) -> None:
-        """Let `ranks`, which start at the same time, wait for each other."""
+        """Declare that `ranks` start at the same time and may wait for each other."""
         self._together = frozenset(ranks)
 
     def begin_rank(self, rank: int) -> None:
@@ -116,7 +116,7 @@ class Mailbox:
     def _comes(self, path: Path, source: int) -> bool:
         """Wait for a message of a rank that runs together with this one; return whether it came.
 
-        It does not come if `source` has ended, or waits for a message that this rank never posts.
+        No message comes if `source` has ended, or waits for a message that this rank never posts.
         """
         if path.exists() or source not in self._companions:
             return path.exists()
@@ -205,7 +205,7 @@ def _remove(folder: str, owner: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """The rank that this process is, real or simulated; others are assumed to do the same."""
+    """The rank that this process simulates; other ranks are assumed to do the same."""
 
     rank: int = 0
     world_size: int = 1
@@ -216,7 +216,7 @@ class Rank:
 
     @property
     def may_wait(self) -> bool:
-        """Return whether the time at which blocks return may depend on collectives."""
+        """Return whether the time at which blocks are freed may depend on collectives."""
         return self.world_size > 1 or self.is_launched
 
     @property

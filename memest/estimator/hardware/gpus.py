@@ -36,7 +36,7 @@ less the catalogue's 760 MiB. CUDA loads a kernel when it first runs, so context
 """
 
 LARGEST_MEMORY_RANGE = 0.013
-"""Share of the memory by which drivers of one kind of GPU differ: the T4's, the largest in
+"""Largest difference of usable memory between drivers of one GPU, as a share: the T4's in
 `gpus.json`. Used for GPUs of which only one figure was found."""
 
 _MEASURED = "h200"
@@ -96,7 +96,7 @@ class Gpu:
     beside_bytes: int = 0  # held by other processes: an inference server, a display
 
     def tflops_of(self, rate: str) -> float:
-        """Return the peak rate of a precision; 8-bit products take at most half the time of 16.
+        """Return the peak rate of a precision, 1e12 operations/s; 8-bit is at least twice 16-bit.
 
         Before compute capability 8.0 bfloat16 is emulated in float32.
         """
@@ -288,7 +288,7 @@ WITHOUT_COLLECTIVES_BYTES = 198 * MIB  # of a communicator that only sends and r
 SENDING_BYTES = 64 * MIB
 RECEIVING_BYTES = 320 * MIB  # buffers for each rank it sends to, and each it receives from
 MESSAGES_BYTES = 64 * MIB
-"""Kernels of a process that sends or receives.
+"""Bytes of the kernels of a process that sends or receives.
 
 These five are of two and four H200s, torch 2.11, NCCL 2.28 (validation/scripts/nccl_memory.py).
 They give pipelines of two and four stages on four H100s, and scatter, gather and all-to-all on two
@@ -308,7 +308,7 @@ INT8_BYTES = 64 * MIB
 
 
 def libraries_bytes(plan: TrainingPlan) -> int:
-    """Return bytes on each GPU for the communicators and kernels of `plan`."""
+    """Return bytes on each GPU for communicators and their kernels in `plan`."""
     int8_bytes = INT8_BYTES if plan.use_qlora and plan.quant == "int8" else 0
     return int8_bytes + _communicators_bytes(plan)
 
@@ -342,12 +342,12 @@ _NAME = re.compile(
 
 @cache
 def _divisible() -> dict[str, Any]:
-    """Return name of a GPU -> its profiles and their source; read at the first call."""
+    """Return MIG profiles and their source by GPU name; read at the first call."""
     return read_table(__file__, "mig.json")
 
 
 def mig_profiles() -> dict[str, Sequence[str]]:
-    """Return name of a GPU -> names of its profiles, of all GPUs that can be divided."""
+    """Return the names of MIG profiles by GPU name, for all GPUs that support MIG."""
     return {name: tuple(entry["profiles"]) for name, entry in _divisible().items()}
 
 

@@ -50,8 +50,8 @@ NUM_NEAREST = 4  # measured calls that are averaged, by the inverse square of th
 NUM_FITTED = 8  # measured calls to which the plane is fitted, with the same weights
 RIDGE = 0.01  # added to the squares of the slopes
 LEAST_SQUARE = 0.01  # added to squared distances: calls of the same sizes differ too
-"""Eight calls and this ridge predict left-out calls about best, of 6 to 24 calls and ridges of
-0.003 to 1.
+"""Eight neighbours and this ridge are about best on held-out calls, of 6 to 24 neighbours
+and ridges of 0.003 to 1.
 """
 
 PAUSE_S = 1.3e-6
@@ -62,7 +62,7 @@ a kernel longer than the sum of their kernels (`torch.profiler`).
 LEAST_S = 1.2e-6  # shortest kernels of eleven trainings on an H200 (`torch.profiler`)
 BANDWIDTH_SHARE = 0.88  # of the data sheet's bandwidth that kernels reach
 KNEE = 3  # exponent of the sum of the time for bytes and that for all else
-"""Both give the times of 450 calls on an H200 from those on an H100, with a median error of 3 %."""
+"""With this exponent, H100 times predict 450 calls on an H200 with a median error of 3 %."""
 
 ELSEWHERE = "pointwise 4"  # kind whose efficiency kernels have that were not measured
 
@@ -83,10 +83,10 @@ class Step:
 
 
 def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime | None:
-    """Return the median time of a run's steps, without its first of several; None if it has none.
+    """Return the median time of a run's steps, without the first of several; None without steps.
 
-    Collectives take no time at best, if they overlap with all else, and their whole time at worst.
-    `num_micro_batches` is that of a step of the whole run; 0 is that of the log.
+    The low estimate overlaps collectives with everything else, the high one with nothing.
+    `num_micro_batches` is the number per step of the whole run; 0 is the log's own.
     """
     if not log.steps or not gpu.tflops:
         return None
@@ -207,8 +207,8 @@ def _summed(
 class Table:
     """Times of kernels and of the host on one GPU.
 
-    `host` and `first_us` are of a file of `pace/`. `kinds` has its kernels, which were measured on
-    `origin`. `file` names a file with other times than the package's, and which they are.
+    `host` and `first_us` are from a file in `pace/`. `kinds` has the file's kernels, measured on
+    `origin`. `file` names a user's file in place of the package's.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Table:
         return float(max(self._host_s[host][host_kind(work)], self._tensor_s * work.num_tensors))
 
     def first_s(self, work: Work) -> float:
-        """Return seconds by which the first call with new sizes takes longer."""
+        """Return extra seconds of the first call with new sizes."""
         return self._first_s.get(self._alike(work.kind) or "", 0.0)
 
     def kernel_s(self, work: Work) -> float:
@@ -260,9 +260,9 @@ class Table:
         return seconds + sum(map(self.kernel_s, work.more))
 
     def _seconds(self, work: Work, efficiency: float) -> float:
-        """Return the seconds of a kernel of known efficiency on the measured GPU.
+        """Return seconds of a kernel with this efficiency on the measured GPU.
 
-        A GPU with the same peak rates takes the same time for all but the bytes.
+        On a GPU with the same peak rates, only the time for bytes differs.
         """
         rate, num_bytes = work.rate, work.num_bytes
         if self._gpu.tflops != self._measured.tflops:
@@ -315,7 +315,7 @@ class Table:
         return best[0][-1] if best else None
 
     def _known(self, work: Work) -> tuple[str, tuple[int, ...]]:
-        """Return the measured kind of a call, and its sizes there."""
+        """Return the measured kind that represents a call, and the call's sizes in it."""
         if work.kind in self._kinds:
             return work.kind, work.size
         kind = self._alike(work.kind)
@@ -348,7 +348,7 @@ class Calls:
         self._known: dict[tuple[int, ...], float] = {}
 
     def _limit(self) -> None:
-        """Let no call be more efficient than the largest.
+        """Limit the efficiency of each call to that of the largest call.
 
         A measurement repeats one call, so small tensors stay in the L2 cache. In a training step
         they come from memory.
@@ -361,7 +361,7 @@ class Calls:
 
     @cached_property
     def _estimate(self) -> Callable[[Any, Any], Any]:
-        """The mean or the plane: where bytes bound the kind, what gives left-out calls better."""
+        """Return `_mean` or `_fitted`: for memory-bound kinds, the better one on held-out calls."""
         if self._rate:
             return self._fitted
         if len(self._sizes) <= NUM_FITTED:
@@ -376,7 +376,7 @@ class Calls:
         return min(errors, key=lambda estimate: errors[estimate])
 
     def efficiency(self, size: tuple[int, ...]) -> float:
-        """Return the efficiency of a call, which is between those of the nearest measured ones."""
+        """Return the efficiency of a call, interpolated between the nearest measured calls."""
         if size not in self._known:
             apart = (self._sizes - np.log(np.maximum(1, size)))[None]
             self._known[size] = float(np.exp(self._estimate((apart**2).sum(axis=2), apart)[0]))
@@ -389,7 +389,7 @@ class Calls:
         return (weights * self._efficiencies[nearest]).sum(axis=1) / weights.sum(axis=1)
 
     def _fitted(self, squares: Any, apart: Any) -> Any:
-        """Return the height of a plane near the calls, where the distances `apart` are 0."""
+        """Return the value at distance 0 of planes fitted to the nearest calls."""
         nearest = np.argsort(squares, axis=1, kind="stable")[:, :NUM_FITTED]
         weights = 1 / (np.take_along_axis(squares, nearest, axis=1) + LEAST_SQUARE)
         weights /= weights.sum(axis=1, keepdims=True)
@@ -404,9 +404,9 @@ class Calls:
 
 
 def table_of(gpu: Gpu) -> Table:
-    """Return the times on `gpu`: of the file that `MEMEST_PACE` names, else of the nearest GPU.
+    """Return times on `gpu`, from the file in `MEMEST_PACE` or from the nearest measured GPU.
 
-    The file's times of the host are taken for each GPU.
+    Host times are the file's for every GPU.
 
     Raises:
         PlanError: the file cannot be read.

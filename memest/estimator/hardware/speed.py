@@ -19,17 +19,17 @@ from memest.estimator.tensors.placement import tensors_in
 from memest.plan.reading import read_table
 
 LAUNCH_US = 15.6
-"""Host time of an operator of a training step in eager mode: `scripts/measure_pace.py` on the host
+"""Host microseconds of an operator in an eager training step: `scripts/measure_pace.py` on the host
 of an H200, torch 2.11.
 """
 
 SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
-"""Least host time of a `cudaMalloc` by its MiB, of eleven each: `scripts/measure_pace.py` on the
-host of an H100. On another host it took up to eight times as long.
+"""(MiB, microseconds): least host time of a `cudaMalloc` in eleven: `scripts/measure_pace.py` on
+the host of an H100. On another host it took up to eight times as long.
 """
 
 LOAD_US = 2500.0
-"""Least host time of the first launch of an operator, which loads its kernels. 0 where the GPU is
+"""Least host microseconds of an operator's first launch, which loads kernels. 0 where the GPU is
 assumed to lag most. In scripts on two H100s of validation/scripts/ the first step of AdamW, with
 its dozen operators, took 33 to 300 ms longer than the next. `scripts/measure_pace.py` measures it
 too.
@@ -41,7 +41,7 @@ the host. `scripts/measure_pace.py` on an H100, driver 580.
 """
 
 PAGEABLE_GB_S = 7.4
-"""Rate of a copy from pageable memory, which the driver stages in pinned memory of its own:
+"""GB/s of a copy from pageable memory, which the driver stages in its own pinned memory:
 `scripts/measure_pace.py` on an H100. It measured 2.7 for copies to new pageable memory.
 """
 
@@ -66,7 +66,7 @@ RTX 4090, H200 SXM, B200 and RTX 5090.
 
 
 def speed_of(gpu: Gpu) -> Speed:
-    """Return the rates of the chip, or of the newest chip that is not newer.
+    """Return the rates of the GPU's chip, or of the newest older chip in the table.
 
     An instance under MIG computes with its share of the chip.
     """

@@ -27,7 +27,7 @@ Strides = Sequence[int]
 
 
 class Work(NamedTuple):
-    """Work of one call."""
+    """Work of one call: kind of kernel, sizes, operations and bytes, for the estimated time."""
 
     kind: str  # kernels that take the same time at the same sizes, such as `matmul float16`
     size: tuple[int, ...]  # on which the efficiency depends; bytes where operations are none
@@ -43,7 +43,7 @@ VIEW = Work("view", (), "", 0, 0)  # a view, which takes time of the host alone
 STEP, ZERO_GRAD, HOOK, REGION, CHOICE = IN_PYTHON = (
     "step", "zero_grad", "hook", "region", "choice",
 )  # fmt: skip
-"""Kinds of Python code.
+"""Kinds of Python code whose host time is counted.
 
 `Optimizer.step` and `zero_grad` run it for each parameter, checkpointing for each region. `hook` is
 a call of a hook of saved tensors, and `choice` that of selective checkpointing for an operator.
@@ -56,10 +56,10 @@ _NAMES: dict[str, Any] = {
 }
 """Names of operators by trait.
 
-An operator that `reads few` reads or writes only some rows of its first argument: as many as its
-result or its values have. One that `writes few` changes as many rows as there are values. One that
-`writes only` does not read its first argument. The kernel of one that `moves rows` moves elements
-of the last dimension together. `row` has the position of the argument that gives the length of a
+`reads few`: reads or writes only some rows of its first argument, as many as its result or its
+values have. `writes few`: changes as many rows as there are values. `writes only`: does not read
+its first argument. `moves rows`: the kernel moves elements of the last dimension together. `row`
+has the position of the argument that gives the length of a
 row: a dimension, or the row's shape. `matrices` has positions of the two matrices of a product.
 `alike` has operators whose kernels take the time of another's.
 """
@@ -122,7 +122,7 @@ def _copied(x: Tensor) -> Work:
 
 
 def _kind_by_bytes(name: str, x: Tensor, call: Any, out: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the kind of a kernel that memory bounds, and its sizes apart from the bytes."""
+    """Return the kind of a memory-bound kernel, and its sizes besides the bytes."""
     func, args, kwargs = call
     if name in _NAMES["copies"]:
         return _kind_of_copy(x, out)
@@ -175,7 +175,7 @@ def _kind_of_copy(source: Tensor, out: Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def _kind_by_order(shape: Strides, given: Strides, made: Strides) -> tuple[str, tuple[int, ...]]:
-    """Return the kind of a copy to another order: both innermost lengths, or what is adjacent."""
+    """Return the kind of a copy to other strides: both innermost lengths, or the contiguous run."""
     ends = [_innermost(shape, strides) for strides in (given, made)]
     if ends[0] != ends[1]:
         return "transpose", tuple(shape[end] if end >= 0 else 1 for end in ends)
@@ -183,7 +183,7 @@ def _kind_by_order(shape: Strides, given: Strides, made: Strides) -> tuple[str, 
 
 
 def _run(shape: Strides, *orders: Strides) -> int:
-    """Return the number of elements that are adjacent in all orders of a shape."""
+    """Return the number of elements that are contiguous under all given strides."""
     adjacent = 1
     for size, *steps in sorted(zip(shape, *orders, strict=True), key=lambda dim: dim[-1]):
         if size > 1:
@@ -202,7 +202,7 @@ MAX_THREADS = 1024  # threads of a block
 
 
 def _apart(name: str, x: Tensor, dim: int) -> Work:
-    """Work of a softmax over a dimension before the last: its threads, and the elements of each.
+    """Return the work of a softmax over an inner dimension: its threads, and elements per thread.
 
     A thread reads its elements one after another, so it waits for memory and does not use all of
     the bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu.
@@ -222,7 +222,7 @@ def _length(x: Tensor, dim: int) -> int:
 
 
 def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
-    """Return how many elements a reduction makes one of, and how far apart they are."""
+    """Return how many elements a reduction combines into one, and their smallest stride."""
     dims = _values(func, args, kwargs).get("dim")
     x = next(tensors_in(args))
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
@@ -232,7 +232,7 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
 
 
 def _adjacent(func: Any, args: Any) -> int:
-    """Return how many elements are adjacent in a tensor and in the one that joins several."""
+    """Return how many elements of a `cat` or `stack` are contiguous in source and result."""
     tensors, dim = args[0], args[1] if len(args) > 1 else 0
     first = max(tensors, key=Tensor.numel)
     is_new = func._overloadpacket.__name__ == "stack"
@@ -319,7 +319,7 @@ def rate_of(dtype: torch.dtype, operation: str = "") -> str:
 
 
 def _alike(rate: str) -> str:
-    """Return the precision whose kernels were measured: both halves take the same time."""
+    """Return the precision whose kernels were measured; float16 and bfloat16 take the same time."""
     return "float16" if rate == "bfloat16" else rate
 
 
@@ -376,7 +376,7 @@ def _convolution(
 ) -> Work:
     """Work of a convolution: its positions, channels, and elements of the window.
 
-    A transposed one is that from its result to its input. Depthwise ones above 5 x 5 are `wide`.
+    A transposed one counts as the plain one that it reverses. `wide` is depthwise above 5 x 5.
     """
     whole, made = (out, x) if is_transposed else (x, out)
     positions = [t.numel() // max(1, t.shape[1]) for t in (made, whole)]
@@ -447,7 +447,7 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements that differ: an expanded dimension counts once."""
+    """Return the bytes of distinct elements: an expanded dimension counts once."""
     if tensor.is_contiguous():
         return tensor.nbytes
     if not tensor.numel():
@@ -476,10 +476,10 @@ FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # what Python and C++ run aroun
 
 
 class WorkLog:
-    """Events of the last steps: launches (`NUM_HOSTS * work + kind of host`), others below 0."""
+    """Events of the last steps: a launch is `NUM_HOSTS * work + host kind`, others are negative."""
 
     library_call: ClassVar[tuple[str, tuple[Any, ...]]] = ("", ())
-    """The last function of bitsandbytes' library that was called, which outlives a log."""
+    """The last called function of bitsandbytes' library; shared by all logs."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -536,7 +536,7 @@ class WorkLog:
         self._events.extend(events)
 
     def drop_last(self) -> None:
-        """Forget the last launch."""
+        """Remove the last launch."""
         if self._events:
             self._events.pop()
 
@@ -564,7 +564,7 @@ class WorkLog:
         self._events.append(CUT)
 
     def restart(self) -> None:
-        """Forget the events since the last step."""
+        """Remove the events since the last step."""
         self._events = array("q")
 
     def stepped(self, optimizer: int = 0, num_params: int = 0) -> None:

@@ -44,7 +44,7 @@ def is_plain(op: Op) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A call split into its structure and its whole numbers."""
+    """A call split into its structure and its integers, such as sizes."""
 
     shape: Any  # (operator, arguments, keyword arguments, results), a mark for each number
     numbers: tuple[int, ...]
@@ -70,7 +70,7 @@ class Call:
 
 @dataclass(slots=True)
 class Span:
-    """The events from one cut to the next, with the calls that made them."""
+    """The allocator events from one cut to the next, with the calls that made them."""
 
     events: list[int]
     calls: list[Call]
@@ -78,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision that was taken by shapes, and its outcome."""
+    """A kernel choice that depends on shapes, and its outcome."""
 
     rule: str  # `attention`: the backend; `gemm_4bit`: whether the fused kernel multiplies
     template: Template  # its arguments
@@ -88,14 +88,14 @@ class Choice:
 
 @dataclass(slots=True)
 class CallLog:
-    """The calls of one trace."""
+    """All operator calls of one simulated run."""
 
     templates: list[Template] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     choices: dict[Choice, None] = field(default_factory=dict)
     is_for_one_chip: bool = False  # model code read the capability, or nothing was recorded
     on_chips: dict[Any, TracedPlan] = field(default_factory=dict)
-    """Programs on other chips, by what differs there from this run."""
+    """Programs on other chips, by the calls that differ there from this run."""
 
 
 class CallRecorder:
@@ -114,7 +114,7 @@ class CallRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the decisions that depend on shapes, until the block ends."""
+        """Record the kernel choices that depend on shapes, until the block ends."""
         self._choose = attention.choose_backend
         with ExitStack() as self._patches:
             watched = mock.patch.object(attention, "choose_backend", self._choose_backend)
@@ -142,7 +142,7 @@ class CallRecorder:
         return len(self._calls)
 
     def since(self, position: int) -> list[Call]:
-        """Return the calls after the first `position` of `num_calls`.
+        """Return the calls from number `position` on.
 
         Their events are numbered from the start of the log.
         """
@@ -155,7 +155,7 @@ class CallRecorder:
     def repeat(
         self, calls: Sequence[Call], first: int, places: Sequence[int], ids: Mapping[int, int]
     ) -> None:
-        """Add the calls that `since` returned again, with the events and storages of a later step.
+        """Repeat calls returned by `since`, with the events and storages of a later step.
 
         `places` has the position in the log of each event from `first` on, `ids` the new storages.
         """
@@ -235,7 +235,7 @@ class CallRecorder:
 
 
 def take_numbers(value: Any) -> Template:
-    """Split nested values into a template and its whole numbers."""
+    """Split nested values into a template and its integers."""
     numbers: list[int] = []
     floats: list[float] = []
     shape = _shape(value, numbers, floats)
@@ -299,7 +299,7 @@ def _tensor_shape(tensor: Tensor, numbers: list[int]) -> _TensorShape:
 
 
 def put_numbers(template: Template, numbers: Iterable[int]) -> Any:
-    """The nested values of `template` with other numbers in it, its tensors as meta tensors."""
+    """Return the nested values of `template` with other integers; tensors are meta tensors."""
     return _value(template.shape, iter(numbers), iter(template.floats))
 
 
@@ -333,9 +333,9 @@ NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 
 class Rebuilt:
-    """A program without its bytes, made of the calls of `sample` with other requests.
+    """The program of `sample` with its bytes left open, for other batch sizes.
 
-    It serves all sizes at which the calls have the same `orders`, one for each template. `dropped`
+    It serves all sizes at which each template's requests have the same order (`orders`). `dropped`
     has the positions of outputs, by template, that are freed at the end of the call.
     """
 
@@ -391,7 +391,7 @@ class Rebuilt:
         return events
 
     def _copy(self, old: Sequence[int], events: list[int]) -> None:
-        """Copy frees, and allocations outside of calls."""
+        """Copy frees, and allocations made outside of operator calls."""
         for event in old:
             if event == EMPTIED:
                 events.append(event)
@@ -468,7 +468,7 @@ class RequestOrder(NamedTuple):
     """The requests of a call, in order, without their bytes."""
 
     requests: tuple[int | tuple[int] | None, ...]
-    """Position of an output made here, (n,) for a free of temporary n, or None to make one."""
+    """Position of an allocated output, (n,) for a free of temporary n, None for a new temporary."""
 
     num_copies: int  # contiguous operands of a matrix product: temporaries after the outputs
     num_cublas: int  # workspaces that it needs: that of the handle, then that of cuBLASLt
@@ -476,7 +476,7 @@ class RequestOrder(NamedTuple):
 
 
 def requests_of(gpu: Gpu, template: Template, numbers: Sequence[int]) -> Requests:
-    """Return the requests of a call with these numbers on `gpu`, by the rules of its kernel."""
+    """Return a call's requests on `gpu`, with `numbers` in its template, by its kernel's rule."""
     func, args, kwargs, out, more = put_numbers(template, numbers)
     op = op_of(func)
     recipe = recipe_of(gpu, op, args, kwargs, out, more)

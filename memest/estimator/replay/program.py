@@ -26,7 +26,7 @@ Shift = Mapping[int, int]  # renames before a span is replayed: those it made ->
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that a probe sums over the model and the optimizer."""
+    """Bytes of parameters, gradients and optimizer state at a probe."""
 
     params: int = 0
     grads: int = 0
@@ -35,7 +35,7 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Events in order, then a probe at a phase, or none."""
+    """Allocator events in order, then a probe at the end of a phase, or none."""
 
     events: Sequence[int]
     phase: Phase | None = None
@@ -52,10 +52,10 @@ MicroBatch = Sequence[Part]  # in order; frees left by the one before are in the
 
 @dataclass(slots=True)
 class Program:
-    """Everything that a replay needs: storages, event streams, and the probes' figures.
+    """A simulated run as data: storages, allocator events of each part, and the probes' figures.
 
-    A run with more steps plays the last one again. A run with more micro-batches plays the middle
-    one again, or of two the last without the optimizer's step.
+    A replay of more steps repeats the last step. A replay of more micro-batches repeats the middle
+    one, or, of two, the last without the optimizer's step.
     """
 
     storages: StorageTable
@@ -99,7 +99,7 @@ class Program:
         return self.micro_shifts[min(step, last)]
 
     def most_held_bytes(self, *states: str) -> int:
-        """Return the largest sum of these fields of `StateBytes` over the probes."""
+        """Return the largest sum of the fields `states` of `StateBytes` over all probes."""
         parts = (part for step in self.steps for batch in step for part in batch)
         return max((sum(getattr(p.state, name) for name in states) for p in parts), default=0)
 
@@ -116,7 +116,7 @@ class Program:
                 return
 
     def alive_after(self, streams: Iterable[Sequence[int]]) -> set[int]:
-        """Return the storages that are not freed when these streams end."""
+        """Return the ids of the storages still allocated after these event streams."""
         alive: dict[int, None] = {}
         for events in streams:
             play(events, alive, self.storages)
@@ -159,7 +159,7 @@ def play(
     *,
     is_immediate: bool = False,
 ) -> None:
-    """Add the storages that `events` allocate to `alive`, and remove those that end."""
+    """Add storages that `events` allocate to `alive`, and remove freed ones."""
     for event in events:
         if event >= 0:
             alive[event] = None
@@ -168,9 +168,9 @@ def play(
 
 
 def ended_by(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
-    """Return the storage that ends with `event`, or -1 if the event ends none.
+    """Return the id of the storage that `event` frees, or -1 if it frees none.
 
-    A stashed storage ends as it returns, or as it is freed if blocks return `is_immediate`.
+    A deferred block counts as freed when it returns to its pool; with `is_immediate`, at once.
     """
     is_return = event <= RETURNED
     index = return_of(event) if is_return else free_of(event)
@@ -198,7 +198,7 @@ def _origin(storages: StorageTable, index: int) -> object:
 
 @dataclass(frozen=True, slots=True)
 class TracedPlan:
-    """A plan's program on one kind of GPU, with the report's facts about the model."""
+    """The program of a plan's simulated run on one kind of GPU, with facts about the model."""
 
     program: Program
     model: dict[str, Any]
@@ -214,7 +214,7 @@ class TracedPlan:
     """Launches of the plan's steps; None if the program was interpolated."""
 
     calls: "CallLog | None" = field(default=None, compare=False)
-    """Calls of the run, from which programs at other sizes are made; None without a record."""
+    """Calls of the run, from which programs at other sizes are made; None if not recorded."""
 
     others: "tuple[TracedPlan, ...]" = ()  # other traced ranks, of which this is the worst
 

@@ -39,7 +39,7 @@ from memest.models_meta.assemble import loss_of
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """Lengths of a run's logs at one moment."""
+    """Lengths of a run's logs at one point of the run."""
 
     event: int
     work: int
@@ -51,7 +51,7 @@ class _Position:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Entries of a forward or a backward in the logs."""
+    """Log entries of one forward or one backward."""
 
     start: _Position
     events: list[int]
@@ -64,7 +64,7 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor that outlives the backward: the id of its storage, and its form."""
+    """A tensor that outlives the backward: storage id, shape, strides and dtype."""
 
     index: int
     size: tuple[int, ...]
@@ -90,7 +90,7 @@ class _MicroBatch:
 class StepRepeater:
     """Runs the micro-batches of a plan's first step, and repeats them in the others.
 
-    `num_micro_batches` is that of a step; `calls` records calls, if it is not None.
+    `num_micro_batches` is the number per step; `calls` records calls, if it is not None.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class StepRepeater:
         return result
 
     def _add_frees(self, running: _MicroBatch, end: _Position) -> None:
-        """Add what autocast frees after the forward: the weights that it cast."""
+        """Add the frees of weights that autocast has cast, after the forward."""
         events = running.forward.events
         made = {event for event in events if event >= 0} - {running.loss.index}
         log = self._memory.log.events
@@ -170,7 +170,7 @@ class StepRepeater:
             at += 1
 
     def _can_repeat(self, micro_batch: _MicroBatch) -> bool:
-        """Return whether later steps do the same, as far as is known after the backward."""
+        """Return whether later steps can repeat this micro-batch, checked after its backward."""
         assert micro_batch.backward is not None
         events = (*micro_batch.forward.events, *micro_batch.backward.events)
         made = {event for event in events if event >= 0}
@@ -204,11 +204,7 @@ class StepRepeater:
         return not read & FROM_BUFFER or _versions(self._model.buffers()) == buffers
 
     def _knows_all(self) -> bool:
-        """Return whether it is known how all micro-batches end.
-
-        The graph of a loss can hold tensors, which are freed with it in one go. What lives longer
-        was made for later steps.
-        """
+        """ """
         self._memory.settle()
         log = self._memory.log
         for micro_batch in self._known:
@@ -281,7 +277,7 @@ class StepRepeater:
         return made if is_alike else None
 
     def _host_state(self) -> Any:
-        """Return the number of guesses, and the states of the generators of the host."""
+        """Return the number of guesses, and the states of the host's random generators."""
         with _disable_current_modes():
             of_torch = torch.default_generator.get_state().numpy().tobytes()
         counts = self._guesses.counts.total(), self._mode.host.rng.num_waiting
@@ -300,7 +296,7 @@ class StepRepeater:
         )
 
     def _since(self, start: _Position) -> _Stretch:
-        """Return what the logs got since `start`."""
+        """Return the log entries since `start`."""
         now = self._position()
         return _Stretch(
             start,
@@ -328,11 +324,11 @@ def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
 
 
 class _Loss(torch.autograd.Function):
-    """Makes a loss with a node of autograd, which does not hold it."""
+    """Makes a loss with an autograd node; the node has no reference to the loss."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, made: _Made, held: list[Tensor]) -> Tensor:
-        """Return a tensor of the form `made`, whose graph holds the tensors `held`."""
+        """Return a tensor like `made`, whose graph keeps the tensors `held` alive."""
         ctx.held = held
         return _empty(made)
 

@@ -22,7 +22,7 @@ from memest.report import Phase, PhaseRow
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Event of a run: the `index`-th of all, in `step`, which allocated `storage`."""
+    """One event of a run: number `index` in `step`, which allocated `storage`."""
 
     index: int
     step: int
@@ -64,7 +64,7 @@ def live_at(
 
 
 def rename(held: dict[int, Any], shift: Shift) -> None:
-    """Rename the storages in `held` by `shift`; the next span makes their old names again."""
+    """Rename storage ids in `held` by `shift`, since the repeated events use the old ids again."""
     for made, before in shift.items():
         if made in held:
             held[before] = held.pop(made)
@@ -99,7 +99,7 @@ class Player:
         self.peak = Moment(0, 0, -1)
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
-        """Note that a probe reads the memory."""
+        """Record that the run has reached a probe; the base class does nothing."""
 
     def play(self, events: Sequence[int]) -> None:
         """Apply events in order. This loop has no streams; it takes most of the time of a replay.
@@ -198,7 +198,7 @@ class _Replay:
         self._played: MicroBatch | None = None  # the last micro-batch that was played
 
     def play_setup(self) -> None:
-        """Build the model without a limit: loading is reported, the training is judged."""
+        """Play the setup without a memory limit: a verdict is about the training only."""
         allocator, player = self.allocator, self.player
         limit_bytes, allocator.limit_bytes = allocator.limit_bytes, None
         player.play(self.program.setup)
@@ -210,7 +210,7 @@ class _Replay:
         player.peak = Moment(player.num_events, 0, player.storage)
 
     def play_steps(self, num_steps: int, num_micro_batches: int) -> None:
-        """Play steps until one leaves the allocator as the step before did, then copy its rows."""
+        """Play steps until two end with equal allocator states, then copy the last step's rows."""
         program, rows = self.program, self.result.rows
         state = None
         for self.step in range(num_steps):
@@ -294,7 +294,7 @@ class _Replay:
     def _state(self) -> tuple[object, ...]:
         """Return the state of the allocator; equal states continue equally.
 
-        It has the free blocks, the place of every live storage and the open peak.
+        It consists of free blocks, addresses of live storages and the peak so far.
         """
         if self.player.plays_repetitions:
             return (object(),)  # never equal
@@ -332,8 +332,8 @@ class Run:
     ) -> Replayed:
         """Replay the run under a limit of the allocator, or None.
 
-        `player` applies the events, with an allocator of this limit. With `is_soft`, requests that
-        find no memory raise the limit, but not with `settings`, nor where a request is `tried`.
+        `player` applies the events, to an allocator of this limit. With `is_soft`, requests without
+        room raise the limit, except with `settings`, or if a library only tries it.
         """
         program, storages = self.program, self.program.storages
         if player is None:

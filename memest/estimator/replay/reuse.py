@@ -60,20 +60,20 @@ def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
 
 
 class NotInterpolable(Exception):
-    """The calls of two traces differ in more than numbers."""
+    """The calls of two simulated runs differ in more than integers, so no interpolation exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The numbers of one call as polynomials: their forward differences at the first sample."""
+    """The integers of one call as polynomials in the size, stored as forward differences."""
 
     template: Template
     differences: tuple[tuple[int, ...], ...]  # values at the first sample, then differences
     at_first: list[Requests] = field(default_factory=list, compare=False, repr=False)
-    """Requests of the call at the first sample, once known."""
+    """Requests of the call at the smallest size, once computed."""
 
     def at(self, index: Fraction) -> list[int]:
-        """Return the numbers `index` steps after the first sample; `ValueError` if not whole."""
+        """Return the integers `index` steps after the first sample; `ValueError` for fractions."""
         values = list(self.differences[0])
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
@@ -107,11 +107,11 @@ def _polynomials(samples: Sequence[Template]) -> _Numbers:
 
 
 class Interpolation:
-    """Programs of one plan at any batch size or sequence length, from a few traces.
+    """Programs of one plan at any batch size or sequence length, from a few simulated runs.
 
-    `samples` are traces at the sizes `start`, `start + spacing` and so on. Their number is the
-    degree of the polynomials plus one. Other sizes are `start` plus multiples of `step`, a divisor
-    of `spacing`; by default `spacing` itself.
+    `samples` are runs at the sizes `start`, `start + spacing` and so on. Their number is the degree
+    of the polynomials plus one. Other sizes are `start` plus multiples of `step`, a divisor of
+    `spacing`; by default `spacing` itself.
 
     Raises:
         NotInterpolable: the samples do not make the same calls.
@@ -150,7 +150,7 @@ class Interpolation:
         """Return the traced plan at the size `value`.
 
         Raises:
-            NotInterpolable: another attention backend is chosen there, or a number is impossible.
+            NotInterpolable: another attention backend is chosen there, or an integer is a fraction.
         """
         if not self.chooses_alike(value):
             raise NotInterpolable(f"another kernel is chosen at {value}")
@@ -167,7 +167,7 @@ class Interpolation:
         return replace(self._sample, program=program, work=None, calls=None)
 
     def chooses_alike(self, value: int) -> bool:
-        """Return whether every decision by shapes is the same at `value` as in the samples."""
+        """Return whether every kernel choice is the same at `value` as in the samples."""
         outcomes = self.outcomes(value)
         return outcomes is not None and all(
             outcome == choice.outcome
@@ -175,7 +175,7 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the shape-dependent decisions at `value`; None if no multiple of the step."""
+        """Return the kernel choices at `value`; None if `value` is not `start` plus whole steps."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -189,7 +189,7 @@ class Interpolation:
 
 
 def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
-    """Return the outcome of `choice` on `gpu` if its call has other numbers."""
+    """Return the outcome of a kernel choice on `gpu` for other integers, such as sizes."""
     try:
         args, kwargs = put_numbers(choice.template, numbers)
     except RuntimeError:  # no tensor has such a shape
@@ -207,7 +207,7 @@ def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
 
 
 def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
-    """Match the calls of the samples; two calls that differ in any sample count as distinct.
+    """Match the calls of all samples; calls that differ in any sample are distinct.
 
     Return the polynomials of each distinct call, and the first sample's log in terms of them.
     """
@@ -235,10 +235,10 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
 
 
 def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
-    """Return the plan without accumulation, from its trace with two micro-batches in a step.
+    """Return the program without gradient accumulation, from a run with two micro-batches.
 
     Raises:
-        NotInterpolable: an omitted micro-batch frees or keeps storages that no other does.
+        NotInterpolable: the omitted micro-batch frees or keeps storages that the other does not.
     """
     program = traced.program
     made = StorageTable()
@@ -256,12 +256,12 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
 
 
 class OptimizerStep:
-    """The events of an optimizer's step.
+    """Allocator events of one optimizer's step, to be put into programs of other plans.
 
-    `own` is a plan of one micro-batch with this optimizer, `other` the same plan with another.
+    `own` is a run with this optimizer and one micro-batch, `other` the same with another optimizer.
 
     Raises:
-        NotInterpolable: they differ in more than the step.
+        NotInterpolable: the two runs differ in more than the optimizer's step.
     """
 
     def __init__(self, own: TracedPlan, other: TracedPlan) -> None:
@@ -274,7 +274,7 @@ class OptimizerStep:
             raise NotInterpolable("more than the optimizer's step is another")
 
     def applied_to(self, traced: TracedPlan) -> TracedPlan:
-        """Return `traced` with the steps of this optimizer in place of its own.
+        """Return `traced` with this optimizer's steps in place of the original ones.
 
         Raises:
             NotInterpolable: the setups differ by more than the optimizer's state, another part
@@ -365,9 +365,9 @@ class _Copier:
                 self.ids.pop(free_of(event), None)
 
     def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
-        """Map the storages of a setup to `copied`, the setup of `other` with more or less state.
+        """Map the storages of a setup to `copied`, from `other` with more or less optimizer state.
 
-        Optimizers make state last, before the cache is emptied.
+        The optimizer state is allocated last in the setup, before the cache is emptied.
         """
         mine = [event for event in own.setup if event != EMPTIED]
         theirs = [event for event in other.setup if event != EMPTIED]
@@ -379,7 +379,7 @@ class _Copier:
         self.align(mine[:num], [event for event in copied if event != EMPTIED][:num])
 
     def leave_out(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
-        """Leave out `streams`; `shift` maps storages that they keep to equal ones they free."""
+        """Leave out event streams; `shift` maps their new storages to equal ones that they free."""
         made: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
@@ -410,7 +410,7 @@ FUSED = {
 
 
 def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
-    """Return the program on `gpu` of `sample`, which ran on `first`.
+    """Convert the program `sample`, which ran on the GPU `first`, to another `gpu`.
 
     Chips with the same requests share one program.
 
@@ -472,7 +472,7 @@ def _replaced_attention(
 
 
 def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
-    """Yield (`scale`, backward call) of each attention call that follows from `choice`."""
+    """Yield (`scale`, backward call) of each attention call whose kernel `choice` decided."""
     (query, key, value, *_), _ = put_numbers(choice.template, choice.template.numbers)
     inputs = take_numbers((query, key, value))
     name = FUSED[choice.outcome]
@@ -500,7 +500,7 @@ _NO_CALL = -1  # in place of the number of a call, for storages that are made be
 
 @dataclass(frozen=True, slots=True)
 class _CallAlone:
-    """One call of an attention that `_run_alone` ran outside of the model."""
+    """One attention call that `_run_alone` ran outside of the model."""
 
     template: Template
     outputs: frozenset[Output]  # outputs that take memory

@@ -28,7 +28,7 @@ MIN_REPLAYS = 3  # replays of a search, however long the run is
 
 
 class LeastLimit:
-    """Replays of one run under several limits.
+    """Search for the least memory limit under which a run fits, by replays.
 
     Fitting is not monotone: a smaller limit frees cached blocks earlier, which can leave larger
     free blocks. The search tries `NUM_PROBES` limits downwards and bisects below the first that
@@ -41,7 +41,7 @@ class LeastLimit:
         allocated_bytes: peak allocated without a limit.
         reserved_bytes: peak reserved without a limit.
         num_events: events of one replay.
-        is_felt_early: whether the limit can have an effect before it is reached, as with
+        is_felt_early: whether the limit has an effect before it is reached, as with
             `garbage_collection_threshold` or expandable segments under a cap.
     """
 
@@ -94,7 +94,7 @@ class LeastLimit:
     def _bisect(self, low: int, high: int, guess: int | None) -> int:
         """Narrow `low`, which fails, and `high`, which fits, to one unit; return `high` in bytes.
 
-        `guess` is tried first. A replay under a soft limit, which its requests raise, has found it.
+        `guess`, the result of a replay under a soft limit, is tried first.
         """
         while high - low > 1:
             is_guess = guess is not None
@@ -138,7 +138,7 @@ class LeastLimit:
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
-    """Return the highest least limit of `runs`, which are ranks and timings of one plan or script.
+    """Return the highest of the least limits of `runs`: ranks and free timings of a plan or script.
 
     A run that fits under the highest need so far is not searched.
     """
@@ -163,7 +163,7 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
 
 
 class Scenario:
-    """A run with one free timing, `timing`.
+    """One rank's run with one assumption on when deferred blocks are freed, `timing`.
 
     `unlimited` is its replay without a limit, and `traced` has facts about the model of a plan.
     """
@@ -208,7 +208,7 @@ def _fits_and_bytes(result: Replayed) -> tuple[bool, int]:
 
 
 def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
-    """Return every scenario of the traced ranks; the one that reserves most is first."""
+    """Return the scenarios of all simulated ranks; the one that reserves most is first."""
     found: list[Scenario] = []
     for traced in (worst, *worst.others):
         depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
@@ -223,7 +223,7 @@ def verdict_over(
 ) -> Verdict:
     """Return the verdict on a GPU, from `results` of `scenarios` under its limit.
 
-    It fits if every scenario fits, and is out of memory if a rank is so in all its scenarios.
+    `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else `may`.
     """
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
@@ -253,7 +253,7 @@ def where_failed(step: int, site: Site) -> str:
 
 
 def describe_deferred_blocks(storages: StorageTable) -> str:
-    """Describe the blocks whose return depends on time; empty if there are none."""
+    """Describe the blocks whose free depends on GPU timing; empty if there are none."""
     words = []
     if storages.stashed:
         num_bytes = sum(storages.num_bytes[index] for index in storages.stashed)

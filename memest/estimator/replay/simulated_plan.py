@@ -30,7 +30,7 @@ MAX_ALL_RANKS_OF_FSDP = 4  # of FSDP1 that are all traced; else the first and th
 
 
 def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
-    """Return the programs of ranks that differ, by reserved, then allocated bytes; most first."""
+    """Return the programs of the ranks that differ; the rank that reserves most is first."""
     first = rank_of(plan)
     traced = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
 
@@ -42,10 +42,10 @@ def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
 
 
 def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
-    """Return one rank for each kind of rank, including the one with the highest need.
+    """Return one rank of each group of equal ranks, including the one with the highest need.
 
-    All ranks of DDP are equal; the first of FSDP2 and ZeRO-3 needs the most. FSDP1 and ZeRO 1 and 2
-    cut joined parameters anywhere, so all ranks are candidates, or some of many.
+    All ranks of DDP are equal; rank 0 of FSDP2 and ZeRO-3 needs the most. FSDP1 and ZeRO 1 and 2
+    cut flat parameters anywhere, so all ranks differ; of many ranks, a few are returned.
     """
     if plan.strategy == "fsdp" and plan.sharding_strategy != "NO_SHARD":
         is_few = plan.world_size <= MAX_ALL_RANKS_OF_FSDP
@@ -71,7 +71,7 @@ def run_rank(plan: TrainingPlan, gpu: Gpu, rank: Rank) -> TracedPlan:
 
 
 def _host_terms_of_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the host memory of all ranks, from `terms` of one rank and that of its libraries."""
+    """Yield the host memory of all ranks: `terms` of one rank, and its libraries, for each."""
     if not terms:
         return
     arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"

@@ -54,7 +54,7 @@ MAX_STEPS = 2  # that differ: the first makes the optimizer's state, whose gradi
 MAX_STEPS_OF_STRATEGY = 3  # that differ: optimizer state first, then rebuilt buckets
 MAX_MICRO_BATCHES = 2  # that differ: one makes gradients, one adds to them
 MAX_MICRO_BATCHES_APART = 3
-"""Micro-batches of a step that run if the last differs from the others. A strategy sums gradients
+"""Simulated micro-batches of a step if its last differs from the others. A strategy sums gradients
 over the GPUs in the last one only. The Trainer of transformers loads all batches of a step at once
 and frees them one by one.
 """
@@ -85,23 +85,23 @@ def canonical(plan: TrainingPlan) -> TrainingPlan:
 
 
 def repeats_micro_batches(plan: TrainingPlan) -> bool:
-    """Return whether the micro-batches after the first are alike, except the optimizer's step."""
+    """Return whether all micro-batches after the first are equal, except the optimizer's step."""
     return not (_is_whole(plan) or plan.is_distributed or plan.loop == "transformers")
 
 
 def _num_run(plan: TrainingPlan) -> int:
-    """Return how many micro-batches of a step run."""
+    """Return how many micro-batches of a step are simulated."""
     most = MAX_MICRO_BATCHES if repeats_micro_batches(plan) else MAX_MICRO_BATCHES_APART
     return min(plan.accumulate_grad_batches, most)
 
 
 def _is_whole(plan: TrainingPlan) -> bool:
-    """Return whether the whole plan runs: its batches differ, or it has validations."""
+    """Return whether no step can be left out: batches differ, or there are validations."""
     return plan.validates or bool(plan.lengths)
 
 
 def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
-    """Return the part of `plan` that runs, and a step's number of micro-batches only loaded."""
+    """Return the part of `plan` to simulate, and how many micro-batches of a step only load."""
     plan = canonical(plan)
     if _is_whole(plan):
         return plan, 0
@@ -161,7 +161,7 @@ class _Watch:
     geometry: LayerGeometry | None = None
 
     def _cut(self) -> int:
-        """Close a span of events; return their number."""
+        """End a part of the run; return the number of events so far."""
         mode = self.virtual.mode
         mode.memory.settle()
         if self.calls is not None:
@@ -288,7 +288,7 @@ def run_plan(
 
 
 def logged_trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
-    """Run the part of `plan` that differs on `gpu`, and record its calls."""
+    """Run the shortened `plan` on `gpu`, and record its calls."""
     plan, num_ahead = shortened(plan)
     return run_plan(plan, gpu, num_ahead=num_ahead, records_calls=True)
 

@@ -64,7 +64,7 @@ class Option:
 
     @property
     def cost(self) -> Cost:
-        """Cost of its dearest change."""
+        """Cost of the most expensive change."""
         return max((change.cost for change in self.changes), default=Cost.NOTHING)
 
     @property
@@ -100,7 +100,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A change that does not go with the plan or the model."""
+    """A change that is not possible for the plan or the model."""
 
     title: str
     reason: str
@@ -145,7 +145,7 @@ class Advice:
 
 
 class _Spent(Exception):
-    """The search has used up its predictions."""
+    """The search has made its maximal number of predictions."""
 
 
 def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> Advice:
@@ -246,12 +246,12 @@ class _Search:
         return self.known[self.plan], prediction
 
     def facts(self, prediction: Prediction) -> ModelFacts:
-        """Return facts about the model for the changes; it is built again, on the meta device."""
+        """Return facts about the model for the changes; the model is built on the meta device."""
         self._facts = _model_facts(self.plan, prediction)
         return self._facts
 
     def weigh(self, changes: Iterable[Change]) -> Option | None:
-        """Predict the plan with `changes`, None if they do not go with it; `_Spent` if too many."""
+        """Predict the plan with `changes`, None if impossible; `_Spent` after too many."""
         ordered = tuple(sorted(changes, key=lambda change: change.cost))
         title = " + ".join(change.title for change in ordered)
         try:
@@ -328,7 +328,7 @@ class _Search:
             yield from itertools.islice(fitting, 1)
 
     def _graded(self, technique: Technique) -> Iterator[Option]:
-        """Yield the mildest grade that fits; if it is tight, yield the next one too."""
+        """Yield the weakest change of a technique that fits; if it is tight, also the next one."""
         mildest = self._mildest(technique, [])
         if mildest is None:
             return
@@ -388,7 +388,7 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Return techniques with their strongest change up to `cost`; an optimizer at its own cost."""
+    """Return each technique's strongest change up to `cost`; of an optimizer, at exactly `cost`."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []

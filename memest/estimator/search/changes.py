@@ -18,7 +18,7 @@ SHORTEST_TEXT = 16
 
 
 class Cost(IntEnum):
-    """Cost of a change, cheapest first; a combination has the cost of its dearest change."""
+    """Cost of a change, cheapest first; a combination has the highest cost of its changes."""
 
     words: str  # text for a reader
 
@@ -53,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
-    """Alternative changes of one thing, mildest first."""
+    """Alternative changes of one kind, such as checkpointing or batch size; weakest first."""
 
     changes: tuple[Change, ...]
     is_graded: bool = False  # each change saves more than the one before: bisection works
@@ -64,7 +64,7 @@ NOT_TRIED = (
     "weights on the host, too; predict it with `--strategy deepspeed_stage_3_offload"
     " --optim deepspeed_cpu`",
 )
-"""Further help that needs other hardware or another trainer than the plan's."""
+"""Changes that advice leaves out: other hardware or another trainer than the plan's."""
 
 NUMBERS_OF_GPUS = (2, 4, 8)
 
@@ -72,11 +72,11 @@ NUMBERS_OF_GPUS = (2, 4, 8)
 def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
     """Return `plan` with `changes`, without the keys that contradict them.
 
-    These are `freeze` under adapters, which freeze the whole base, `padded` with one row, and
+    Such keys are `freeze` with adapters, which freeze the whole base, `padded` with one row, and
     `momentum` with another optimizer.
 
     Raises:
-        MemestError: the changes do not go with the plan.
+        MemestError: the changes contradict the plan.
     """
     updates: dict[str, Any] = {}
     for change in changes:
@@ -203,7 +203,7 @@ def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Chan
 
 
 def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
-    """Every smaller micro-batch that divides the batch of a step, largest first."""
+    """Yield every smaller micro-batch that divides the batch of a step, largest first."""
     total = plan.batch_size * plan.accumulate_grad_batches
     for size in range(plan.batch_size - 1, 0, -1):
         if total % size == 0 and total // size <= 1 << 16:

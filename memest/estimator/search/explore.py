@@ -42,8 +42,8 @@ _QUANTIZED = [
     for precision in ("32-true", "bf16-true")
 ]
 SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED, *_QUANTIZED)
-"""Settings of each model. Adapters train with AdamW, as in the lab, and 4-bit weights are
-multiplied in bf16, as in QLoRA's paper (arXiv:2305.14314). QLoRA checkpoints activations, which is
+"""Plan keys of each setting. Adapters train with AdamW, and 4-bit weights are multiplied in
+bf16, as in QLoRA's paper (arXiv:2305.14314). QLoRA checkpoints activations, which is
 peft's default.
 """
 
@@ -128,7 +128,7 @@ def _group(
     batches: Sequence[int],
     micro_batches: Sequence[int],
 ) -> list[list[Explored] | MemestError]:
-    """Return the points of plans that differ in batch size and micro-batches only."""
+    """Predict plans that differ in batch size and micro-batches only."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     steps = _progression(batches)
@@ -143,7 +143,7 @@ def _group(
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
-    """Return equally spaced values that include `batches`, so that few traces cover them."""
+    """Return equally spaced values that include `batches`, so that few runs cover them all."""
     rest = sorted(set(batches) - {1})
     step = math.gcd(*rest) if rest else 1
     return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches

@@ -125,7 +125,7 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
 
 
 class _Search:
-    """Search for the largest value for one plan and GPU, as the module's docstring describes."""
+    """Search for the largest value of a plan's key that fits one GPU."""
 
     def __init__(self, series: TraceSeries, gpu: Gpu) -> None:
         self.series, self.plan, self.gpu = series, series.plan, gpu
@@ -156,7 +156,7 @@ class _Search:
         return self._report(low, time.perf_counter() - started)
 
     def trial(self, value: int) -> Trial | None:
-        """Return the trial of `value`, made once; None if it makes no plan."""
+        """Return the cached result at `value`; None if the plan is invalid there."""
         if value not in self._trials:
             label = f"{self.plan.label}: {self.series.key} {value} on {self.gpu.name}"
             notify(Event(label=label, is_done=False, weight=0, total=0, task=value))
@@ -193,7 +193,7 @@ class _Search:
         return self._beyond(self._close_in(low, high))
 
     def _smallest(self) -> int:
-        """Return a value that fits, or minus the smallest value that makes a plan."""
+        """Return a value that fits, or minus the smallest value that is valid."""
         if self._is_batch:
             tries = [2, 1]  # a batch of one has its own form and is rarely the answer
         else:
@@ -213,7 +213,7 @@ class _Search:
         return allowed
 
     def _close_in(self, low: int, high: int) -> int:
-        """Return a value that fits below one that does not; `low` fits and `high` does not."""
+        """Narrow `low`, which fits, and `high`, which does not; return a value that fits."""
         is_secant = True
         while high - low > 1:
             middle = (low + high) // 2
@@ -288,8 +288,8 @@ class _Search:
 
 
 TECHNIQUES: dict[str, dict[str, Any]] = read_table(__file__, "techniques.json")
-"""Rows of the lab's tables on one GPU, from the baseline on, and their combinations; AdamW where no
-optimizer is named. QLoRA checkpoints activations by default, as peft does.
+"""Plan keys of each technique and combination, from the baseline on; AdamW where no optimizer is
+named. QLoRA checkpoints activations by default, as peft does.
 """
 
 _DECIDED = {

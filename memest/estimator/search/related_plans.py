@@ -29,18 +29,18 @@ SPACING = {"batch_size": 1, "seq_len": 64}  # of a guess's samples: attention pa
 GROWTH = 4  # factor to the next size that a search tries while everything fits
 
 MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
-"""False in a forked process, where autograd does not work: a plan without a trace is refused."""
+"""False in a forked process, where autograd does not work: new simulated runs are refused."""
 
 
 def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
-    """Call `trace`, which runs a plan, unless this process is forked."""
+    """Call `trace`, which runs a plan; `UnsupportedError` in a forked process."""
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
     return trace(*args)
 
 
 class TraceSeries:
-    """Traced plans with other values of `key` (`batch_size` or `seq_len`), from few traces."""
+    """Programs of a plan at any value of `key` (`batch_size` or `seq_len`), from few runs."""
 
     def __init__(self, plan: TrainingPlan, gpu: Gpu, key: str = "batch_size") -> None:
         self.plan, self.gpu, self.key = plan, gpu, key
@@ -51,7 +51,7 @@ class TraceSeries:
         self._broken: set[tuple[int, int]] = set()  # starts and spacings without an interpolation
 
     def trace(self, value: int) -> TracedPlan:
-        """Return the trace at `value`, made once."""
+        """Return the simulated run at `value`, cached."""
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
             trace = trace_plan if self.is_alone else logged_trace
@@ -61,15 +61,15 @@ class TraceSeries:
 
     @property
     def is_alone(self) -> bool:
-        """True if every size has its own trace."""
+        """True if every size is simulated by itself."""
         return self.plan.is_distributed
 
     def at(self, value: int) -> TracedPlan:
-        """Return the traced plan at `value`: interpolated if that covers it, or traced."""
+        """Return the program at `value`, interpolated where possible, else simulated."""
         return self.known(value) or self.trace(value)
 
     def known(self, value: int) -> TracedPlan | None:
-        """Return the traced plan at `value` if existing traces suffice."""
+        """Return the program at `value` if no further simulated run is needed, else None."""
         if value in self._traces:
             return self._traces[value]
         if value in self._covered:
@@ -78,7 +78,7 @@ class TraceSeries:
         return None
 
     def guess(self, value: int) -> TracedPlan:
-        """Return the plan by any interpolation with the same shape decisions, unchecked."""
+        """Return the program by any interpolation with the same kernel choices, unchecked."""
         spacing = SPACING[self.key]
         traced = [v for v in self._traces if v > 1]
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
@@ -96,7 +96,7 @@ class TraceSeries:
         return self.trace(value)
 
     def _is_special(self, value: int) -> bool:
-        """Return whether `value` needs a trace, because other sizes take other decisions."""
+        """Return whether `value` must be simulated, because other sizes choose other kernels."""
         interpolation = next(iter(self._interpolations.values()), None)
         own = None if interpolation is None else interpolation.outcomes(value)
         if interpolation is None or own is None:
@@ -105,15 +105,15 @@ class TraceSeries:
         return all(interpolation.outcomes(other) != own for other in others)
 
     def forget_interpolations(self) -> None:
-        """Drop interpolations that turned out wrong; traces are kept."""
+        """Drop interpolations that turned out wrong; simulated runs stay cached."""
         self._interpolations.clear()
         self._covered.clear()
 
     def cover(self, values: Iterable[int], *, queried: Iterable[int] | None = None) -> None:
         """Make `at` cheap for `values` of one spacing, and check those in `queried`.
 
-        A run of values is cut where a decision by shapes differs. Its first few are interpolated
-        if a trace at the last one agrees. If not, each half is covered by itself.
+        Values are split where a kernel choice differs. A part is interpolated from its first values
+        if a simulated run at its last value agrees. If not, each half is covered by itself.
         """
         if self.is_alone:
             return
@@ -124,11 +124,10 @@ class TraceSeries:
                 self._cover(run, wanted)
 
     def _span(self, run: Sequence[int], queried: set[int]) -> bool:
-        """Return whether traces of the ends cover the values in `queried`, all multiples of the
-        first.
+        """Return whether runs at both ends cover the values in `queried`, multiples of the first.
 
-        A size padded to a multiple follows no polynomial; multiples of a size without padding have
-        none.
+        Sizes that kernels pad follow no polynomial. Multiples of a size without padding have no
+        padding either.
         """
         held = sorted(queried.intersection(run))
         is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
@@ -149,7 +148,7 @@ class TraceSeries:
         """Return the interpolation from `start`, without checks between its samples.
 
         Raises:
-            NotInterpolable: the samples do not make the same calls, or are those of a strategy.
+            NotInterpolable: the samples do not make the same calls, or a strategy runs.
         """
         if self.is_alone:
             raise NotInterpolable(f"`{self.plan.strategy}` is traced size by size")
@@ -164,7 +163,7 @@ class TraceSeries:
         return self._interpolations[start, spacing]
 
     def agrees(self, interpolation: Interpolation, value: int) -> bool:
-        """Return whether `interpolation` and a trace agree at `value`."""
+        """Return whether `interpolation` and a simulated run agree at `value`."""
         with suppress(NotInterpolable):
             return self._with_length(interpolation.at(value), value) == self.trace(value)
         return False
@@ -209,15 +208,14 @@ def runs_of_one_spacing(values: Sequence[int]) -> list[list[int]]:
 
 
 SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
-"""Values of the keys in which related plans differ, except batches."""
+"""Plans that are equal with these values, except for batches, share simulated runs."""
 
 
 class RelatedPlans:
-    """Traced plans of related plans on one chip, at `values` of `key`, whose spacing `steps` has.
+    """Programs of related plans on one chip at `values` of `key`, from few simulated runs.
 
-    One optimizer is traced at a few sizes, with and without checkpointing, and with two
-    micro-batches if plans with several are among them (`accumulates`). Of every other optimizer one
-    step is traced.
+    One optimizer is simulated at a few sizes, with and without checkpointing. With `accumulates`, a
+    step has two micro-batches. Other optimizers are simulated once. Interpolations cover `steps`.
     """
 
     def __init__(
@@ -237,7 +235,7 @@ class RelatedPlans:
         self._lead: TrainingPlan | None = None
 
     def at(self, plan: TrainingPlan) -> TracedPlan:
-        """Return the traced plan of `plan`; `MemestError` if it cannot be predicted."""
+        """Return the program of `plan`; `MemestError` if `plan` cannot be predicted."""
         if not repeats_micro_batches(plan):
             return self._traced(plan)
         self._lead = self._lead or plan
@@ -265,7 +263,7 @@ class RelatedPlans:
         return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
-        """Return the step of the plan's optimizer, if plans differ only in it."""
+        """Return the step of the plan's optimizer; None if the plans differ in more."""
         own = getattr(plan, self.key)
         size = min((value for value in self.values if value > 1), default=own)
         short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)

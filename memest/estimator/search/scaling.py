@@ -119,7 +119,7 @@ def kind_bytes(report: Prediction) -> dict[str, int]:
 
 
 def constant_terms(line: ScalingLine) -> dict[str, int]:
-    """Return the terms that do not shrink: bytes by kind on most GPUs, the largest first.
+    """Return the terms that do not shrink with more GPUs: bytes by kind, the largest first.
 
     Between the two largest numbers of GPUs, m and n, a kind of a bytes falls to b. It is constant
     if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms.

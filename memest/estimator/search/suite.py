@@ -70,7 +70,7 @@ def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
 
 
 def _alike(plans: Sequence[TrainingPlan]) -> dict[TrainingPlan, list[int]]:
-    """Return positions of plans by their common trace; the slowest first."""
+    """Return positions of plans by the simulated run that they share; the slowest first."""
     groups: dict[TrainingPlan, list[int]] = {}
     for index, plan in enumerate(plans):
         traced = replace(plan, name="", memory_limit=None, host_memory=None, steps=2)

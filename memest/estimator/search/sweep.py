@@ -242,7 +242,7 @@ def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
 def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
     """Return the key with the most values, and positions of plans that share traces.
 
-    They differ only in this key and in the optimizer.
+    Plans that share simulated runs differ only in this key and in the optimizer.
     """
     num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
     key = max(_VARIED, key=lambda k: num_values[k])
@@ -261,7 +261,7 @@ def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
 def _work(plan: TrainingPlan) -> tuple[bool, ...]:
     """Return a key that sorts plans by the time that a trace of them takes.
 
-    Long tasks begin first: the workers that remain at the end wait for a short one.
+    Long tasks begin first, so that at the end no worker runs alone for long.
     """
     return plan.is_distributed, "mixed" in plan.precision, plan.act_ckpt
 
