@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import compare_host
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "validation" / "scripts"
 MEASURED, SIMULATED = FOLDER / "measured_parallel.json", FOLDER / "simulated_parallel.json"
@@ -181,7 +183,8 @@ def page(kept: dict[str, dict[str, list[int]]]) -> str:
     )
     text = head + "\n".join(lines_of(stored["rows"], kept)) + "\n"
     text += FOUR.format(counts=counts) + "\n".join(lines_of(four, kept)) + "\n"
-    return text + on_two(stored, kept)
+    text += on_two(stored, kept)
+    return text + compare_host.section() if compare_host.MEASURED.is_file() else text
 
 
 def on_two(stored: dict[str, Any], kept: dict[str, Any]) -> str:

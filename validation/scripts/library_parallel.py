@@ -1,14 +1,16 @@
-"""Training by the parallelisms of transformers, accelerate and PEFT on two ranks.
+"""Training by the parallelisms of transformers, accelerate, PEFT and DeepSpeed on a few ranks.
 
-torchrun --nproc-per-node 2 library_parallel.py CASE
+torchrun --nproc-per-node 4 library_parallel.py CASE
 
-`dconf-*` takes transformers' DistributedConfig, `acc-*` accelerate's ParallelismConfig, and `hf-*`
-the Trainer. The versions are those of measured_parallel.json.
+`dconf-*` takes transformers' DistributedConfig, `acc-*` accelerate's ParallelismConfig, `hf-*` the
+Trainer, and `ds-*` `deepspeed.initialize`. A dimension without a number has all ranks: `acc-shard`,
+`acc-shard2-rep2`. The versions are those of measured_parallel.json.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import torch
@@ -28,7 +30,17 @@ from transformers.distributed import DistributedConfig
 
 CASE = sys.argv[1]
 PARTS = CASE.split("-")
-STEPS, BATCH, LENGTH = 4, 4, 512
+STEPS, BATCH, LENGTH = int(os.environ.get("STEPS", "4")), 4, 512
+
+
+def dimensions():
+    """`acc-shard2-tp2` -> {"shard": 2, "tp": 2}; all ranks where there is no number."""
+    world, found = int(os.environ["WORLD_SIZE"]), {}
+    for part in PARTS[1:]:
+        match = re.fullmatch(r"(shard|rep|cp|tp|fsdp|ep)(\d*)", part)
+        if match:
+            found[match[1]] = int(match[2] or world)
+    return found
 
 
 def config(**more):
@@ -81,14 +93,16 @@ def native():
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    sizes = {
-        "tp": {"tp_size": 2, "tp_plan": "auto"},
-        "fsdp": {"fsdp_size": 2},
-        "ep": {"tp_size": 2, "enable_expert_parallel": True},
-    }
+    sizes, found = {}, dimensions()
+    if "fsdp" in found:
+        sizes["fsdp_size"] = found["fsdp"]
+    if "tp" in found:
+        sizes |= {"tp_size": found["tp"], "tp_plan": "auto"}
+    if "ep" in found:
+        sizes |= {"tp_size": found["ep"], "enable_expert_parallel": True}
     path = saved(experts() if "moe" in PARTS else config())
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, distributed_config=DistributedConfig(**sizes[PARTS[1]])
+        path, dtype=torch.bfloat16, distributed_config=DistributedConfig(**sizes)
     )
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
@@ -100,10 +114,11 @@ def native():
 
 
 def accelerated():
-    sizes = {"shard": "dp_shard_size", "cp": "cp_size", "rep": "dp_replicate_size"}
-    parallelism = ParallelismConfig(**{sizes[PARTS[1]]: 2})
+    names = {"shard": "dp_shard_size", "cp": "cp_size", "rep": "dp_replicate_size"}
+    found = dimensions()
+    parallelism = ParallelismConfig(**{names[name]: size for name, size in found.items()})
     plugin = None
-    if PARTS[1] in ("shard", "cp"):
+    if "shard" in found or "cp" in found:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -119,7 +134,7 @@ def accelerated():
     model, optimizer = accelerator.prepare(model, optimizer)
     model.train()
     for batch in batches(accelerator.device):
-        if PARTS[1] == "cp":
+        if "cp" in found:
             positions = torch.arange(LENGTH, device=accelerator.device)[None].repeat(BATCH, 1)
             labels = batch["labels"].roll(-1, 1)
             buffers = [batch["input_ids"], positions, labels]
@@ -155,6 +170,14 @@ def trained():
                 "activation_checkpointing": "ckpt" in PARTS,
             },
         }
+    zero = next((part[-1] for part in PARTS if part.startswith("zero")), None)
+    if zero:
+        more["deepspeed"] = {
+            "zero_optimization": {"stage": int(zero)},
+            "bf16": {"enabled": True},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+        }
     torch.manual_seed(0)
     model = LlamaForCausalLM(config())
     if "lora" in PARTS:
@@ -177,8 +200,28 @@ def trained():
     Trainer(model, arguments, train_dataset=data).train()
 
 
+def initialized():
+    import deepspeed
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config())
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": int(PARTS[1][-1])},
+        "bf16": {"enabled": True},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    for batch in batches(torch.device("cuda", rank)):
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
-    {"dconf": native, "acc": accelerated, "hf": trained}[PARTS[0]]()
+    {"dconf": native, "acc": accelerated, "hf": trained, "ds": initialized}[PARTS[0]]()
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     print(CASE, os.environ["RANK"], *peaks)
     if dist.is_initialized():

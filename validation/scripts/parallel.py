@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 32000, 2048, 16, 8, 1024, 4
+STEPS = int(os.environ.get("STEPS", "4"))
 
 
 class Attention(nn.Module):
@@ -224,7 +225,7 @@ def plain(mesh, case: list[str], dims: dict[str, int]) -> None:
         model = Model(group=group)
     start(prepare(model, mesh, case), case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for _ in range(4):
+    for _ in range(STEPS):
         ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device="cuda")
         labels = ids.clone()
         if "cp" in dims:
@@ -285,7 +286,7 @@ def pipeline(mesh, case: list[str]) -> None:
     )
     optimizer = torch.optim.AdamW([p for s in stages for p in s.submod.parameters()], lr=1e-4)
     is_last = any(stage.is_last for stage in stages)
-    for _ in range(4):
+    for _ in range(STEPS):
         ids = torch.randint(0, VOCABULARY, (8, LENGTH), device="cuda")
         given = (ids,) if any(stage.is_first for stage in stages) else ()
         losses: list = []

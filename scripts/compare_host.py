@@ -1,0 +1,287 @@
+"""Training scripts on all GPUs of a host: their simulation, and the same ranks on real GPUs.
+
+python scripts/compare_host.py --prepare FOLDER [--given GIVEN]
+python scripts/compare_host.py --root FOLDER [CASES...]
+python scripts/compare_host.py --measured FILE
+
+The first makes the folders of validation/scripts/parallel_cases.json: scripts, dummy checkpoints,
+random data. GIVEN has checkouts of nanoGPT and lit-llama. The second runs cases under `memest run`
+and keeps their figures in simulated_host.json. The third adds what measure_parallel.py wrote on
+GPUs to measured_host.json. `python scripts/compare_parallel.py --page` writes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "validation" / "scripts"
+CASES = FOLDER / "parallel_cases.json"
+MEASURED, SIMULATED = FOLDER / "measured_host.json", FOLDER / "simulated_host.json"
+GPU = "h200"
+TIMEOUT_S = 1800
+CHECKPOINTS = (
+    ("open-llama-7b", "litgpt", "checkpoints/openlm-research/open_llama_7b"),
+    ("open-llama-3b", "litgpt", "checkpoints/openlm-research/open_llama_3b"),
+    ("blip2-opt-2.7b", "hf", "Salesforce/blip2-opt-2.7b"),
+)
+TOKENS = (("nanoGPT", "data/synth", 50_000), ("lit-llama", "data/shakespeare", 100))
+"""Checkout, its data folder, and the number of different tokens."""
+
+ALL_RANKS = """
+import sys
+from dataclasses import replace
+from memest.run import ranks
+
+def chosen(num_local, num_nodes, first=ranks.chosen_ranks):
+    found = first(num_local, num_nodes)
+    return [replace(found[0], rank=rank) for rank in range(found[0].world_size)]
+
+ranks.chosen_ranks = chosen
+from memest.__main__ import main
+main()
+"""
+"""`memest`, with all ranks in place of the first and the last."""
+
+
+def main() -> int:
+    """Do what is asked for; 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prepare", type=Path)
+    parser.add_argument("--given", type=Path)
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--measured", type=Path)
+    parser.add_argument("cases", nargs="*")
+    options = parser.parse_args()
+    if options.prepare:
+        prepare(options.prepare.resolve(), options.given)
+    if options.measured:
+        add(options.measured)
+    return simulate_all(options.root.resolve(), options.cases) if options.root else 0
+
+
+def prepare(folder: Path, given: Path | None) -> None:
+    """Make the folders in which the cases run."""
+    labs, scripts = folder / "labs", folder / "scripts"
+    shutil.copytree(ROOT / "docs" / "labs" / "litgpt", labs / "config", dirs_exist_ok=True)
+    shutil.copy(ROOT / "docs" / "labs" / "blip2" / "fine_tune.py", labs)
+    (labs / "stubs").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "scripts" / "labs" / "datasets.py", labs / "stubs")
+    scripts.mkdir(exist_ok=True)
+    for name in ("parallel.py", "library_parallel.py"):
+        shutil.copy(FOLDER / name, scripts)
+    for model, layout, place in CHECKPOINTS:
+        command = [sys.executable, "-m", "memest", "checkpoint", model, place, "--format", layout]
+        subprocess.run(command, cwd=labs, check=True, env=environment())
+    for name, place, vocabulary in TOKENS if given else ():
+        shutil.copytree(given / name, folder / name, dirs_exist_ok=True)
+        (folder / name / place).mkdir(parents=True, exist_ok=True)
+        draw = random.Random(0)
+        for part, count in (("train", 400_000), ("val", 100_000)):
+            tokens = array("H", (draw.randrange(vocabulary) for _ in range(count)))
+            (folder / name / place / f"{part}.bin").write_bytes(tokens.tobytes())
+
+
+def environment(packages: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the environment of a process with this checkout, offline."""
+    paths = (*packages, str(ROOT), os.environ.get("PYTHONPATH", ""))
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def simulate_all(root: Path, names: list[str]) -> int:
+    """Run cases under memest and keep what is reported; 1 if one failed."""
+    cases = json.loads(CASES.read_text(encoding="utf-8"))["cases"]
+    num_failed = 0
+    for name in names or cases:
+        try:
+            found = simulate(cases[name], root)
+        except RuntimeError as error:
+            num_failed += 1
+            print(f"{name}: {error}", flush=True)
+            continue
+        kept = json.loads(SIMULATED.read_text(encoding="utf-8")) if SIMULATED.is_file() else {}
+        write(SIMULATED, {**kept, name: found})
+        print(name, json.dumps(found), flush=True)
+    return int(num_failed > 0)
+
+
+def simulate(case: dict[str, Any], root: Path, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the intervals of each rank, in bytes, and the time of a step, in seconds.
+
+    Raises:
+        RuntimeError: the script failed.
+    """
+    folder = root / case["folder"]
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "report.json")
+        memest = ["-c", ALL_RANKS] if case.get("has_all_ranks") else ["-m", "memest"]
+        command = [sys.executable, *memest, "run", "--torch", "2.11", "--gpu", GPU]
+        command += ["--nproc-per-node", str(case.get("world", 4)), "--json", str(path)]
+        command += ["--max-steps", str(case["max_steps"]), *more]
+        if "limit_gib" in case:
+            command += ["--memory-limit", f"{case['limit_gib']}GiB"]
+        packages = tuple(str(root / each) for each in case.get("packages", ()))
+        done = subprocess.run(
+            [*command, *case["command"]], cwd=folder, capture_output=True, text=True, check=False,
+            timeout=TIMEOUT_S, env={**environment(packages), **case.get("env", {})},
+        )  # fmt: skip
+        if not path.is_file():
+            raise RuntimeError(done.stderr[-600:])
+        report = json.loads(path.read_text(encoding="utf-8"))
+    if report["ending"] in ("crashed", "unsupported"):
+        raise RuntimeError(f"{report['error']}\n{done.stderr[-1500:]}")
+    time = report["times"].get(GPU, {})
+    names = ("seconds", "low_seconds", "high_seconds", "first_seconds")
+    return {
+        "verdict": report["verdict"],
+        "ranks": {str(rank["rank"]): figures(rank) for rank in report["ranks"]},
+        "seconds": [round(time[name], 5) for name in names] if time else None,
+        "unmodelled": report["coverage"]["unmodelled"],
+        "elapsed_s": round(report["elapsed_s"], 1),
+    }
+
+
+def figures(rank: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the lowest and the highest of each total."""
+    return {
+        name: [rank["intervals"][name]["low_bytes"], rank["intervals"][name]["high_bytes"]]
+        for name in ("allocated", "reserved", "process")
+    }
+
+
+def add(path: Path) -> None:
+    """Add measured ranks, which replace older ones."""
+    cases = json.loads(CASES.read_text(encoding="utf-8"))["cases"]
+    kept = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.is_file() else {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.get("status") != "fits":
+            continue
+        last = cases[row["case"]]["max_steps"] - 1
+        later = row["step_seconds"][last:] or row["step_seconds"][-1:]
+        kept.setdefault(row["case"], {})[str(row["rank"])] = {
+            "allocated": row["steps"][last][1],
+            "reserved": row["reserved_and_used_bytes"][last][0],
+            "process": row["reserved_and_used_bytes"][last][1],
+            "steps": row["steps"][: last + 1],
+            "step_seconds": [round(statistics.median(later), 5), min(later), max(later)],
+        }
+    write(MEASURED, kept)
+
+
+HEAD = """
+## All ranks of four GPUs, with their step times
+
+Four H200s of one host ran [parallel_cases.json](scripts/parallel_cases.json) with NCCL. The cases
+are the labs' own scripts, [library_parallel.py](scripts/library_parallel.py),
+[parallel.py](scripts/parallel.py), and public scripts. {versions}. Every figure of the
+simulation was stored before the first case ran. Ranks with equal figures share a line. Where a rank
+was not simulated, it is compared with rank 0.
+
+`step` is the median time from one optimizer step to the next, after the third or fourth. Of all
+ranks it is the slowest.
+
+{counts}
+
+| case | ranks | allocated | simulated | off | reserved | simulated | off |
+|---|---|---|---|---|---|---|---|
+{memory}
+
+| case | step, ms | estimated, ms | between | off |
+|---|--:|--:|---|--:|
+{times}
+
+To repeat it: `compare_host.py --prepare WORK --given GIVEN` makes the folders, and
+`compare_host.py --root WORK` simulates the cases. `measure_parallel.py --root WORK --out FILE` runs
+them on the GPUs, and `compare_host.py --measured FILE` adds what it wrote. The figures of two GPUs
+come from `torchrun --nproc-per-node 2 watch.py --out FILE --max-steps 4 parallel.py CASE`.
+"""
+
+VERSIONS = (
+    "torch 2.11.0+cu130, transformers 5.17.0, lightning 2.6.6, accelerate 1.15.0, peft 0.21.0,"
+    " deepspeed 0.19.8, litgpt 0.5.13, driver 580"
+)
+
+
+def section() -> str:
+    """Return the part of validation/parallel.md on the cases of a host."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    simulated = json.loads(SIMULATED.read_text(encoding="utf-8"))
+    memory, times, worst = [], [], []
+    for name, ranks in measured.items():
+        if name not in simulated:
+            continue
+        lines = rank_lines(name, ranks, simulated[name]["ranks"])
+        memory += [line for line, _, _ in lines]
+        worst += [off for _, off, count in lines for _ in range(count)]
+        times.append(time_line(name, ranks, simulated[name]["seconds"]))
+    counts = (
+        f"{sum(not off for off in worst)} of {len(worst)} ranks are within their intervals,"
+        f" {sum(off <= 0.5 for off in worst)} at most 0.5 % outside in both figures."
+    )
+    return HEAD.format(
+        versions=VERSIONS, counts=counts, memory="\n".join(memory), times="\n".join(times)
+    )
+
+
+def rank_lines(
+    name: str, ranks: dict[str, Any], simulated: dict[str, Any]
+) -> list[tuple[str, float, int]]:
+    """Return the lines of a case, each with its worst distance in percent and its ranks."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for rank in sorted(ranks):
+        found = simulated.get(rank, simulated["0"])
+        key = tuple((ranks[rank][name], *found[name]) for name in ("allocated", "reserved"))
+        groups.setdefault(key, []).append(rank)
+    lines = []
+    for key, members in groups.items():
+        cells, worst = [f"`{name}`", ", ".join(members)], 0.0
+        for value, low, high in key:
+            off = 100 * (min(max(value, low), high) / value - 1)
+            span = f"{low:,}" + (f" to {high:,}" if low < high else "")
+            cells += [f"{value:,}", "" if low == high == value else span]
+            cells.append(f"{off:+.2f} %" if off else "")
+            worst = max(worst, abs(off))
+        lines.append((f"| {' | '.join(cells)} |", worst, len(members)))
+    return lines
+
+
+def time_line(name: str, ranks: dict[str, Any], estimated: list[float] | None) -> str:
+    """Return the line of a case's step time."""
+    step = max(figures["step_seconds"][0] for figures in ranks.values())
+    cells = [f"`{name}`", f"{1e3 * step:.1f}"]
+    if estimated:
+        seconds, low, high, first = estimated
+        repeated = 1 - first / seconds
+        cells += [f"{1e3 * seconds * repeated:.1f}"]
+        cells += [f"{1e3 * low * repeated:.1f} to {1e3 * high * repeated:.1f}"]
+        cells += [f"{100 * (seconds * repeated / step - 1):+.0f} %"]
+    else:
+        cells += ["", "", ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def write(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON with one case a line."""
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value[key])}" for key in sorted(value))
+    path.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
