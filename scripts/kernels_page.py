@@ -471,7 +471,7 @@ engines of attention are compiled when they run, and cuDNN rejects them without 
 
 OPERATORS = """## Operators whose kernels allocate more than their results
 
-Each row is a function of the call's shapes and of the GPU, in `memest/estimator/ops`. Its docstring
+Each row is a rule of the call's shapes and of the GPU, in a file of `memest/estimator/ops`, which
 has the formula. Sources are PyTorch's, in aten/src/ATen, except for flash-attn's csrc and
 transformers' integrations.
 
@@ -485,19 +485,12 @@ def operator_rows() -> Table:
     """One row for each function of the tables, with its operators."""
     rules = always_registered("requests")
     rules |= dict.fromkeys(registered("product"), matmul.CublasWorkspaces.bytes_for)
-    rows = [["operators", "what is modelled", "function", "source"]]
+    rows = [["operators", "what is modelled", "file", "source"]]
     for ops, function in by_function(rules):
         names = ", ".join(f"`{name}`" for name in op_names(ops))
-        name = function.__qualname__.rpartition(".<locals>.")[2]
-        where = f"{function.__module__.removeprefix(KERNELS)}.{name}"
-        rows.append(
-            [
-                names,
-                first_sentence(function).removeprefix("Requests of "),
-                f"`{where}`",
-                source_of(function),
-            ]
-        )
+        what = first_sentence(function).removeprefix("Requests of ")
+        file = f"`{function.__module__.removeprefix(KERNELS)}.py`"
+        rows.append([names, what, file, source_of(function)])
     return rows
 
 

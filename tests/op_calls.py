@@ -40,29 +40,41 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def requested(func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Any:
+    """What the rule of an operator returns for a call with result `out`."""
+    op = op_of(func)
+    assert op.requests is not None
+    return op.requests(op.call(args, kwargs, out, gpu))
+
+
+def laid_out(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """The result `out` with CUDA's strides."""
+    op = op_of(func)
+    assert op.layout is not None
+    return op.layout(op.call(args, {}, out))
+
+
 def result_of(func: OpOverload, *args: Any) -> Any:
     """Result of a call on meta."""
-    make = op_of(func).result
-    return func(*args) if make is None else make(args, {})
+    op = op_of(func)
+    return func(*args) if op.result is None else op.result(op.call(args, {}))
 
 
 def requests(func: OpOverload, *args: Any, out: Any = None) -> list[int]:
     """Bytes that a call on an H100 allocates (positive) and frees (negative), in order."""
     made = result_of(func, *args) if out is None else out
-    rule: Any = op_of(func).requests
-    return [event.num_bytes for event in rule(args, {}, made, H100)]
+    return [event.num_bytes for event in requested(func, args, {}, made, H100)]
 
 
 def sizes(func: OpOverload, args: tuple[Any, ...], out: Any, **kwargs: Any) -> list[int]:
     """Bytes that a call on an H100 allocates, outputs included, in order."""
-    rule: Any = op_of(func).requests
-    return [event.num_bytes for event in rule(args, kwargs, out, H100) if event.num_bytes > 0]
+    events = requested(func, args, kwargs, out, H100)
+    return [event.num_bytes for event in events if event.num_bytes > 0]
 
 
 def scratch(func: OpOverload, *args: Any, on: Gpu = H200) -> Scratch:
     """Temporaries of a call at its peak."""
-    rule: Any = op_of(func).requests
-    found = rule(args, {}, result_of(func, *args), on)
+    found = requested(func, args, {}, result_of(func, *args), on)
     return found if isinstance(found, Scratch) else scratch_of(found)
 
 

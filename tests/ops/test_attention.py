@@ -19,7 +19,7 @@ from memest.estimator.ops.attention import (
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.versions import known
-from tests.op_calls import meta, scratch
+from tests.op_calls import meta, requested, scratch
 from tests.requests_at_peak import scratch_of
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ class Operations(TorchDispatchMode):
 
     def events(self, name: str) -> list[int]:
         func, args, kwargs, out = self.calls[name]
-        return [e.num_bytes for e in op_of(func).requests(args, kwargs, out, self.on)]
+        return [e.num_bytes for e in requested(func, args, kwargs, out, self.on)]
 
 
 def run(on: Gpu, *tensors: Tensor, backward: bool = True, **options: Any) -> Operations:
@@ -301,7 +301,7 @@ def test_efficient_backward_in_float32_frees_the_product_before_its_workspace() 
         q, q, kv, kv, q, sums, sums, -sums, -q, workspace, -sums, -workspace, -q,
     ]  # fmt: skip
     func, args, kwargs, out = operations.calls[name]
-    events = op_of(func).requests(args, kwargs, out, H200)
+    events = requested(func, args, kwargs, out, H200)
     assert scratch_of(events) == Scratch(before=(q,), after=(sums, workspace))
 
 
@@ -347,7 +347,7 @@ def test_without_gradient_there_is_no_logsumexp() -> None:
     out = 2 * 4 * 96 * 64 * 2
     assert cudnn.events("_scaled_dot_product_cudnn_attention") == [8, 8, out, 256, -256]
     func, args, kwargs, result = cudnn.calls["_scaled_dot_product_cudnn_attention"]
-    events = op_of(func).requests(args, kwargs, result, H200)
+    events = requested(func, args, kwargs, result, H200)
     assert [(e.output, e.num_bytes) for e in events if e.output is not None] == [
         (6, 8), (7, 8), (0, out),
     ]  # fmt: skip

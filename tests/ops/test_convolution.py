@@ -12,8 +12,6 @@ from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.ops import convolution as convolution_module
 from memest.estimator.ops.convolution import (
     Workspace,
-    convolution_backward_events,
-    convolution_outputs,
     tried_bytes,
     workspace,
 )
@@ -22,7 +20,7 @@ from memest.estimator.ops.normalization import takes_cudnn
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import TRIED, Scratch
 from memest.estimator.virtual_gpu import VirtualGpu
-from tests.op_calls import A100, scratch
+from tests.op_calls import A100, laid_out, requested, scratch
 from tests.requested import Requests
 from tests.requests_at_peak import scratch_of
 
@@ -49,8 +47,8 @@ def convolution(
 
 def forward(args: tuple[Any, ...]) -> tuple[Scratch, Tensor]:
     """What the forward allocates beside its output, and the output as CUDA lays it out."""
-    out = convolution_outputs(aten.convolution.default, args, aten.convolution.default(*args))
-    events = op_of(aten.convolution.default).requests(args, {}, out, H100)
+    out = laid_out(aten.convolution.default, args, aten.convolution.default(*args))
+    events = requested(aten.convolution.default, args, {}, out, H100)
     return scratch_of(events), out
 
 
@@ -58,7 +56,7 @@ def backward(args: tuple[Any, ...], grad: Tensor, mask: tuple[bool, bool, bool])
     """Sizes that the backward asks for and gives back, in order."""
     tensor, weight, _, *rest = args
     call = (grad, tensor, weight, None, *rest, list(mask))
-    events = op_of(aten.convolution_backward.default).requests(call, {}, None, H100)
+    events = requested(aten.convolution_backward.default, call, {}, None, H100)
     return [e.num_bytes for e in events]
 
 
@@ -97,8 +95,8 @@ def test_the_benchmark_tries_the_largest_workspace_that_any_kernel_requests() ->
     args = convolution(meta(32, 64, 56, 56), meta(64, 64, 3, 3), 1, 1)
     out = aten.convolution.default(*args)
     call = (out, args[0], args[1], None, *args[3:], [True, True, False])
-    forwards = op_of(aten.convolution.default).requests(args, {}, out, H100)
-    backwards = op_of(aten.convolution_backward.default).requests(call, {}, None, H100)
+    forwards = requested(aten.convolution.default, args, {}, out, H100)
+    backwards = requested(aten.convolution_backward.default, call, {}, None, H100)
     tried = [tried_bytes(resnet_3x3(), d, H100) for d in ("forward", "input", "weight")]
 
     sizes = [e.num_bytes for e in (*forwards, *backwards) if e.output == TRIED]
@@ -129,10 +127,10 @@ def test_bfloat16_on_turing_ends_with_the_error_of_torch() -> None:
         args = convolution(meta(2, 8, 9, 9, dtype=dtype), meta(8, 8, 3, 3, dtype=dtype))
         out = aten.convolution.default(*args)
         if dtype is HALF:
-            assert op_of(aten.convolution.default).requests(args, {}, out, turing)
+            assert requested(aten.convolution.default, args, {}, out, turing)
         else:
             with pytest.raises(RuntimeError, match=r"^GET was unable to find an engine to execute"):
-                op_of(aten.convolution.default).requests(args, {}, out, turing)
+                requested(aten.convolution.default, args, {}, out, turing)
 
 
 def test_channels_last_copies_the_weight_only() -> None:
@@ -157,9 +155,7 @@ def test_gradients_have_the_format_of_input_and_weight_whatever_the_meta_kernel_
     weight = torch.empty(64, 64, 3, 3, device="meta")
     of_meta = tuple(t.contiguous(memory_format=other) for t in (x, weight))
 
-    made = convolution_outputs(
-        aten.convolution_backward.default, (x, x, weight), (*of_meta, torch.empty(64))
-    )
+    made = laid_out(aten.convolution_backward.default, (x, x, weight), (*of_meta, torch.empty(64)))
 
     assert all(t.is_contiguous(memory_format=expected) for t in made[:2])
 
@@ -194,7 +190,7 @@ def test_the_input_of_one_dimension_is_copied_until_the_bias_is_done() -> None:
     out = (meta(4, 256, 65), args[2], meta(256))
     copy = 266240
 
-    events = convolution_backward_events(args, {}, out, H100)
+    events = requested(aten.convolution_backward.default, args, {}, out, H100)
 
     assert [event.num_bytes for event in events] == [
         copy, copy, 7168, copy, -copy, 1024, -copy,
@@ -242,8 +238,8 @@ def test_batch_norm_of_channels_last_takes_what_was_measured(
     call = (tensor, channel, channel, channel, channel, True, 0.1, 1e-5)
     back = (tensor, tensor, channel, channel, channel, channel, channel, 1e-5, meta(0))
 
-    found = op_of(aten.cudnn_batch_norm.default).requests(call, {}, None, H100)
-    found_back = op_of(aten.cudnn_batch_norm_backward.default).requests(back, {}, None, H100)
+    found = requested(aten.cudnn_batch_norm.default, call, {}, None, H100)
+    found_back = requested(aten.cudnn_batch_norm_backward.default, back, {}, None, H100)
 
     assert found == Scratch(after=(of_forward,))
     assert found_back == Scratch(after=(of_backward,))
@@ -275,7 +271,7 @@ def test_a_gradient_with_gaps_is_copied_for_each_direction(monkeypatch: pytest.M
     grad = meta(64, 256, 64, 64).narrow(1, 0, 128)
     args = (grad, tensor, weight, [128], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True] * 3)
     out = aten.convolution_backward.default(*args)
-    events = convolution_backward_events(args, {}, out, H100)
+    events = requested(aten.convolution_backward.default, args, {}, out, H100)
     of_grad, of_weight = 134217728, 131072
 
     assert [event.num_bytes for event in events] == [
@@ -290,7 +286,9 @@ def test_a_gradient_in_another_order_is_copied_once() -> None:
     tensor, weight = meta(8, 64, 56, 56), meta(32, 64, 3, 3)
     grad = meta(8, 32, 56, 56, is_last=True)
     args = (grad, tensor, weight, [32], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
-    events = convolution_backward_events(args, {}, aten.convolution_backward.default(*args), H100)
+    events = requested(
+        aten.convolution_backward.default, args, {}, aten.convolution_backward.default(*args), H100
+    )
     sizes = [event.num_bytes for event in events]
 
     assert sizes[0] == 4 * grad.numel()
@@ -303,8 +301,12 @@ def test_a_gradient_of_one_pixel_is_copied_only_where_the_input_was() -> None:
     grad, one_pixel = meta(8, 1536, 1, 1), meta(8, 40, 1, 1)
     rest = ([1536], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True])
 
-    found = op_of(aten.convolution_backward.default).requests(
-        (grad, one_pixel, weight, *rest), {}, (one_pixel, weight, meta(1536)), H100
+    found = requested(
+        aten.convolution_backward.default,
+        (grad, one_pixel, weight, *rest),
+        {},
+        (one_pixel, weight, meta(1536)),
+        H100,
     )
 
     assert next(event for event in found).output == 0, "no copy before the input's gradient"
@@ -349,9 +351,7 @@ def test_a_convolution_copies_its_gradient_until_the_weight_is_done() -> None:
     )  # fmt: skip
     out = (None, args[2], meta(width, dtype=torch.bfloat16))
 
-    found = [
-        e.num_bytes for e in op_of(aten.convolution_backward.default).requests(args, {}, out, H100)
-    ]
+    found = [e.num_bytes for e in requested(aten.convolution_backward.default, args, {}, out, H100)]
 
     copy, weight = 256 * width * 2, width * 3 * patch * patch * 2
     rearranged = 8 * 224 * 224 * 2 + width * 8 * patch * patch * 2 + copy

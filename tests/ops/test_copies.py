@@ -7,13 +7,11 @@ import torch
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.ops.copies import (
-    chunk_cat_mixed_scratch,
-    chunk_cat_scratch,
-    split_with_sizes_copy_scratch,
+    chunk_cat_mixed,
     to_host_bytes,
 )
 from memest.estimator.ops.registry import op_of
-from tests.op_calls import meta
+from tests.op_calls import meta, requested
 
 aten = torch.ops.aten
 
@@ -22,6 +20,7 @@ RANKS, D = 4, 768
 
 LAYER = [(D,), (D,), (D, 3 * D), (3 * D,), (D, D), (D,), (D,), (D,), (D, 4 * D), (4 * D,),
          (4 * D, D), (D,)]  # fmt: skip
+SPLIT = aten.split_with_sizes_copy.out
 ROOT = [(50257, D), (1024, D), (D,), (D,)]
 Shapes = list[tuple[int, ...]]
 
@@ -37,7 +36,7 @@ def test_unpacking_a_gathered_unit_takes_its_table(shapes: Shapes, num_bytes: in
     gathered = torch.empty(RANKS, sum(sizes), device="meta")
     out = [torch.empty(RANKS, size, device="meta") for size in sizes]
 
-    scratch = split_with_sizes_copy_scratch((gathered, sizes), {"dim": 1, "out": out}, None, H200)
+    scratch = requested(SPLIT, (gathered, sizes), {"dim": 1, "out": out}, None, H200)
 
     assert scratch.before == (num_bytes,)
 
@@ -46,13 +45,15 @@ def test_packing_the_gradients_of_a_unit_takes_its_table() -> None:
     grads = [torch.empty(shape, device="meta") for shape in LAYER]
     out = torch.empty(RANKS, sum(map(shard_numel, LAYER)), device="meta")
 
-    assert chunk_cat_scratch((grads, 0, RANKS), {"out": out}, None, H200).before == (28320,)
+    scratch = requested(aten._chunk_cat.out, (grads, 0, RANKS), {"out": out}, None, H200)
+
+    assert scratch.before == (28320,)
 
 
 def test_strided_splits_take_another_way() -> None:
     gathered = torch.empty(6, RANKS, device="meta").t()
 
-    assert not split_with_sizes_copy_scratch((gathered, [2, 4], 1), {}, None, H200).before
+    assert not requested(SPLIT, (gathered, [2, 4], 1), {}, None, H200).before
 
 
 def test_a_roll_over_two_dimensions_keeps_what_it_rolled_first() -> None:
@@ -61,7 +62,7 @@ def test_a_roll_over_two_dimensions_keeps_what_it_rolled_first() -> None:
     num_bytes = tensor.numel() * 4
 
     def sizes(*args: object) -> list[int]:
-        events = op_of(aten.roll.default).requests((tensor, *args), {}, tensor, H200)
+        events = requested(aten.roll.default, (tensor, *args), {}, tensor, H200)
         return [e.num_bytes for e in events]
 
     assert sizes([-3, -3], [1, 2]) == [num_bytes, num_bytes, -num_bytes]
@@ -89,7 +90,7 @@ def test_what_a_copy_to_the_host_makes_contiguous_or_casts(
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "target", "requested"),
+    ("dtypes", "target", "sizes"),
     [
         ((torch.bfloat16, torch.bfloat16), torch.float32, [8 * (6 * 2 + 2 + 3)]),
         ((torch.bfloat16, torch.float32), torch.float32, [8 * (6 * 2 + 3)]),
@@ -98,11 +99,12 @@ def test_what_a_copy_to_the_host_makes_contiguous_or_casts(
     ],
 )
 def test_gradients_of_two_dtypes_share_a_table(
-    dtypes: tuple[torch.dtype, ...], target: torch.dtype, requested: list[int]
+    dtypes: tuple[torch.dtype, ...], target: torch.dtype, sizes: list[int]
 ) -> None:
     """The sums are those of torch/csrc/distributed/fsdp/ChunkCat.cu of torch 2.15."""
     tensors = [meta(64, 64, dtype=dtypes[0]), meta(512, dtype=dtypes[1])]
     out = meta(4, 1024 + 128, dtype=target)
-    scratch = chunk_cat_mixed_scratch((tensors, 0, 4), {"out": out}, None, H200)
+    call = op_of(aten._chunk_cat.out).call((tensors, 0, 4), {"out": out})
+    scratch = chunk_cat_mixed(call)
 
-    assert list(scratch.before) == requested
+    assert list(scratch.before) == sizes

@@ -9,10 +9,9 @@ import torch
 
 import memest
 from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes, select_bytes, unique_by_key_bytes
-from memest.estimator.ops.indexing import masked_scatter_backward_events
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
-from tests.op_calls import H100, H200, meta, scratch, sizes, workspaces
+from tests.op_calls import H100, H200, meta, requested, scratch, sizes, workspaces
 from tests.op_calls import requests as requests_of
 from tests.requested import Requests
 from tests.requests_at_peak import scratch_of
@@ -256,7 +255,7 @@ def test_one_value_of_several_dimensions_is_repeated() -> None:
 def test_writes_that_overwrite_are_not_sorted() -> None:
     args = (meta(9, 8), [meta(5, dtype=torch.int64)], meta(5, 8))
 
-    assert op_of(aten.index_put.default).requests(args, {}, args[0], H200) == Scratch()
+    assert requested(aten.index_put.default, args, {}, args[0], H200) == Scratch()
 
 
 def test_the_gradient_of_masked_scatter_depends_on_the_mask() -> None:
@@ -264,8 +263,8 @@ def test_the_gradient_of_masked_scatter_depends_on_the_mask() -> None:
     args = (meta(2, 50, 256), meta(2, 50, 1, dtype=torch.bool), [2, 32, 256])
     out = meta(2, 32, 256)
 
-    worst = masked_scatter_backward_events(args, {}, out, H200)
-    empty = masked_scatter_backward_events(args, {}, out, H200, num_true=0)
+    op = op_of(aten.masked_scatter_backward.default)
+    worst, empty = (op.requests(op.call(args, {}, out, H200, known)) for known in ((), (0,)))
 
     source = 2 * 32 * 256
     assert scratch_of(worst) == Scratch(before=(source * 3 * 8,))
@@ -280,7 +279,7 @@ def test_positions_are_counted_before_they_are_selected() -> None:
     args = (meta(8, 4, dtype=torch.bool),)
     out = meta(3, 2, dtype=torch.int64)
 
-    found = op_of(aten.nonzero.default).requests(args, {}, out, H200)
+    found = requested(aten.nonzero.default, args, {}, out, H200)
 
     select = select_bytes(32, H200)
     assert [e.num_bytes for e in found] == [4, 1, -1, 48, select, -select, -4]
@@ -291,9 +290,7 @@ def test_each_further_index_is_brought_into_range_and_added() -> None:
     target, row = meta(16, 77, 512), meta(16, dtype=torch.int64)
     args = (target, [row, row], meta(16, 512), True, True)
 
-    found = [
-        e.num_bytes for e in op_of(aten._index_put_impl_.default).requests(args, {}, target, H200)
-    ]
+    found = [e.num_bytes for e in requested(aten._index_put_impl_.default, args, {}, target, H200)]
 
     assert found[1:8] == [128, 128, -128, 128, 128, -128, -128]
 
@@ -339,7 +336,7 @@ def test_a_mean_of_rows_counts_them(
     args, options = (x, 0, index, source, reduce), {"include_self": include_self}
     func, in_place = aten.index_reduce.default, aten.index_reduce_.default
 
-    found = op_of(func).requests(args, options, meta(1000, 64), H100)
+    found = requested(func, args, options, meta(1000, 64), H100)
     assert [event.num_bytes for event in found] == measured
-    found = op_of(in_place).requests(args, options, x, H100)
+    found = requested(in_place, args, options, x, H100)
     assert [event.num_bytes for event in found] == measured[1:]

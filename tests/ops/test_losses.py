@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
-from tests.op_calls import H100, H200, meta, sizes, workspaces
+from tests.op_calls import H100, H200, meta, requested, sizes, workspaces
 
 aten = torch.ops.aten
 INT, FLOAT = torch.int64, torch.float32
@@ -19,7 +20,7 @@ def test_a_mean_squared_error_keeps_the_storage_of_its_elements() -> None:
     out = aten.mse_loss.default(*args)
 
     size = 64 * 64 * 4
-    found = op_of(aten.mse_loss.default).requests(args, {}, out, H200)
+    found = requested(aten.mse_loss.default, args, {}, out, H200)
     assert found == Scratch(after=(size,), outputs=(size,))
 
 
@@ -28,7 +29,7 @@ def test_a_reduced_cross_entropy_of_probabilities_keeps_the_elementwise_loss() -
     args = (meta(64, 64), meta(64, 64))
     out = aten.binary_cross_entropy.default(*args)
 
-    rule = op_of(aten.binary_cross_entropy.default).requests
+    rule = partial(requested, aten.binary_cross_entropy.default)
     assert rule(args, {}, out, H200) == Scratch(after=(4,), outputs=(64 * 64 * 4,))
     assert rule((*args, None, 0), {}, out, H200) == Scratch()
 
@@ -55,7 +56,7 @@ def test_a_long_ctc_loss_sums_over_blanks_apart(
 ) -> None:
     log_probs, alphas = meta(steps, 24, 32), meta(24, steps, 159)
     args = (None, log_probs, None, None, None, meta(24), alphas, 0, zero_infinity)
-    events = op_of(aten._ctc_loss_backward.default).requests(args, {}, log_probs, H200)
+    events = requested(aten._ctc_loss_backward.default, args, {}, log_probs, H200)
 
     assert [event.num_bytes for event in events] == expected
 
@@ -73,8 +74,8 @@ def test_a_smooth_loss_keeps_its_elements_and_a_huber_loss_does_not() -> None:
     smooth, huber = aten.smooth_l1_loss.default, aten.huber_loss.default
 
     kept = Scratch(after=(256000,), outputs=(256000,))
-    assert op_of(smooth).requests(args, {}, meta(), H100) == kept
-    assert op_of(huber).requests(args, {}, meta(), H100) == Scratch(before=(256000,))
+    assert requested(smooth, args, {}, meta(), H100) == kept
+    assert requested(huber, args, {}, meta(), H100) == Scratch(before=(256000,))
 
 
 def test_targets_of_a_loss_are_made_contiguous() -> None:

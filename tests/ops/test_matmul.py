@@ -11,13 +11,12 @@ from memest.estimator.ops.matmul import (
     LT_WORKSPACE_BYTES,
     CublasWorkspaces,
     cublas_workspace_bytes,
-    grouped_mm_output,
 )
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.versions import TorchRelease, known, simulating
 from memest.estimator.virtual_gpu import VirtualGpu
-from tests.op_calls import A100, H100, H200, meta
+from tests.op_calls import A100, H100, H200, meta, requested, result_of
 
 aten = torch.ops.aten
 TORCH_2_11, TORCH_2_12, TORCH_2_15 = map(known, ("2.11", "2.12", "2.15"))
@@ -74,11 +73,11 @@ def test_experts_multiply_at_once_on_hopper_and_one_by_one_elsewhere() -> None:
     args = (tokens, weights, meta(3, dtype=torch.int32))
     out = meta(64, 24, dtype=torch.bfloat16)
 
-    fused = op_of(aten._grouped_mm.default).requests(args, {}, out, H200)
+    fused = requested(aten._grouped_mm.default, args, {}, out, H200)
 
     assert fused == Scratch(after=(3 * 8 * 4 + 3 * 12 + 3 * 8 * 3, 67_584))
     assert op_of(aten._grouped_mm.default).is_modelled(args, {}, H200)
-    assert op_of(aten._grouped_mm.default).requests(args, {}, out, A100) == Scratch()
+    assert requested(aten._grouped_mm.default, args, {}, out, A100) == Scratch()
     assert op_of(aten._grouped_mm.default).is_modelled(args, {}, A100)
 
 
@@ -86,8 +85,8 @@ def test_the_result_of_experts_has_rows_of_whole_vectors() -> None:
     """16 bytes are 4 floats: rows of 25 are 28 apart; both factors of 2 dimensions stay grouped."""
     offsets = meta(3, dtype=torch.int32)
 
-    rows = grouped_mm_output((meta(64, 16), meta(3, 16, 25), offsets), {})
-    weights = grouped_mm_output((meta(16, 64), meta(64, 25), offsets), {})
+    rows = result_of(aten._grouped_mm.default, meta(64, 16), meta(3, 16, 25), offsets)
+    weights = result_of(aten._grouped_mm.default, meta(16, 64), meta(64, 25), offsets)
 
     assert (rows.shape, rows.stride()) == ((64, 25), (28, 1))
     assert (weights.shape, weights.stride()) == ((3, 16, 25), (16 * 28, 28, 1))

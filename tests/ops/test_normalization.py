@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import OLDEST, Scratch
 from memest.estimator.virtual_gpu import VirtualGpu
-from tests.op_calls import H100, H200, meta, requests, scratch, workspaces
+from tests.op_calls import H100, H200, meta, requested, requests, result_of, scratch, workspaces
 
 aten = torch.ops.aten
 INT, FLOAT = torch.int64, torch.float32
@@ -31,7 +30,7 @@ def test_a_tall_narrow_norm_adds_its_weight_gradient_in_two_passes() -> None:
     stats, weight = meta(rows, 1), meta(width)
     args = (meta(rows, width), meta(rows, width), [width], stats, stats, weight, weight, [True] * 3)
 
-    events = op_of(aten.native_layer_norm_backward.default).requests(args, {}, None, H200)
+    events = requested(aten.native_layer_norm_backward.default, args, {}, None, H200)
 
     part, total, staged = 2048 * width * 4, width * 4, 4 * width * 32 * 32 * 4
     one = [total, staged, 16, -16, -staged, -total]
@@ -100,22 +99,25 @@ def test_many_rows_of_a_batch_norm_stage_sums() -> None:
 def test_synchronised_batch_norms_make_statistics_of_float32() -> None:
     x, each = meta(48, 64, 80, 80, dtype=torch.bfloat16), meta(64)
 
-    mean, inverse = op_of(aten.batch_norm_stats.default).result((x, 1e-5), {})
+    mean, inverse = result_of(aten.batch_norm_stats.default, x, 1e-5)
     assert mean.shape == inverse.shape == (64,)
     assert mean.dtype == inverse.dtype == torch.float32
-    assert op_of(aten.batch_norm_elemt.default).result(
-        (x, each, each, mean, mean, 1), {}
-    ).shape == (x.shape)
+    made = result_of(aten.batch_norm_elemt.default, x, each, each, mean, mean, 1)
+    assert made.shape == x.shape
     args = x, x, mean, inverse, each, True, True, False
-    made = op_of(aten.batch_norm_backward_reduce.default).result(args, {})
+    made = result_of(aten.batch_norm_backward_reduce.default, *args)
     assert [None if t is None else tuple(t.shape) for t in made] == [(64,), (64,), (64,), None]
 
 
 def test_rows_with_gaps_are_normalised_by_numbers_where_there_are_no_weights() -> None:
     rows, mean = meta(256, 197, 768)[:, 0], meta(768)
 
-    found = op_of(aten.native_batch_norm.default).requests(
-        (rows, None, None, mean, mean, True, 0.1, 1e-6), {}, None, H100
+    found = requested(
+        aten.native_batch_norm.default,
+        (rows, None, None, mean, mean, True, 0.1, 1e-6),
+        {},
+        None,
+        H100,
     )
 
     assert found.after == (4, 4)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.virtual_gpu import VirtualGpu
-from tests.op_calls import A100, H200, L40S, meta, requests, scratch, workspaces
+from tests.op_calls import A100, H200, L40S, meta, requested, requests, scratch, workspaces
 from tests.requested import Requests
 
 aten = torch.ops.aten
@@ -72,7 +71,7 @@ def test_a_sum_of_booleans_casts_them_first() -> None:
     """ReduceOps.cpp casts unless dtypes agree or a 16-bit float is added in float32."""
     assert scratch(aten.sum.default, meta(4, 50, dtype=torch.bool)).after == (200 * 8,)
     half = meta(6, 7, dtype=torch.float16)
-    found = op_of(aten.sum.default).requests((half,), {"dtype": torch.float32}, meta(), H200)
+    found = requested(aten.sum.default, (half,), {"dtype": torch.float32}, meta(), H200)
     assert found == Scratch()
 
 
@@ -102,7 +101,7 @@ def test_an_input_beyond_32_bit_offsets_is_reduced_in_pieces() -> None:
 
 def test_equal_compares_into_a_boolean_tensor_and_reduces_it() -> None:
     """`cuda_equal`: comparison, its `all`, 32 one-byte partials and a semaphore."""
-    found = op_of(aten.equal.default).requests((meta(100, 2560), meta(100, 2560)), {}, None, H200)
+    found = requested(aten.equal.default, (meta(100, 2560), meta(100, 2560)), {}, None, H200)
 
     assert found == Scratch(after=(256_000, 1, 32, 4))
 

@@ -84,7 +84,7 @@ def test_a_rule_of_a_user_replaces_the_rule_of_an_operator_of_torch(
     op, gpu = op_of(func), find_gpu("h100-80gb")
     assert op.is_modelled(args, {}, gpu), "memest's own rule knows fewer than 1024"
     assert op.requests is not None
-    assert op.requests(args, {}, None, gpu) == memest.Scratch(after=(2000,))
+    assert op.requests(op.call(args, {}, None, gpu)) == memest.Scratch(after=(2000,))
 
 
 def test_an_operator_cannot_have_two_rules_for_one_part() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from memest.estimator.ops.registry import op_of
-from memest.estimator.ops.sorting import sort_scratch
+from memest.estimator.ops.sorting import sort_bytes
 from memest.estimator.ops.temporaries import Scratch
-from tests.op_calls import H100, H200, meta, requests, scratch, workspaces
+from tests.op_calls import H100, H200, laid_out, meta, requested, requests, scratch, workspaces
 
 aten = torch.ops.aten
 INT, FLOAT = torch.int64, torch.float32
@@ -48,7 +48,7 @@ def test_logarithms_of_running_sums_copy_what_is_not_contiguous() -> None:
     assert scratch(func, turned, 1) == Scratch(after=(4 * 64 * 32 * 4,))
     assert op_of(func).is_modelled((turned, 1), {}, H100)
     assert not op_of(func).is_modelled((meta(64), 0), {}, H100)
-    assert op_of(func).layout((turned, 1), func(turned, 1)).is_contiguous()
+    assert laid_out(func, (turned, 1), func(turned, 1)).is_contiguous()
 
 
 def test_searches_copy_values_before_boundaries() -> None:
@@ -70,11 +70,11 @@ def test_topk_over_a_vocabulary_shares_counts_among_blocks() -> None:
     """`mbtopk` of TensorTopK.cu; recorded on an H100, with as many multiprocessors."""
     args = (meta(4, 96000), 6)
     made = meta(4, 6), meta(4, 6, dtype=torch.int64)
-    events = [e.num_bytes for e in op_of(aten.topk.default).requests(args, {}, made, H200)]
+    events = [e.num_bytes for e in requested(aten.topk.default, args, {}, made, H200)]
 
     kept = [16, 32, 32, 192512, 4096, 1504, 1504]
     assert events == [96, 192, *kept, *(1279, -1279) * 2, *(-n for n in reversed(kept))]
-    few = op_of(aten.topk.default).requests((meta(8192, 128), 8), {}, (), H200)
+    few = requested(aten.topk.default, (meta(8192, 128), 8), {}, (), H200)
     assert not few
     assert op_of(aten.topk.default).is_modelled(args, {}, H200)
     assert op_of(aten.topk.default).is_modelled((meta(4, 96000), 4096), {}, H200)
@@ -85,9 +85,7 @@ def test_a_histogram_between_given_bounds_counts_in_shared_memory() -> None:
     """SummaryOps.cu: equal bounds are first looked for, which is not modelled."""
     experts = meta(4096, dtype=torch.int32)
 
-    assert (
-        op_of(aten.histc.default).requests((experts, 128, 0, 127), {}, meta(128), H200) == Scratch()
-    )
+    assert requested(aten.histc.default, (experts, 128, 0, 127), {}, meta(128), H200) == Scratch()
     assert op_of(aten.histc.default).is_modelled((experts, 128, 0, 127), {}, H200)
     assert not op_of(aten.histc.default).is_modelled((experts, 128), {}, H200)
 
@@ -113,7 +111,7 @@ def test_long_rows_are_sorted_by_keys_of_their_own_size(
 ) -> None:
     x = meta(*shape, dtype=dtype)
 
-    assert sort_scratch((x, -1), {}, None, H100) == Scratch(after=asked)
+    assert sort_bytes(x, -1, H100) == asked
     assert op_of(aten.sort.default).is_modelled((x, -1), {}, H100)
     assert not op_of(aten.sort.default).is_modelled((x.t(), 0), {}, H100)
 
@@ -121,10 +119,10 @@ def test_long_rows_are_sorted_by_keys_of_their_own_size(
 def test_a_column_is_copied_before_it_is_sorted() -> None:
     """`sort_cuda_kernel` (Sort.cpp), as the confidence of boxes before a suppression."""
     boxes = meta(25_200, 85)
-    whole = sort_scratch((meta(25_200), -1), {}, None, H100)
-    column = sort_scratch((boxes[:, 4], -1), {}, None, H100)
+    whole = sort_bytes(meta(25_200), -1, H100)
+    column = sort_bytes(boxes[:, 4], -1, H100)
 
-    assert column == Scratch(after=(25_200 * 4, *whole.after))
+    assert column == (25_200 * 4, *whole)
     assert op_of(aten.sort.default).is_modelled((boxes[:, 4], -1), {}, H100)
     assert not op_of(aten.sort.default).is_modelled((meta(85, 25_200).t(), 0), {}, H100)
 
@@ -231,7 +229,7 @@ def test_consecutive_rows_are_not_sorted(inverse: bool, counts: bool, measured: 
         (aten.unique_dim_consecutive.default, (rows, 0, inverse, counts)),
         (aten.unique_consecutive.default, (rows, inverse, counts, 0)),
     ):
-        found = op_of(func).requests(args, {}, (rows, row, row), H200)
+        found = requested(func, args, {}, (rows, row, row), H200)
 
         assert [event.num_bytes for event in found] == measured
         assert op_of(func).is_modelled(args, {}, H200)

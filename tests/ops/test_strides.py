@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.strides import plain
+from tests.op_calls import laid_out
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def test_outputs_lie_as_those_of_the_cpu(func: Any, args: tuple[Any, ...]) -> No
         for a in args
     )
     op = func.func if isinstance(func, partial) else func
-    found = op_of(op).layout(on_meta, func(*on_meta))
+    found = laid_out(op, on_meta, func(*on_meta))
     expected = func(*args)
     if isinstance(expected, tuple):
         found, expected = found[0], expected[0]
@@ -79,11 +80,11 @@ def test_the_gradient_of_a_dropout_has_no_gaps() -> None:
     mask = torch.empty(4, 6, dtype=torch.bool, device="meta")
     func = aten.native_dropout_backward.default
 
-    assert op_of(func).layout((grad, mask, 2.0), func(grad, mask, 2.0)).stride() == (6, 1)
+    assert laid_out(func, (grad, mask, 2.0), func(grad, mask, 2.0)).stride() == (6, 1)
 
     images = torch.empty(2, 3, 4, 5, device="meta", memory_format=torch.channels_last)
     kept = torch.empty_like(images, dtype=torch.bool)
-    out = op_of(func).layout((images, kept, 2.0), func(images, kept, 2.0))
+    out = laid_out(func, (images, kept, 2.0), func(images, kept, 2.0))
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -128,7 +129,7 @@ def test_pointwise_results_of_plain_order_have_plain_strides() -> None:
             continue
         if isinstance(expected, Tensor):
             op = op_of(func)
-            found = op.layout(on_meta, found) if op.layout else found
+            found = op.layout(op.call(on_meta, {}, found)) if op.layout else found
             assert plain(func, on_meta, found).stride() == expected.stride(), func
             count += 1
     assert count > 200

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from memest.estimator.ops.registry import op_of
 from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.virtual_gpu import VirtualGpu
-from tests.op_calls import H100, meta, scratch, sizes
+from tests.op_calls import H100, laid_out, meta, requested, scratch, sizes
 from tests.requested import WORKSPACE, Requests
 
 aten = torch.ops.aten
@@ -16,7 +17,7 @@ INT, FLOAT = torch.int64, torch.float32
 
 def test_the_gradient_of_a_resized_image_is_copied_where_it_is_expanded() -> None:
     grad = meta(1).expand(4, 16, 64, 64)
-    rule = op_of(aten.upsample_bilinear2d_backward.default).requests
+    rule = partial(requested, aten.upsample_bilinear2d_backward.default)
 
     assert rule((grad,), {}, meta(4, 16, 32, 32), H100) == Scratch(after=(1048576,))
     assert rule((grad.contiguous(),), {}, meta(4, 16, 32, 32), H100) == Scratch()
@@ -67,18 +68,18 @@ def test_unpooling_copies_what_is_not_contiguous_before_its_output() -> None:
     assert scratch(func, image, indices, [32, 32]) == Scratch()
     assert scratch(func, last, indices, [32, 32]) == Scratch(before=(4 * 4096,))
     made = func(last, indices, [32, 32])
-    assert op_of(func).layout((last,), made).is_contiguous()
+    assert laid_out(func, (last,), made).is_contiguous()
 
 
 def test_volumes_are_pooled_in_their_own_memory_format() -> None:
     """Recorded on an H100: no copy of a channels-last volume, forward or backward."""
     volume, args = meta(4, 16, 8, 8, 8), ([2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False)
     last = volume.to(memory_format=torch.channels_last_3d)
-    rule = op_of(aten.max_pool3d_with_indices.default).requests
+    rule = partial(requested, aten.max_pool3d_with_indices.default)
     assert rule((last, *args), {}, None, H100) == rule((volume, *args), {}, None, H100) == Scratch()
     assert rule((volume[:, :, ::2], *args), {}, None, H100) == Scratch(after=(65536,))
 
-    rule = op_of(aten.max_pool3d_with_indices_backward.default).requests
+    rule = partial(requested, aten.max_pool3d_with_indices_backward.default)
     grad, positions = last[:, :, ::2, ::2, ::2], meta(4, 16, 4, 4, 4, dtype=INT)
     found = rule((grad, last, *args, positions), {}, None, H100)
     assert found == Scratch(after=(grad.nbytes, positions.nbytes))
@@ -88,7 +89,7 @@ def test_volumes_are_pooled_in_their_own_memory_format() -> None:
 
 def test_images_are_pooled_in_a_dense_memory_format() -> None:
     """Recorded on an H200: queries of sam2 are a part of `qkv`, with channels last."""
-    args, rule = ([2, 2], [2, 2]), op_of(aten.max_pool2d_with_indices.default).requests
+    args, rule = ([2, 2], [2, 2]), partial(requested, aten.max_pool2d_with_indices.default)
     last = meta(4, 8, 16, 16).to(memory_format=torch.channels_last)
     part = meta(4, 16, 16, 3, 8)[..., 0, :].permute(0, 3, 1, 2)
 

@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.hardware.gpus import find_gpu, list_gpus
-from memest.estimator.ops.attention import (
-    backward_events,
-    forward_events,
-    scaled_dot_product_attention,
-)
+from memest.estimator.ops.attention import scaled_dot_product_attention
 from memest.estimator.ops.registry import OUTPUTS_ONLY, op_of
 from memest.estimator.ops.temporaries import Events
+from memest.models_meta.flash_attention import BACKWARD, FORWARD
+from tests.op_calls import requested
 from tests.requests_at_peak import scratch_of
 
 if TYPE_CHECKING:
@@ -75,9 +73,8 @@ class Attention(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        rule = op_of(func).requests
-        if rule is not None and "_scaled_dot_product" in func._schema.name:
-            events = rule(args, kwargs or {}, out, self.gpu)
+        if op_of(func).requests and "_scaled_dot_product" in func._schema.name:
+            events = requested(func, args, kwargs or {}, out, self.gpu)
             self.peaks.append(peak(events))
             if len(self.peaks) == 1:
                 self.kept = {e.output: e.num_bytes for e in events if e.output}
@@ -180,12 +177,10 @@ def test_flash_attention_2_holds_what_its_formula_says(page: pages) -> None:
     rng = torch.empty(2, dtype=torch.int64, device="meta")
     sums = torch.empty(B, H, -(-L // 128) * 128, device="meta")
 
-    forward = forward_events(
-        (query, key, key, None, L, S, 0.1, False), {}, (torch.empty_like(query), lse, rng), gpu
-    )
-    backward = backward_events(
-        (query, query, key, key, query, lse, rng, query, key, None, False), {}, sums, gpu
-    )
+    out = torch.empty_like(query), lse, rng
+    forward = requested(FORWARD, (query, key, key, None, L, S, 0.1, False), {}, out, gpu)
+    given = (query, query, key, key, query, lse, rng, query, key, None, False)
+    backward = requested(BACKWARD, given, {}, sums, gpu)
 
     assert sum(e.num_bytes for e in forward if e.output) == value_of(formulas.saved, **letters)
     assert peak(forward) == value_of(formulas.forward, **letters)

@@ -386,7 +386,7 @@ def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if func in _UNIQUE:
         given = arguments_by_name(func, args, kwargs)
         dim = given.get("dim")
-        rows = size if dim is None else source.size(dim)
+        rows = size if dim is None else source.shape[dim]
         kept = source.new_empty(rows) if dim is None else torch.empty_like(source)
         shape = source.shape if dim is None else (rows,)
         inverse = whole(*shape if given.get("return_inverse") else (0,))

@@ -257,7 +257,7 @@ class HostTensors:
             made = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if made is None and op.result:
                 with suppress(NotImplementedError):
-                    made = op.result(_as_meta(args), kwargs)
+                    made = op.result(op.call(_as_meta(args), kwargs))
             if made is not None:
                 return made
             failure = self._attribution.failure(func, error)

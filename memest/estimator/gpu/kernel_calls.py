@@ -199,10 +199,12 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
             if t is None or is_on_gpu(t)
         ]
     )
-    made = Scratch() if op.requests is None else op.requests(args, kwargs, out, gpu, *more)
+    call = op.call(args, kwargs, out, gpu, more)
+    made = op.requests(call) if op.requests else None
     is_partial = not op.is_modelled(args, kwargs, gpu)
     events: list[tuple[int | None, int | None]]
-    if isinstance(made, Scratch):
+    if made is None or isinstance(made, Scratch):
+        made = made or Scratch()
         own = made.outputs or (None,) * len(results)
         events = [(n, None) for n in made.before]
         events += [(own[i], i) for i, t in enumerate(results) if is_on_gpu(t)]

@@ -426,7 +426,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bins = guessed_bincount(self.guesses, *args, **kwargs)
             if bins is not None:
                 return bins
-        out = op.result(args, kwargs) if op.result else self._on_meta(op, args, kwargs)
+        out = op.result(op.call(args, kwargs)) if op.result else self._on_meta(op, args, kwargs)
         return dense(out, func, self.attribution.lines.current)
 
     def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -443,7 +443,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func = op.func
         try:
             out = func(*args, **kwargs)
-            out = op.layout(args, out) if op.layout else out
+            out = op.layout(op.call(args, kwargs, out)) if op.layout else out
             return strides.plain(func, args, out) if op.is_pointwise else out
         except (NotImplementedError, RuntimeError) as error:
             try:

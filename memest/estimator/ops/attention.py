@@ -20,6 +20,7 @@ the values. N is the tokens of all rows without padding.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.random import DRAWS
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import cpp_type
-from memest.estimator.ops.registry import Args, Kwargs, argument
-from memest.estimator.ops.strides import like
+from memest.estimator.ops.registry import Args, KernelCall, when
+from memest.estimator.ops.strides import strided
 from memest.estimator.ops.temporaries import (
     OLDEST,
     Events,
@@ -436,21 +437,32 @@ def _tokens_first(tensor: Tensor) -> bool:
 # --------------------------------------------------------------------------- flash
 
 
-@registry.requests("_scaled_dot_product_flash_attention")
-def flash_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def _drawing_step(count: int, dropout_p: float) -> int:
+    """Step of the generator's offset for `count` numbers, where something is dropped."""
+    return round_up(count, DRAWS) if dropout_p else 0
+
+
+def _scores_step(c: KernelCall) -> int:
+    return _drawing_step(prod(c.query.shape[:3]) * c.key.size(2), c.dropout_p)
+
+
+@registry.requests(
+    "_scaled_dot_product_flash_attention",
+    random_offset=lambda c: _drawing_step(c.query.size(0) * c.query.size(1) * 32, c.dropout_p),
+)
+def flash_forward(c: KernelCall) -> Events:
     """Requests of `mha_fwd`: output, logsumexp, split accumulators, 16 random bytes, 8 unused.
 
     With dropout the random state is allocated again and the first one freed. Keys are split if the
     queries do not fill the GPU (`num_splits_heuristic`, none with dropout). Each split has a
     logsumexp and a float32 output of a width rounded up to 32 (64 above 128).
     """
-    shape = _Shape.of(*args[:3])
-    dropout_p = argument(args, kwargs, 3, "dropout_p", 0.0)
+    shape = _Shape.of(c.query, c.key, c.value)
     accumulators: list[int] = []
-    if dropout_p == 0:
-        accumulators = _split_accumulators(shape.B, shape.H, shape.L, shape.S, shape.E, gpu)
+    if c.dropout_p == 0:
+        accumulators = _split_accumulators(shape.B, shape.H, shape.L, shape.S, shape.E, c.gpu)
     events = outputs({0: shape.out_bytes, 1: shape.lse_bytes}) + temporaries(*accumulators)
-    if dropout_p > 0:
+    if c.dropout_p > 0:
         events += around((16,), outputs({7: 8, 6: 16}))
     else:
         events += outputs({6: 16, 7: 8})
@@ -490,69 +502,64 @@ def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int
 
 
 @registry.requests("_scaled_dot_product_flash_attention_backward")
-def flash_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def flash_backward(c: KernelCall) -> Events:
     """Requests of `mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
 
     Queries are rounded up to 128 tokens. Grouped heads add key and value gradients of all query
     heads, summed into the outputs.
     """
-    grad_out, query, key, value, output = args[:5]
-    shape = _Shape.of(query, key, value)
-    copies = [t.nbytes for t in (grad_out, output) if not _tokens_first(t)]
+    shape = _Shape.of(c.query, c.key, c.value)
+    copies = [t.nbytes for t in (c.grad_out, c["out"]) if not _tokens_first(t)]
     rows = shape.B * shape.H * round_up(shape.L, 128)
-    rounded_E = rounded_head_width(shape.E)
-    scratch = [rows * _FLOAT_BYTES, rows * rounded_E * _FLOAT_BYTES]
+    scratch = [rows * _FLOAT_BYTES, rows * rounded_head_width(shape.E) * _FLOAT_BYTES]
     if shape.K != shape.H:
         scratch += [shape.B * shape.S * shape.H * shape.E * shape.itemsize] * 2
-    gradients = {0: query.nbytes, 1: key.nbytes, 2: value.nbytes}
-    return around(copies, outputs(gradients) + passing(*scratch))
+    return around(copies, _gradients(c) + passing(*scratch))
+
+
+def _gradients(c: KernelCall) -> Events:
+    return outputs({i: t.nbytes for i, t in enumerate((c.query, c.key, c.value))})
 
 
 # ----------------------------------------------------------------------- efficient
 
 
-@registry.requests("_scaled_dot_product_efficient_attention")
-def efficient_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("_scaled_dot_product_efficient_attention", random_offset=_scores_step)
+def efficient_forward(c: KernelCall) -> Events:
     """Requests of `_efficient_attention_forward`: output, logsumexp, and for wide half heads a sum.
 
     The logsumexp is padded to 32 tokens, and empty without a gradient. Above a width of 128 the
     output is summed in float32 outside the registers (`kNeedsOutputAccumulatorBuffer`).
     """
-    query, key, value = args[:3]
-    shape = _Shape.of(query, key, value)
-    needs_lse = argument(args, kwargs, 4, "compute_log_sumexp", True)
-    lse_bytes = shape.B * shape.H * round_up(shape.L, 32) * _FLOAT_BYTES if needs_lse else 0
+    shape = _Shape.of(c.query, c.key, c.value)
+    lse_bytes = shape.B * shape.H * round_up(shape.L, 32) * _FLOAT_BYTES
     accumulator = 0
-    if query.dtype in _HALF and max(shape.E, shape.V) > 128:
+    if c.query.dtype in _HALF and max(shape.E, shape.V) > 128:
         accumulator = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
-    return outputs({0: shape.out_bytes, 1: lse_bytes}) + passing(accumulator)
+    made = outputs({0: shape.out_bytes, 1: lse_bytes if c.compute_log_sumexp else 0})
+    return made + passing(accumulator)
 
 
 @registry.requests("_scaled_dot_product_efficient_attention_backward")
-def efficient_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def efficient_backward(c: KernelCall) -> Events:
     """Requests of `_efficient_attention_backward`: gradients, row sums of grad_out * out,
     workspace.
 
     A bias gradient has rows padded to 16. Half kernels compute the row sums themselves, float32
     ones are preceded by a product, a sum over the width and a transposed copy.
     """
-    grad_out, query, key, value, bias = args[:5]
-    shape = _Shape.of(query, key, value)
-    dropout_p = argument(args, kwargs, 9, "dropout_p", 0.0)
-    block = _efficient_block(query.dtype, max(shape.E, shape.V), dropout_p > 0, gpu)
+    grad_out, bias = c.grad_out_, c.attn_bias
+    shape = _Shape.of(c.query, c.key, c.value)
+    block = _efficient_block(c.query.dtype, max(shape.E, shape.V), c.dropout_p > 0, c.gpu)
     copy = 0 if _tokens_first(grad_out) else grad_out.nbytes
-    gradients = {0: query.nbytes, 1: key.nbytes, 2: value.nbytes}
-    if bias is not None and argument(args, kwargs, 10, "grad_input_mask", [False] * 4)[3]:
+    gradients = _gradients(c)
+    if bias is not None and c.grad_input_mask[3]:
         rows = bias.numel() // bias.size(-1)
-        gradients[3] = rows * round_up(bias.size(-1), 16) * bias.itemsize
+        gradients += outputs({3: rows * round_up(bias.size(-1), 16) * bias.itemsize})
     delta_events = temporaries(shape.lse_bytes) if block.sums_rows else _row_sums(shape)
     workspace = block.workspace_bytes(shape)
-    return (
-        temporaries(copy)
-        + outputs(gradients)
-        + delta_events
-        + temporaries(workspace, -shape.lse_bytes, -workspace, -copy)
-    )
+    done = temporaries(workspace, -shape.lse_bytes, -workspace, -copy)
+    return temporaries(copy) + gradients + delta_events + done
 
 
 def _row_sums(shape: _Shape) -> Events:
@@ -642,30 +649,41 @@ def _efficient_block(
 # --------------------------------------------------------------------------- cuDNN
 
 
-@registry.requests("_scaled_dot_product_cudnn_attention")
-def cudnn_forward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
-
-    The workspace is the engine's own (see `CUDNN_ENGINE_BYTES`); none for a single query token.
-    """
-    shape = _Shape.of(*args[:3])
-    needs_lse = argument(args, kwargs, 4, "compute_log_sumexp", True)
-    workspace = _cudnn_engine_bytes(gpu) if shape.L > 1 else 0
-    made = {6: 8, 7: 8, 0: shape.out_bytes, 1: shape.lse_bytes if needs_lse else 0}
-    return outputs(made) + passing(workspace)
-
-
-@registry.layout("_scaled_dot_product_cudnn_attention")
 def cudnn_output(args: Args, out: Any) -> Any:
     """Output in the layout of the query (`alloc_with_matching_layout`).
 
     The meta kernel of torch 2.6 has a contiguous one; its libtorch_cuda.so has the function.
     """
-    return like(0)(args, out) if args[0].shape == out[0].shape else out
+    query, (first, *rest) = args[0], out
+    is_alike = query.shape == first.shape
+    return (strided(first, torch.empty_like(query).stride()), *rest) if is_alike else out
 
 
-@registry.requests("_scaled_dot_product_cudnn_attention_backward")
-def cudnn_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+_BY_CUDNN = when(
+    "the GPU has compute capability 9.0: the workspace of cuDNN's attention engines was not "
+    "measured on others",
+    lambda c: c.gpu.capability == (9, 0),
+)
+
+
+@registry.requests(
+    "_scaled_dot_product_cudnn_attention",
+    modelled=_BY_CUDNN, random_offset=_scores_step,
+    layout=lambda c: cudnn_output(c.args, c.out),
+)  # fmt: skip
+def cudnn_forward(c: KernelCall) -> Events:
+    """Requests of `run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
+
+    The workspace is the engine's own (see `CUDNN_ENGINE_BYTES`); none for a single query token.
+    """
+    shape = _Shape.of(c.query, c.key, c.value)
+    workspace = _cudnn_engine_bytes(c.gpu) if shape.L > 1 else 0
+    lse_bytes = shape.lse_bytes if c.compute_log_sumexp else 0
+    return outputs({6: 8, 7: 8, 0: shape.out_bytes, 1: lse_bytes}) + passing(workspace)
+
+
+@registry.requests("_scaled_dot_product_cudnn_attention_backward", modelled=_BY_CUDNN)
+def cudnn_backward(c: KernelCall) -> Events:
     """Requests of `run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
 
     The workspace holds a float32 query gradient, a softmax sum per row, and for grouped heads
@@ -673,16 +691,13 @@ def cudnn_backward(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
         B*H*L*E*4 + B*H*L*4 + (K < H) * B*H*S*(E + V)*itemsize + the engine's own
     """
-    grad_out, query, key, value = args[:4]
-    shape = _Shape.of(query, key, value)
-    copy = grad_out.nbytes if grad_out.stride(-1) != 1 else 0
+    shape = _Shape.of(c.query, c.key, c.value)
+    copy = c.grad_out.nbytes if c.grad_out.stride(-1) != 1 else 0
     workspace = shape.B * shape.H * shape.L * shape.E * _FLOAT_BYTES + shape.lse_bytes
-    for heads, width in ((shape.K, shape.E), (value.size(1), shape.V)):
+    for heads, width in ((shape.K, shape.E), (c.value.size(1), shape.V)):
         if heads != shape.H:
             workspace += shape.B * shape.H * shape.S * width * shape.itemsize
-    workspace += _cudnn_engine_bytes(gpu)
-    gradients = {0: query.nbytes, 1: key.nbytes, 2: value.nbytes}
-    return outputs(gradients) + passing(copy, workspace)
+    return _gradients(c) + passing(copy, workspace + _cudnn_engine_bytes(c.gpu))
 
 
 def _cudnn_engine_bytes(gpu: Gpu) -> int:
@@ -693,41 +708,10 @@ def _cudnn_engine_bytes(gpu: Gpu) -> int:
 
 
 @registry.requests("_safe_softmax")
-def safe_softmax(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def safe_softmax(c: KernelCall) -> Events:
     """Requests of `_safe_softmax` (attention.cpp): result, booleans per element and row, a zero."""
-    dim = argument(args, kwargs, 1, "dim", -1)
-    rows = out.numel() // max(1, out.size(dim))
-    scratch = (out.numel(), rows, out.itemsize)
-    return outputs({0: out.nbytes}) + passing(*scratch)
-
-
-@registry.modelled(
-    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"
-)
-def cudnn_attention_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the GPU has compute capability 9.0.
-
-    The workspace of cuDNN's attention engines was not measured on others.
-    """
-    return gpu.capability == (9, 0)
-
-
-@registry.random_offset("_scaled_dot_product_flash_attention")
-def flash_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
-    """Step of the generator: 32 numbers per head where something is dropped."""
-    odds = argument(args, kwargs, 3, "dropout_p", 0.0)
-    return round_up(args[0].size(0) * args[0].size(1) * 32, DRAWS) if odds else 0
-
-
-@registry.random_offset(
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-)
-def scores_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
-    """Step of the generator: a number per score where something is dropped."""
-    odds = argument(args, kwargs, 5, "dropout_p", 0.0)
-    query, key = args[:2]
-    lanes = query.size(2) * key.size(2)
-    return round_up(query.size(0) * query.size(1) * lanes, DRAWS) if odds else 0
+    rows = c.out.numel() // max(1, c.out.size(c.dim))
+    return c.outputs() + passing(c.out.numel(), rows, c.out.itemsize)
 
 
 def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
@@ -769,30 +753,27 @@ def _copies(*tensors: Tensor) -> list[int]:
 
 
 @registry.requests(FORWARD)
-def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def forward(c: KernelCall) -> Events:
     """Requests of flash-attn's forward: output, logsumexp, split accumulators, 16 random bytes.
 
     The logsumexp has 4 * B * H * L bytes, or 4 * H * N. Keys are split like torch's
     (`num_flash_splits`), without dropout. Texts of unlike length are split only for a lone query
     token with grouped heads (`seqlenq_ngroups_swapped`).
     """
-    query, key, value, cu_seqlens, L, S, dropout_p, is_windowed = args
-    H, E = query.shape[-2:]
-    K = key.shape[-2]
-    copies = _copies(query, key, value)
-    is_swapped = L == 1 and H > K and not is_windowed and dropout_p == 0
+    L, (H, E), K = c.max_queries, c.query.shape[-2:], c.key.shape[-2]
+    is_swapped = L == 1 and H > K and not c.is_windowed and c.dropout_p == 0
     accumulators: list[int] = []
-    if dropout_p == 0 and (cu_seqlens is None or is_swapped):
-        B = query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if c.dropout_p == 0 and (c.cu_seqlens is None or is_swapped):
+        B = c.query.shape[0] if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
         if is_swapped:
             H, L = K, H // K
-        accumulators = _split_accumulators(B, H, L, S, E, gpu)
-    made = outputs({0: out[0].nbytes, 1: out[1].nbytes})
-    return around(copies, made + around(accumulators, outputs({2: out[2].nbytes})))
+        accumulators = _split_accumulators(B, H, L, c.max_keys, E, c.gpu)
+    made = c.outputs(0, 1) + around(accumulators, c.outputs(2))
+    return around(_copies(c.query, c.key, c.value), made)
 
 
 @registry.requests(BACKWARD)
-def backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def backward(c: KernelCall) -> Events:
     """Row sums, a float32 query gradient, key and value gradients of all query heads.
 
     The gradients themselves are made before. With L' = L rounded up to 128 for each of B rows, or
@@ -802,18 +783,14 @@ def backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
         4 * L' * H * E' * splits      splits: 1, or deterministic, ceil(SMs / (B * H))
         2 * itemsize * S * H * E      where K < H, then each is summed over its group
     """
-    query, key = args[1:3]
-    cu_seqlens, deterministic = args[9:11]
-    copies = _copies(*args[:5])
-    H, E = query.shape[-2:]
-    B = query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    rows = out.numel() // H
-    accumulated = rows * H * rounded_head_width(E) * _FLOAT_BYTES
-    if deterministic:
-        accumulated *= ceil_div(gpu.num_sms, B * H)
-    expanded, sums = _expanded(key, H, gpu)
+    H, E = c.query.shape[-2:]
+    B = c.query.shape[0] if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
+    accumulated = c.out.nbytes * rounded_head_width(E)
+    if c.deterministic:
+        accumulated *= ceil_div(c.gpu.num_sms, B * H)
+    expanded, sums = _expanded(c.key, H, c.gpu)
     summed = around([accumulated, *expanded], passing(*sums) * len(expanded))
-    return around(copies, outputs({0: out.nbytes}) + summed)
+    return around(_copies(*c.args[:5]), c.outputs() + summed)
 
 
 def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:

@@ -11,13 +11,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
@@ -34,7 +33,7 @@ from memest.estimator.ops.cudnn_library import (
 from memest.estimator.ops.cudnn_rules import DTYPES, ConvolutionShapes, workspace_bytes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import same_type, tensor_type
-from memest.estimator.ops.registry import Args, Kwargs, register
+from memest.estimator.ops.registry import KernelCall, when
 from memest.estimator.ops.temporaries import (
     TRIED,
     Events,
@@ -240,23 +239,22 @@ def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _shapes_of(args: Args, output: Tensor, first: int) -> ConvolutionShapes:
-    """Describe the convolution for cuDNN; `first` is the input's place among the arguments."""
-    tensor, weight = args[first], args[first + 1]
-    stride, padding, dilation, transposed, groups = (args[first + i] for i in (3, 4, 5, 6, 8))
-    if transposed:
+def _shapes_of(c: KernelCall, output: Tensor) -> ConvolutionShapes:
+    """Describe the convolution for cuDNN; `output` is that of the call or its gradient."""
+    tensor, weight = c.input, c.weight
+    if c.transposed:
         tensor, output = output, tensor
     dims = tensor.dim() - 2
     return ConvolutionShapes(
         tensor=tuple(tensor.shape),
         weight=tuple(weight.shape),
         output=tuple(output.shape),
-        stride=tuple(stride) * (dims if len(stride) == 1 else 1),
-        padding=tuple(padding) * (dims if len(padding) == 1 else 1),
-        dilation=tuple(dilation) * (dims if len(dilation) == 1 else 1),
-        groups=groups,
+        stride=tuple(c.stride) * (dims if len(c.stride) == 1 else 1),
+        padding=tuple(c.padding) * (dims if len(c.padding) == 1 else 1),
+        dilation=tuple(c.dilation) * (dims if len(c.dilation) == 1 else 1),
+        groups=c.groups,
         dtype=tensor.dtype,
-        is_channels_last=convolution_format(args[first], weight) != torch.contiguous_format,
+        is_channels_last=convolution_format(c.input, weight) != torch.contiguous_format,
     )
 
 
@@ -355,55 +353,86 @@ def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
     return [KernelEvent(num_bytes, TRIED) for num_bytes in tried_bytes(c, direction, gpu)]
 
 
-def _of_forward(args: Args) -> str:
-    return "input" if args[6] else "forward"
+def _of_output(c: KernelCall) -> str:
+    """Return the kind of convolution that computes the output."""
+    return "input" if c.transposed else "forward"
 
 
-def _of_input(args: Args) -> str:
+def _of_input(c: KernelCall) -> str:
     """Return the kind of convolution that computes the input's gradient."""
-    return "forward" if args[7] else "input"
+    return "forward" if c.transposed else "input"
 
 
-@registry.modelled("convolution convolution_backward")
-def convolution_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the workspaces are known.
-
-    They are for torch's own kernels, and for cuDNN on Hopper, where they were compared with
-    measured calls without `torch.backends.cudnn.benchmark`.
-    """
-    if func is aten.convolution.default:
-        out = aten.convolution.default(*map_tensors(lambda t: t.to("meta"), args))
-        shapes, directions = _shapes_of(args, out, 0), [_of_forward(args)]
-    else:
-        shapes, both = _shapes_of(args, args[0], 1), (_of_input(args), "weight")
-        directions = [d for d, is_wanted in zip(both, args[10][:2], strict=True) if is_wanted]
+def _are_known(c: KernelCall, shapes: ConvolutionShapes, *directions: str) -> bool:
     if is_native(shapes):
         return True
-    if gpu.capability != MEASURED_CAPABILITY or torch.backends.cudnn.benchmark:
+    if c.gpu.capability != MEASURED_CAPABILITY or torch.backends.cudnn.benchmark:
         return False
-    return all(_workspace(shapes, d, gpu).is_by_library for d in directions)
+    return all(_workspace(shapes, d, c.gpu).is_by_library for d in directions)
 
 
-@registry.requests("convolution")
-def convolution_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def _is_forward_known(c: KernelCall) -> bool:
+    out = aten.convolution.default(*map_tensors(lambda t: t.to("meta"), c.args))
+    return _are_known(c, _shapes_of(c, out), _of_output(c))
+
+
+def _is_backward_known(c: KernelCall) -> bool:
+    both = zip((_of_input(c), "weight"), c.output_mask, strict=False)
+    directions = [direction for direction, is_wanted in both if is_wanted]
+    return _are_known(c, _shapes_of(c, c.grad_output), *directions)
+
+
+def convolution_outputs(c: KernelCall) -> Any:
+    """Outputs of the call in the memory format that cuDNN gives them.
+
+    The meta kernel's format depends on the release: until 2.11 also on the incoming gradient.
+    """
+    memory_format = convolution_format(c.input, c.weight)
+    if isinstance(c.out, Tensor):
+        return torch.empty_like(c.out, memory_format=memory_format)
+    made = (t if t is None else torch.empty_like(t, memory_format=memory_format) for t in c.out[:2])
+    return (*made, c.out[2])
+
+
+_KNOWN = (
+    "the workspaces are known: of torch's own kernels, and of cuDNN on Hopper, where they were "
+    "compared with measured calls without `torch.backends.cudnn.benchmark`"
+)
+
+
+@registry.requests(
+    "convolution",
+    modelled=when(_KNOWN, _is_forward_known),
+    layout=convolution_outputs,
+    is_convolution=True,
+    refuse=same_type(  # native/Convolution.cpp
+        0, 1, "Input type ({}) and weight type ({}) should be the same", tensor_type
+    ),
+)
+def convolution(c: KernelCall) -> Events:
     """Requests of `convolution`: copied input, output, copied weight, workspace.
 
     Copies are those into the output's memory format.
     """
-    memory_format = convolution_format(args[0], args[1])
-    shapes, direction = _shapes_of(args, out, 0), _of_forward(args)
-    made = outputs({0: out.nbytes})
-    of_weight = temporaries(*copies_in(memory_format, args[1]))
+    memory_format = convolution_format(c.input, c.weight)
+    shapes, direction = _shapes_of(c, c.out), _of_output(c)
+    made = c.outputs()
+    of_weight = temporaries(*copies_in(memory_format, c.weight))
     return (
-        temporaries(*copies_in(memory_format, args[0]))
-        + (of_weight + made if _copies_first(shapes, args[6]) else made + of_weight)
-        + _tried(shapes, direction, gpu)
-        + temporaries(_workspace(shapes, direction, gpu).num_bytes)
+        temporaries(*copies_in(memory_format, c.input))
+        + (of_weight + made if _copies_first(shapes, c.transposed) else made + of_weight)
+        + _tried(shapes, direction, c.gpu)
+        + temporaries(_workspace(shapes, direction, c.gpu).num_bytes)
     )
 
 
-@registry.requests("convolution_backward")
-def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "convolution_backward",
+    modelled=when(_KNOWN, _is_backward_known),
+    layout=convolution_outputs,
+    is_convolution=True,
+)
+def convolution_backward(c: KernelCall) -> Events:
     """Requests of Convolution.cpp's backward: gradients of input and weight with workspaces, the
     bias's.
 
@@ -412,8 +441,8 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     copied for each of the two, and the weight for the input's gradient
     (`cudnn_convolution_backward` of ConvShared.cpp).
     """
-    grad, tensor, weight, wanted = args[0], args[1], args[2], args[10]
-    shapes, direction = _shapes_of(args, grad, 1), _of_input(args)
+    grad, tensor, weight, wanted = c.grad_output, c.input, c.weight, c.output_mask
+    shapes = _shapes_of(c, grad)
     plane = grad.unsqueeze(2) if grad.dim() == 3 else grad  # torch makes two dimensions of one
     memory_format = convolution_format(tensor, weight)
     line = copies_in(memory_format, tensor) if grad.dim() == 3 else ()
@@ -422,28 +451,27 @@ def convolution_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) 
     given = memory_format if is_copied else suggest_memory_format(tensor)
     each: tuple[int, ...] = ()
     of_grad: tuple[int, ...] = ()
-    if args[7] or is_native(shapes):
+    if c.transposed or is_native(shapes):
         of_grad = copies_in(given, grad)
     elif suggest_memory_format(plane) != given:  # `to(memory_format)`, which leaves what is strided
         of_grad = (grad.nbytes,)
     else:
         each = copies_in(memory_format, grad)
+
+    def work(direction: str) -> Events:
+        tried = _tried(shapes, direction, c.gpu)
+        return tried + passing(_workspace(shapes, direction, c.gpu).num_bytes)
+
     of_input: Events = []
     of_weight: Events = []
     if wanted[0]:
-        copy = copies_in(memory_format, weight) + each
-        num_bytes = _workspace(shapes, direction, gpu).num_bytes
-        tried = _tried(shapes, direction, gpu)
-        made = outputs({0: tensor.nbytes})
-        if _copies_first(shapes, args[7]):
-            of_input = around(copy, made)
-        else:
-            of_input = made + around(copy, tried + passing(num_bytes))
+        copy, made = copies_in(memory_format, weight) + each, outputs({0: tensor.nbytes})
+        run = work(_of_input(c))
+        is_first = _copies_first(shapes, c.transposed)
+        of_input = around(copy, made) if is_first else made + around(copy, run)
     if wanted[1]:
-        num_bytes = _workspace(shapes, "weight", gpu).num_bytes
-        tried = _tried(shapes, "weight", gpu)
-        of_weight = around(each, outputs({1: weight.nbytes}) + tried + passing(num_bytes))
-    of_bias = _bias_events(grad, out[2].nbytes, gpu) if wanted[2] else []
+        of_weight = around(each, outputs({1: weight.nbytes}) + work("weight"))
+    of_bias = _bias_events(grad, c.out[2].nbytes, c.gpu) if wanted[2] else []
     if is_native(shapes):  # `conv_depthwise2d_backward_cuda_out` of DepthwiseConv2d.cu
         both = around(of_grad, around(copies, of_weight) + of_input)
     else:
@@ -465,29 +493,6 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
         return outputs({2: num_bytes}) + partial_sums
     total = num_bytes // grad.itemsize * 4
     return around((total,), partial_sums + outputs({2: num_bytes}))
-
-
-def convolution_outputs(func: OpOverload, args: Args, out: Any) -> Any:
-    """Outputs of `func` in the memory format that cuDNN gives them.
-
-    The meta kernel's format depends on the release: until 2.11 also on the incoming gradient.
-    """
-    is_forward = func is aten.convolution.default
-    tensor, weight = (args[0], args[1]) if is_forward else (args[1], args[2])
-    memory_format = convolution_format(tensor, weight)
-    if is_forward:
-        return torch.empty_like(out, memory_format=memory_format)
-    return (
-        *(None if t is None else torch.empty_like(t, memory_format=memory_format) for t in out[:2]),
-        out[2],
-    )
-
-
-for _func in (aten.convolution.default, aten.convolution_backward.default):
-    register(_func, layout=partial(convolution_outputs, _func), is_convolution=True)
-
-_UNLIKE = "Input type ({}) and weight type ({}) should be the same"
-register("convolution", refuse=same_type(0, 1, _UNLIKE, tensor_type))  # native/Convolution.cpp
 
 
 # ------------------------------------------------------------------- gradients of gradients

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import scan_bytes
 from memest.estimator.ops.refusals import fits, overflow
-from memest.estimator.ops.registry import Args, Kwargs, argument, register
+from memest.estimator.ops.registry import Args, KernelCall, Kwargs, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import (
@@ -25,7 +24,6 @@ from memest.estimator.ops.temporaries import (
     Scratch,
     around,
     contiguous_copy,
-    outputs,
     passing,
     temporaries,
 )
@@ -94,44 +92,35 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
 
 
 @registry.requests("roll")
-def roll_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def roll(c: KernelCall) -> Events:
     """Requests of `roll_common` (TensorTransformations.h): a tensor per dim, freed at the end."""
-    dims = argument(args, kwargs, 2, "dims", ())
-    copies = contiguous_copy(args[0])
-    if len(dims) < 2:
-        return around(copies, outputs({0: out.nbytes}))
-    first = around(copies, temporaries(out.nbytes))
-    rest = around((out.nbytes,) * (len(dims) - 2), outputs({0: out.nbytes}))
-    return first + rest + temporaries(-out.nbytes)
+    copies, size, num_dims = contiguous_copy(c.self), c.out.nbytes, len(c.dims)
+    if num_dims < 2:
+        return around(copies, c.outputs())
+    first = around(copies, temporaries(size))
+    return first + around((size,) * (num_dims - 2), c.outputs()) + temporaries(-size)
 
 
-@registry.requests("repeat_interleave.Tensor")
-def repeat_interleave_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("repeat_interleave.Tensor", shaped_by=lambda args: args)
+def repeat_interleave(c: KernelCall) -> Events:
     """Requests of `repeat_interleave` (Repeat.cpp): a running int64 sum, the positions."""
-    count = args[0].numel()
-    row = count * INDEX_BYTES
+    count = c.repeats.numel()
     scan = scan_bytes(count) if count > 1 else 0
-    copies = contiguous_copy(args[0])
-    return around((*copies, row), passing(scan) + outputs({0: out.nbytes}))
+    kept = (*contiguous_copy(c.repeats), count * INDEX_BYTES)
+    return around(kept, passing(scan) + c.outputs())
 
 
 @registry.requests("_efficientzerotensor")
-def zero_tensor_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def zero_tensor(c: KernelCall) -> Scratch:
     """`_efficientzerotensor` (TensorFactories.cpp): `ZeroTensorAllocator` returns no memory."""
     return Scratch(outputs=(0,))
 
 
-@registry.refuse("full")
-def refuse_full(args: Args, kwargs: Kwargs) -> str:
-    """Check that the number fits the type (cuda/FillKernel.cu)."""
-    dtype = kwargs.get("dtype")
-    return "" if dtype is None else overflow(args[1], dtype)
+register(  # cuda/FillKernel.cu
+    "full", refuse=lambda c: "" if c.dtype is None else overflow(c.fill_value, c.dtype)
+)
+register("fill_.Scalar constant_pad_nd", refuse=fits)
 
-
-register("fill_.Scalar", refuse=fits(1))
-register("constant_pad_nd", refuse=fits(2))
-
-register("repeat_interleave.Tensor", shaped_by=lambda args: args)
 register(
     "copy_ _to_copy _copy_from set_.source_Tensor set_.source_Storage_storage_offset "
     "lift_fresh repeat_interleave.Tensor",
@@ -168,27 +157,25 @@ WAVES = 2  # waves of blocks per launch at most, when each thread copies several
 
 
 @registry.requests("split_with_sizes_copy.out")
-def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def split_with_sizes_copy(c: KernelCall) -> Scratch:
     """Requests of `split_with_sizes_copy.out`: a table of 8 * (4 * splits + 1 + blocks) bytes.
 
     It has addresses, size and first block of each split, and the split of each block. A thread
     copies so many bytes that the blocks fill at most two waves. The root of that number is the
     number of chunks, the rest the bytes in a chunk.
     """
-    source, sizes = args[0], args[1]
-    dim = argument(args, kwargs, 2, "dim", 0)
-    outputs = kwargs.get("out") or ()
+    source, targets = c.self, c.get("out") or ()
     is_fast = source.is_contiguous() and all(
-        t.is_contiguous() and t.dtype is source.dtype for t in outputs
+        t.is_contiguous() and t.dtype is source.dtype for t in targets
     )
     if not is_fast:
         return Scratch()
-    dim %= source.dim()
+    dim = c.dim % source.dim()
     num_chunks = prod(source.shape[:dim])
     row_bytes = prod(source.shape[dim + 1 :]) * source.itemsize
-    chunks = [size * row_bytes for size in sizes]
+    chunks = [size * row_bytes for size in c.split_sizes]
     num_blocks = sum(ceil_div(chunk, BLOCK_BYTES) for chunk in chunks)
-    most = gpu.multiprocessor.threads * gpu.num_sms // BLOCK_THREADS * WAVES
+    most = c.gpu.multiprocessor.threads * c.gpu.num_sms // BLOCK_THREADS * WAVES
     factor = ceil_div(num_blocks * num_chunks, most)
     chunks_per_block = min(ceil(sqrt(factor)), num_chunks)
     rounds = ceil_div(factor, chunks_per_block)
@@ -197,43 +184,37 @@ def split_with_sizes_copy_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu
 
 
 @registry.requests("_chunk_cat.out")
-def chunk_cat_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def chunk_cat(c: KernelCall) -> Scratch:
     """Requests of `_chunk_cat.out`: a table of 8 * (6 * tensors + 2 + blocks) bytes.
 
     It has address, sizes, place and number of blocks of each tensor, and a tensor for each block.
     """
-    tensors, dim, num_chunks = args[:3]
-    target = kwargs.get("out")
-    itemsize = tensors[0].itemsize if target is None else target.itemsize
     num_blocks = 0
-    for tensor in tensors:
-        rows = ceil_div(tensor.shape[dim], num_chunks)
-        num_bytes = rows * prod(tensor.shape[dim + 1 :]) * itemsize
+    for tensor in c.tensors:
+        rows = ceil_div(tensor.shape[c.dim], c.num_chunks)
+        num_bytes = rows * prod(tensor.shape[c.dim + 1 :]) * c["out"].itemsize
         num_blocks += ceil_div(num_bytes, BLOCK_BYTES)
-    return Scratch(before=(INDEX_BYTES * (6 * len(tensors) + 2 + num_blocks),))
+    return Scratch(before=(INDEX_BYTES * (6 * len(c.tensors) + 2 + num_blocks),))
 
 
-def chunk_cat_mixed_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def chunk_cat_mixed(c: KernelCall) -> Scratch:
     """Requests of `fsdp::chunk_cat_mixed_dtype`, for tensors of one dtype as `_chunk_cat.out`.
 
     Tensors in bfloat16 and float32 share a table, which has two numbers less. Others are cast.
     """
-    tensors, target = args[0], kwargs["out"]
-    (table,) = chunk_cat_scratch(args, kwargs, out, gpu).before
-    others = [tensor for tensor in tensors if tensor.dtype != target.dtype]
-    if len({tensor.dtype for tensor in tensors}) == 1:
+    target, (table,) = c["out"], chunk_cat(c).before
+    others = [tensor for tensor in c.tensors if tensor.dtype != target.dtype]
+    if len({tensor.dtype for tensor in c.tensors}) == 1:
         return Scratch(before=(table,))
-    is_dense = all(t.numel() and t.is_contiguous() for t in (target, *tensors))
+    is_dense = all(t.numel() and t.is_contiguous() for t in (target, *c.tensors))
     are_narrow = target.dtype is torch.float32 and {t.dtype for t in others} == {torch.bfloat16}
-    if is_dense and are_narrow and not args[1]:
+    if is_dense and are_narrow and not c.dim:
         return Scratch(before=(table - 2 * INDEX_BYTES,))
     return Scratch(before=(*(t.numel() * target.itemsize for t in others), table))
 
 
 if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in distributed/fsdp/
-    registry.register(
-        torch.ops.fsdp.chunk_cat_mixed_dtype.default, requests=chunk_cat_mixed_scratch
-    )
+    register(torch.ops.fsdp.chunk_cat_mixed_dtype.default, requests=chunk_cat_mixed)
 
 
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
@@ -243,7 +224,7 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """
     if func is aten.copy_.default:
         target, source = args[0], args[1]
-        is_waited_for = not argument(args, kwargs, 2, "non_blocking", False)
+        is_waited_for = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         dtype, is_alike = target.dtype, target.stride() == source.stride()
     else:
         source, dtype = args[0], kwargs.get("dtype") or args[0].dtype

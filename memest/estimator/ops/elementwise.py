@@ -6,17 +6,15 @@ cuda/SoftMax.cu, cuda/Activation.cpp.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of
-from memest.estimator.ops.registry import Args, Kwargs, register
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous, elementwise
 from memest.estimator.ops.temporaries import Scratch, contiguous_copy
 from memest.units import ceil_div
@@ -24,44 +22,33 @@ from memest.units import ceil_div
 aten = torch.ops.aten
 
 
-@registry.requests("abs")
-def abs_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `abs` (UnaryOps.cpp): the complex result, of which torch copies the real part."""
-    return Scratch(after=(args[0].nbytes,)) if args[0].is_complex() else Scratch()
+def _complex_bytes(c: KernelCall) -> int:
+    return c.self.nbytes if c.self.is_complex() else 0
 
 
-@registry.requests("angle")
-def angle_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `angle` (UnaryOps.cpp): as of `abs`, but the complex result is made first."""
-    return Scratch(before=(args[0].nbytes,)) if args[0].is_complex() else Scratch()
-
-
-@registry.requests("pow.Scalar")
-def power_of_scalar_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `pow_Scalar_out` (Pow.cpp): the base as fp64 or int64, unless it is 1."""
-    return Scratch() if args[0] == 1 else Scratch(after=(8,))
-
-
-@registry.requests("isinf")
-def isinf_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `isinf` (TensorCompare.cpp), which is `abs() == inf`: the absolute values."""
-    tensor = args[0]
-    return Scratch() if not tensor.dtype.is_floating_point else Scratch(before=(tensor.nbytes,))
+op("abs", "the complex result, of which torch copies the real part (UnaryOps.cpp)",
+   after=_complex_bytes)  # fmt: skip
+op("angle", "as `abs`, but the complex result is made first (UnaryOps.cpp)", before=_complex_bytes)
+op(
+    "pow.Scalar", "the base as fp64 or int64, unless it is 1 (Pow.cpp)",
+    after=lambda c: 0 if c.self == 1 else 8, layout=contiguous,
+)  # fmt: skip
+op(
+    "isinf", "the absolute values, since it is `abs() == inf` (TensorCompare.cpp)",
+    before=lambda c: c.self.nbytes if c.self.is_floating_point() else 0,
+)  # fmt: skip
 
 
 @registry.requests("where.self")
-def where_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def where(c: KernelCall) -> Scratch:
     """Requests of `where_self_out` (TensorCompare.cpp): casts, and a copied number of the host."""
-    condition, *values = args[:3]
-    gpu_tensors = [tensor for tensor in values if tensor.device.type != "cpu"]
-    casts = [t.numel() * out.itemsize for t in gpu_tensors if t.dtype != out.dtype]
-    copies = [1] * (condition.device.type == "cpu") + [out.itemsize] * (
-        len(values) - len(gpu_tensors)
-    )
-    return Scratch(before=tuple(casts + copies))
+    item, values = c.out.itemsize, (c.self, c.other)
+    casts = [t.numel() * item for t in values if t.device.type != "cpu" and t.dtype != c.out.dtype]
+    copies = [1] if c.condition.device.type == "cpu" else []
+    copies += [item for t in values if t.device.type == "cpu"]
+    return Scratch(before=(*casts, *copies))
 
 
-register("pow.Scalar", layout=contiguous)  # Pow.cpp
 register(
     "logit_backward copysign.Tensor div.Tensor_mode floor_divide heaviside logaddexp "
     "logaddexp2 xlogy.Tensor special_xlog1py",
@@ -72,19 +59,17 @@ FOREACH_CHUNK = 65536  # `kChunkSize` of MultiTensorApply.cuh
 
 
 @registry.requests("_foreach_norm.Scalar")
-def foreach_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def foreach_norm(c: KernelCall) -> Scratch:
     """Requests of `_foreach_norm` (ForeachReduceOp.cu): accumulators of a tensor and chunk.
 
     ::
 
         len(tensors) * max(ceil(numel / 65536)) * accumulator bytes
     """
-    tensors = args[0]
-    if not tensors:
+    if not c.self:
         return Scratch()
-    chunks = max(ceil_div(t.numel(), FOREACH_CHUNK) for t in tensors)
-    accumulator = accumulator_bytes_of(tensors[0].dtype)
-    return Scratch(before=(len(tensors) * chunks * accumulator,))
+    chunks = max(ceil_div(t.numel(), FOREACH_CHUNK) for t in c.self)
+    return Scratch(before=(len(c.self) * chunks * accumulator_bytes_of(c.self[0].dtype),))
 
 
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
@@ -97,16 +82,16 @@ register(
 
 
 @registry.requests("_softmax_backward_data")
-def softmax_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def softmax_backward(c: KernelCall) -> Scratch:
     """Requests of `softmax_backward_cuda_out` (SoftMax.cu): `grad * output`, contiguous copies."""
-    product = args[0] * args[1]
-    return Scratch(after=(product.nbytes, *contiguous_copy(product, args[1])))
+    product = c.grad_output * c.output
+    return Scratch(after=(product.nbytes, *contiguous_copy(product, c.output)))
 
 
 @registry.requests("log_sigmoid_forward")
-def log_sigmoid_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def log_sigmoid(c: KernelCall) -> Scratch:
     """Requests of `log_sigmoid_forward_cuda` (cuda/Activation.cpp): the result, and no buffer."""
-    return Scratch(outputs=(out[0].nbytes, 0))
+    return Scratch(outputs=(c.out[0].nbytes, 0))
 
 
 register(

@@ -7,18 +7,16 @@ calls are reported as not modelled. Shapes: n points of `item` bytes in each of 
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
-from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._prims_common import make_contiguous_strides_for
 
-from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.registry import Args, Kwargs, modelled, requests
-from memest.estimator.ops.temporaries import Events, outputs, passing
+from memest.estimator.ops.registry import KernelCall, register, requests, when
+from memest.estimator.ops.temporaries import Events, passing
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -126,32 +124,34 @@ def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
     return 0 if is_view else tensor.nbytes
 
 
-@requests("_fft_c2c _fft_r2c")
-def forward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_fft_c2c` and `_fft_r2c`: the result, a copy of the input and the workspace."""
-    work = _workspace(args[0], args[1], is_real=not args[0].is_complex())
-    copied = _gathered(args[0], args[0].stride(), args[1])
-    return outputs({0: out.nbytes}) + passing(copied, work)
-
-
-@requests("_fft_c2r")
-def to_real_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
-    work = _workspace(out, args[1], is_real=True, is_back=True)
-    strides = [*accumulate(reversed(args[0].shape[1:]), mul, initial=1)][::-1]  # those of a copy
-    copied = _gathered(args[0], strides, args[1])
-    return outputs({0: out.nbytes}) + passing(args[0].nbytes, copied, work)
-
-
-@modelled("_fft_c2c _fft_r2c _fft_c2r")
-def fft_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether similar transforms were measured.
-
-    They have one dimension, or two or three of few points, and not too many of them at once.
-    """
-    lengths, batch = _split(args[0], args[1])
+def _is_measured(c: KernelCall) -> bool:
+    lengths, batch = _split(c.self, c.dim)
     place = len(lengths) - 1
-    if gpu.capability != (9, 0) or not 0 <= place < 3 or args[0].dtype not in DTYPES:
+    if c.gpu.capability != (9, 0) or not 0 <= place < 3 or c.self.dtype not in DTYPES:
         return False
     is_split = place == 2 and any(_is_split(n) for n in lengths)
     return max(lengths) <= LONGEST[place] and batch <= MOST[place] and not is_split
+
+
+register(
+    "_fft_c2c _fft_r2c _fft_c2r",
+    modelled=when(
+        "similar transforms were measured: of one dimension, or two or three of few points, "
+        "and not too many of them at once", _is_measured,
+    ),
+)  # fmt: skip
+
+
+@requests("_fft_c2c _fft_r2c")
+def forward(c: KernelCall) -> Events:
+    """Requests of `_fft_c2c` and `_fft_r2c`: the result, a copy of the input and the workspace."""
+    work = _workspace(c.self, c.dim, is_real=not c.self.is_complex())
+    return c.outputs() + passing(_gathered(c.self, c.self.stride(), c.dim), work)
+
+
+@requests("_fft_c2r")
+def to_real(c: KernelCall) -> Events:
+    """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
+    work = _workspace(c.out, c.dim, is_real=True, is_back=True)
+    strides = make_contiguous_strides_for(c.self.shape)  # those of the copy
+    return c.outputs() + passing(c.self.nbytes, _gathered(c.self, strides, c.dim), work)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
@@ -28,9 +27,9 @@ from memest.estimator.ops.cub import (
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
-from memest.estimator.ops.registry import Args, Kwargs, ValueOf, argument, register
+from memest.estimator.ops.registry import Args, KernelCall, ValueOf, op, register, when
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_scratch
+from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_bytes
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
     Events,
@@ -55,10 +54,10 @@ _PUTS = "index_put index_put_ _index_put_impl_ _unsafe_index_put"
 INDEX_PUT = tuple(getattr(aten, name).default for name in _PUTS.split())
 
 
-@registry.requests("embedding")
-def embedding_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `embedding` (Embedding.cpp): a copy of the indices if they have gaps."""
-    return Scratch(before=() if is_a_row(args[1]) else (args[1].nbytes,))
+op(
+    "embedding", "a copy of the indices if they have gaps (Embedding.cpp)",
+    before=lambda c: () if is_a_row(c.indices) else c.indices.nbytes,
+)  # fmt: skip
 
 
 def is_a_row(tensor: Tensor) -> bool:
@@ -95,68 +94,70 @@ def index_tensors(args: Args) -> list[Tensor]:
     return [index for index in args[1] if index is not None]
 
 
-@registry.requests("index.Tensor")
-def index_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `index.Tensor`: int64 copies of indices of unlike strides.
+_WITHOUT_MASK = when(
+    "the indices have no mask, whose true entries are not known here, or a mask for a single "
+    "number, which is a `masked_fill`",
+    lambda c: _is_fill(c.args) or not any(i.dtype in MASK_DTYPES for i in index_tensors(c.args)),
+)
 
-    Two or more indices are broadcast, and copied where their strides then differ (`AdvancedIndex`
-    of TensorAdvancedIndexing.cpp). One index is used in place.
-    """
-    return Scratch(before=_copies_of_unlike_strides(index_tensors(args)))
-
-
-@registry.modelled(aten.index.Tensor, *INDEX_PUT)
-def indexing_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the indices have no mask, or a mask for a single number.
-
-    The latter is a `masked_fill`. The true entries of other masks are not known here.
-    """
-    has_mask = any(i.dtype in MASK_DTYPES for i in index_tensors(args))
-    return not has_mask or _is_fill(args)
+# Two or more indices are broadcast. One index is used in place.
+op(
+    "index.Tensor",
+    "int64 copies of indices of unlike strides (`AdvancedIndex` of TensorAdvancedIndexing.cpp)",
+    before=lambda c: _copies_of_unlike_strides(index_tensors(c.args)),
+    modelled=_WITHOUT_MASK,
+    shaped_by=lambda args: [i for i in index_tensors(args) if i.dtype in MASK_DTYPES],
+)
 
 
 @registry.requests("masked_scatter masked_scatter_")
-def masked_scatter_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def masked_scatter(c: KernelCall) -> Scratch:
     """Requests of `masked_scatter` (IndexKernel.cu): running count, copies, a scan's storage."""
-    _, mask = broadcast(args[:2])
+    _, mask = broadcast((c.self, c.mask))
     count = mask.numel()
-    row = count * INDEX_BYTES
-    return Scratch(after=(row, *contiguous_copy(mask, args[2]), scan_bytes(count)))
+    copies = contiguous_copy(mask, c.source)
+    return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
 
 
-@registry.requests("embedding_renorm_")
-def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "embedding_renorm_",
+    modelled=when(
+        "one block finds the indices that differ, as was measured",
+        lambda c: c.indices.numel() <= SMALL_SORT,
+    ),
+)
+def embedding_renorm(c: KernelCall) -> Events:
     """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices."""
-    indices = args[1]
-    row = indices.numel() * INDEX_BYTES
-    sorting = *contiguous_copy(indices), *sort_scratch((indices,), {}, None, gpu).after
-    unique = passing(row, INDEX_BYTES, select_bytes(indices.numel(), gpu))
+    row = c.indices.numel() * INDEX_BYTES
+    sorting = *contiguous_copy(c.indices), *sort_bytes(c.indices, -1, c.gpu)
+    unique = passing(row, INDEX_BYTES, select_bytes(c.indices.numel(), c.gpu))
     return around((row,), around((row,), passing(*sorting)) + unique)
-
-
-@registry.modelled("embedding_renorm_")
-def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether one block finds the indices that differ, as was measured."""
-    return bool(args[1].numel() <= SMALL_SORT)
 
 
 _MAXIMUM = 2  # `EmbeddingBagMode::MAX`
 
 
-@registry.requests("embedding_dense_backward")
-def embedding_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "embedding_dense_backward",
+    modelled=when(
+        "the gradient is not scaled by the count of an index, and no int32 indices are sorted",
+        lambda c: (
+            not c.scale_grad_by_freq
+            and not (c.indices.numel() > FEW_INDICES and c.indices.dtype == torch.int32)
+        ),
+    ),
+)
+def embedding_backward(c: KernelCall) -> Events:
     """`embedding_dense_backward` (Embedding.cu, EmbeddingBackwardKernel.cu), which sorts the
     indices when there are more than 3072.
 
     Left out: `scale_grad_by_freq` (counts of 8 * n, and scans) and deterministic algorithms.
     """
-    grad, indices, num_rows = args[0], args[1], args[2]
-    num_indices, width = indices.numel(), grad.shape[-1]
-    copies = contiguous_copy(indices, grad)
-    gradient = outputs({0: num_rows * width * grad.itemsize})
+    grad, num_indices = c.grad_output, c.indices.numel()
+    copies = contiguous_copy(c.indices, grad)
     if num_indices <= FEW_INDICES:
-        return around(copies, gradient)
-    return _sorted_gradient(copies, num_indices, num_rows, grad, gpu)
+        return around(copies, outputs({0: c.num_weights * grad.shape[-1] * grad.itemsize}))
+    return _sorted_gradient(copies, num_indices, c.num_weights, grad, c.gpu)
 
 
 def _sorted_gradient(
@@ -189,59 +190,46 @@ def _sorted_gradient(
 
 
 @registry.requests("index_reduce index_reduce_")
-def index_reduce_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def index_reduce(c: KernelCall) -> Events:
     """Requests of `index_reduce` (cuda/Indexing.cu): for a mean the count of each element.
 
     Without the given elements, places of other dtypes are cast to fill these elements.
     """
-    tensor, index, source, reduce = args[0], args[2], args[3], args[4]
-    is_cast = not kwargs.get("include_self", True) and index.dtype != torch.int64
-    events = passing(index.numel() * INDEX_BYTES) if is_cast else []
-    if reduce == "mean":
-        counts = passing(source.nbytes) + passing(tensor.numel())
-        events = events + around((tensor.numel() * tensor.itemsize,), counts)
-    return events if out is tensor else outputs({0: out.nbytes}) + events
-
-
-@registry.modelled("embedding_dense_backward")
-def embedding_backward_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the gradient is not scaled by the count of an index, and no index is int32.
-
-    Counts take memory, and int32 indices are sorted in less.
-    """
-    is_sorted = args[1].numel() > FEW_INDICES
-    return not args[4] and not (is_sorted and args[1].dtype == torch.int32)
+    is_cast = not c.include_self and c.index.dtype != torch.int64
+    events = passing(c.index.numel() * INDEX_BYTES) if is_cast else []
+    if c.reduce == "mean":
+        counts = passing(c.source.nbytes) + passing(c.self.numel())
+        events += around((c.self.numel() * c.self.itemsize,), counts)
+    return events if c.out is c.self else c.outputs() + events
 
 
 @registry.requests("_embedding_bag")
-def embedding_bag_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def embedding_bag(c: KernelCall) -> Events:
     """Requests of `_embedding_bag` (EmbeddingBag.cu): sizes of bags, the bag of each index, the
     result, and the row of each maximum in mode `max`.
     """
-    return outputs({i: out[i].nbytes for i in (2, 1, 0, 3)})
+    return c.outputs(2, 1, 0, 3)
 
 
-@registry.requests("_embedding_bag_backward")
-def embedding_bag_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "_embedding_bag_backward",
+    modelled=when(
+        "the gradient is dense and not scaled by the count of an index",
+        lambda c: not c.scale_grad_by_freq and not c.sparse and c.indices.numel() > 0,
+    ),
+)
+def embedding_bag_backward(c: KernelCall) -> Events:
     """Requests of `_embedding_bag_backward` (EmbeddingBag.cu): sorted, except of a maximum."""
-    grad, indices, num_rows, mode = args[0], args[1], args[6], args[8]
-    copies = contiguous_copy(grad)
-    if mode == _MAXIMUM:
-        gradient = outputs({0: num_rows * grad.shape[-1] * grad.itemsize})
-        return around(copies, gradient)
-    return _sorted_gradient(copies, indices.numel(), num_rows, grad, gpu)
+    grad, copies = c.grad, contiguous_copy(c.grad)
+    if c.mode == _MAXIMUM:
+        return around(copies, outputs({0: c.num_weights * grad.shape[-1] * grad.itemsize}))
+    return _sorted_gradient(copies, c.indices.numel(), c.num_weights, grad, c.gpu)
 
 
-@registry.modelled("_embedding_bag_backward")
-def embedding_bag_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the gradient is dense and not scaled by the count of an index."""
-    return not args[7] and not args[9] and args[1].numel() > 0
-
-
-@registry.requests("nonzero")
-def nonzero_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("nonzero", shaped_by=lambda args: args)
+def nonzero(c: KernelCall) -> Events:
     """Requests of `nonzero` (Nonzero.cu): the count and its sum, positions, a selection."""
-    return _selection(args[0], outputs({0: out.nbytes}), gpu)
+    return _selection(c.self, c.outputs(), c.gpu)
 
 
 def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
@@ -250,38 +238,50 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     return around((*copies, 4), passing(counting) + positions + passing(select_bytes(count, gpu)))
 
 
-@registry.requests("masked_scatter_backward")
-def masked_scatter_backward_events(
-    args: Args, kwargs: Kwargs, out: Any, gpu: Gpu, num_true: int | None = None
-) -> Events:
-    """Requests of `masked_scatter_backward`: the selected gradient, then zeros to the source's
-    size.
-
-    In TensorAdvancedIndexing.cpp `masked_select` expands the mask, finds the positions of its true
-    entries (one int64 for each of its dimensions) and gathers. `num_true` None assumes that the
-    whole source was used.
-    """
-    grad, mask = args[0], args[1].expand(args[0].shape)
-    size = out.numel()
-    selected = size
-    if num_true is not None:
-        selected = min(size, num_true * (grad.numel() // max(1, args[1].numel())))
-    positions = selected * mask.dim() * INDEX_BYTES
-    finding = _selection(mask, temporaries(positions), gpu)
-    if selected >= size:
-        return finding + outputs({0: out.nbytes}) + temporaries(-positions)
-    chosen, padding = selected * grad.itemsize, (size - selected) * grad.itemsize
-    gathered = temporaries(-positions) + around((padding,), outputs({0: out.nbytes}))
-    return finding + around((chosen,), gathered)
-
-
 def num_true(value_of: ValueOf, args: Args) -> tuple[int, ...]:
     """Count the true entries of the mask of `masked_scatter_backward`, where it is known."""
     mask = value_of(args[1])
     return () if mask is None else (int(mask.sum()),)
 
 
-def _sorted_events(args: Args, gpu: Gpu) -> Events:
+@registry.requests("masked_scatter_backward", from_values=num_true, shaped_by=lambda args: ())
+def masked_scatter_backward(c: KernelCall) -> Events:
+    """Requests of `masked_scatter_backward`: the selected gradient, then zeros to the source's
+    size.
+
+    In TensorAdvancedIndexing.cpp `masked_select` expands the mask, finds the positions of its true
+    entries (one int64 for each of its dimensions) and gathers. The whole source is assumed to be
+    used if the mask is not known.
+    """
+    grad, mask, size = c.grad_output, c.mask.expand(c.grad_output.shape), c.out.numel()
+    selected = size
+    if c.known:
+        selected = min(size, c.known[0] * (grad.numel() // max(1, c.mask.numel())))
+    positions = selected * mask.dim() * INDEX_BYTES
+    finding = _selection(mask, temporaries(positions), c.gpu)
+    if selected >= size:
+        return finding + c.outputs() + temporaries(-positions)
+    chosen, padding = selected * grad.itemsize, (size - selected) * grad.itemsize
+    gathered = temporaries(-positions) + around((padding,), c.outputs())
+    return finding + around((chosen,), gathered)
+
+
+@registry.requests(*INDEX_PUT, modelled=_WITHOUT_MASK)
+def index_put(c: KernelCall) -> Scratch | Events:
+    """Requests of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
+
+    The copies are of a number of the host and of indices with unlike strides; a mask needs nothing.
+    """
+    indices, value = index_tensors(c.args), c["values"]
+    if not indices or any(i.dtype in MASK_DTYPES for i in indices):
+        return Scratch()
+    if c.accumulate and broadcast(indices)[0].numel() > 0:
+        return _sorted_events(c, indices)
+    number = (value.itemsize,) if value.device.type == "cpu" and not value.dim() else ()
+    return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
+
+
+def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
 
     Each index is checked against both bounds, but not in the backward of `index` (`unsafe`). Linear
@@ -290,45 +290,28 @@ def _sorted_events(args: Args, gpu: Gpu) -> Events:
     that are not contiguous, sorted indices, original positions and their range. The sort's storage
     is for the bits that the number of rows needs.
     """
-    target, values = args[0], args[2]
-    indices = index_tensors(args)
+    target, values = c.self, c["values"]
     count = broadcast(indices)[0].numel()
-    slice_size = prod(n for n, index in zip_longest(target.shape, args[1]) if index is None)
+    slice_size = prod(n for n, index in zip_longest(target.shape, c.indices) if index is None)
     is_one = values.numel() == 1
     expanded = values.reshape(()).expand(count * slice_size) if is_one else values
     largest = target.numel() // max(1, slice_size)
     row = count * INDEX_BYTES
-    sort = radix_sort_bytes(count, gpu, num_bits=max(1, largest.bit_length()))
+    sort = radix_sort_bytes(count, c.gpu, num_bits=max(1, largest.bit_length()))
     first, *others = [(row,) * is_meta(index) for index in indices]  # remainders on the GPU
     num_checks = 2 * sum(map(is_meta, indices))
-    checks = [] if len(args) > 4 and args[4] else passing(INDEX_BYTES, 1) * num_checks
+    checks = [] if c.get("unsafe") else passing(INDEX_BYTES, 1) * num_checks
     linear = passing(*first) + [e for remainder in others for e in passing(*remainder, row)]
     sorting = passing(*contiguous_copy(expanded), row, row, row, sort)
     return outputs({0: target.nbytes}) + checks + around((row,), linear + sorting)
 
 
-@registry.requests("scatter_reduce.two scatter_reduce_.two")
-def scatter_reduce_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `scatter_reduce` (TensorAdvancedIndexing.cpp): a mean counts its terms in ones
-    like the source and like the result, and tests for zeros.
-    """
-    return Scratch(after=(args[3].nbytes, out.nbytes, out.numel()) if args[4] == "mean" else ())
-
-
-@registry.requests(*INDEX_PUT)
-def index_put_requests(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
-    """Requests of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
-
-    The copies are of a number of the host and of indices with unlike strides; a mask needs nothing.
-    """
-    indices = index_tensors(args)
-    if not indices or any(i.dtype in MASK_DTYPES for i in indices):
-        return Scratch()
-    if argument(args, kwargs, 3, "accumulate", False) and broadcast(indices)[0].numel() > 0:
-        return _sorted_events(args, gpu)
-    value = args[2]
-    number = (value.itemsize,) if value.device.type == "cpu" and not value.dim() else ()
-    return Scratch(after=(*number, *_copies_of_unlike_strides(indices)))
+op(
+    "scatter_reduce.two scatter_reduce_.two",
+    "a mean counts its terms in ones like the source and like the result, and tests for zeros "
+    "(TensorAdvancedIndexing.cpp)",
+    after=lambda c: (c.src.nbytes, c.out.nbytes, c.out.numel()) if c.reduce == "mean" else (),
+)
 
 
 def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
@@ -384,33 +367,25 @@ def _is_fill(args: Args) -> bool:
 
 _COPIED_FIRST = (aten.index_put.default, aten._unsafe_index_put.default)
 
-register("masked_scatter_backward", from_values=num_true)
-
+# TensorAdvancedIndexing.cpp; `masked_fill__cuda` of cuda/IndexKernel.cpp
 _INDEX = accepts(
     2, (torch.int32, torch.int64), "index_add_(): Expected dtype int32/int64 for index but got: {}"
 )
 _ADDED = same_type(0, 3, "index_add_(): self ({}) and source ({}) must have the same scalar type")
-_PUT = same_type(
-    0, 2, "Index put requires the source and destination dtypes match, got {} for the destination "
-    "and {} for the source."
-)  # fmt: skip
-_COPIED = same_type(
-    0, 3, "index_copy_(): self and source expected to have the same dtype, but got (self) {} and "
-    "(source) {}"
-)  # fmt: skip
 _MASK = accepts(1, (torch.bool,), "masked_fill only supports boolean masks, but got dtype {}")
-_FILL = fits(2)
 
-# TensorAdvancedIndexing.cpp; `masked_fill__cuda` of cuda/IndexKernel.cpp
-register("index_put index_put_", refuse=_PUT)
-register("index_copy index_copy_", refuse=_COPIED)
+register("index_add index_add_", refuse=lambda c: _INDEX(c) or _ADDED(c))
+register("masked_fill.Scalar masked_fill_.Scalar", refuse=lambda c: _MASK(c) or fits(c))
 register(
-    "index_add index_add_", refuse=lambda args, kwargs: _INDEX(args, kwargs) or _ADDED(args, kwargs)
-)
+    "index_put index_put_",
+    refuse=same_type(0, 2, "Index put requires the source and destination dtypes match, got {} for "
+                     "the destination and {} for the source."),
+)  # fmt: skip
 register(
-    "masked_fill.Scalar masked_fill_.Scalar",
-    refuse=lambda args, kwargs: _MASK(args, kwargs) or _FILL(args, kwargs),
-)
+    "index_copy index_copy_",
+    refuse=same_type(0, 3, "index_copy_(): self and source expected to have the same dtype, but got"
+                     " (self) {} and (source) {}"),
+)  # fmt: skip
 
 register(
     "index_put",
@@ -436,13 +411,7 @@ register(
     aten.index.Tensor, aten._unsafe_index.Tensor, *INDEX_PUT[:3], aten.masked_scatter_.default,
     may_mix_devices=True,
 )  # fmt: skip
-register(
-    "index.Tensor",
-    shaped_by=lambda args: [i for i in index_tensors(args) if i.dtype in MASK_DTYPES],
-)
 register("masked_select", shaped_by=lambda args: args[1:])
-register("nonzero", shaped_by=lambda args: args)
-register("masked_scatter_backward", shaped_by=lambda args: ())
 
 
 @registry.above_autograd("one_hot")

@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import has_gradient
-from memest.estimator.ops.registry import Args, Kwargs, Rule, argument, register
+from memest.estimator.ops.registry import KernelCall, Rule, when
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.units import ceil_div, round_up
 
@@ -78,66 +76,55 @@ def _of(tensor: Tensor) -> _Matrices:
     return _Matrices(m, n, prod(tensor.shape[:-2]), tensor.itemsize, tensor.dim() == 2)
 
 
-def linalg_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the workspaces were measured: float32 and float64, compute capability 9.0."""
-    if func is aten._linalg_check_errors.default:
-        return True
-    return gpu.capability == (9, 0) and args[0].dtype in (torch.float32, torch.float64)
+_MODELLED = when(
+    "the workspaces were measured: float32 and float64, compute capability 9.0",
+    lambda c: c.gpu.capability == (9, 0) and c.args[0].dtype in (torch.float32, torch.float64),
+)
 
 
-def _measured(names: str) -> Callable[[Rule], Rule]:
-    register(names, modelled=linalg_is_modelled)
-    return registry.requests(names)
+def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
+    return registry.requests(names, modelled=_MODELLED, **parts)
 
 
 @_measured("_linalg_eigh")
-def eigh_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def eigh(c: KernelCall) -> Events:
     """Requests of `_linalg_eigh`: vectors and values, or values and a copy of the matrix."""
-    a = _of(args[0])
-    values, vectors = (t.nbytes for t in out)
-    is_wanted = argument(args, kwargs, 2, "compute_v", True)
+    a = _of(c.A)
     calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
-    info = INFO * a.batch
-    solved = around((info,), calls + a.checks)
-    if is_wanted:
-        return outputs({1: vectors, 0: values}) + solved
-    return outputs({0: values}) + around((a.square,), solved)
+    solved = around((INFO * a.batch,), calls + a.checks)
+    if c.compute_v:
+        return c.outputs(1, 0) + solved
+    return c.outputs(0) + around((a.square,), solved)
 
 
 @_measured("_linalg_svd")
-def svd_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def svd(c: KernelCall) -> Events:
     """Requests of `_linalg_svd`: both sets of vectors, values, a copy of the matrix.
 
     The vectors are made in any case, above 32 columns of one matrix at a time.
     """
-    a = _of(args[0])
+    a = _of(c.A)
     k = min(a.m, a.n)
-    is_full = argument(args, kwargs, 1, "full_matrices", False)
-    is_wanted = argument(args, kwargs, 2, "compute_uv", True)
     info, copy = INFO * a.batch, a.m * a.n * a.item * a.batch
-    work = passing(svd_bytes(a.m, a.n, a.item, is_full and bool(is_wanted)))
-    if is_wanted:
-        left, values, right = (t.nbytes for t in out)
-        made = outputs({0: left, 2: right, 1: values})
-        return made + around((info,), around((copy,), work) + a.checks)
+    work = passing(svd_bytes(a.m, a.n, a.item, bool(c.full_matrices and c.compute_uv)))
+    if c.compute_uv:
+        return c.outputs(0, 2, 1) + around((info,), around((copy,), work) + a.checks)
     count = a.batch if a.is_single or a.n <= 32 else 1
     u, v = a.m * k * a.item * count, k * a.n * a.item * count
-    work = around((copy, u, v), work)
-    return outputs({1: out[1].nbytes}) + around((info,), work + a.checks)
+    return c.outputs(1) + around((info,), around((copy, u, v), work) + a.checks)
 
 
-@_measured("linalg_qr")
-def qr_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured("linalg_qr", calls_cublas=lambda c: (a := _of(c.A)).batch > 1 and a.n <= 64)
+def qr(c: KernelCall) -> Events:
     """Requests of `linalg_qr`: Q, R, the reflectors' factors; Q is left out in mode `r`."""
-    q, r = out
-    return outputs({0: q.nbytes, 1: r.nbytes}) + _qr(args[0], q)
+    return c.outputs() + _qr(c.A, c.out[0])
 
 
-@_measured("linalg_qr.out")
-def qr_out_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured("linalg_qr.out", calls_cublas=lambda c: (a := _of(c.A)).batch > 1 and a.n <= 64)
+def qr_out(c: KernelCall) -> Events:
     """Requests of `linalg_qr` into given tensors: fresh results, which are copied."""
-    q, r = (t.nbytes for t in out)
-    return around((q, r), _qr(args[0], out[0]))
+    q, r = c.out
+    return around((q.nbytes, r.nbytes), _qr(c.A, q))
 
 
 def _qr(tensor: Tensor, q: Tensor) -> Events:
@@ -152,34 +139,32 @@ def _qr(tensor: Tensor, q: Tensor) -> Events:
     return around((taus,), factors + written)
 
 
+@_measured("geqrf")
+def geqrf_requests(c: KernelCall) -> Events:
+    """Requests of `geqrf`: Q's reflectors below R, and their factors."""
+    a = _of(c.self)
+    return c.outputs() + around((INFO,), a.loop(geqrf_bytes(a.n, a.item)))
+
+
 @registry.result("geqrf")
-def geqrf(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
+def geqrf(c: KernelCall) -> tuple[Tensor, Tensor]:
     """Return the results of `geqrf`, which torch's meta device lacks.
 
     They are a copy with its columns one after the other, and the reflectors' factors.
     """
-    given: Tensor = args[0]
+    given: Tensor = c.self
     factors = given.new_empty((*given.shape[:-2], min(given.shape[-2:])))
     return torch.empty_like(given.mT, memory_format=torch.contiguous_format).mT, factors
 
 
-@_measured("geqrf")
-def geqrf_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `geqrf`: Q's reflectors below R, and their factors."""
-    a, (written, factors) = _of(args[0]), (t.nbytes for t in out)
-    work = a.loop(geqrf_bytes(a.n, a.item))
-    made = outputs({0: written, 1: factors})
-    return made + around((INFO,), work)
-
-
 @registry.result("linalg_lstsq")
-def lstsq(args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
+def lstsq(c: KernelCall) -> tuple[Tensor, ...]:
     """Return the results of `linalg_lstsq`, which torch's meta device lacks: with `gels`, CUDA's
     only driver, no rank and no singular values.
 
     The solution is a part of a tensor with as many rows as the larger side.
     """
-    a, b = args[:2]
+    a, b = c.self, c.b
     m, n = a.shape[-2:]
     is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     batch: Any = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
@@ -194,13 +179,13 @@ def lstsq(args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
 
 
 @_measured("linalg_lstsq")
-def lstsq_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def lstsq_requests(c: KernelCall) -> Events:
     """Requests of `linalg_lstsq`: QR by cuBLAS for many small matrices, else by cuSOLVER.
 
     The residuals come last. The conjugate of a wide matrix is decomposed.
     """
-    a, solution = _of(args[0]), out[0]
-    is_vector = solution.dim() < args[0].dim()
+    a, solution = _of(c.self), c.out[0]
+    is_vector = solution.dim() < c.self.dim()
     num_right = 1 if is_vector else solution.shape[-1]
     a = replace(a, batch=prod(solution.shape[: -1 if is_vector else -2]))
     tall, k = max(a.m, a.n), min(a.m, a.n)
@@ -217,61 +202,59 @@ def lstsq_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
     else:
         solved = around((factors,), reflectors + rotated + triangular)
     made = outputs({0: tall * num_right * a.item * a.batch})
-    solved = around((copy,), solved + outputs({1: out[1].nbytes}))
+    solved = around((copy,), solved + c.outputs(1))
     return around((INFO * a.batch,), made + solved + a.checks)
 
 
 @_measured("linalg_householder_product")
-def householder_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def householder(c: KernelCall) -> Events:
     """Requests of `linalg_householder_product`."""
-    a, k = _of(args[0]), args[1].shape[-1]
-    written = a.loop(orgqr_bytes(a.m, a.n, k, a.item))
-    return outputs({0: out.nbytes}) + around((INFO,), written)
+    a = _of(c.input)
+    written = a.loop(orgqr_bytes(a.m, a.n, c.tau.shape[-1], a.item))
+    return c.outputs() + around((INFO,), written)
 
 
 @_measured("linalg_cholesky_ex")
-def cholesky_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def cholesky(c: KernelCall) -> Events:
     """Requests of `linalg_cholesky_ex`: one by cuSOLVER, many by its batched kernel."""
-    a = _of(args[0])
-    work = potrf_bytes(a.n, bool(kwargs.get("upper"))) if a.is_single else POINTER * a.batch
-    return outputs({0: out[0].nbytes, 1: out[1].nbytes}) + passing(work)
+    a = _of(c.self)
+    return c.outputs(0, 1) + passing(
+        potrf_bytes(a.n, c.upper) if a.is_single else POINTER * a.batch
+    )
 
 
-@_measured("_linalg_check_errors")
-def check_errors_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("_linalg_check_errors")
+def check_errors(c: KernelCall) -> Events:
     """Requests of `_linalg_check_errors`: comparisons with zero, and `any` of several matrices."""
-    return passing(1, 1) if args[0].dim() == 0 else passing(1)
+    return passing(1, 1) if c.info.dim() == 0 else passing(1)
 
 
 @_measured("cholesky_solve")
-def cholesky_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def cholesky_solve(c: KernelCall) -> Events:
     """Requests of `cholesky_solve`: the right-hand side and the factor are copied."""
-    factor = _of(args[1])
-    info = INFO if factor.is_single else 0
-    solved = outputs({0: out.nbytes}) + passing(factor.square)
-    return around((info,), solved)
+    factor = _of(c.input2)
+    return around((INFO,) if factor.is_single else (), c.outputs() + passing(factor.square))
 
 
 @_measured("cholesky_inverse")
-def cholesky_inverse_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def cholesky_inverse(c: KernelCall) -> Events:
     """Requests of `cholesky_inverse`."""
-    return outputs({0: out.nbytes}) + passing(_of(args[0]).square, INFO)
+    return c.outputs() + passing(_of(c.self).square, INFO)
 
 
-@_measured("linalg_solve_triangular")
-def solve_triangular_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured("linalg_solve_triangular", calls_cublas=lambda c: True)
+def solve_triangular(c: KernelCall) -> Events:
     """Requests of `linalg_solve_triangular`: batched cuBLAS.
 
     Up to 8 matrices of 64 columns or more are solved one by one.
     """
-    a = _of(args[0])
-    return outputs({0: out.nbytes}) + a.triangular
+    return c.outputs() + _of(c.self).triangular
 
 
-@_measured("triangular_solve")
-def triangular_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured("triangular_solve", calls_cublas=lambda c: True)
+def triangular_solve(c: KernelCall) -> Events:
     """Requests of `triangular_solve`: the solution, a copy of the matrix, the same kernel."""
-    return outputs({i: part.nbytes for i, part in enumerate(out)}) + _of(out[1]).triangular
+    return c.outputs() + _of(c.out[1]).triangular
 
 
 def _lu(a: _Matrices) -> Events:
@@ -302,30 +285,36 @@ def _lu_solve(a: _Matrices, num_right: int) -> Events:
     return made + inside + temporaries(-rows, -row, -rows)
 
 
-@_measured("linalg_lu_factor_ex")
-def lu_factor_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def _factors_by_cublas(c: KernelCall) -> bool:
+    """Return whether LU calls cuBLAS: `getCurrentCUDABlasHandle` of BatchLinearAlgebraLibBlas.cpp.
+
+    Those of CUDABlas.cpp are the other values of `calls_cublas` here.
+    """
+    return _of(c.A).is_factored_by_cublas
+
+
+@_measured("linalg_lu_factor_ex", calls_cublas=_factors_by_cublas)
+def lu_factor(c: KernelCall) -> Events:
     """Requests of `linalg_lu_factor_ex`: factors, pivots, info."""
-    return outputs({i: made.nbytes for i, made in enumerate(out)}) + _lu(_of(args[0]))
+    return c.outputs() + _lu(_of(c.A))
 
 
 @_measured("linalg_lu")
-def lu_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def lu(c: KernelCall) -> Events:
     """Requests of `linalg_lu`: permutation, both triangles, and the factors of `lu_factor_ex`."""
-    a = _of(args[0])
-    made = outputs({i: part.nbytes for i, part in enumerate(out)})
+    a = _of(c.A)
     factors = (a.m * a.n * a.item * a.batch,) if a.m * a.n > 1 else ()
     pivots, info = INFO * min(a.m, a.n) * a.batch, INFO * a.batch
-    has_rows = out[0].numel() > 0
+    has_rows = c.out[0].numel() > 0
     solved = _lu(a) + ([] if has_rows else passing(INFO * min(a.m, a.n)))
     events = temporaries(*factors, pivots, info) + solved + temporaries(*(-n for n in factors))
-    return made + events + (_rows(a) if has_rows else []) + temporaries(-info, -pivots)
+    return c.outputs() + events + (_rows(a) if has_rows else []) + temporaries(-info, -pivots)
 
 
 @_measured("lu_unpack")
-def lu_unpack_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def lu_unpack(c: KernelCall) -> Events:
     """Requests of `lu_unpack`: the results, and the rows of the permutation."""
-    made = outputs({i: part.nbytes for i, part in enumerate(out)})
-    return made + (_rows(_of(args[0])) if out[0].numel() else [])
+    return c.outputs() + (_rows(_of(c.LU_data)) if c.out[0].numel() else [])
 
 
 def _rows(a: _Matrices) -> Events:
@@ -335,24 +324,24 @@ def _rows(a: _Matrices) -> Events:
 
 
 @_measured("linalg_eig")
-def eig_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def eig(c: KernelCall) -> Events:
     """Requests of `linalg_eig`: a check for finite numbers, and results that are copied."""
-    a, (values, vectors) = _of(args[0]), (part.nbytes for part in out)
-    marks = args[0].numel()
+    a, (values, vectors) = _of(c.self), (part.nbytes for part in c.out)
+    marks = c.self.numel()
     is_finite = temporaries(a.square, marks, marks, marks, -marks, -marks, -a.square)
     is_finite += passing(1) + temporaries(-marks)
     found = around((values, a.square), _geev(a) + _are_real(a))
-    copies = outputs({0: values, 1: vectors}) + temporaries(-vectors, -values)
+    copies = c.outputs() + temporaries(-vectors, -values)
     given = temporaries(vectors, values) + found + copies
     return is_finite + around((INFO * a.batch,), given + a.checks)
 
 
 @_measured("_linalg_eigvals")
-def eigvals_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def eigvals_requests(c: KernelCall) -> Events:
     """Requests of `_linalg_eigvals`."""
-    a, values = _of(args[0]), out.nbytes
+    a, values = _of(c.self), c.out.nbytes
     found = around((values,), _geev(a) + _are_real(a))
-    copies = outputs({0: values}) + temporaries(-values)
+    copies = c.outputs() + temporaries(-values)
     return around((INFO * a.batch,), temporaries(values) + found + copies + a.checks)
 
 
@@ -367,29 +356,36 @@ def _are_real(a: _Matrices) -> Events:
     return around((count,), passing(1)) if count > 1 else passing(1, 1)
 
 
-@_measured("linalg_inv_ex")
-def inv_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured("linalg_inv_ex", calls_cublas=lambda c: True)
+def inv(c: KernelCall) -> Events:
     """Requests of `linalg_inv_ex`: a system with the identity."""
-    a = _of(args[0])
-    pivots = INFO * a.n * a.batch
-    solved = _lu(a) + _lu_solve(a, a.n)
-    made = outputs({0: out[0].nbytes, 1: out[1].nbytes})
-    return made + around((a.square, pivots), solved)
+    a = _of(c.A)
+    return c.outputs() + around((a.square, INFO * a.n * a.batch), _lu(a) + _lu_solve(a, a.n))
 
 
-@_measured("_linalg_solve_ex")
-def solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def _num_columns(right: Tensor, matrices: Tensor) -> int:
+    return right.shape[-1] if right.dim() == matrices.dim() else 1
+
+
+def _solves_by_cublas(c: KernelCall) -> bool:
+    a = _of(c.A)
+    return a.is_factored_by_cublas or not a.is_solved_in_a_loop(_num_columns(c.B, c.A))
+
+
+@_measured("_linalg_solve_ex", calls_cublas=_solves_by_cublas)
+def solve(c: KernelCall) -> Events:
     """Requests of `_linalg_solve_ex`: result, factors, pivots, info."""
-    a = _of(args[0])
-    num_right = out[0].shape[-1] if out[0].dim() == args[0].dim() else 1
-    made = outputs({i: part.nbytes for i, part in enumerate(out)})
-    return made + _lu(a) + _lu_solve(a, num_right)
+    a = _of(c.A)
+    return c.outputs() + _lu(a) + _lu_solve(a, _num_columns(c.out[0], c.A))
 
 
-@_measured("linalg_lu_solve")
-def lu_solve_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured(
+    "linalg_lu_solve",
+    calls_cublas=lambda c: not _of(c.LU).is_solved_in_a_loop(c.B.shape[-1]),
+)
+def lu_solve(c: KernelCall) -> Events:
     """Requests of `linalg_lu_solve`."""
-    return outputs({0: out.nbytes}) + _lu_solve(_of(args[0]), out.shape[-1])
+    return c.outputs() + _lu_solve(_of(c.LU), c.out.shape[-1])
 
 
 def _signs(a: _Matrices) -> Events:
@@ -399,44 +395,21 @@ def _signs(a: _Matrices) -> Events:
     return taken + passing(INDEX * count) + temporaries(-count, -4 * a.n)
 
 
-@_measured("_linalg_slogdet")
-def slogdet_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured("_linalg_slogdet", calls_cublas=_factors_by_cublas)
+def slogdet(c: KernelCall) -> Events:
     """Requests of `_linalg_slogdet`: sign, logarithm, factors, pivots."""
-    a = _of(args[0])
-    info, each, diagonal = INFO * a.batch, a.item * a.batch, a.n * a.item * a.batch
-    made = outputs({i: part.nbytes for i, part in enumerate(out)})
+    a = _of(c.A)
+    each, diagonal = a.item * a.batch, a.n * a.item * a.batch
     products = passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
-    return made + around((info,), _lu(a) + _signs(a) + products)
+    return c.outputs() + around((INFO * a.batch,), _lu(a) + _signs(a) + products)
 
 
-@_measured("_linalg_det")
-def det_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@_measured("_linalg_det", calls_cublas=_factors_by_cublas)
+def det(c: KernelCall) -> Events:
     """Requests of `_linalg_det`: determinant, factors, pivots."""
-    a = _of(args[0])
-    info, each = INFO * a.batch, a.item * a.batch
-    made = outputs({i: part.nbytes for i, part in enumerate(out)})
-    signs = around((each,), _signs(a) + temporaries(-INDEX * a.batch))
-    return made + around((info,), _lu(a) + signs)
-
-
-def _solves_by_cublas(args: Args) -> bool:
-    a = _of(args[0])
-    num_right = args[1].shape[-1] if args[1].dim() == args[0].dim() else 1
-    return a.is_factored_by_cublas or not a.is_solved_in_a_loop(num_right)
-
-
-# `getCurrentCUDABlasHandle` of BatchLinearAlgebraLibBlas.cpp and CUDABlas.cpp
-for _names, _calls_cublas in (
-    ("linalg_solve_triangular triangular_solve linalg_inv_ex", lambda args: True),
-    ("linalg_qr linalg_qr.out", lambda args: (a := _of(args[0])).batch > 1 and a.n <= 64),
-    ("_linalg_solve_ex", _solves_by_cublas),
-    ("linalg_lu_solve", lambda args: not _of(args[0]).is_solved_in_a_loop(args[2].shape[-1])),
-    (
-        "linalg_lu_factor_ex _linalg_slogdet _linalg_det",
-        lambda args: _of(args[0]).is_factored_by_cublas,
-    ),
-):
-    register(_names, calls_cublas=_calls_cublas)
+    a = _of(c.A)
+    signs = around((a.item * a.batch,), _signs(a) + temporaries(-INDEX * a.batch))
+    return c.outputs() + around((INFO * a.batch,), _lu(a) + signs)
 
 
 @registry.above_autograd("linalg_svdvals")

@@ -6,19 +6,17 @@ torch/csrc/autograd/FunctionsManual.cpp (`binary_cross_entropy_with_logits_backw
 Evidence: the allocator's events of each loss, recorded on an H100.
 """
 
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import accepts, same_type
-from memest.estimator.ops.registry import Args, Kwargs, argument, register
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -36,159 +34,138 @@ from memest.estimator.tensors.placement import on_gpu
 aten = torch.ops.aten
 
 
-def is_reduced(args: Args, position: int) -> bool:
-    """Return whether the loss is a mean or a sum, by the argument at `position` if it is given."""
-    return len(args) <= position or args[position] != 0
+def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
+    """Bytes of an elementwise loss of the first two arguments, and of its sum over everything."""
+    shape: Any = torch.broadcast_shapes(c.self.shape, c.target.shape)  # type: ignore[no-untyped-call]
+    loss = torch.empty(shape, dtype=c.out.dtype, device="meta")
+    return loss.nbytes, sum_bytes(loss, (), loss.dtype, c.gpu)
 
 
-def loss_shape(args: Args) -> tuple[int, ...]:
-    """Return the shape of the elementwise loss of the first two arguments."""
-    return tuple(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
+def _keeping_loss(c: KernelCall) -> Scratch:
+    """A second elementwise loss, the staging of its sum; the result keeps the loss's storage."""
+    if not c.reduction:
+        return Scratch()
+    size, staged = _elements(c)
+    return Scratch(after=(size, *staged), outputs=(size,))
 
 
-def _elements(shape: tuple[int, ...], out: Tensor, gpu: Gpu) -> tuple[int, tuple[int, ...]]:
-    """Bytes of an elementwise loss, and of its sum over everything."""
-    loss = torch.empty(shape, dtype=out.dtype, device="meta")
-    return prod(shape) * out.itemsize, sum_bytes(loss, (), loss.dtype, gpu)
+def _copying_sum(c: KernelCall) -> Scratch:
+    """The staging of the sum, a scalar that is copied into the loss, whose storage is kept."""
+    if not c.reduction:
+        return Scratch()
+    size, staged = _elements(c)
+    return Scratch(after=(c.out.itemsize, *staged), outputs=(size,))
 
 
-def _reduced_loss(position: int, *, is_copied: bool) -> registry.RequestRule:
-    """Return the rule of a loss whose reduction is the argument at `position`.
-
-    The staging of the sum comes after a second elementwise loss, or, if `is_copied`, after a scalar
-    that is copied into the loss.
-    """
-
-    def reduced_loss(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-        """Requests of the loss, whose storage the scalar keeps, and the staging of its sum."""
-        if not is_reduced(args, position):
-            return Scratch()
-        size, staged = _elements(loss_shape(args), out, gpu)
-        return Scratch(after=(out.itemsize if is_copied else size, *staged), outputs=(size,))
-
-    return reduced_loss
-
-
-register("mse_loss smooth_l1_loss", requests=_reduced_loss(2, is_copied=False))  # Loss.cpp
-register("soft_margin_loss", requests=_reduced_loss(2, is_copied=True))  # Loss.cpp
-register("binary_cross_entropy", requests=_reduced_loss(3, is_copied=True))  # cuda/Loss.cu
+register("mse_loss smooth_l1_loss", requests=_keeping_loss)  # Loss.cpp
+register("soft_margin_loss binary_cross_entropy", requests=_copying_sum)  # Loss.cpp, cuda/Loss.cu
 
 
 @registry.requests("huber_loss")
-def huber_loss_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def huber_loss(c: KernelCall) -> Scratch:
     """Requests of `huber_loss` (Loss.cpp), reduced: the elementwise loss, its sum's staging."""
-    if not is_reduced(args, 2):
+    if not c.reduction:
         return Scratch()
-    size, staged = _elements(loss_shape(args), out, gpu)
+    size, staged = _elements(c)
     return Scratch(before=(size,), after=staged)
 
 
 @registry.requests("binary_cross_entropy_with_logits")
-def bce_with_logits_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def bce_with_logits(c: KernelCall) -> Events:
     """Requests of `binary_cross_entropy_with_logits` of Loss.cpp: the log-sigmoid, then the loss.
 
     `(pos_weight - 1) * target + 1` takes a tensor of the weights' size and one of the loss's.
     """
-    positives = argument(args, kwargs, 3, "pos_weight")
-    size, staged = _elements(loss_shape(args), out, gpu)
-    log_sigmoid = args[0].nbytes
+    size, staged = _elements(c)
     loss = outputs({0: size})
-    if is_reduced(args, 4):
-        loss = around((size,), outputs({0: out.itemsize}) + passing(*staged))
-    weights = [] if positives is None else passing(positives.nbytes, size)
-    return around((log_sigmoid,), weights + loss)
+    if c.reduction:
+        loss = around((size,), outputs({0: c.out.itemsize}) + passing(*staged))
+    weights = [] if c.pos_weight is None else passing(c.pos_weight.nbytes, size)
+    return around((c.self.nbytes,), weights + loss)
 
 
-@registry.requests("nll_loss_forward")
-def nll_loss_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `nll_loss_forward` (cuda/NLLLoss.cu), reduced: copies of what has gaps."""
-    log_probs, target, weight, reduction = args[:4]
-    if reduction == 0 or log_probs.dim() < 2:
-        return Scratch()
-    return Scratch(after=contiguous_copy(log_probs, weight, target))
+def _is_reduced(c: KernelCall) -> bool:
+    """Return whether a loss of several samples is a mean or a sum."""
+    return bool(c.reduction) and c.self.dim() > 1
 
 
-@registry.requests("nll_loss_backward")
-def nll_loss_gradient_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `nll_loss_backward` (cuda/NLLLoss.cu), reduced: copies of target and weight."""
-    _, log_probs, target, weight, reduction = args[:5]
-    if reduction == 0 or log_probs.dim() < 2:
-        return Scratch()
-    return Scratch(after=contiguous_copy(target, weight))
+def _margin_loss(c: KernelCall) -> Tensor:
+    sizes = [] if c.reduction or c.self.dim() < 2 else [len(c.self)]
+    return torch.empty(sizes, dtype=c.self.dtype, device="meta")
+
+
+def _marks(c: KernelCall) -> Tensor:
+    return torch.empty(c.target.shape, dtype=c.self.dtype, device="meta")
+
+
+op(
+    "nll_loss_forward", "reduced: copies of what has gaps (cuda/NLLLoss.cu)",
+    after=lambda c: contiguous_copy(c.self, c.weight, c.target) if _is_reduced(c) else (),
+)  # fmt: skip
+op(
+    "nll_loss_backward", "reduced: copies of target and weight (cuda/NLLLoss.cu)",
+    after=lambda c: contiguous_copy(c.target, c.weight) if _is_reduced(c) else (),
+)  # fmt: skip
+op(
+    "multi_margin_loss", "reduced: one loss for each sample (MultiMarginLoss.cu)",
+    after=lambda c: len(c.self) * c.out.itemsize if _is_reduced(c) else 0,
+    result=_margin_loss,
+)  # fmt: skip
 
 
 @registry.requests("soft_margin_loss_backward")
-def soft_margin_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def soft_margin_backward(c: KernelCall) -> Events:
     """Requests of the gradient in Loss.cpp: `exp(-target * input)` by way of two products."""
-    size = out.nbytes
+    size = c.out.nbytes
     oldest = KernelEvent(-size, OLDEST)
     made = [*temporaries(size, size, size), oldest, oldest]
-    return made + outputs({0: size}) + temporaries(-size)
+    return made + c.outputs() + temporaries(-size)
 
 
-def _samples(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() > 1 else 1
-
-
-@registry.requests("multi_margin_loss")
-def multi_margin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `multi_margin_loss` (MultiMarginLoss.cu), reduced: one loss for each sample."""
-    if args[0].dim() < 2 or not is_reduced(args, 5):
-        return Scratch()
-    return Scratch(after=(_samples(args[0]) * out.itemsize,))
-
-
-@registry.requests("multilabel_margin_loss_forward")
-def multilabel_margin_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "multilabel_margin_loss_forward",
+    result=lambda c: (_margin_loss(c), _marks(c)),
+)
+def multilabel_margin(c: KernelCall) -> Events:
     """Requests of MultiLabelMarginCriterion.cu: marks of targets, losses, their mean or sum."""
-    loss, is_target = out
-    kept = outputs({1: is_target.nbytes})
-    result = outputs({0: loss.nbytes})
-    if args[0].dim() < 2 or not is_reduced(args, 2):
-        return kept + result
-    each = _samples(args[0]) * loss.itemsize
-    return kept + around((each,), result)
+    each = (len(c.self) * c.self.itemsize,) if _is_reduced(c) else ()
+    return c.outputs(1) + around(each, c.outputs(0))
 
 
 @registry.requests("_ctc_loss _ctc_loss.Tensor")
-def ctc_loss_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def ctc_loss_events(c: KernelCall) -> Events:
     """Requests of `_ctc_loss`: three int64 per sample, the forward variables, then the losses.
 
     The three are the lengths of input and target, and the start of the target (LossCTC.cu).
     """
-    losses, alphas = out
-    lengths = (losses.numel() * 8,) * 3
-    results = outputs({1: alphas.nbytes, 0: losses.nbytes})
-    return around(lengths, results)
+    return around((c.out[0].numel() * 8,) * 3, c.outputs(1, 0))
 
 
 LARGE_CTC = 450  # bound of `is_large` of LossCTC.cu: above it blanks are summed separately
 
 
 @registry.requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
-def ctc_loss_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def ctc_loss_backward(c: KernelCall) -> Events:
     """Requests of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
 
     A large one has a `logsumexp` over the blanks. `zero_infinity` has a second gradient.
     """
-    log_probs, losses, alphas = args[1], args[5], args[6]
-    zero_infinity = argument(args, kwargs, 8, "zero_infinity", False)
-    made = out.nbytes
-    gradient = outputs({0: made})
-    steps, classes = log_probs.shape[0], log_probs.shape[-1]
-    if 2 * steps + 24 * losses.numel() // 10 + 2 * classes // 10 > LARGE_CTC:
+    alphas, num_samples = c.log_alpha, c.neg_log_likelihood.numel()
+    gradient = c.outputs()
+    steps, classes = c.log_probs.shape[0], c.log_probs.shape[-1]
+    if 2 * steps + 24 * num_samples // 10 + 2 * classes // 10 > LARGE_CTC:
         rows = alphas.shape[0] * alphas.shape[1]
         blanks = rows * (alphas.shape[2] // 2 + 1) * alphas.itemsize
         sums = rows * alphas.itemsize
         of_blanks = temporaries(
             blanks, sums, sums, rows, -rows, -sums, blanks, sums, -blanks, -sums, -sums, -blanks
         )
-        if zero_infinity:
-            zero, flags = out.itemsize, losses.numel()
-            gradient = around((made,), of_blanks + around((zero, flags), gradient))
+        if c.zero_infinity:
+            zeros = (c.out.itemsize, num_samples)
+            gradient = around((c.out.nbytes,), of_blanks + around(zeros, gradient))
         else:
             gradient += of_blanks
-    lengths = (losses.numel() * 8,) * 3
+    lengths = (num_samples * 8,) * 3
     return around((*lengths, alphas.nbytes), gradient)
 
 
@@ -230,10 +207,11 @@ register(
 register("_ctc_loss _ctc_loss_backward _cudnn_ctc_loss", may_mix_devices=True)
 
 
-@registry.result("_cudnn_ctc_loss")
-def _cudnn_ctc(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-    """Return the losses and the gradient (cudnn/LossCTC.cpp); the workspace is not known."""
-    return args[0].new_empty(args[0].shape[1]), torch.empty_like(args[0])
+# cudnn/LossCTC.cpp: losses and gradient; the workspace is not known
+register(
+    "_cudnn_ctc_loss",
+    result=lambda c: (c.log_probs.new_empty(c.log_probs.shape[1]), torch.empty_like(c.log_probs)),
+)
 
 
 def _goes_to_cudnn(batch: Tensor, targets: Tensor, lengths: list[int], of: list[int]) -> bool:
@@ -279,22 +257,6 @@ def ctc_loss_of_tensors(
     """Run `ctc_loss` with lengths in tensors."""
     lengths, target_lengths, *options = lengths_and_options
     return ctc_loss(then, log_probs, targets, lengths.tolist(), target_lengths.tolist(), *options)
-
-
-def _margin_loss(x: Tensor, is_reduced: bool) -> Tensor:
-    sizes = [] if is_reduced or x.dim() < 2 else [x.shape[0]]
-    return torch.empty(sizes, dtype=x.dtype, device="meta")
-
-
-@registry.result("multi_margin_loss")
-def _multi_margin(args: Args, kwargs: Kwargs) -> Tensor:
-    return _margin_loss(args[0], is_reduced(args, 5))
-
-
-@registry.result("multilabel_margin_loss_forward")
-def _multilabel_margin(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-    is_target = torch.empty(args[1].shape, dtype=args[0].dtype, device="meta")
-    return _margin_loss(args[0], is_reduced(args, 2)), is_target
 
 
 register(

@@ -37,11 +37,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.refusals import cpp_type, expects, same_type, type_name
-from memest.estimator.ops.registry import Args, Kwargs, argument, op_of, register
+from memest.estimator.ops.registry import KernelCall, op_of, register, when
 from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.versions import TorchRelease, simulated
@@ -61,31 +60,41 @@ They take 67,584 bytes for 132 multiprocessors, in each of 528 recorded calls.
 
 
 @registry.result("_grouped_mm")
-def grouped_mm_output(args: Args, kwargs: Kwargs) -> Tensor:
+def grouped_mm_output(c: KernelCall) -> Tensor:
     """Return the result also for dtypes other than bfloat16, which torch's meta kernel refuses.
 
     Rows are padded to 16 bytes, as `create_grouped_gemm_output_tensor` does.
     """
     with contextlib.suppress(NotImplementedError, RuntimeError):
-        return aten._grouped_mm.default(*args, **kwargs)
-    left, right = args[0], args[1]
-    offsets: Any = argument(args, kwargs, 2, "offs")
+        return aten._grouped_mm.default(**c)
+    left, right = c.self, c.mat2
     if left.dim() == 2 and right.dim() == 2:
-        size = [offsets.size(0), left.size(0), right.size(1)]
+        size = [c.offs.size(0), left.size(0), right.size(1)]
     elif left.dim() == 2:
         size = [left.size(0), right.size(-1)]
     elif right.dim() == 2:
         size = [left.size(1), right.size(1)]
     else:
         size = [left.size(0), left.size(1), right.size(-1)]
-    vector = 16 // left.itemsize
-    row = round_up(size[-1], vector)
+    row = round_up(size[-1], 16 // left.itemsize)
     stride = [row, 1] if len(size) == 2 else [size[1] * row, row, 1]
     return torch.empty_strided(size, stride, dtype=left.dtype, device=left.device)
 
 
-@registry.requests("_grouped_mm")
-def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def _is_fused(c: KernelCall) -> bool:
+    """`use_fast_path`: bfloat16 on compute capability 9.0 or 10.x."""
+    is_bfloat16 = c.self.dtype == c.mat2.dtype == torch.bfloat16
+    return is_bfloat16 and (c.gpu.capability == (9, 0) or c.gpu.capability[0] == 10)
+
+
+@registry.requests(
+    "_grouped_mm",
+    modelled=when(
+        "the product is a loop without memory of its own, or was recorded",
+        lambda c: not _is_fused(c) or c.gpu.capability == _RECORDED,
+    ),
+)
+def grouped_mm(c: KernelCall) -> Scratch:
     """Requests of a grouped product: a table and descriptors in the fused kernel, or `mm` per
     group.
 
@@ -94,32 +103,19 @@ def grouped_mm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratc
         3 * 8 * round_up(G, 2) + 12 * G + 3 * 8 * G
         4 * 128 * multiprocessors
     """
-    if not _is_fused(args, gpu):
+    if not _is_fused(c):
         return Scratch()
-    offsets = argument(args, kwargs, 2, "offs")
-    groups = args[0].size(0) if offsets is None else offsets.size(0)
+    groups = c.self.size(0) if c.offs is None else c.offs.size(0)
     pointers = 3 * _POINTER_BYTES * (groups + groups % 2)
-    descriptors = gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
+    descriptors = c.gpu.num_sms * _DESCRIPTORS_PER_SM * _DESCRIPTOR_BYTES
     return Scratch(after=(pointers + groups * _PROBLEM_BYTES + 3 * 8 * groups, descriptors))
 
 
-@registry.modelled("_grouped_mm")
-def grouped_mm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the product is a loop without memory of its own, or was recorded."""
-    return not _is_fused(args, gpu) or gpu.capability == _RECORDED
-
-
-def _is_fused(args: Args, gpu: Gpu) -> bool:
-    """`use_fast_path`: bfloat16 on compute capability 9.0 or 10.x."""
-    is_bfloat16 = args[0].dtype == args[1].dtype == torch.bfloat16
-    return is_bfloat16 and (gpu.capability == (9, 0) or gpu.capability[0] == 10)
-
-
 @registry.refuse("addmm addmm_")
-def refuse_addmm(args: Args, kwargs: Kwargs) -> str:
+def refuse_addmm(c: KernelCall) -> str:
     """Check the types of summand and factors (cuda/Blas.cpp)."""
-    added, left, right = (tensor.dtype for tensor in args[:3])
-    for name, dtype in (("self", added), ("mat1", left)):
+    right = c.mat2.dtype
+    for name, dtype in (("self", c.self.dtype), ("mat1", c.mat1.dtype)):
         if dtype != right:
             types = f"{type_name(dtype)} and {type_name(right)}"
             return f"{name} and mat2 must have the same dtype, but got {types}"
@@ -179,21 +175,20 @@ for _names, _product in (
 
 
 @registry.result("_scaled_mm.out")
-def scaled_product(args: Args, kwargs: Kwargs) -> Tensor:
+def scaled_product(c: KernelCall) -> Tensor:
     """Return `out` with the size of the product; torch has no meta kernel for this overload."""
-    others = {name: value for name, value in kwargs.items() if name != "out"}
-    out: Tensor = kwargs["out"]
-    return out.resize_(aten._scaled_mm.default(*args, **others).shape)
+    out: Tensor = c["out"]
+    others = {name: value for name, value in c.items() if name != "out"}
+    return out.resize_(aten._scaled_mm.default(**others).shape)
 
 
-def _of_dtype(product: Product, args: Args, kwargs: Kwargs) -> Tensor:
+def _of_dtype(product: Product, c: KernelCall) -> Tensor:
     """Return the result of a product with `out_dtype`, which follows the factors."""
-    left, right = _factors(product, args)
+    left, right = _factors(product, c.args)
     shape = (*left.shape[:-1], right.shape[-1])
-    if "out" in kwargs:
-        out: Tensor = kwargs["out"]
-        return out.resize_(shape)
-    return left.new_empty(shape, dtype=args[product.first + 2])
+    if "out" in c:
+        return c["out"].resize_(shape)
+    return left.new_empty(shape, dtype=c.out_dtype)
 
 
 for _packet, _product in (
@@ -301,7 +296,7 @@ class CublasWorkspaces:
         op = op_of(func)
         product: Product | None = op.product
         if product is None:
-            if op.calls_cublas is None or not op.calls_cublas(tuple(args)):
+            if op.calls_cublas is None or not op.calls_cublas(op.call(tuple(args), dict(kwargs))):
                 return (), ()
             temporary: tuple[int, ...] = ()
         else:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
@@ -21,7 +20,7 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of, sum_bytes
 from memest.estimator.ops.refusals import expects, type_name
-from memest.estimator.ops.registry import Args, Kwargs, register
+from memest.estimator.ops.registry import KernelCall, op, register, when
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -90,43 +89,39 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
     return header_bytes + groups * (blocks * block_bytes + 4)
 
 
-@registry.requests("cudnn_batch_norm")
-def batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def _is_workspace_known(c: KernelCall) -> bool:
+    is_measured = c.input.dtype in FORWARD_ROWS and c.gpu.capability == (9, 0)
+    return is_measured or not _is_channels_last(c.input)
+
+
+_BY_CUDNN = when(
+    "the workspace is known: NCHW, and channels-last on Hopper except float64", _is_workspace_known
+)
+_BY_TORCH = when(
+    "no sequence has gaps, in which torch's own kernels (bfloat16) were not recorded",
+    lambda c: c.input.dim() != 3 or c.input.is_contiguous(),
+)
+
+
+@registry.requests("cudnn_batch_norm", modelled=_BY_CUDNN)
+def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
     """Requests of `cudnn_batch_norm`: partial sums in channels-last training, a flag per block."""
-    tensor, is_training = args[0], args[5]
-    if not is_training or not _is_channels_last(tensor):
+    if not c.training or not _is_channels_last(c.input):
         return Scratch()
-    rows = FORWARD_ROWS.get(tensor.dtype, FORWARD_ROWS[torch.float32])
-    return Scratch(after=(_workspace(tensor, rows, SUMS_BYTES + 4, FORWARD_HEADER),))
+    rows = FORWARD_ROWS.get(c.input.dtype, FORWARD_ROWS[torch.float32])
+    return Scratch(after=(_workspace(c.input, rows, SUMS_BYTES + 4, FORWARD_HEADER),))
 
 
-@registry.requests("cudnn_batch_norm_backward")
-def batch_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+@registry.requests("cudnn_batch_norm_backward", modelled=_BY_CUDNN)
+def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
     """Requests of `cudnn_batch_norm_backward`: copied gradient, partial sums in channels-last."""
-    tensor, grad = args[0], args[1]
-    is_last = _is_channels_last(tensor)
-    is_like = grad.is_contiguous() != is_last
-    copies = () if is_like else (grad.nbytes,)
+    is_last = _is_channels_last(c.input)
+    is_like = c.grad_output.is_contiguous() != is_last
+    copies = () if is_like else (c.grad_output.nbytes,)
     if not is_last:
         return Scratch(before=copies)
-    workspace = _workspace(tensor, BACKWARD_ROWS, SUMS_BYTES, BACKWARD_HEADER)
+    workspace = _workspace(c.input, BACKWARD_ROWS, SUMS_BYTES, BACKWARD_HEADER)
     return Scratch(before=copies, after=(workspace,))
-
-
-@registry.modelled(
-    "cudnn_batch_norm cudnn_batch_norm_backward native_batch_norm native_batch_norm_backward"
-)
-def batch_norm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the workspace is known: NCHW, and channels-last on Hopper except float64.
-
-    torch's own kernels (bfloat16) were recorded in both orders, but not of sequences with gaps.
-    """
-    is_backward = func is torch.ops.aten.native_batch_norm_backward.default
-    tensor = args[1] if is_backward else args[0]
-    if "native" in func._schema.name:
-        return bool(tensor.dim() != 3 or tensor.is_contiguous())
-    is_measured = tensor.dtype in FORWARD_ROWS and gpu.capability == (9, 0)
-    return bool(not _is_channels_last(tensor) or is_measured)
 
 
 def _takes_rows(tensor: Tensor) -> bool:
@@ -153,45 +148,43 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     return sums_per_channel * channels * blocks * 4, ceil_div(channels, width) * 4
 
 
-@registry.requests("native_batch_norm")
-def native_batch_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+@registry.requests("native_batch_norm", modelled=_BY_TORCH)
+def native_batch_norm(c: KernelCall) -> Scratch:
     """Requests of `batch_norm_cuda` by torch's own kernels: in training, staged sums if channels
     are contiguous.
 
     Missing weights are numbers (`Impl::General`).
     """
-    tensor, is_training = args[0], args[5]
-    staged = _staging(tensor, 4) if is_training and _takes_rows(tensor) else ()
-    has_gaps = tensor.dim() == 2 and not tensor.is_contiguous()
-    return Scratch(after=staged + (4,) * (has_gaps * sum(w is None for w in args[1:3])))
+    staged = _staging(c.input, 4) if c.training and _takes_rows(c.input) else ()
+    has_gaps = c.input.dim() == 2 and not c.input.is_contiguous()
+    num_missing = (c.weight is None) + (c.bias is None)
+    return Scratch(after=staged + (4,) * (has_gaps * num_missing))
 
 
-@registry.requests("batch_norm_stats")
-def statistics_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `batch_norm_stats` of `SyncBatchNorm`: staged sums."""
-    return Scratch(after=_staging(args[0], 4) if _takes_rows(args[0]) else ())
+op(
+    "batch_norm_stats", "staged sums (`batch_norm_stats` of `SyncBatchNorm`)",
+    after=lambda c: _staging(c.input, 4) if _takes_rows(c.input) else (),
+)  # fmt: skip
+op(
+    "batch_norm_backward_reduce", "staged sums (`batch_norm_backward_reduce` of `SyncBatchNorm`)",
+    after=lambda c: _staging(c.input, 2) if _takes_rows(c.input) else (),
+)  # fmt: skip
 
 
-@registry.requests("batch_norm_backward_reduce")
-def statistics_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `batch_norm_backward_reduce` of `SyncBatchNorm`: staged sums."""
-    return Scratch(after=_staging(args[1], 2) if _takes_rows(args[1]) else ())
-
-
-@registry.requests("native_batch_norm_backward")
-def native_batch_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("native_batch_norm_backward", modelled=_BY_TORCH, layout=like(1))
+def native_batch_norm_backward(c: KernelCall) -> Events:
     """Requests of `batch_norm_backward_cuda`: gradients by one kernel.
 
     Sums over the samples come first if channels are contiguous or the input needs no gradient.
     """
-    tensor, wanted = args[1], args[9]
+    tensor, wanted = c.input, c.output_mask
     takes_rows = _takes_rows(tensor)
-    sizes = {i: t.nbytes for i, t in enumerate(out) if t is not None and wanted[i]}
+    sizes = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and wanted[i]}
     if wanted[0] and not takes_rows:
         return outputs(sizes)
     of_input = outputs({0: sizes.pop(0)} if wanted[0] else {})
     sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
-    staged = _staging(tensor, 2) if takes_rows and _takes_rows(args[0]) else ()
+    staged = _staging(tensor, 2) if takes_rows and _takes_rows(c.grad_out) else ()
     return around(sums, outputs(sizes) + passing(*staged) + of_input)
 
 
@@ -208,20 +201,21 @@ def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
     return min(MAX_GRID // blocks, ceil_div(num_rows, ROWS_PER_BLOCK))
 
 
-def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu: Gpu) -> Events:
+@registry.requests("native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous)
+def norm_backward(c: KernelCall) -> Events:
     """Requests of a norm's backward: copies, gradients, partial sums where rows are many and
     narrow.
 
-    `weights` are given by the position of their gradient. `LaunchGammaBetaBackwardCUDAKernel` adds
-    blocks of rows, then calls `sum(0)` for each, which replaces an allocated output.
+    `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu) adds blocks of rows, then calls
+    `sum(0)` for the weight and for the bias, which replaces an allocated output.
     """
-    grad, tensor, shape = args[0], args[1], args[2]
-    width = prod(shape)
-    wanted = {i: w for i, w in weights.items() if mask[i] and w is not None}
-    rows = _partial_rows(tensor.numel() // max(1, width), width, gpu)
-    of_input, of_weights = contiguous_copy(tensor), {i: w.nbytes for i, w in wanted.items()}
-    of_grad = contiguous_copy(grad)
-    made = outputs({0: tensor.nbytes} if mask[0] else {})
+    width = prod(c.normalized_shape)
+    weights = {1: c.weight, 2: c.get("bias")}
+    wanted = {i: w for i, w in weights.items() if w is not None and c.output_mask[i]}
+    rows = _partial_rows(c.input.numel() // max(1, width), width, c.gpu)
+    of_input, of_weights = contiguous_copy(c.input), {i: w.nbytes for i, w in wanted.items()}
+    of_grad = contiguous_copy(c.grad_out)
+    made = outputs({0: c.input.nbytes} if c.output_mask[0] else {})
     if not rows:
         return around(of_input, made + outputs(of_weights) + passing(*of_grad))
     sums: Events = []
@@ -229,22 +223,10 @@ def _events(args: Args, weights: dict[int, Tensor | None], mask: list[bool], gpu
     for i, weight in wanted.items():
         part = torch.empty((rows, width), dtype=weight.dtype, device="meta")
         parts.append(part.nbytes)
-        sums += outputs({i: of_weights[i]}) + passing(*sum_bytes(part, [0], part.dtype, gpu))
+        sums += outputs({i: of_weights[i]}) + passing(*sum_bytes(part, [0], part.dtype, c.gpu))
         sums += [KernelEvent(-of_weights[i], OLDEST)]
     made += temporaries(*of_weights.values()) + around((*of_grad, *parts), sums)
     return around(of_input, made)
-
-
-@registry.requests("native_layer_norm_backward")
-def layer_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `native_layer_norm_backward`: copies, partial sums for weight, then for bias."""
-    return _events(args, {1: args[5], 2: args[6]}, list(args[7]), gpu)
-
-
-@registry.requests("_fused_rms_norm_backward")
-def rms_norm_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `_fused_rms_norm_backward`: copies, and partial sums for the weight."""
-    return _events(args, {1: args[4]}, list(args[5]), gpu)
 
 
 register(
@@ -253,75 +235,68 @@ register(
 
 
 @registry.requests("native_group_norm")
-def group_norm_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def group_norm(c: KernelCall) -> Scratch:
     """Requests of `native_group_norm`: scale and shift, N * C accumulators each.
 
     group_norm_kernel.cu; none without weight and bias or with one element per channel.
     """
-    tensor, weight, bias, batch, channels, size = args[:6]
-    copies = contiguous_copy(tensor)
-    if size == 1 or (weight is None and bias is None):
+    copies = contiguous_copy(c.input)
+    if c.HxW == 1 or (c.weight is None and c.bias is None):
         return Scratch(before=copies)
-    per_channel = batch * channels * accumulator_bytes_of(tensor.dtype)
+    per_channel = c.N * c.C * accumulator_bytes_of(c.input.dtype)
     return Scratch(before=copies, after=(per_channel, per_channel))
 
 
 @registry.requests("native_group_norm_backward")
-def group_norm_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def group_norm_backward(c: KernelCall) -> Scratch:
     """Requests of `native_group_norm_backward`: two sums per channel, three factors for the input.
 
     group_norm_kernel.cu: `ds`, `db` and, with a weight, `c1` of N * C; `c2` and `c3` of N * G.
     """
-    tensor, weight = args[1], args[4]
-    batch, channels, size, groups = args[5:9]
-    acc = accumulator_bytes_of(tensor.dtype)
-    per_channel, per_group = batch * channels * acc, batch * groups * acc
-    if size == 1:
-        return Scratch(after=(per_group, per_group) if args[9][0] else ())
-    after = (per_channel, per_channel)
-    if args[9][0]:
-        after += (per_group, per_group) + ((per_channel,) if weight is not None else ())
-    return Scratch(after=after)
+    accumulator = accumulator_bytes_of(c.input.dtype)
+    per_channel, per_group = c.N * c.C * accumulator, c.N * c.group * accumulator
+    of_input = [per_group, per_group] if c.output_mask[0] else []
+    if c.HxW == 1:
+        return Scratch(after=tuple(of_input))
+    if of_input and c.weight is not None:
+        of_input.append(per_channel)
+    return Scratch(after=(per_channel, per_channel, *of_input))
 
 
-@registry.result("_weight_norm_interface_backward")  # torch 2.6 has no meta kernel
-def _weight_norm_backward(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(args[1]), torch.empty_like(args[2])
+register(  # torch 2.6 has no meta kernel
+    "_weight_norm_interface_backward",
+    result=lambda c: (torch.empty_like(c.saved_v), torch.empty_like(c.saved_g)),
+)
 
 
 @registry.refuse("native_group_norm")
-def refuse_group_norm(args: Args, kwargs: Kwargs) -> str:
+def refuse_group_norm(c: KernelCall) -> str:
     """Check the types of input and weight (native/mixed_data_type.h)."""
-    tensor, weight = args[0].dtype, args[1] if len(args) > 1 else None
-    if weight is None or weight.dtype == tensor:
+    dtype = c.input.dtype
+    if c.weight is None or c.weight.dtype == dtype:
         return ""
-    if tensor.itemsize > 2 and tensor != torch.float32:
+    if dtype.itemsize > 2 and dtype != torch.float32:
         return "mixed dtype (CPU): all inputs must share same datatype."
-    if weight.dtype != torch.float32:
+    if c.weight.dtype != torch.float32:
         return "mixed dtype (CPU): expect parameter to have scalar type of Float"
-    return f"expected scalar type {type_name(tensor)} but found {type_name(weight.dtype)}"
+    return f"expected scalar type {type_name(dtype)} but found {type_name(c.weight.dtype)}"
 
 
 @registry.refuse("native_batch_norm cudnn_batch_norm _native_batch_norm_legit")
-def refuse_batch_norm(args: Args, kwargs: Kwargs) -> str:
+def refuse_batch_norm(c: KernelCall) -> str:
     """Check the weight (cuda/Normalization.cu): of the input's type, or float32 for half inputs."""
-    tensor, weight = args[0].dtype, args[1] if len(args) > 1 else None
-    if weight is None or weight.dtype == tensor:
+    dtype = c.input.dtype
+    if c.weight is None or c.weight.dtype == dtype:
         return ""
-    if tensor in (torch.float16, torch.bfloat16) and weight.dtype == torch.float32:
+    if dtype in (torch.float16, torch.bfloat16) and c.weight.dtype == torch.float32:
         return ""
-    if not tensor.is_floating_point:
-        return f"\"batch_norm_stats_cuda\" not implemented for '{type_name(tensor)}'"
-    expected = torch.float32 if tensor.itemsize == 2 else tensor
-    return f"expected scalar type {type_name(expected)} but found {type_name(weight.dtype)}"
+    if not dtype.is_floating_point:
+        return f"\"batch_norm_stats_cuda\" not implemented for '{type_name(dtype)}'"
+    expected = torch.float32 if dtype.itemsize == 2 else dtype
+    return f"expected scalar type {type_name(expected)} but found {type_name(c.weight.dtype)}"
 
 
 register("native_layer_norm", refuse=expects(0, 2, "LayerNormKernelImpl"))
-
-register(
-    "native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous
-)  # layer_norm_kernel.cu
-register("native_batch_norm_backward", layout=like(1))  # cuda/Normalization.cu
 
 
 def _statistics(tensor: Tensor) -> Tensor:
@@ -330,26 +305,21 @@ def _statistics(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape[1], dtype=dtype, device="meta")
 
 
-@registry.result("batch_norm_stats batch_norm_gather_stats_with_counts")
-def _batch_norm_stats(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor]:
-    return _statistics(args[0]), _statistics(args[0])
+register(
+    "batch_norm_stats batch_norm_gather_stats_with_counts",
+    result=lambda c: (_statistics(c.input), _statistics(c.input)),
+)
+register("batch_norm_elemt batch_norm_backward_elemt", result=lambda c: torch.empty_like(c.input))
 
 
 @registry.result("batch_norm_backward_reduce")
-def _batch_norm_sums(args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
     """Return two sums over the batch, and the gradients of weight and bias, on meta."""
-    _, tensor, _, _, weight, _, of_weight, of_bias = args
-    made = torch.empty_like if weight is not None else None
-    return (
-        _statistics(tensor),
-        _statistics(tensor),
-        made(weight) if made and of_weight else None,
-        made(weight) if made and of_bias else None,
+    gradients = (
+        torch.empty_like(c.weight) if c.weight is not None and is_wanted else None
+        for is_wanted in (c.weight_g, c.bias_g)
     )
-
-
-register("batch_norm_elemt", result=lambda args, kwargs: torch.empty_like(args[0]))
-register("batch_norm_backward_elemt", result=lambda args, kwargs: torch.empty_like(args[1]))
+    return _statistics(c.input), _statistics(c.input), *gradients
 
 
 @registry.above_autograd("batch_norm", vmap_key=registry.UNDER_VMAP)

@@ -28,9 +28,9 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes
 from memest.estimator.ops.reductions import reduce_bytes, sum_bytes
-from memest.estimator.ops.registry import Args, Kwargs, argument, register
+from memest.estimator.ops.registry import Args, KernelCall, Kwargs, op, register, when
 from memest.estimator.ops.strides import in_format_of_first
-from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
+from memest.estimator.ops.temporaries import Events, around, passing, temporaries
 from memest.estimator.tensors.placement import CPU
 from memest.units import ceil_div, round_up
 
@@ -247,12 +247,13 @@ class CudaRng:
         name = func._schema.name.removeprefix("aten::")
         if not count or not (op.random_offset or is_drawn(name, args)):
             return None
-        fixed = op.random_offset and op.random_offset(args, kwargs, made, self.gpu)
+        call = op.call(args, kwargs, made, self.gpu)
+        fixed = op.random_offset and op.random_offset(call)
         if fixed is not None:
             generator.offset += fixed
             return None
         if name == "multinomial":
-            return self._chosen(generator, args, kwargs, given)
+            return self._chosen(generator, call, given)
         low, high = _range(func, args, made.dtype) if name in _OF_INTEGERS else (0, 1)
         is_double = made.dtype == torch.float64
         takes_two = (is_double and name not in _DROPOUTS) or high - low >= _WIDE
@@ -270,14 +271,12 @@ class CudaRng:
         generator.offset += plan.offset
         return None if numbers is None else _in_shape(numbers, made)
 
-    def _chosen(
-        self, generator: GpuGenerator, args: Args, kwargs: Kwargs, odds: Any
-    ) -> Tensor | None:
+    def _chosen(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
         """Return samples without replacement, or one: the largest odds over exponential numbers."""
-        given: Tensor = args[0]
-        num_samples, puts_back = _samples(args, kwargs)
+        given: Tensor = c.self
+        num_samples: int = c.num_samples
         rows = given.numel() // given.size(-1)
-        if puts_back and num_samples > 1:
+        if c.replacement and num_samples > 1:
             made = _found(generator, odds, num_samples) if odds is not None and rows == 1 else None
             generator.offset += DRAWS * ((rows - 1) // MOST_ROWS + 1)
             return made
@@ -376,31 +375,30 @@ def is_drawn(name: str, args: Args) -> bool:
     return name in _OVER_A_GRID or name == "multinomial"
 
 
-@registry.random_offset(*registry.overloads_of(aten.randperm))
-def randperm_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int:
+def _overloads(*packets: Any) -> list[OpOverload]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+@registry.random_offset(*_overloads(aten.randperm))
+def randperm_offset(c: KernelCall) -> int:
     """Return the offset step of `randperm` (Randperm.cu): keys, and a shuffle of equal ones."""
-    count = out.numel()
+    count = c.out.numel()
     wide = count > 1 and math.log2(count) * 2 > 28  # keys of so many bits are of 64
-    return launch(count, gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
+    return launch(count, c.gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
 
 
-@registry.random_offset(*registry.overloads_of(aten.bernoulli))
-def bernoulli_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
-    """Return the offset step of `bernoulli` with probabilities in a tensor."""
-    return 12 if len(args) < 2 or isinstance(args[1], Tensor) else None
-
-
-@registry.random_offset(*registry.overloads_of(aten.bernoulli_))
-def bernoulli_in_place_offset(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> int | None:
-    """Return the offset step of `bernoulli_` with probabilities in a tensor."""
-    return 12 if len(args) > 1 and isinstance(args[1], Tensor) else None
-
-
-register(*registry.overloads_of(aten.poisson), random_offset=lambda *call: 20)
-register(*registry.overloads_of(aten._standard_gamma), random_offset=lambda *call: 12)
-register(*registry.overloads_of(aten._sample_dirichlet), random_offset=lambda *call: 12)
-# `philox_engine_inputs(42)` of cuda/Distributions.cu, rounded up to a multiple of 4
-register(*registry.overloads_of(aten.binomial), random_offset=lambda *call: 44)
+for _packets, _step in (
+    ((aten.poisson,), 20),
+    ((aten._standard_gamma, aten._sample_dirichlet), 12),
+    # `philox_engine_inputs(42)` of cuda/Distributions.cu, rounded up to a multiple of 4
+    ((aten.binomial,), 44),
+):
+    register(*_overloads(*_packets), random_offset=lambda c, step=_step: step)
+register(
+    *_overloads(aten.bernoulli, aten.bernoulli_),
+    # probabilities in a tensor
+    random_offset=lambda c: 12 if isinstance(c.get("p", c.self), Tensor) else None,
+)
 
 # without meta kernels; `_standard_gamma` has one from torch 2.12
 _DRAWN = "_standard_gamma _sample_dirichlet binomial _standard_gamma_grad _dirichlet_grad"
@@ -408,11 +406,11 @@ register(_DRAWN, result=registry.empty_like(0))
 
 
 @registry.requests("_sample_dirichlet")
-def dirichlet_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
+def dirichlet(c: KernelCall) -> Events:
     """Requests of `_s_dirichlet_cuda` (cuda/Distributions.cpp): gamma draws, then their sums."""
-    num_bytes = out.nbytes // max(1, out.shape[-1])
-    staged = passing(*sum_bytes(out, (-1,), out.dtype, gpu))
-    return outputs({0: out.nbytes}) + around((num_bytes,), staged)
+    num_bytes = c.out.nbytes // max(1, c.out.shape[-1])
+    staged = passing(*sum_bytes(c.out, (-1,), c.out.dtype, c.gpu))
+    return c.outputs() + around((num_bytes,), staged)
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
@@ -445,56 +443,58 @@ def randperm_bits(num_items: int) -> int:
     return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
 
 
-@registry.requests("randperm randperm.generator")
-def randperm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "randperm randperm.generator",
+    modelled=when(
+        "the numbers are int64, for which the sort's tunings are known",
+        lambda c: c.dtype in (None, torch.int64),
+    ),
+)
+def randperm(c: KernelCall) -> Events:
     """Requests of `randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, a sort.
 
     The keys exist before and after the sort, with 4 bytes if 32 bits are enough.
     """
-    count = out.numel()
-    events = outputs({0: count * out.itemsize}) + passing(out.itemsize)
+    count = c.out.numel()
+    events = c.outputs() + passing(c.out.itemsize)
     if count < 2:
         return events
     bits = randperm_bits(count)
     key_bytes = 4 if bits <= 32 else 8
-    sort = radix_sort_bytes(count, gpu, num_bits=bits, key_bytes=key_bytes)
-    return events + passing(count * out.itemsize, *(count * key_bytes,) * 2, sort)
+    sort = radix_sort_bytes(count, c.gpu, num_bits=bits, key_bytes=key_bytes)
+    return events + passing(c.out.nbytes, *(count * key_bytes,) * 2, sort)
 
 
-@registry.modelled("randperm randperm.generator")
-def randperm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the numbers are int64, for which the sort's tunings are known."""
-    return kwargs.get("dtype") in (None, torch.int64)
-
-
-def _samples(args: Args, kwargs: Kwargs) -> tuple[int, bool]:
-    """Return the number of samples, and whether they are drawn with replacement."""
-    num_samples = argument(args, kwargs, 1, "num_samples")
-    return int(num_samples), bool(argument(args, kwargs, 2, "replacement", False))
-
-
-@registry.requests("multinomial")
-def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "multinomial",
+    modelled=when(
+        "the samples need no more than one block of `topk`; samples with replacement come from "
+        "several rows, or from one of float32",
+        lambda c: (
+            c.self.dim() > 1 or c.self.dtype == torch.float32
+            if c.replacement and c.num_samples > 1
+            else c.num_samples <= 1024
+        ),
+    ),
+)
+def multinomial(c: KernelCall) -> Events:
     """Requests of `multinomial` (native/Distributions.cpp) without replacement, or of one sample.
 
     The largest and smallest probability and the sum of each row are checked; the verdicts are kept.
     Exponential noise divides the probabilities. `topk` of several samples also makes the values.
     """
-    probabilities = args[0]
-    item = probabilities.itemsize
-    num, replaced = _samples(args, kwargs)
-    if replaced and num > 1:
-        return _with_replacement(args, out)
+    probabilities, item, num = c.self, c.self.itemsize, c.num_samples
+    if c.replacement and num > 1:
+        return _with_replacement(c)
     rows = probabilities.shape[0] if probabilities.dim() > 1 else 1
-    noise = probabilities.numel() * item
-    extreme = passing(*reduce_bytes(probabilities, (), gpu))
+    extreme = passing(*reduce_bytes(probabilities, (), c.gpu))
     sums = temporaries(rows * item, rows, 1, -rows, -rows * item)
     if probabilities.dim() == 1:
         sums = temporaries(item, 1, -item)
     values = passing(rows * num * item) if num > 1 else []
 
     return (
-        outputs({0: out.nbytes})
+        c.outputs()
         + temporaries(item)
         + extreme
         + temporaries(1, item)
@@ -502,62 +502,43 @@ def multinomial_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events
         + temporaries(1, 1, -1, -item, -1, -item)
         + sums
         + passing(1)
-        + around((noise,), values)
+        + around((probabilities.numel() * item,), values)
         + temporaries(-1, -1)
     )
 
 
-def _with_replacement(args: Args, out: Any) -> Events:
+def _with_replacement(c: KernelCall) -> Events:
     """Requests of sampling with replacement (MultinomialKernel.cu): normalised probabilities, their
     cumulative sum, and a copy; a scan over blocks for a single row.
     """
-    given = args[0]
-    size = given.nbytes
-    scan = passing(scan_bytes(given.numel(), value_bytes=4)) if given.dim() == 1 else []
-    return outputs({0: out.nbytes}) + around((size, size, size), scan)
+    size = c.self.nbytes
+    scan = passing(scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
+    return c.outputs() + around((size, size, size), scan)
 
 
-@registry.modelled("multinomial")
-def multinomial_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the samples need no more than one block of `topk`.
-
-    Samples with replacement come from several rows, or from one of float32.
-    """
-    num, replaced = _samples(args, kwargs)
-    if replaced and num > 1:
-        return bool(args[0].dim() > 1 or args[0].dtype == torch.float32)
-    return num <= 1024
-
-
-@registry.requests("bernoulli")
-def bernoulli_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
-    """Requests of `bernoulli` (cuda/Distributions.cpp): a float32 copy of 16-bit probabilities."""
-    probabilities = args[0]
-    cast = probabilities.numel() * 4 if probabilities.itemsize == 2 else 0
-    return outputs({0: out.nbytes}) + passing(cast)
+op(
+    "bernoulli", "a float32 copy of 16-bit probabilities (cuda/Distributions.cpp)",
+    after=lambda c: c.self.numel() * 4 if c.self.itemsize == 2 else 0,
+)  # fmt: skip
 
 
 @registry.requests("normal.Tensor_Tensor normal.float_Tensor")
-def normal_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def normal(c: KernelCall) -> Events:
     """Requests of `normal` (DistributionTemplates.h) of a tensor of deviations.
 
     A number as the mean becomes a tensor. The smallest deviation is checked before the result is
     made, and again.
     """
-    mean, deviations = args[:2]
-    smallest = reduce_bytes(deviations, (), gpu)
-    check = around((deviations.itemsize,), passing(*smallest) + passing(1))
-    number = [] if isinstance(mean, torch.Tensor) else passing(out.itemsize)
-    return check + outputs({0: out.nbytes}) + check + number
+    smallest = reduce_bytes(c.std, (), c.gpu)
+    check = around((c.std.itemsize,), passing(*smallest) + passing(1))
+    number = [] if isinstance(c.mean, Tensor) else passing(c.out.itemsize)
+    return check + c.outputs() + check + number
 
 
 @registry.requests("native_dropout")
-def dropout_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def native_dropout(c: KernelCall) -> Events:
     """Requests of `native_dropout` (Dropout.cu): the mask first, if anything is drawn."""
-    result, mask = out
-    sizes = {0: result.nbytes, 1: mask.nbytes}
-    is_drawn = args[2] is not False and 0 < args[1] < 1
-    return outputs({i: sizes[i] for i in ((1, 0) if is_drawn else (0, 1))})
+    return c.outputs(1, 0) if c.train is not False and 0 < c.p < 1 else c.outputs(0, 1)
 
 
 register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu
@@ -574,10 +555,9 @@ def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
 
 
 @registry.result("normal_")
-def filled_normal(args: Args, kwargs: Kwargs) -> Tensor:
+def filled_normal(c: KernelCall) -> Tensor:
     """Fill an empty tensor: on meta torch makes the numbers first, by a dozen operators."""
-    filled: Tensor = args[0]
-    std = argument(args, kwargs, 2, "std", 1.0)
-    if filled.is_floating_point() and std >= 0:
+    filled: Tensor = c.self
+    if filled.is_floating_point() and c.std >= 0:
         return filled
-    return aten.normal_.default(*args, **kwargs)  # raises torch's error
+    return aten.normal_.default(**c)  # raises torch's error

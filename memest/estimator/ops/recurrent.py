@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.reductions import sum_bytes
-from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name, register
+from memest.estimator.ops.registry import KernelCall, register, when
 from memest.estimator.ops.temporaries import (
     Events,
     KernelEvent,
@@ -246,11 +245,7 @@ def is_measured(layers: Layers, *, is_training: bool) -> bool:
 aten = torch.ops.aten
 
 
-def _named(packet: Any, args: Args) -> Any:
-    return SimpleNamespace(**arguments_by_name(packet.default, args, {}))
-
-
-def _layers(call: Any) -> Layers:
+def _layers(call: KernelCall) -> Layers:
     x, sizes = call.input, call.batch_sizes
     if sizes:
         steps, batch, rows = len(sizes), sizes[0], x.shape[0]
@@ -264,95 +259,87 @@ def _layers(call: Any) -> Layers:
     )  # fmt: skip
 
 
-def _in_steps(x: Tensor | None, call: Any) -> Tensor | None:
+def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
     """Return `x` with the steps in front, as cuDNN reads it."""
     return x if x is None or not call.batch_first or call.batch_sizes else x.transpose(0, 1)
 
 
-@registry.requests("_cudnn_rnn")
-def recurrent_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "_cudnn_rnn",
+    modelled=when(
+        "a call of `_cudnn_rnn` has sizes that were measured",
+        lambda c: is_measured(_layers(c), is_training=c.train),
+    ),
+)
+def recurrent(c: KernelCall) -> Events:
     """Requests of `_cudnn_rnn` (RNN.cpp): copies, outputs and last states, workspace, reserve
     space.
 
     Inputs are copied unless they are contiguous step by step, weights unless they are one buffer.
     """
-    call = _named(aten._cudnn_rnn, args)
-    made = outputs({i: out[i].nbytes for i in range(3)})
-    if call.weight_buf is None:
-        made += outputs({4: out[4].nbytes})
-    workspace = workspace_bytes(_layers(call), is_training=call.train)
-    made += around((workspace,), outputs({3: out[3].nbytes}))
-    return around(contiguous_copy(_in_steps(call.input, call)), made)
+    made = c.outputs(0, 1, 2)
+    if c.weight_buf is None:
+        made += c.outputs(4)
+    workspace = workspace_bytes(_layers(c), is_training=c.train)
+    made += around((workspace,), c.outputs(3))
+    return around(contiguous_copy(_in_steps(c.input, c)), made)
 
 
 @registry.requests("_cudnn_rnn_backward")
-def recurrent_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+def recurrent_backward(c: KernelCall) -> Events:
     """Requests of `_cudnn_rnn_backward`: gradients of input and states, one buffer of the weights'.
 
     Zeros are made first for states without an incoming gradient.
     """
-    call = _named(aten._cudnn_rnn_backward, args)
-    given = [(call.output, call.grad_output), (call.hx, call.grad_hy), (call.cx, call.grad_cy)]
+    given = [(c.output, c.grad_output), (c.hx, c.grad_hy), (c.cx, c.grad_cy)]
     zeros = [of.nbytes for of, grad in given if of is not None and grad is None]
-    x_copy = contiguous_copy(_in_steps(call.input, call))
-    grads = contiguous_copy(_in_steps(call.grad_output, call))
-    grads += contiguous_copy(call.grad_hy, call.grad_cy)
-    workspace = workspace_bytes(_layers(call), is_training=True, is_backward=True)
-    events = temporaries(*x_copy, *grads)
-    events += outputs({i: out[i].nbytes for i in range(3) if out[i] is not None})
+    x_copy = contiguous_copy(_in_steps(c.input, c))
+    grads = contiguous_copy(_in_steps(c.grad_output, c), c.grad_hy, c.grad_cy)
+    workspace = workspace_bytes(_layers(c), is_training=True, is_backward=True)
+    events = temporaries(*x_copy, *grads) + c.outputs(0, 1, 2)
     events += passing(workspace) + temporaries(*(-n for n in (*grads, *x_copy)))
-    if call.output_mask[3]:
-        flat = call.weight_buf.nbytes
+    if c.output_mask[3]:
+        flat = c.weight_buf.nbytes
         of_weights = [KernelEvent(flat, 3), *passing(workspace)]
-        if call.weight_stride0 < 4:  # without biases the gradients are copied out of the buffer
-            made = outputs({3 + i: g.nbytes for i, g in enumerate(out[3])})
+        if c.weight_stride0 < 4:  # without biases the gradients are copied out of the buffer
+            made = outputs({3 + i: g.nbytes for i, g in enumerate(c.out[3])})
             of_weights = around((flat,), passing(workspace) + made)
         events += around(x_copy, of_weights)
     return around(zeros, events)
 
 
-@registry.modelled("_cudnn_rnn")
-def recurrent_is_modelled(func: Any, args: Args, kwargs: Any, gpu: Gpu) -> bool:
-    """Return whether a call of `_cudnn_rnn` has sizes that were measured."""
-    call = _named(aten._cudnn_rnn, args)
-    return is_measured(_layers(call), is_training=call.train)
-
-
 @registry.requests("_thnn_fused_lstm_cell")
-def lstm_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+def fused_lstm_cell(c: KernelCall) -> Events:
     """Requests of `_thnn_fused_lstm_cell` (cuda/RNN.cu): gates, then the states."""
-    return outputs({i: out[i].nbytes for i in (2, 0, 1)})
+    return c.outputs(2, 0, 1)
 
 
 @registry.requests("_thnn_fused_gru_cell")
-def gru_cell_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+def fused_gru_cell(c: KernelCall) -> Events:
     """Requests of `_thnn_fused_gru_cell`: the tensor that backward needs, then the state."""
-    return outputs({i: out[i].nbytes for i in (1, 0)})
+    return c.outputs(1, 0)
+
+
+def _sums_over_samples(c: KernelCall, gates: int, bias: int) -> Events:
+    """Requests of the gradient of a bias, the sum of that of the gates; none without a bias."""
+    if c.out[bias] is None:
+        return []
+    tensor: Tensor = c.out[gates]
+    return c.outputs(bias) + passing(*sum_bytes(tensor, (0,), tensor.dtype, c.gpu))
 
 
 @registry.requests("_thnn_fused_lstm_cell_backward_impl")
-def lstm_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+def fused_lstm_cell_backward(c: KernelCall) -> Events:
     """Requests of `_thnn_fused_lstm_cell_backward_impl`: gates, state, sums of gates."""
-    gates, state, bias = out
-    if gates is None:
-        return []
-    events = outputs({0: gates.nbytes, 1: state.nbytes})
-    if bias is not None:
-        events += outputs({2: bias.nbytes}) + passing(*sum_bytes(gates, (0,), gates.dtype, gpu))
-    return events
+    return c.outputs(0, 1) + _sums_over_samples(c, 0, 2)
 
 
 @registry.requests("_thnn_fused_gru_cell_backward")
-def gru_cell_backward_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+def fused_gru_cell_backward(c: KernelCall) -> Events:
     """Requests of `_thnn_fused_gru_cell_backward`: gradients of both gates and of the state, and
     each gate's sum over the samples.
     """
-    events = outputs({i: out[i].nbytes for i in (0, 1, 2)})
-    for gates, position in ((out[0], 3), (out[1], 4)):
-        if out[position] is not None:
-            staged = sum_bytes(gates, (0,), gates.dtype, gpu)
-            events += outputs({position: out[position].nbytes}) + passing(*staged)
-    return events
+    return c.outputs(0, 1, 2) + _sums_over_samples(c, 0, 3) + _sums_over_samples(c, 1, 4)
 
 
 # ------------------------------------------------------------------ layers and cells
@@ -474,67 +461,61 @@ def run_cudnn(
 
 
 @registry.result("_cudnn_rnn")
-def _forward(args: Args, kwargs: Kwargs) -> Any:
-    call = _named(aten._cudnn_rnn, args)
-    layers, x, hx, cx, buffer = _layers(call), call.input, call.hx, call.cx, call.weight_buf
+def _forward(c: KernelCall) -> Any:
+    layers, x, hx, cx, buffer = _layers(c), c.input, c.hx, c.cx, c.weight_buf
     width = (layers.proj_size or layers.hidden_size) * layers.directions
     if layers.is_packed:
         output = x.new_empty((layers.num_rows, width))
     else:
         output = x.new_empty((layers.num_steps, layers.batch, width))
-        output = output.transpose(0, 1) if call.batch_first else output
+        output = output.transpose(0, 1) if c.batch_first else output
     if buffer is None:
         buffer = x.new_empty(weight_offsets(weight_shapes_of(layers))[1])
-    reserve = x.new_empty(reserve_bytes(layers) if call.train else 0, dtype=torch.uint8)
+    reserve = x.new_empty(reserve_bytes(layers) if c.train else 0, dtype=torch.uint8)
     cy = hx.new_empty(0) if cx is None else torch.empty_like(cx)
     return output, torch.empty_like(hx), cy, reserve, buffer
 
 
 @registry.result("_cudnn_rnn_backward")
-def _backward(args: Args, kwargs: Kwargs) -> Any:
+def _backward(c: KernelCall) -> Any:
     """Return the results of `_cudnn_rnn_backward`.
 
     Gradients of weights are views of one buffer, except for layers without biases.
     """
-    call = _named(aten._cudnn_rnn_backward, args)
-    if call.grad_output is None and call.grad_hy is None and call.grad_cy is None:
-        return None, None, None, [None] * len(call.weight)
-    layers, x = _layers(call), call.input
-    if call.batch_first and not layers.is_packed:
+    if c.grad_output is None and c.grad_hy is None and c.grad_cy is None:
+        return None, None, None, [None] * len(c.weight)
+    layers, x = _layers(c), c.input
+    if c.batch_first and not layers.is_packed:
         dx = x.new_empty((layers.num_steps, layers.batch, x.shape[2])).transpose(0, 1)
     else:
         dx = x.new_empty(x.shape)
     grads: list[Tensor] = []
-    if call.output_mask[3]:
+    if c.output_mask[3]:
         offsets, _ = weight_offsets(weight_shapes_of(layers))
-        made = torch.empty_like(call.weight_buf)
+        made = torch.empty_like(c.weight_buf)
         grads = [
             made.narrow(0, offset, weight.numel()).view(weight.shape)
-            if call.weight_stride0 >= 4
+            if c.weight_stride0 >= 4
             else torch.empty_like(weight, memory_format=torch.contiguous_format)
-            for weight, offset in zip(
-                call.weight, _positions(offsets, call.weight_stride0), strict=True
-            )
+            for weight, offset in zip(c.weight, _positions(offsets, c.weight_stride0), strict=True)
         ]
-    d_cx = None if call.cx is None else torch.empty_like(call.cx)
-    return dx, torch.empty_like(call.hx), d_cx, grads
+    d_cx = None if c.cx is None else torch.empty_like(c.cx)
+    return dx, torch.empty_like(c.hx), d_cx, grads
 
 
 @registry.result("_thnn_fused_gru_cell")
-def _gru_cell(args: Args, kwargs: Kwargs) -> Any:
+def _gru_cell(c: KernelCall) -> Any:
     """The results of `_thnn_fused_gru_cell` (cuda/RNN.cu): the state, and five rows to go back."""
-    hx = args[2]
-    return torch.empty_like(hx), hx.new_empty((hx.shape[0], hx.shape[1] * 5))
+    return torch.empty_like(c.hx), c.hx.new_empty((c.hx.shape[0], c.hx.shape[1] * 5))
 
 
 @registry.result("_thnn_fused_gru_cell_backward")
-def _gru_cell_backward(args: Args, kwargs: Kwargs) -> Any:
+def _gru_cell_backward(c: KernelCall) -> Any:
     """The results of `_thnn_fused_gru_cell_backward`: of both gates, the state and both biases."""
-    grad, workspace, has_bias = args
-    rows, hidden = workspace.shape[0], workspace.shape[1] // 5
-    gates = [workspace.new_empty((rows, hidden * 3)) for _ in range(2)]
-    biases = [workspace.new_empty(hidden * 3) for _ in range(2)] if has_bias else [None, None]
-    return gates[0], gates[1], torch.empty_like(grad), *biases
+    rows, hidden = c.workspace.shape[0], c.workspace.shape[1] // 5
+    gates = [c.workspace.new_empty((rows, hidden * 3)) for _ in range(2)]
+    biases = [c.workspace.new_empty(hidden * 3) if c.has_bias else None for _ in range(2)]
+    return gates[0], gates[1], torch.empty_like(c.grad_hy), *biases
 
 
 def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
@@ -548,23 +529,22 @@ def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tens
     return found
 
 
-@registry.result("_pack_padded_sequence")
-def _packed(args: Args, kwargs: Kwargs) -> Any:
+@registry.result("_pack_padded_sequence", may_mix_devices=True)
+def _packed(c: KernelCall) -> Any:
     """Return the rows of all steps, and on the host the number of sequences of each step."""
-    x, lengths, batch_first = args
+    x, lengths = c.input, c.lengths
     if not on_gpu(x) or on_gpu(lengths):
         raise NotImplementedError("the lengths of packed sequences are on the host")
-    segments = _packed_segments(x, lengths, batch_first)
+    segments = _packed_segments(*c.args)
     sizes = [s.shape[1] for s in segments for _ in range(s.shape[0])]
     return x.new_empty((int(lengths.sum()), *x.shape[2:])), torch.tensor(sizes, device=CPU)
 
 
 @registry.requests("_pack_padded_sequence")
-def packing_events(args: Args, kwargs: Any, out: Any, gpu: Gpu) -> Events:
+def packing(c: KernelCall) -> Events:
     """Requests of `_pack_padded_sequence`: copies of segments with gaps, then the result."""
-    copies = contiguous_copy(*_packed_segments(*args))
-    made = outputs({0: out[0].nbytes})
-    return temporaries(*copies) + made + temporaries(*(-n for n in copies))
+    copies = contiguous_copy(*_packed_segments(*c.args))
+    return temporaries(*copies) + c.outputs(0) + temporaries(*(-n for n in copies))
 
 
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
@@ -613,6 +593,3 @@ def gru_cell(then: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *bia
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
-
-
-register("_pack_padded_sequence", may_mix_devices=True)

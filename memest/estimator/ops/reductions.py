@@ -18,21 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
-from memest.estimator.ops.registry import Args, Kwargs, argument, register
-from memest.estimator.ops.temporaries import (
-    Events,
-    Scratch,
-    around,
-    contiguous_copy,
-    outputs,
-    passing,
-)
+from memest.estimator.ops.registry import KernelCall, op, register, when
+from memest.estimator.ops.temporaries import Events, Scratch, around, contiguous_copy, passing
 from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten
@@ -282,17 +274,16 @@ def accumulator_bytes_of(dtype: torch.dtype) -> int:
     return 4 if dtype in HALVES else dtype.itemsize
 
 
-def _tensor_out(out: Any) -> Tensor:
-    first = out[0] if isinstance(out, list | tuple) else out
-    assert isinstance(first, Tensor)
-    return first
-
-
-def _dims_of(args: Args, kwargs: Kwargs, position: int) -> tuple[int, ...]:
-    dims = argument(args, kwargs, position, "dim")
+def _dims_of(c: KernelCall) -> tuple[int, ...]:
+    dims = c.get("dim")
     if dims is None:
         return ()
     return (dims,) if isinstance(dims, int) else tuple(dims)
+
+
+def _dtype_of(c: KernelCall) -> torch.dtype:
+    first: Tensor = c.out[0] if isinstance(c.out, list | tuple) else c.out
+    return first.dtype
 
 
 def sum_bytes(
@@ -317,105 +308,89 @@ def sum_bytes(
     )
 
 
-@registry.requests("sum mean sum.dim_IntList sum.IntList_out nansum mean.dim mean.out")
-def sum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `sum` or `mean` over every dimension, or over some."""
-    dims = _dims_of(args, kwargs, 1)
-    return Scratch(after=sum_bytes(args[0], dims, _tensor_out(out).dtype, gpu))
+op(
+    "sum mean sum.dim_IntList sum.IntList_out nansum mean.dim mean.out",
+    "staging of `sum` or `mean` over every dimension, or over some (cuda/Reduce.cuh)",
+    after=lambda c: sum_bytes(c.self, _dims_of(c), _dtype_of(c), c.gpu),
+)
+op(
+    "prod prod.dim_int",
+    "staging of `prod`, whose kernel loads 4 values of any dtype (`prod_functor`; cuda/Reduce.cuh)",
+    after=lambda c: sum_bytes(c.self, _dims_of(c), _dtype_of(c), c.gpu, half_vector=VECTOR_SIZE),
+)
 
 
-@registry.requests("prod prod.dim_int")
-def product_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `prod`, whose kernel loads 4 values of any dtype (`prod_functor`)."""
-    dims, out_dtype = _dims_of(args, kwargs, 1), _tensor_out(out).dtype
-    return Scratch(after=sum_bytes(args[0], dims, out_dtype, gpu, half_vector=VECTOR_SIZE))
+def _reduced(c: KernelCall, accumulator: int, vector: int = VECTOR_SIZE) -> tuple[int, ...]:
+    return reduce_bytes(
+        c.self, _dims_of(c), c.gpu, out_dtype=_dtype_of(c), accumulator_bytes=accumulator,
+        input_vector=vector,
+    )  # fmt: skip
 
 
-def _reducing(
-    accumulator_bytes: Callable[[torch.dtype], int], *, position: int = 1, **more: Any
-) -> registry.RequestRule:
-    """Return the rule of a reduction that reads its input without a cast.
-
-    `accumulator_bytes` returns the size of the accumulator for a dtype. The argument at `position`
-    has the reduced dimensions.
-    """
-
-    def reduction(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-        """Staging of a reduction whose kernel loads the dtype of its input (cuda/Reduce.cuh)."""
-        staged = reduce_bytes(
-            args[0], _dims_of(args, kwargs, position), gpu, out_dtype=_tensor_out(out).dtype,
-            accumulator_bytes=accumulator_bytes(args[0].dtype), **more,
-        )  # fmt: skip
-        return Scratch(after=staged)
-
-    return reduction
-
-
-register(
+_STAGING = "staging of a reduction whose kernel loads the dtype of its input (cuda/Reduce.cuh)"
+op(
     "amax amin max min any any.dim any.dims all all.dim all.dims _is_all_true _is_any_true",
-    requests=_reducing(lambda dtype: dtype.itemsize),
+    _STAGING,
+    after=lambda c: _reduced(c, c.self.itemsize),
 )
 # a value and an int64 index
-register("max.dim min.dim argmax argmin", requests=_reducing(lambda dtype: 16))
-# ReduceNormKernel.cu adds in float32 or wider
-register(
+op("max.dim min.dim argmax argmin", _STAGING, after=lambda c: _reduced(c, 16))
+op(  # ReduceNormKernel.cu adds in float32 or wider
     "linalg_vector_norm linalg_vector_norm.out norm.ScalarOpt_dim",
-    requests=_reducing(accumulator_bytes_of, position=2),
+    _STAGING,
+    after=lambda c: _reduced(c, accumulator_bytes_of(c.self.dtype)),
 )
-
-
-# `WelfordData` of ReduceMomentKernel.cu, which loads 2 values at once
-register(
+op(  # `WelfordData` of ReduceMomentKernel.cu, which loads 2 values at once
     "std.correction var.correction var_mean.correction std_mean.correction",
-    requests=_reducing(lambda dtype: 32 if dtype == torch.float64 else 16, input_vector=2),
+    _STAGING,
+    after=lambda c: _reduced(c, 32 if c.self.dtype == torch.float64 else 16, 2),
 )
 
 
-@registry.requests("renorm")
-def renorm_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "renorm",
+    modelled=when(
+        "the norms have the type of the result",
+        lambda c: c.self.dtype in (torch.float32, torch.float64),
+    ),
+)
+def renorm(c: KernelCall) -> Events:
     """Requests of `renorm_out` (Normalization.cpp): the result, then the norms of its slices."""
-    tensor, dim = args[0], args[2] % args[0].dim()
+    tensor, dim = c.self, c.dim % c.self.dim()
     dims = [other for other in range(tensor.dim()) if other != dim]
-    staged = reduce_bytes(tensor, dims, gpu, accumulator_bytes=accumulator_bytes_of(tensor.dtype))
-    norm_bytes = tensor.shape[dim] * tensor.itemsize
-    return outputs({0: out.nbytes}) + around((norm_bytes,), passing(*staged))
+    accumulator = accumulator_bytes_of(tensor.dtype)
+    staged = reduce_bytes(tensor, dims, c.gpu, accumulator_bytes=accumulator)
+    return c.outputs() + around((tensor.shape[dim] * tensor.itemsize,), passing(*staged))
 
 
-@registry.modelled("renorm")
-def renorm_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the norms have the type of the result."""
-    return args[0].dtype in (torch.float32, torch.float64)
-
-
-@registry.requests("_cdist_forward")
-def cdist_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """`cdist_impl` (Distance.cpp): contiguous copies of points that have another batch."""
-    return Scratch(before=_batched_copies(args[:2]))
+op(
+    "_cdist_forward",
+    "contiguous copies of points that have another batch (`cdist_impl` of Distance.cpp)",
+    before=lambda c: _batched_copies((c.x1, c.x2)),
+)
 
 
 @registry.requests("_cdist_backward")
-def cdist_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def cdist_backward(c: KernelCall) -> Events:
     """`_cdist_backward` (Distance.cpp, DistanceKernel.cu): copies, the result, all differences.
 
     The differences have a row for each pair of points, and are summed over the other points.
     """
-    x, others, p = args[1:4]
-    copies, result = _batched_copies((x, others)), outputs({0: out.nbytes})
-    if p == 0:
-        return around(copies, result)
-    batch = out.numel() // (x.shape[-2] * x.shape[-1])
+    x, others, copies = c.x1, c.x2, _batched_copies((c.x1, c.x2))
+    if c.p == 0:
+        return around(copies, c.outputs())
+    batch = c.out.numel() // (x.shape[-2] * x.shape[-1])
     pairs = x.new_empty((batch, others.shape[-2], x.shape[-2], x.shape[-1]))
-    return around(copies, result + _summed(pairs, 1, gpu))
+    return around(copies, c.outputs() + _summed(pairs, 1, c.gpu))
 
 
 @registry.requests("_pdist_backward")
-def pdist_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def pdist_backward(c: KernelCall) -> Events:
     """`pdist_backward_kernel_impl` (DistanceKernel.cu): the result, all differences, their sum."""
-    points, p = args[1:3]
-    if p == 0:
-        return outputs({0: out.nbytes})
-    pairs = points.new_empty((max(0, len(points) - 1), *points.shape))
-    return outputs({0: out.nbytes}) + _summed(pairs, 0, gpu)
+    if c.p == 0:
+        return c.outputs()
+    pairs = c.self.new_empty((max(0, len(c.self) - 1), *c.self.shape))
+    return c.outputs() + _summed(pairs, 0, c.gpu)
 
 
 def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:
@@ -430,18 +405,16 @@ def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
 
 
 @registry.requests("logsumexp")
-def logsumexp_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def logsumexp(c: KernelCall) -> Events:
     """Requests of `logsumexp_out_impl` (ReduceOps.cpp): maxima, a mask of infinite ones,
     exponentials of the differences, their sum, and the result.
     """
-    tensor, result = args[0], _tensor_out(out)
-    dtype, dims = result.dtype, _dims_of(args, kwargs, 1)
-    maxima, exponentials = (t.numel() * dtype.itemsize for t in (result, tensor))
-    largest = reduce_bytes(tensor, dims, gpu, out_dtype=dtype, accumulator_bytes=dtype.itemsize)
-    shifted = torch.empty(tensor.shape, dtype=dtype, device="meta")
-    summed = outputs({0: maxima}) + passing(*sum_bytes(shifted, dims, dtype, gpu))
-    searched = passing(*largest) + passing(maxima, result.numel())
-    return around((maxima,), searched + around((exponentials,), summed))
+    dtype, dims, maxima = c.out.dtype, _dims_of(c), c.out.nbytes
+    largest = reduce_bytes(c.self, dims, c.gpu, out_dtype=dtype, accumulator_bytes=dtype.itemsize)
+    shifted = torch.empty(c.self.shape, dtype=dtype, device="meta")
+    summed = c.outputs() + passing(*sum_bytes(shifted, dims, dtype, c.gpu))
+    searched = passing(*largest) + passing(maxima, c.out.numel())
+    return around((maxima,), searched + around((shifted.nbytes,), summed))
 
 
 @registry.composed("trace")
@@ -451,19 +424,19 @@ def trace(matrix: Tensor) -> Tensor:
 
 
 @registry.requests("equal")
-def equal_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def equal(c: KernelCall) -> Scratch:
     """Requests of `cuda_equal`: the elementwise comparison, its `all`, and that one's staging.
 
     Tensors of other shapes and views of the same elements are not compared (cuda/Equal.cpp).
     """
-    first, second = args
+    first, second = c.self, c.other
     is_same = first.untyped_storage()._cdata == second.untyped_storage()._cdata and (
         (first.storage_offset(), first.stride()) == (second.storage_offset(), second.stride())
     )
     if first.shape != second.shape or not first.numel() or is_same:
         return Scratch()
-    compared = torch.empty(args[0].shape, dtype=torch.bool, device="meta")
-    return Scratch(after=(compared.numel(), 1, *reduce_bytes(compared, (), gpu)))
+    compared = torch.empty(first.shape, dtype=torch.bool, device="meta")
+    return Scratch(after=(compared.numel(), 1, *reduce_bytes(compared, (), c.gpu)))
 
 
 register(

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.ops.registry import Args, Kwargs
+from memest.estimator.ops.registry import KernelCall
 
 aten = torch.ops.aten
 
-RefuseRule = Callable[[Args, Kwargs], str]  # returns why a call is refused; empty where it is not
+RefuseRule = Callable[[KernelCall], str]  # returns why a call is refused; empty where it is not
 _CPP_TYPES = {
     torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16", torch.int64: "long int", torch.int32: "int",
@@ -48,14 +48,14 @@ def tensor_type(dtype: torch.dtype) -> str:
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
     """Return the rule of a floating-point kernel that needs one dtype for two arguments."""
 
-    def rule(args: Args, kwargs: Kwargs) -> str:
-        given = args[second] if len(args) > second else None
-        if not args[first].dtype.is_floating_point and not args[first].is_complex():
-            return f"\"{kernel}\" not implemented for '{type_name(args[first].dtype)}'"
-        if given is None or given.dtype == args[first].dtype:
+    def rule(call: KernelCall) -> str:
+        dtype = call.args[first].dtype
+        given = call.args[second] if len(call.args) > second else None
+        if not dtype.is_floating_point and not dtype.is_complex:
+            return f"\"{kernel}\" not implemented for '{type_name(dtype)}'"
+        if given is None or given.dtype == dtype:
             return ""
-        expected, found = type_name(args[first].dtype), type_name(given.dtype)
-        return f"expected scalar type {expected} but found {found}"
+        return f"expected scalar type {type_name(dtype)} but found {type_name(given.dtype)}"
 
     return rule
 
@@ -63,8 +63,8 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
 def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> RefuseRule:
     """Rule for the type of one argument; `message` has a place for another type's name."""
 
-    def rule(args: Args, kwargs: Kwargs) -> str:
-        dtype = args[number].dtype
+    def rule(call: KernelCall) -> str:
+        dtype = call.args[number].dtype
         return "" if dtype in dtypes else message.format(type_name(dtype))
 
     return rule
@@ -75,21 +75,16 @@ def same_type(
 ) -> RefuseRule:
     """Rule for two arguments of one type; `message` has places for the names of both types."""
 
-    def rule(args: Args, kwargs: Kwargs) -> str:
-        types = args[first].dtype, args[second].dtype
+    def rule(call: KernelCall) -> str:
+        types = call.args[first].dtype, call.args[second].dtype
         return "" if types[0] == types[1] else message.format(*map(named, types))
 
     return rule
 
 
-def fits(number: int) -> RefuseRule:
-    """Rule for a number that is written into a tensor of the first argument's type."""
-
-    def rule(args: Args, kwargs: Kwargs) -> str:
-        value = args[number] if len(args) > number else kwargs.get("value", 0)
-        return overflow(value, args[0].dtype)
-
-    return rule
+def fits(call: KernelCall) -> str:
+    """Rule for the number `value`, which is written into a tensor of the type of `self`."""
+    return overflow(call.value, call.self.dtype)
 
 
 def overflow(value: Any, dtype: torch.dtype) -> str:

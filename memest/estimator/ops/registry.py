@@ -1,17 +1,18 @@
 """Registry of operators: what CUDA does for each of them and torch's meta kernel does not show.
 
-A file of this package holds one family of operators. It registers the parts of each operator by
-decorators (`requests`, `modelled`, `result`, ...) or by `register`. The dispatcher gets them from
-`op_of`, which makes one `Op` per overload. `memest.register_kernel` registers the kernels of users:
+A file of this package holds one family of operators. It registers the parts of each operator, the
+fields of `Op`: by `op`, by `register`, or by the decorator of a part (`requests`, `result`). The
+dispatcher gets them from `op_of`, which makes one `Op` per overload. `memest.register_kernel`
+registers the kernels of users:
 
     @memest.register_kernel("mylib::fused_loss")
     def fused_loss(call):
-        logits = call["logits"]
-        return memest.Scratch(after=(logits.numel() * 4,))  # the float32 copy
+        return memest.Scratch(after=(call.logits.numel() * 4,))  # the float32 copy
 """
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -25,7 +26,7 @@ from torch._ops import OpOverload
 from memest.errors import PlanError
 from memest.estimator import ops
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy
+from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy, outputs
 from memest.estimator.tensors.known_values import READS_VALUE
 from memest.estimator.tensors.placement import FOREACH_REDUCTIONS
 from memest.estimator.versions import OPERATORS_SINCE
@@ -33,12 +34,38 @@ from memest.plan.reading import read_table
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-RequestRule = Callable[..., Scratch | Events]
-"""Arguments are `(args, kwargs, out, gpu)`, then the result of `from_values` if any."""
 
-ValueOf = Callable[[Tensor], Tensor | None]  # returns the values of a tensor, where they are known
-ModelledRule = Callable[[OpOverload, Args, Kwargs, Gpu], bool]
+
+class KernelCall(dict[str, Any]):
+    """Arguments of one call of an operator, by their names in its schema, with defaults.
+
+    They are items and attributes: `call["values"]`, `call.k`. Tensors have no values. `args` are
+    the positional arguments, `out` is the call's result, a tensor or a tuple of them, and `gpu`
+    runs the call. `known` is what `Op.from_values` returned.
+    """
+
+    def __init__(
+        self, arguments: Kwargs, args: Args, out: Any, gpu: Any, known: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(arguments)
+        self.args, self.out, self.gpu, self.known = args, out, gpu, known
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def outputs(self, *positions: int) -> Events:
+        """Return events that allocate the results at `positions`, by default all in order."""
+        results = self.out if isinstance(self.out, list | tuple) else [self.out]
+        chosen = positions or range(len(results))
+        return outputs({i: results[i].nbytes for i in chosen if results[i] is not None})
+
+
 Rule = TypeVar("Rule", bound=Callable[..., Any])
+RequestRule = Callable[[KernelCall], Scratch | Events | None]
+ValueOf = Callable[[Tensor], Tensor | None]  # returns the values of a tensor, where they are known
 
 _COLLECTIVES = "c10d"  # namespace of the operators through which a `ProcessGroup` sends
 _OWN_BUFFERS = ("profiler", "_c10d_functional")  # marks; collectives with own buffers
@@ -59,20 +86,22 @@ class Op:
 
     func: Any
     requests: RequestRule | None = None  # temporaries, or all requests in their order
-    modelled: ModelledRule | None = None  # whether `requests` holds for a call; None for all calls
-    from_values: Callable[[ValueOf, Args], tuple[int, ...]] | None = None
-    """Returns further arguments of `requests` that depend on values; () if those are unknown."""
+    modelled: Callable[[KernelCall], bool] | None = None
+    """Returns whether `requests` holds for a call; None for all calls."""
 
-    result: Callable[[Args, Kwargs], Any] | None = None
+    from_values: Callable[[ValueOf, Args], tuple[int, ...]] | None = None
+    """Returns `KernelCall.known`, which depends on values; () if those are unknown."""
+
+    result: Callable[[KernelCall], Any] | None = None
     """Returns the results as meta tensors, if torch's meta kernel returns none or different ones.
     """
 
-    layout: Callable[[Args, Any], Any] | None = None  # results with CUDA's strides: `(args, out)`
+    layout: Callable[[KernelCall], Any] | None = None  # results with CUDA's strides
     composed: Callable[..., Any] | None = None
     """Runs in place of the operator, below autograd: calls the operators that CUDA calls."""
 
     shaped_by: Callable[[Args], Any] | None = None  # arguments whose values decide the shape
-    refuse: Callable[[Args, Kwargs], str] | None = None
+    refuse: Callable[[KernelCall], str] | None = None
     """Returns torch's error text if CUDA refuses a call that the meta kernel accepts, else ""."""
 
     in_backward: Callable[[Any, Args], tuple[Any, Args]] | None = None
@@ -90,17 +119,19 @@ class Op:
     vmap_key: str = ""  # key at which `torch.vmap` decomposes it before this rule, or ""
     on_sparse: Callable[..., Any] | None = None  # runs it for COO: `(mode, *args, **kwargs)`
     on_compressed: Callable[..., Any] | None = None  # the same for CSR and CSC
-    random_offset: Callable[[Args, Kwargs, Tensor, Gpu], int | None] | None = None
+    random_offset: Callable[[KernelCall], int | None] | None = None
     """Returns the increase of the generator's offset; None for the grid of `ops/random.Launch`."""
 
     product: Any = None  # call of cuBLAS by a matrix product (`matmul.Product`), or None
-    calls_cublas: Callable[[Args], bool] | None = None
+    calls_cublas: Callable[[KernelCall], bool] | None = None
     """Returns whether a call uses a cuBLAS handle, for operators that are no matrix products."""
 
     is_convolution: bool = False  # run by cuDNN; `benchmark` tries algorithms at the first call
     makes_alike: bool = False  # True for a factory whose argument only describes the result
     may_mix_devices: bool = False  # takes tensors of the host together with those of the GPU
     takes_handle: bool = field(init=False)  # can take a handle of cuBLAS, which has a workspace
+    names: tuple[str, ...] = field(init=False)  # arguments of the schema
+    defaults: Kwargs = field(init=False)
     name: str = field(init=False)
     is_random: bool = field(init=False)  # True if it can move the offset of the GPU's generator
     is_view: bool = field(init=False)
@@ -122,6 +153,9 @@ class Op:
 
     def __post_init__(self) -> None:
         func = self.func
+        self.names = tuple(argument.name for argument in func._schema.arguments)
+        given = (a for a in func._schema.arguments if a.has_default_value())
+        self.defaults = {argument.name: argument.default_value for argument in given}
         self.name = str(func).removesuffix(".default")
         self.takes_handle = self.product is not None or self.calls_cublas is not None
         self.is_view = func.is_view
@@ -140,11 +174,19 @@ class Op:
         self.is_random = is_seeded or self.random_offset is not None
         self.has_outputs_only = self.requests is None and self._is_known_without()
 
+    def call(
+        self, args: Args, kwargs: Kwargs, out: Any = None, gpu: Gpu | None = None,
+        known: tuple[int, ...] = (),
+    ) -> KernelCall:  # fmt: skip
+        """Return a call with this operator's defaults for arguments that are not given."""
+        given = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
+        return KernelCall(given, args, out, gpu, known)
+
     def is_modelled(self, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
         """Return whether the requests of a call are known."""
         if self.requests is None:
             return self.has_outputs_only
-        return self.modelled is None or self.modelled(self.func, args, kwargs, gpu)
+        return self.modelled is None or bool(self.modelled(self.call(args, kwargs, None, gpu)))
 
     def check(self, args: Args, kwargs: Kwargs) -> None:
         """Check a call as the CUDA kernel does.
@@ -153,7 +195,7 @@ class Op:
             RuntimeError: The kernel refuses the arguments, in torch's words.
             NotImplementedError: The kernel does not exist for their dtype.
         """
-        reason = "" if self.refuse is None else self.refuse(args, kwargs)
+        reason = "" if self.refuse is None else self.refuse(self.call(args, kwargs))
         if reason:
             raise (NotImplementedError if _NOT_IMPLEMENTED in reason else RuntimeError)(reason)
 
@@ -259,28 +301,48 @@ def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Call
 
 
 requests = partial(_registering, "requests")
-modelled = partial(_registering, "modelled")
 result = partial(_registering, "result")
-layout = partial(_registering, "layout")
 refuse = partial(_registering, "refuse")
-on_sparse = partial(_registering, "on_sparse")
-on_compressed = partial(_registering, "on_compressed")
 random_offset = partial(_registering, "random_offset")
 composed = partial(_registering, "composed")
 above_autograd = partial(_registering, "above_autograd")
+on_sparse = partial(_registering, "on_sparse")
+on_compressed = partial(_registering, "on_compressed")
+
+Sizes = int | Sequence[int]
 
 
-def overloads_of(*packets: Any) -> list[OpOverload]:
-    """Return all overloads of the operators with these names."""
-    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+def op(
+    operators: str,
+    about: str,
+    *,
+    before: Callable[[KernelCall], Sizes] = lambda call: (),
+    after: Callable[[KernelCall], Sizes] = lambda call: (),
+    **parts: Any,
+) -> None:
+    """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
+
+    `before` and `after` return bytes; 0 is no request. `about` is what is allocated and the source.
+    """
+
+    def rule(call: KernelCall) -> Scratch:
+        return Scratch(_sizes(before(call)), _sizes(after(call)))
+
+    rule.__doc__, rule.__module__ = about, sys._getframe(1).f_globals["__name__"]
+    register(operators, requests=rule, **parts)
 
 
-def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call that is given by position, by name or by its default."""
-    return args[position] if len(args) > position else kwargs.get(name, default)
+def _sizes(given: Sizes) -> tuple[int, ...]:
+    return tuple(filter(None, (given,) if isinstance(given, int) else given))
 
 
-def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+def when(text: str, rule: Callable[[KernelCall], Any]) -> Callable[[KernelCall], Any]:
+    """Return `rule`, which is given as `modelled`, with its text for docs/kernels.md."""
+    rule.__doc__ = text
+    return rule
+
+
+def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
     """Return the given arguments of a call by their names in the operator's schema."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
@@ -292,47 +354,27 @@ def copying(*positions: int, is_before: bool = False) -> RequestRule:
     The copies are made after the outputs, or before them.
     """
 
-    def contiguous_copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    def contiguous_copies(call: KernelCall) -> Scratch:
         """Copies of arguments that are not contiguous.
 
         Sources: `contiguous()` in SoftMax.cu, layer_norm_kernel.cu, MaxUnpooling.cu and the files
         of upsampling, pooling and padding.
         """
-        copies = contiguous_copy(*(args[position] for position in positions))
+        copies = contiguous_copy(*(call.args[position] for position in positions))
         return Scratch(before=copies) if is_before else Scratch(after=copies)
 
     return contiguous_copies
 
 
-def empty_like(position: int) -> Callable[[Args, Kwargs], Tensor]:
+def empty_like(position: int) -> Callable[[KernelCall], Tensor]:
     """Return a rule for `result`: a contiguous tensor like the argument at `position`."""
-    return lambda args, kwargs: torch.empty_like(
-        args[position], memory_format=torch.contiguous_format
-    )
+    return lambda call: torch.empty_like(call.args[position], memory_format=torch.contiguous_format)
 
 
 UNDER_VMAP = "FuncTorchBatched"  # dispatch key at which `torch.vmap` decomposes most operators
 
 
-# ------------------------------------------------------------------- kernels of users
-
-
-class KernelCall(dict[str, Any]):
-    """Arguments of one call of an operator, by their names in its schema, with defaults.
-
-    Tensors have no values. `out` is the call's result, a tensor or a tuple of them, and `gpu` runs
-    the call.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any], out: Any, gpu: Gpu) -> None:
-        super().__init__(arguments)
-        self.out, self.gpu = out, gpu
-
-
-KernelRule = Callable[[KernelCall], Scratch | None]
-
-
-def register_kernel(op: OpOverload | str) -> Callable[[KernelRule], KernelRule]:
+def register_kernel(op: OpOverload | str) -> Callable[[RequestRule], RequestRule]:
     """Decorate the rule that returns the allocator requests of the kernel of `op`.
 
     The rule gets a `KernelCall` and returns a `Scratch`, whose bytes are freed when the operator
@@ -353,16 +395,11 @@ def register_kernel(op: OpOverload | str) -> Callable[[KernelRule], KernelRule]:
             f"there is no operator `{op}`",
             hint="import what defines it first; the name is `namespace::name` or with `.overload`",
         ) from error
-    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
 
-    def set_rule(rule: KernelRule) -> KernelRule:
-        def scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-            given = defaults | arguments_by_name(func, args, kwargs)
-            return rule(KernelCall(given, out, gpu)) or Scratch()
-
+    def set_rule(rule: RequestRule) -> RequestRule:
         for part in ("requests", "modelled", "from_values"):
             _parts.get(func, {}).pop(part, None)
-        register(func, requests=scratch)
+        register(func, requests=rule)
         return rule
 
     return set_rule

@@ -8,11 +8,9 @@ Shapes: n elements, in slices along the sorted dimension.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
@@ -32,7 +30,7 @@ from memest.estimator.ops.cub import (
     unique_bytes,
 )
 from memest.estimator.ops.reductions import reduce_bytes
-from memest.estimator.ops.registry import Args, Kwargs, argument, register
+from memest.estimator.ops.registry import KernelCall, op, register, when
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -58,40 +56,51 @@ TOPK_BLOCKS_PER_SM = 6  # `get_items_per_thread`: 65,536 registers, 256 threads 
 TOPK_SCAN_BYTES = 1279  # storage of the scan by key over the counts of all blocks
 
 
-def _slices(args: Args, kwargs: Kwargs, position: int) -> tuple[int, int]:
-    """Number of slices of the first argument along the op's dimension, and their length."""
-    tensor = args[0]
+def _slices(tensor: Tensor, dim: int) -> tuple[int, int]:
+    """Number of slices of a tensor along a dimension, and their length."""
     if tensor.dim() == 0:
         return 1, 1
-    dim = argument(args, kwargs, position, "dim", -1)
     length = tensor.shape[dim]
     return tensor.numel() // max(1, length), length
 
 
-@registry.requests("sort sort.stable")
-def sort_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `sort` (Sort.cpp): up to 4096 elements an int64 range, else a radix sort.
+def _is_sort_known(c: KernelCall) -> bool:
+    tensor: Tensor = c.self
+    _, length = _slices(tensor, c.dim)
+    is_last = tensor.dim() == 0 or tensor.shape[-1] == length
+    is_in_order = tensor.is_contiguous() or _has_gaps(tensor)
+    return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and is_in_order)
+
+
+op(
+    "sort sort.stable",
+    "up to 4096 elements an int64 range, else a radix sort (Sort.cpp)",
+    after=lambda c: sort_bytes(c.self, c.dim, c.gpu),
+    modelled=when("slices have up to 4096 elements, or are rows in order of 2, 4 or 8 bytes each",
+                  _is_sort_known),
+)  # fmt: skip
+
+
+def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
+    """Return bytes of the temporaries of `sort`.
 
     Short slices need an int64 range that fills the indices. One long slice: range and the sort's
     storage. Several, fewer than 128: all are sorted by key with (segment, position) as value, then
     by segment. The first sort peaks with two arrays of 8 * n, sorted keys and storage. More: a
     range and the storage of a sort of segments. A column or another view with gaps is copied first.
-    Exact where `sort_is_modelled`.
     """
-    tensor = args[0]
-    count, length = _slices(args, kwargs, 1)
+    count, length = _slices(tensor, dim)
     if length <= 1:
-        return Scratch()
+        return ()
     if length <= SMALL_SORT:
-        return Scratch(after=(length * INDEX_BYTES,))
+        return (length * INDEX_BYTES,)
     item, row = tensor.itemsize, tensor.numel() * INDEX_BYTES
-    copied = (tensor.numel() * item,) if _has_gaps(tensor) else ()
+    keys = tensor.numel() * item
+    copied = (keys,) if _has_gaps(tensor) else ()
     if count >= FEW_SEGMENTS:
-        return Scratch(after=(*copied, row, segmented_sort_bytes(tensor.numel(), item)))
+        return (*copied, row, segmented_sort_bytes(tensor.numel(), item))
     storage = radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
-    sorted_keys = tensor.numel() * item
-    kept = (row, storage) if count == 1 else (row, row, sorted_keys, storage)
-    return Scratch(after=(*copied, *kept))
+    return (*copied, row, storage) if count == 1 else (*copied, row, row, keys, storage)
 
 
 def _has_gaps(tensor: Tensor) -> bool:
@@ -102,21 +111,14 @@ def _has_gaps(tensor: Tensor) -> bool:
     return all(step > 0 for step in steps) and steps == sorted(steps, reverse=True)
 
 
-@registry.modelled("sort sort.stable")
-def sort_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether `sort_scratch` is exact: slices of up to 4096, or rows in order.
-
-    Elements of rows have 2, 4 or 8 bytes.
-    """
-    tensor = args[0]
-    _, length = _slices(args, kwargs, 1)
-    is_last = tensor.dim() == 0 or tensor.shape[-1] == length
-    is_in_order = tensor.is_contiguous() or _has_gaps(tensor)
-    return length <= SMALL_SORT or (tensor.itemsize > 1 and is_last and is_in_order)
-
-
-@registry.requests("topk")
-def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "topk",
+    modelled=when(
+        "the results are sorted in place: k of up to 4096 (TensorTopK.cpp)",
+        lambda c: c.k <= SMALL_SORT,
+    ),
+)
+def topk(c: KernelCall) -> Events:
     """Requests of `topk` (TensorTopK.cu): a contiguous input, and shared counters if many blocks
     search a slice (`mbtopk`).
 
@@ -127,148 +129,119 @@ def topk_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
 
     Evidence: exact on an H100 for 1 to 64 slices of 32,000 to a million elements.
     """
-    kept = [*contiguous_copy(args[0])]
-    count, length = _slices(args, kwargs, 2)
+    kept = [*contiguous_copy(c.self)]
+    count, length = _slices(c.self, c.dim)
     scans: Events = []
     # many blocks search a slice: `should_use_multiblock`
     limits = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
     if length >= next((shortest for most, shortest in limits if count <= most), 400):
-        threads = gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
+        threads = c.gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
         items = min(64, max(4, ceil_div(count * length, threads))) * TOPK_THREADS
         blocks = count * ceil_div(length, items)
-        kept += [count * args[0].itemsize, count * 8, count * 8]
+        kept += [count * c.self.itemsize, count * 8, count * 8]
         kept += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
         scans = passing(TOPK_SCAN_BYTES) * 2
-    return outputs({i: t.nbytes for i, t in enumerate(out)}) + around(kept, scans)
+    return c.outputs() + around(kept, scans)
 
 
-@registry.modelled("topk")
-def topk_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the results are sorted in place: k of up to 4096 (TensorTopK.cpp)."""
-    k: int = argument(args, kwargs, 1, "k")
-    return k <= SMALL_SORT
-
-
-@registry.requests("cumsum")
-def cumsum_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `cumsum`: a cast of the input, and for a single row the scan over blocks.
-
-    `scan_dim` of ScanUtils.cuh passes tensors of one row to CUB. Deterministic algorithms take
-    `inclusive_deterministic_scan` of ATen/cuda/cub.cuh for floats: one sum for each of up to
-    `num_sms` blocks of 512, 256 or 128 threads by 16 values.
-    """
-    dtype = out.dtype
-    if not (dtype.is_floating_point and torch.are_deterministic_algorithms_enabled()):
-        return cumprod_scratch(args, kwargs, out, gpu)
-    cast, is_row = _scanned(args, kwargs, dtype)
-    if not is_row:
-        return Scratch(after=cast)
-    threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
-    blocks = min(gpu.num_sms, ceil_div(args[0].numel(), threads * 16))
-    return Scratch(after=(*cast, blocks * dtype.itemsize))
+def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
+    """Return the bytes of a cast or contiguous copy (`scan_dim`), and whether it is one row."""
+    tensor: Tensor = c.self
+    is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
+    cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
+    return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[c.dim] > 0
 
 
 @registry.requests("cumprod")
-def cumprod_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `cumprod`: like `cumsum` without deterministic algorithms (ScanKernels.cpp)."""
-    cast, is_row = _scanned(args, kwargs, out.dtype)
-    num_bytes = scan_bytes(args[0].numel(), value_bytes=out.itemsize) if is_row else 0
-    return Scratch(after=(*cast, num_bytes) if is_row else cast)
+def cumprod(c: KernelCall) -> Scratch:
+    """Requests of `scan_dim` (ScanUtils.cuh): a cast of the input, and a scan of a single row."""
+    cast, is_row = _scanned(c, c.out.dtype)
+    scan = scan_bytes(c.self.numel(), value_bytes=c.out.itemsize)
+    return Scratch(after=(*cast, scan) if is_row else cast)
 
 
-@registry.requests("logcumsumexp")
-def logcumsumexp_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `scan_dim` of ScanUtils.cuh: a contiguous copy of the input."""
-    return Scratch(after=_scanned(args, kwargs, out.dtype)[0])
+@registry.requests("cumsum")
+def cumsum(c: KernelCall) -> Scratch:
+    """Requests of `cumsum` (ScanKernels.cpp): a cast of the input, and a scan of a single row.
 
-
-@registry.modelled("logcumsumexp")
-def logcumsumexp_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the tensor has several rows: CUB scans a single row."""
-    return not _scanned(args, kwargs, args[0].dtype)[1]
-
-
-register("logcumsumexp", layout=contiguous)  # ScanKernels.cpp
-
-
-def _scanned(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """Return the bytes of a cast or contiguous copy (`scan_dim`), and whether it is one row."""
-    tensor = args[0]
-    is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
-    cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
-    dim = argument(args, kwargs, 1, "dim", -1)
-    return cast, tensor.dim() > 0 and tensor.numel() == tensor.shape[dim] > 0
-
-
-@registry.requests("isin.Tensor_Tensor")
-def isin_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `isin_default_kernel_gpu` (TensorCompare.cpp): compared pairs, `any`."""
-    return Scratch(after=(args[0].numel() * args[1].numel(), args[0].numel()))
-
-
-@registry.modelled("isin.Tensor_Tensor")
-def isin_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether so few elements are searched that the kernel compares them one by one.
-
-    The number is that of `isin` in TensorCompare.cpp.
+    Deterministic algorithms take `inclusive_deterministic_scan` of ATen/cuda/cub.cuh for floats:
+    one sum for each of up to `num_sms` blocks of 512, 256 or 128 threads by 16 values.
     """
-    return bool(args[1].numel() < int(10 * args[0].numel() ** 0.145))
+    dtype = c.out.dtype
+    cast, is_row = _scanned(c, dtype)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if not (is_row and dtype.is_floating_point and is_deterministic):
+        return cumprod(c)
+    threads = 128 if dtype.itemsize >= 16 else 256 if dtype.itemsize >= 8 else 512
+    blocks = min(c.gpu.num_sms, ceil_div(c.self.numel(), threads * 16))
+    return Scratch(after=(*cast, blocks * dtype.itemsize))
 
 
-@registry.requests("bucketize.Tensor")
-def bucketize_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Contiguous copies or casts of the values, then of the boundaries (BucketizationUtils.h)."""
-    dtype = torch.result_type(args[0], args[1])
-    copied = [t for t in args[:2] if t.dtype != dtype or not t.is_contiguous()]
-    return Scratch(after=tuple(t.numel() * dtype.itemsize for t in copied))
+op(
+    "logcumsumexp",
+    "a contiguous copy of the input (`scan_dim` of ScanUtils.cuh)",
+    after=lambda c: _scanned(c, c.out.dtype)[0],
+    modelled=when("the tensor has several rows: CUB scans a single row",
+                  lambda c: not _scanned(c, c.self.dtype)[1]),
+    layout=contiguous,  # ScanKernels.cpp
+)  # fmt: skip
+
+op(
+    "isin.Tensor_Tensor",
+    "compared pairs, then `any` (`isin_default_kernel_gpu` of TensorCompare.cpp)",
+    after=lambda c: (c.elements.numel() * c.test_elements.numel(), c.elements.numel()),
+    modelled=when(
+        "so few elements are searched that the kernel compares them one by one (`isin` of "
+        "TensorCompare.cpp)",
+        lambda c: c.test_elements.numel() < int(10 * c.elements.numel() ** 0.145),
+    ),
+)
 
 
-@registry.requests("searchsorted.Tensor")
-def searchsorted_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `bucketize` with its arguments in the other order (Bucketization.cu)."""
-    return bucketize_scratch((args[1], args[0]), {}, out, gpu)
+def _searched_copies(values: Tensor, boundaries: Tensor) -> tuple[int, ...]:
+    dtype = torch.result_type(values, boundaries)
+    copied = [t for t in (values, boundaries) if t.dtype != dtype or not t.is_contiguous()]
+    return tuple(t.numel() * dtype.itemsize for t in copied)
 
 
-@registry.modelled("bucketize.Tensor searchsorted.Tensor")
-def search_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether no tensor is both copied and cast, and no `sorter` is tested."""
-    is_plain = args[0].dtype == args[1].dtype or all(t.is_contiguous() for t in args[:2])
-    return is_plain and kwargs.get("sorter") is None
-
+_PLAIN_SEARCH = when(
+    "no tensor is both copied and cast, and no `sorter` is tested",
+    lambda c: (
+        c.get("sorter") is None
+        and (c.args[0].dtype == c.args[1].dtype or all(t.is_contiguous() for t in c.args[:2]))
+    ),
+)
+_COPIES = "contiguous copies or casts of the values, then of the boundaries (BucketizationUtils.h)"
+op("bucketize.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.boundaries),
+   modelled=_PLAIN_SEARCH)  # fmt: skip
+op("searchsorted.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.sorted_sequence),
+   modelled=_PLAIN_SEARCH)  # fmt: skip
 
 UNALIGNED = 255  # storage of CUB's algorithms that need none, for its alignment
 SHARED_BYTES_PER_BLOCK = 48 << 10  # on every GPU; CUDA Programming Guide 13, table 30
 
 
-@registry.requests("bincount")
-def bincount_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests(
+    "bincount",
+    modelled=when(
+        "the requested bins are few enough to be counted in shared memory",
+        lambda c: c.minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK,
+    ),
+)
+def bincount(c: KernelCall) -> Events:
     """Requests of `bincount` (cuda/SummaryOps.cu): smallest and largest number, then the bins."""
-    numbers, item = args[0], args[0].itemsize
-    extreme = passing(item, *reduce_bytes(numbers, (), gpu))
-    return (extreme + extreme if numbers.numel() else []) + outputs({0: out.nbytes})
+    extreme = passing(c.self.itemsize, *reduce_bytes(c.self, (), c.gpu))
+    return (extreme + extreme if c.self.numel() else []) + c.outputs()
 
 
-@registry.modelled("bincount")
-def bincount_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the requested bins are few enough to be counted in shared memory."""
-    minlength: int = argument(args, kwargs, 2, "minlength", 0)
-    return minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK
-
-
-@registry.requests("histc")
-def histogram_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
-    """Requests of `histc` (SummaryOps.cu): none if the bounds are given and bins few."""
-    return Scratch()
-
-
-@registry.modelled("histc")
-def histogram_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the bounds differ, so that none are searched, and bins are few."""
-    bins, low, high = (
-        argument(args, kwargs, i, name, default)
-        for i, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
-    )
-    return bool(low != high and bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK)
+op(
+    "histc",
+    "none if the bounds are given and bins few (SummaryOps.cu)",
+    modelled=when(
+        "the bounds differ, so that none are searched, and bins are few",
+        lambda c: c.min != c.max and c.bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK,
+    ),
+)
 
 
 @registry.composed("median")
@@ -305,120 +278,94 @@ register(
 )
 
 
-@registry.requests("_unique2")
-def unique_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def _is_unique_known(c: KernelCall) -> bool:
+    if c.get("dim") is not None:
+        return c.gpu.capability == (9, 0)
+    sizes = (1, 2, 4, 8) if "dim" in c else (4, 8)
+    is_measured = c.self.itemsize in sizes or c.self.dtype is torch.bool
+    return is_measured and (c.gpu.capability == (9, 0) or not c.self.numel())
+
+
+_UNIQUE = when(
+    "the sizes were measured: 4 and 8 bytes or bool, or rows, compute capability 9.0",
+    _is_unique_known,
+)
+"""Evidence (CUDA 13.0), every request exact: 196 calls of up to a million elements on an H100, 504
+of up to 100,000 rows on an H200.
+"""
+
+
+@registry.requests("_unique2", modelled=_UNIQUE)
+def unique(c: KernelCall) -> Events:
     """Requests of `_unique2` (cuda/UniqueCub.cu): sorted values, and positions for the inverse."""
-    values: Tensor = args[0]
-    count, num_bytes = values.numel(), values.nbytes
-    row = count * INDEX_BYTES
-    has_inverse = argument(args, kwargs, 2, "return_inverse", False)
-    if values.dtype is torch.bool and count:
-        made = [*outputs({0: out[0].nbytes}), KernelEvent(2 * INDEX_BYTES, 2)]
-        total = passing(sum_storage_bytes(count, gpu.multiprocessor.threads * gpu.num_sms))
-        inverse = outputs({1: row if has_inverse else 0})
-        return around((4,), total + made + inverse)
-    kept: tuple[int, ...] = (num_bytes,)
-    if not has_inverse:
+    values: Tensor = c.self
+    count, item, row = values.numel(), values.itemsize, values.numel() * INDEX_BYTES
+    if not count:
+        return []
+    if values.dtype is torch.bool:
+        made = [*c.outputs(0), KernelEvent(2 * INDEX_BYTES, 2)]
+        total = passing(sum_storage_bytes(count, c.gpu.multiprocessor.threads * c.gpu.num_sms))
+        return around((4,), total + made + outputs({1: row if c.return_inverse else 0}))
+    kept: tuple[int, ...] = (values.nbytes,)
+    if not c.return_inverse:
         ordering = passing(keys_sort_bytes(count, values.dtype))
     else:
-        item = values.itemsize
-        storage = radix_sort_bytes(count, gpu, num_bits=8 * item, key_bytes=item)
-        kept, ordering = (num_bytes, row), passing(row, storage)
-    return around(kept, ordering + _unique(args, out, gpu, has_inverse, row)) if count else []
+        storage = radix_sort_bytes(count, c.gpu, num_bits=8 * item, key_bytes=item)
+        kept, ordering = (values.nbytes, row), passing(row, storage)
+    return around(kept, ordering + _unique(c, row))
 
 
-@registry.requests("unique_consecutive")
-def unique_consecutive_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("unique_consecutive", modelled=_UNIQUE)
+def unique_consecutive(c: KernelCall) -> Events:
     """Requests of `unique_consecutive` (cuda/UniqueCub.cu), which sorts nothing."""
-    dim = argument(args, kwargs, 3, "dim", None)
-    if dim is not None:
-        return _unique_rows(args[0], dim, _requested(args, kwargs, 1), out, gpu)
-    has_inverse = argument(args, kwargs, 1, "return_inverse", False)
-    num_locations = args[0].numel() * 4
-    return _unique(args, out, gpu, has_inverse, num_locations) if num_locations else []
+    if c.dim is not None:
+        return _unique_rows(c)
+    return _unique(c, c.self.numel() * 4) if c.self.numel() else []
 
 
-def _unique(args: Args, out: Any, gpu: Gpu, has_inverse: bool, location_bytes: int) -> Events:
+def _unique(c: KernelCall, location_bytes: int) -> Events:
     """Requests of `compute_unique`, whose results have room for as many values as are given."""
-    values: Tensor = args[0]
-    count = values.numel()
+    count = c.self.numel()
     row = count * INDEX_BYTES
-    has_counts = out[2].numel() > 0
-    found = unique_bytes(count, gpu, values.itemsize)
-    events = outputs({1: row if has_inverse else 0})
-    if has_inverse:
-        events += around((location_bytes,), passing(sum_scan_bytes(count, gpu)))
-    storage = passing(run_lengths_bytes(count) if has_counts else found)
+    has_counts = c.out[2].numel() > 0
+    events: Events = []
+    if c.return_inverse:
+        scan = passing(sum_scan_bytes(count, c.gpu))
+        events = outputs({1: row}) + around((location_bytes,), scan)
+    found = run_lengths_bytes(count) if has_counts else unique_bytes(count, c.gpu, c.self.itemsize)
     counts = outputs({2: row if has_counts else 0})
-    return events + outputs({0: values.nbytes}) + around((INDEX_BYTES,), counts + storage)
+    values = outputs({0: c.self.nbytes})
+    return events + values + around((INDEX_BYTES,), counts + passing(found))
 
 
-@registry.requests("unique_dim")
-def unique_rows_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("unique_dim", modelled=_UNIQUE)
+def unique_rows(c: KernelCall) -> Events:
     """Requests of `unique_dim`: positions of rows, sorted."""
-    sorting = passing(keys_merge_sort_bytes(args[0].size(args[1])))
-    return _unique_rows(args[0], args[1], _requested(args, kwargs, 3), out, gpu, sorting)
+    return _unique_rows(c, passing(keys_merge_sort_bytes(c.self.size(c.dim))))
 
 
-@registry.requests("unique_dim_consecutive")
-def unique_rows_in_order_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+@registry.requests("unique_dim_consecutive", modelled=_UNIQUE)
+def unique_rows_in_order(c: KernelCall) -> Events:
     """Requests of `unique_dim_consecutive`, which sorts nothing."""
-    return _unique_rows(args[0], args[1], _requested(args, kwargs, 2), out, gpu)
+    return _unique_rows(c)
 
 
-def _requested(args: Args, kwargs: Kwargs, at: int) -> tuple[bool, bool]:
-    """Return whether the inverse and the counts are requested, by arguments from `at` on."""
-    names = ("return_inverse", "return_counts")
-    inverse, counts = (argument(args, kwargs, at + i, n, False) for i, n in enumerate(names))
-    return inverse, counts
-
-
-def _unique_rows(
-    values: Tensor,
-    dim: int,
-    requested: tuple[bool, bool],
-    out: Any,
-    gpu: Gpu,
-    sorting: Sequence[KernelEvent] = (),
-) -> Events:
+def _unique_rows(c: KernelCall, sorting: Sequence[KernelEvent] = ()) -> Events:
     """Requests of `unique_dim_cuda_template` (cuda/Unique.cu)."""
-    num_rows = values.size(dim)
+    num_rows = c.self.size(c.dim)
     row = num_rows * INDEX_BYTES
     events = [*sorting]
-    if requested[0]:
+    if c.return_inverse:
         found = passing(UNALIGNED) + passing(long_sum_scan_bytes(num_rows))
         events += around((row,), outputs({1: row}) + found)
-    if requested[1]:
-        counts = outputs({2: out[2].nbytes}) + passing(UNALIGNED)
-        storage = passing(thrust_unique_by_key_bytes(num_rows, gpu))
+    if c.return_counts:
+        counts = c.outputs(2) + passing(UNALIGNED)
+        storage = passing(thrust_unique_by_key_bytes(num_rows, c.gpu))
         events += around((row + INDEX_BYTES,), storage + counts)
     else:
         events += passing(thrust_unique_bytes(num_rows))
-    kept = (*contiguous_copy(values.movedim(dim, 0)), row)
-    return around(kept, events + outputs({0: out[0].nbytes}))
-
-
-@registry.modelled("unique_dim unique_dim_consecutive")
-def unique_rows_are_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the GPU is of compute capability 9.0, as the measured H200.
-
-    Evidence: 504 calls of up to 100,000 rows; every request is exact.
-    """
-    return gpu.capability == (9, 0)
-
-
-@registry.modelled("_unique2 unique_consecutive")
-def unique_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the sizes were measured: 4 and 8 bytes or bool, compute capability 9.0.
-
-    Evidence: 196 calls on an H100 (CUDA 13.0), up to a million elements; every request is exact.
-    """
-    is_consecutive = func is aten.unique_consecutive.default
-    if is_consecutive and argument(args, kwargs, 3, "dim", None) is not None:
-        return unique_rows_are_modelled(func, args, kwargs, gpu)
-    sizes = (1, 2, 4, 8) if is_consecutive else (4, 8)
-    is_measured = args[0].itemsize in sizes or args[0].dtype is torch.bool
-    return is_measured and (gpu.capability == (9, 0) or not args[0].numel())
+    kept = (*contiguous_copy(c.self.movedim(c.dim, 0)), row)
+    return around(kept, events + c.outputs(0))
 
 
 @registry.above_autograd("cumprod_backward")

@@ -15,42 +15,45 @@ from torch._prims_common import (
     suggest_memory_format,
 )
 
-from memest.estimator.ops.registry import Args
+from memest.estimator.ops.registry import Args, KernelCall
 
 aten = torch.ops.aten
 
 
-def contiguous(args: Args, out: Any) -> Any:
+def contiguous(call: KernelCall) -> Any:
     """Return contiguous results, where the meta kernel copies the strides of an argument."""
-    if isinstance(out, Tensor):
-        return _strided(out, make_contiguous_strides_for(out.shape))
-    return tuple(t if t is None else t.contiguous() for t in out)
+    if isinstance(call.out, Tensor):
+        return strided(call.out, make_contiguous_strides_for(call.out.shape))
+    return tuple(t if t is None else t.contiguous() for t in call.out)
 
 
-def like(number: int) -> Callable[[Args, Any], Any]:
+def like(number: int) -> Callable[[KernelCall], Any]:
     """Return a layout rule: the first result has the strides of the argument at `number`."""
 
-    def rule(args: Args, out: Any) -> Any:
-        if isinstance(out, Tensor):
-            return _strided(out, torch.empty_like(args[number]).stride())
-        first, *rest = out
-        return (first if first is None else rule(args, first), *rest)
+    def rule(call: KernelCall) -> Any:
+        strides = torch.empty_like(call.args[number]).stride()
+        if isinstance(call.out, Tensor):
+            return strided(call.out, strides)
+        first, *rest = call.out
+        return (first if first is None else strided(first, strides), *rest)
 
     return rule
 
 
-def in_format_of_first(args: Args, out: Tensor) -> Tensor:
+def in_format_of_first(call: KernelCall) -> Tensor:
     """Return the result in the memory format of the first argument."""
-    memory_format = suggest_memory_format(args[0])
+    memory_format = suggest_memory_format(call.args[0])
+    out: Tensor = call.out
     if out.is_contiguous(memory_format=memory_format):
         return out
     return torch.empty_like(out, memory_format=memory_format)
 
 
-def elementwise(args: Args, out: Tensor) -> Tensor:
+def elementwise(call: KernelCall) -> Tensor:
     """Return the result with the strides of `TensorIterator`."""
-    given = [arg.expand(out.shape) for arg in args if isinstance(arg, Tensor) and arg.dim()]
-    return _strided(out, compute_elementwise_output_strides(*given)) if given else out
+    out: Tensor = call.out
+    given = [arg.expand(out.shape) for arg in call.args if isinstance(arg, Tensor) and arg.dim()]
+    return strided(out, compute_elementwise_output_strides(*given)) if given else out
 
 
 def plain(func: OpOverload, args: Args, out: Any) -> Any:
@@ -63,7 +66,7 @@ def plain(func: OpOverload, args: Args, out: Any) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not all(t.shape == out.shape and t.is_contiguous() for t in tensors):
         return out
-    return _strided(out, make_contiguous_strides_for(out.shape))
+    return strided(out, make_contiguous_strides_for(out.shape))
 
 
 _ALIKE = {getattr(aten, name) for name in (
@@ -81,7 +84,8 @@ def _has_number(func: OpOverload, args: Args) -> bool:
     return any(isinstance(a, int | float) and "Tensor" in str(spec.type) for spec, a in given)
 
 
-def _strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
+def strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return `made` with other strides, if they differ."""
     if made.stride() == strides:
         return made
     return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)

@@ -6,17 +6,13 @@ ReflectionPad.cu, ReplicationPadding.cu, Im2Col.cu, Col2Im.cu.
 Evidence: the allocator's events of each operator, recorded on an H100.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
-from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.refusals import expects
-from memest.estimator.ops.registry import Args, Kwargs, register
+from memest.estimator.ops.registry import KernelCall, register, when
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -32,34 +28,34 @@ from memest.estimator.ops.temporaries import (
 
 aten = torch.ops.aten
 
-_IMAGES = (
-    "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d "
-    "_upsample_nearest_exact2d_backward"
+# Kernels for channels-last differ by the number of channels.
+_CONTIGUOUS = when(
+    "the first argument is not channels-last",
+    lambda c: suggest_memory_format(c.args[0]) is torch.contiguous_format,
 )
-_COPYING = (
+register(
     "upsample_nearest1d upsample_nearest1d_backward _upsample_nearest_exact1d "
     "_upsample_nearest_exact1d_backward upsample_linear1d_backward upsample_nearest3d "
     "upsample_nearest3d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward "
     "upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward adaptive_max_pool2d_backward "
     "_upsample_bicubic2d_aa_backward avg_pool3d avg_pool3d_backward adaptive_max_pool3d_backward "
     "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward reflection_pad2d "
-    "reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward"
-)
-
-
-register(_COPYING, "upsample_bicubic2d_backward", requests=registry.copying(0))
+    "reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward",
+    requests=registry.copying(0), modelled=_CONTIGUOUS,
+)  # fmt: skip
+register("upsample_bicubic2d_backward", requests=registry.copying(0))
 register(
     "max_unpool2d max_unpool3d", requests=registry.copying(0, 1, is_before=True), layout=contiguous
 )  # MaxUnpooling.cu
 
 
 @registry.requests("unfold_backward")
-def unfold_backward_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+def unfold_backward(c: KernelCall) -> Scratch:
     """Requests of `unfold_backward` (UnfoldBackward.h): positions, if windows overlap."""
-    grad, sizes, dim, size, step = args
+    sizes, step, size = c.input_sizes, c.step, c.size
     if step >= size:
         return Scratch()
-    positions = min(sizes[dim], (grad.shape[dim % len(sizes)] - 1) * step + size)
+    positions = min(sizes[c.dim], (c.grad_in.shape[c.dim % len(sizes)] - 1) * step + size)
     return Scratch(after=(positions * INDEX_BYTES,))
 
 
@@ -70,17 +66,21 @@ def _copies_like(like: int, *positions: int) -> registry.RequestRule:
     DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu know channels-last.
     """
 
-    def copies(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch:
+    def copies(c: KernelCall) -> Scratch:
         """Copies of arguments in the memory format of one of them, after the outputs."""
-        memory_format = suggest_memory_format(args[like])
-        return Scratch(after=copies_in(memory_format, *(args[i] for i in positions)))
+        memory_format = suggest_memory_format(c.args[like])
+        return Scratch(after=copies_in(memory_format, *(c.args[i] for i in positions)))
 
     return copies
 
 
-image_copy_after = _copies_like(0, 0)
-register(_IMAGES, "avg_pool2d", requests=image_copy_after)
-register("max_pool2d_with_indices max_pool3d_with_indices", requests=image_copy_after)
+_copy_of_image = _copies_like(0, 0)
+register(
+    "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d "
+    "_upsample_nearest_exact2d_backward",
+    requests=_copy_of_image, modelled=_CONTIGUOUS,
+)  # fmt: skip
+register("avg_pool2d max_pool2d_with_indices max_pool3d_with_indices", requests=_copy_of_image)
 register("max_pool3d_with_indices_backward", requests=_copies_like(1, 0, 7))
 register(
     "avg_pool2d_backward _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward",
@@ -88,34 +88,22 @@ register(
 )
 
 
-@registry.requests("upsample_bilinear2d_backward")
-def bilinear_gradient_scratch(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Scratch | Events:
-    """Requests of `image_copy_after`; a gradient of the input's own size is copied at once."""
-    is_same = args[0].shape == out.shape
-    return Scratch() if is_same else image_copy_after(args, kwargs, out, gpu)
+@registry.requests("upsample_bilinear2d_backward", modelled=_CONTIGUOUS)
+def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
+    """Requests of `upsample_nearest2d`; a gradient of the input's own size is copied at once."""
+    return Scratch() if c.grad_output.shape == c.out.shape else _copy_of_image(c)
 
 
 @registry.requests("im2col col2im")
-def sliding_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
+def sliding(c: KernelCall) -> Events:
     """Requests of Im2Col.cu and Col2Im.cu: the result begins as a tensor like the input.
 
     Where it needs more, another storage takes its place; where it needs less, it keeps the first.
     """
-    source = args[0]
-    first, wanted = source.nbytes, out.nbytes
-    copies = contiguous_copy(source)
-    if wanted <= first:
+    first, copies = c.self.nbytes, contiguous_copy(c.self)
+    if c.out.nbytes <= first:
         return outputs({0: first}) + passing(*copies)
-    return temporaries(first) + around(copies, outputs({0: wanted}) + temporaries(-first))
-
-
-@registry.modelled(_IMAGES, _COPYING, "upsample_bilinear2d_backward")
-def window_is_modelled(func: OpOverload, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-    """Return whether the first argument is not channels-last.
-
-    Kernels for channels-last differ by the number of channels.
-    """
-    return suggest_memory_format(args[0]) is torch.contiguous_format
+    return temporaries(first) + around(copies, c.outputs() + temporaries(-first))
 
 
 register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
@@ -127,13 +115,18 @@ _BY_CUDNN = (torch.float64, torch.float32, torch.float16)
 _MOST_CHANNELS = 1024
 
 
-def _is_by_cudnn(image: Tensor, grid: Tensor, mode: int, padding: int, is_aligned: bool) -> bool:
+def _is_by_cudnn(c: KernelCall) -> bool:
     """Return whether cuDNN samples: bilinear, zeros around the image (`grid_sampler` of
     GridSampler.cpp).
     """
-    is_known = image.dtype in _BY_CUDNN and grid.dtype in _BY_CUDNN and image.size(1) > 0
-    is_wanted = mode == padding == 0 and is_aligned and image.size(1) <= _MOST_CHANNELS
-    return torch.backends.cudnn.enabled and is_known and is_wanted
+    is_known = c.input.dtype in _BY_CUDNN and c.grid.dtype in _BY_CUDNN
+    is_wanted = c.interpolation_mode == c.padding_mode == 0 and c.align_corners
+    return (
+        torch.backends.cudnn.enabled
+        and is_known
+        and is_wanted
+        and (0 < c.input.size(1) <= _MOST_CHANNELS)
+    )
 
 
 def _copy_of_expanded(tensor: Tensor) -> tuple[int, ...]:
@@ -141,29 +134,27 @@ def _copy_of_expanded(tensor: Tensor) -> tuple[int, ...]:
 
 
 @registry.requests("grid_sampler_2d")
-def grid_sampler_events(args: Args, kwargs: Kwargs, out: Tensor, gpu: Gpu) -> Events:
+def grid_sampler(c: KernelCall) -> Events:
     """Requests of `cudnn_grid_sampler_forward` (GridSampler.cpp of cudnn): copies of an expanded
     image and of a grid with gaps. torch's own kernel requests nothing.
     """
-    image, grid = args[:2]
-    made = outputs({0: out.nbytes})
-    if not _is_by_cudnn(*args[:5]):
-        return made
-    return around(_copy_of_expanded(image) + contiguous_copy(grid), made)
+    if not _is_by_cudnn(c):
+        return c.outputs()
+    return around(_copy_of_expanded(c.input) + contiguous_copy(c.grid), c.outputs())
 
 
 @registry.requests("grid_sampler_2d_backward")
-def grid_sampler_backward_events(args: Args, kwargs: Kwargs, out: Any, gpu: Gpu) -> Events:
+def grid_sampler_backward(c: KernelCall) -> Events:
     """Requests of `cudnn_grid_sampler_backward`, which computes the gradient of the grid always."""
-    grad, image, grid = args[:3]
-    made = outputs({i: t.nbytes for i, t in enumerate(out) if t is not None})
-    if not _is_by_cudnn(*args[1:6]):
-        return made
-    copies = _copy_of_expanded(image) + contiguous_copy(grid) + _copy_of_expanded(grad)
-    both = [(image, args[6][0]), (grid, args[6][1])]
-    each = [
-        outputs({i: t.nbytes}) if is_wanted else temporaries(t.nbytes)
-        for i, (t, is_wanted) in enumerate(both)
+    if not _is_by_cudnn(c):
+        return c.outputs()
+    copies = _copy_of_expanded(c.input) + contiguous_copy(c.grid)
+    copies += _copy_of_expanded(c.grad_output)
+    sizes = c.input.nbytes, c.grid.nbytes
+    made = [
+        event
+        for i in (0, 1)
+        for event in (outputs({i: sizes[i]}) if c.output_mask[i] else temporaries(sizes[i]))
     ]
-    unwanted = [-t.nbytes for t, is_wanted in both if not is_wanted]
-    return around(copies, each[0] + each[1]) + temporaries(*unwanted)
+    unwanted = (-sizes[i] for i in (0, 1) if not c.output_mask[i])
+    return around(copies, made) + temporaries(*unwanted)
