@@ -39,7 +39,7 @@ from memest.estimator.versions import check_torch
 from memest.project import FILE, find_project
 from memest.report import Ending, Outcome, RunReport
 from memest.report.answer import NAMES, resource_lines, summary_line
-from memest.report.text import render_text
+from memest.report.text import error_hint, render_text
 from memest.run.other_python import active_environment, run_elsewhere
 from memest.run.target import NoInput, Target, check_single_process, find_module, find_script
 from memest.units import format_bytes
@@ -378,11 +378,9 @@ def _not_used(ran: RunResult) -> int:
         return NOT_USED_EXIT_CODE
     if ran.refusal is None:
         code = "" if ran.error_text else f" with exit code {ran.exit_code}"
-        hint = "arguments of the script come after it: `memest run train.py --data FOLDER`"
-        if "\nModuleNotFoundError: " in ran.error_text:
-            hint = "`--python PATH` runs it in an environment that has the module"
-        elif ran.error_text or ran.exit_code != 2:  # code of `argparse`
-            hint = ""
+        hint = "".join(error_hint(ran.error_text))
+        if not ran.error_text and ran.exit_code == 2:  # code of `argparse`
+            hint = "arguments of the script come after it: `memest run train.py --data FOLDER`"
         print_error(f"the script ended{code} before it used the GPU: nothing to report", hint)
     return ran.exit_code
 

@@ -136,9 +136,10 @@ def resolve_config(
 
 
 def check_name(name: str) -> None:
-    """Raise an `UnknownModelError` if `resolve_config` would, without heavy imports."""
+    """Raise `UnknownModelError` or `UnsupportedError` as `resolve_config`; imports nothing."""
     if find_entry(name) is None and _config_path(name) is None and not _HUB_ID.fullmatch(name):
         raise _unknown(name)
+    require(*PLANS)
 
 
 def _key(name: str) -> str:

@@ -129,7 +129,24 @@ def heading(report: SimulatedReport) -> list[str]:
         lines.append(f"allocator: {report.allocator}")
     if report.error:
         lines.append(report.error)
+        lines += [f"hint: {hint}" for hint in error_hint(report.error)]
     return lines
+
+
+_ERROR_HINTS = {
+    "ModuleNotFoundError: ": "`--python PATH` runs it in an environment that has the module",
+    "(EOFError: EOF when|.*lost sys.stdin)": "it reads stdin: `echo ANSWER | memest run train.py`",
+    r"(\S*\.)?(URLError|gaierror|ConnectionError|Connect(Error|Timeout)|LocalEntryNotFoundError)\b"
+    r"|OSError: .* couldn't connect|\S*CalledProcessError: Command '(\[')?(curl|wget|git)\b": (
+        "a download failed: give it a local copy; `memest checkpoint` writes one of a model"
+    ),
+}
+
+
+def error_hint(text: str) -> list[str]:
+    """Return a hint for an error of a script, or for its traceback; else nothing."""
+    found = (hint for errors, hint in _ERROR_HINTS.items() if re.search(f"^({errors})", text, re.M))
+    return list(found)[:1]
 
 
 def _heading_of_plan(prediction: Prediction) -> list[str]:

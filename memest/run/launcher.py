@@ -17,7 +17,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -68,7 +68,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
         with kept_files() as kept, mock.patch.dict(os.environ, _TRACKERS | os.environ):
             try:
                 with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
-                    with _exit_functions():
+                    with _exit_functions(), _exits_with_report():
                         _run_script(target)
                     session.virtual.mode.rank.mailbox.finish()
             finally:
@@ -121,6 +121,20 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0) if has_clock else timer.cancel()
         signal.signal(number, before)
+
+
+@contextmanager
+def _exits_with_report() -> Iterator[None]:
+    """Make `os._exit` raise `SystemExit` in the script's main thread, so that a report follows."""
+    leave, process = os._exit, os.getpid()
+
+    def end(status: int) -> NoReturn:
+        if os.getpid() != process or threading.current_thread() is not threading.main_thread():
+            leave(status)
+        raise SystemExit(status)
+
+    with mock.patch.object(os, "_exit", end):
+        yield
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from memest import packages
+from memest import child, packages
+from memest.cli import main
 from memest.errors import UnsupportedError
 from memest.estimator import predict
 from memest.plan import TrainingPlan
@@ -27,3 +29,18 @@ def test_a_missing_package_of_a_plan_is_named_before_a_model_is_built(
 
     with pytest.raises(UnsupportedError, match=f"needs the package `{package}`"):
         predict.predict(TrainingPlan(model_name="gpt2", **changes))
+
+
+@pytest.mark.parametrize(
+    "command", ["explore --model gpt2", "max-batch --model gpt2 --gpu t4", "sweep --model gpt2"]
+)
+def test_a_missing_package_is_named_before_a_process_starts(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda name: name != "transformers")
+    monkeypatch.setattr(child, "fork", pytest.fail)
+
+    done = CliRunner().invoke(main, command.split())
+
+    assert done.exit_code == 3
+    assert "this needs the package `transformers`" in done.stderr

@@ -168,6 +168,7 @@ def test_techniques_without_qlora_leave_its_keys_out() -> None:
         ("batch_size", "", "has an empty value"),
         ("batch_size", "1,,2", "has an empty value"),
         ("batch_size", "5:1", "ends before it begins"),
+        ("batch_size", "1:1000000000000", "more than 1,048,576 values"),
         ("batch_size", "1:9:0", "`batch_size` is `1:9:0`"),
         ("batch_size", "1:2:3:4", "`batch_size` is `1:2:3:4`"),
         ("batch_size", "x", "`batch_size` is `x`"),

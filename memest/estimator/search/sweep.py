@@ -21,6 +21,7 @@ from memest.child import forked
 from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error, shown
 from memest.estimator.predict import target_gpus, trials
+from memest.packages import PLANS, require
 from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]  # varied values, plan or error
 MAX_POINTS = 1000  # default limit of predictions in one sweep
+MAX_VALUES = 1 << 20  # of a range
 _VARIED = ("batch_size", "seq_len")  # keys whose values share traces, in this order
 _KINDS = {name: row.type for name, row in PLAN_KEYS.items()}
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
@@ -139,6 +141,8 @@ def _range(key: str, item: str) -> range:
         raise PlanError(f"`{key}` is {shown(item)}", hint=hint)
     if last < first:
         raise PlanError(f"`{key}` is {shown(item)}, a range that ends before it begins", hint=hint)
+    if (last - first) // step >= MAX_VALUES:
+        raise PlanError(f"`{key}` is {shown(item)}, more than {MAX_VALUES:,} values", hint=hint)
     return range(first, last + 1, step)
 
 
@@ -202,6 +206,7 @@ def sweep(
     Raises:
         MemestError: none of the plans can be predicted; the error is the first one's.
     """
+    require(*PLANS)
     known = known or {}
     new = [plan for plan in plans if plan not in known]
     key, groups = _groups(new)

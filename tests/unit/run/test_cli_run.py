@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from memest.cli import main
+from memest.report.text import error_hint
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -259,6 +260,13 @@ def test_a_script_without_the_gpu_is_told_of(
         ("import sys\nsys.exit(7)", 7, "", " with exit code 7", ""),
         ("import sys\nsys.exit(2)", 2, "", " with exit code 2", "arguments of the script come"),
         ("import nowhere", 1, "ModuleNotFoundError: No module named 'nowhere'", "", "`--python"),
+        (
+            "raise EOFError('EOF when reading')",
+            1,
+            "EOFError: EOF when reading",
+            "",
+            "it reads stdin",
+        ),
     ],
 )
 def test_a_script_that_dies_before_it_uses_the_gpu_ends_in_its_own_words_and_a_line(
@@ -278,6 +286,39 @@ def test_a_script_that_dies_before_it_uses_the_gpu_ends_in_its_own_words_and_a_l
     assert first == f"{how} before it used the GPU: nothing to report"
     assert [each.startswith(f"hint: {hint}") for each in hints] == [True] * bool(hint)
     assert before.splitlines()[-1:] == ([last_words] if last_words else [])
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("urllib.error.URLError: <urlopen error [Errno -2] Name or service not known>", "download"),
+        ("OSError: We couldn't connect to 'https://huggingface.co' to load the files", "download"),
+        ("requests.exceptions.ConnectionError: Max retries exceeded", "a download failed"),
+        (
+            "CalledProcessError: Command '['curl', 'x']' returned non-zero exit status 6.",
+            "download",
+        ),
+        ("ConnectionError: Couldn't reach 'imdb' on the Hub (OfflineModeIsEnabled)", "download"),
+        ("RuntimeError: input(): lost sys.stdin", "it reads stdin"),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", ""),
+        ("ValueError: URLError", ""),
+    ],
+)
+def test_an_error_of_a_script_has_a_hint(error: str, hint: str) -> None:
+    found = "".join(error_hint(f"Traceback:\n  File 'train.py'\n{error}\n"))
+
+    assert (hint in found, bool(found)) == (True, bool(hint))
+
+
+def test_a_report_has_the_hint_below_the_error(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(
+        "import torch\ntorch.ones(3, device='cuda')\nraise ConnectionError('no route')"
+    )
+
+    assert run("train.py") == 1
+    assert "\nConnectionError: no route\nhint: a download failed: " in capsys.readouterr().out
 
 
 def test_options_after_a_module_are_the_modules(

@@ -55,6 +55,15 @@ def test_sys_exit_gives_its_code(argument: str, code: int, text: str) -> None:
     assert ran.report.ending == Ending.FINISHED
 
 
+def test_an_exit_without_teardown_has_a_report() -> None:
+    before = os._exit
+    ran = run(f"{USE}import os\nif os.fork() == 0:\n    os._exit(9)\nos.wait()\nos._exit(3)")
+
+    assert (ran.exit_code, ran.error_text, os._exit) == (3, "", before)
+    assert ran.report is not None
+    assert ran.report.error == "SystemExit: 3"
+
+
 def test_a_crash_has_its_own_traceback_and_a_report() -> None:
     ran = run(f"{USE}def f():\n    return x @ x[:3]\nf()")
 
