@@ -33,9 +33,7 @@ from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
 LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
-"""Default GPUs by a word in the suite's name: the suite's GPU, and one of the same chip, for which
-nothing is simulated again.
-"""
+"""Default GPUs by a word in the suite's name: the suite's GPU, and one of the same chip."""
 
 
 @main.command()

@@ -95,7 +95,7 @@ def _import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> No
 
 @contextmanager
 def _without_metrics() -> Iterator[None]:
-    """Let torchmetrics, which Lightning imports, skip matplotlib and scipy: they take 1.4 s."""
+    """Make torchmetrics, which Lightning imports, skip matplotlib and scipy: they take 1.4 s."""
     from unittest import mock
 
     from lightning_utilities.core import imports
@@ -113,7 +113,7 @@ def _without_metrics() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Results:
-    """Results of a plan on GPUs of one or several chips."""
+    """Verdicts, times and scenarios of a plan on GPUs of one or several chips."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, as the results
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
@@ -186,8 +186,8 @@ def _results_on_chip(
 ) -> _Results:
     """Return the results on `gpus` of one chip; the simulated run uses the speed of the first.
 
-    `known` has trials on other chips (`trials`). Runs with the work `without` get no time: the
-    caller estimates it.
+    `known` has trials on other chips (`trials`). A run with the work log `without` gets no time
+    estimate, since the caller makes it.
     """
     found = _Results()
 
@@ -226,7 +226,7 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 
 def _primary(plan: TrainingPlan) -> Gpu:
-    """Return the GPU whose figures the report has."""
+    """Return the GPU for which the report has figures: the plan's first, or the default."""
     is_named = plan.gpu or plan.gpu_memory is not None
     return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
 
@@ -257,9 +257,9 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
 
 
 class Trial:
-    """Result of a traced plan on one GPU, computed when it is read.
+    """Result of a plan on one GPU; each part is computed when it is read.
 
-    `like` is the trial of the same program on another GPU, whose replays are shared.
+    `like` is the result of the same program on another GPU, whose replays are reused.
     """
 
     def __init__(
@@ -302,9 +302,9 @@ def trials(
     traced_on: Callable[[Gpu], TracedPlan],
     known: dict[int, Trial] | None = None,
 ) -> Iterator[tuple[Gpu, Trial]]:
-    """Yield each GPU with the trial of the plan there; GPUs of one program share its replays.
+    """Yield each GPU with the plan's `Trial` there; GPUs with one program share its replays.
 
-    Those in `known`, by the `id` of their program, are shared too, and new ones are added.
+    Trials in `known`, by the `id` of their program, are reused, and new ones are added.
     """
     known = {} if known is None else known
     for gpu in gpus:

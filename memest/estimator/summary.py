@@ -107,7 +107,7 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Return a line that names the loop, and what its order costs at the peak."""
+    """Return a line about the loop: whether its gradients live on during the peak."""
     clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")
@@ -157,7 +157,7 @@ def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
 
 
 def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
-    """(kind of term, owner): activations by the stack of layers that they belong to."""
+    """Return (kind of term, owner) of a storage; the owner of activations is their layer stack."""
     kind, site = kind_of(program.storages, index), program.storages.sites[index]
     if kind == "temporaries":
         return kind, f"{site.phase}: {site.op}" if site.phase == "optimizer" else site.phase
@@ -254,7 +254,7 @@ def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSe
 
 
 def context_assumed(gpu: Gpu) -> str:
-    """Return the assumption on the memory beyond the allocator."""
+    """Return the assumption on memory outside of the allocator: the CUDA context."""
     as_on = f", as on the whole {gpu.whole}" if gpu.whole else ""
     return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator{as_on}"
 

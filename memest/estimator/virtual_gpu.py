@@ -201,7 +201,7 @@ class VirtualGpu:
         self._close()
 
     def _close(self) -> None:
-        """Take everything away that `_install` has installed."""
+        """Undo everything that `_install` has installed."""
         self._stack.close()
         try:
             self._patches.undo()
@@ -291,7 +291,7 @@ class VirtualGpu:
             raise StepLimit(0)
 
     def _count_own_step(self) -> None:
-        """Record a step of a loop that writes to its parameters itself."""
+        """Record a step of a training loop without a torch optimizer."""
         self.mode.memory.settle()
         self.mode.work.stepped()
         self._count_step()
@@ -318,7 +318,7 @@ class OwnSteps:
         self._has_optimizer = False
 
     def install(self, patches: Patches) -> None:
-        """Follow the operators of the script, until it makes an optimizer of torch."""
+        """Watch the operators of the script for steps, until the script makes a torch optimizer."""
         make, request = Optimizer.__init__, self._mode.request
 
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -334,7 +334,7 @@ class OwnSteps:
         patches.set(self._mode, "request", follow)
 
     def stop(self) -> None:
-        """Follow no more: the script has an optimizer of torch."""
+        """Stop watching: the script has an optimizer of torch."""
         self._has_optimizer, self.has_written = True, False
         self._leaves.clear()
 
@@ -403,7 +403,7 @@ def _next_number() -> int:
 
 
 class DeviceThread:
-    """Numbers the nodes of a backward as the thread of a GPU would; calls `at_end(outputs)`."""
+    """Gives autograd nodes the sequence numbers that a GPU's device thread would assign."""
 
     def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
         self._at_end, self._line = at_end, line
@@ -414,7 +414,7 @@ class DeviceThread:
         self._skipped = [_next_number()]  # sequence numbers where stretches between backwards begin
 
     def install(self, patches: Patches) -> None:
-        """Replace autograd's entry point, so that every backward gets these numbers."""
+        """Replace autograd's entry point by `_run`."""
         engine = torch.autograd.graph._engine_run_backward
 
         def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -457,7 +457,7 @@ class DeviceThread:
         return grads
 
     def _renumber(self, tensors: Iterable[Any], first: int) -> None:
-        """Number the nodes of `tensors`; a number from `first` on belongs to the device thread."""
+        """Renumber the nodes of `tensors`; numbers from `first` on are the device thread's."""
         for node in _nodes_below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
             number = node._sequence_nr()
             if number < first:
@@ -468,7 +468,7 @@ class DeviceThread:
 
 
 def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the nodes of `tensors` and below, each once, as far as `selects` is true."""
+    """Yield each node reachable from `tensors` through nodes for which `selects` is true."""
     todo = [node for tensor in tensors for node in _nodes(tensor)]
     seen = set()
     while todo:
@@ -480,7 +480,7 @@ def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iter
 
 
 def _nodes(made: Any) -> Iterator[Any]:
-    """Yield the nodes of a tensor and of the tensors that `torch.func` has wrapped in it."""
+    """Yield the autograd nodes of a tensor, and of tensors that `torch.func` wraps in it."""
     if isinstance(made, torch.autograd.graph.GradientEdge):
         yield made.node
     while isinstance(made, Tensor):

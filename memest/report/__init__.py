@@ -71,9 +71,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """Values that a probe reads at one moment. `before_forward` is read before the batch is moved
-    to the GPU.
-    """
+    """Figures at one probe; `before_forward` is read before the batch moves to the GPU."""
 
     step: int
     micro_batch: int
@@ -397,9 +395,7 @@ class Prediction(Simulated, Report):
     is_script: ClassVar[bool] = False
 
     unlimited_reserved_bytes: int
-    """Peak reserved on a GPU without a limit; more than `peak_reserved_bytes` if the limit
-    mattered.
-    """
+    """Peak reserved on a GPU without a limit; above `peak_reserved_bytes` if the limit mattered."""
 
     peak: Peak
     verdicts: Mapping[str, Verdict]
@@ -413,9 +409,7 @@ class Prediction(Simulated, Report):
     """Verdict about the host memory, if the plan has a limit."""
 
     closed_form: ClosedForm | None = None
-    """The textbook's activations of a layer, next to the simulated ones; None where no formula
-    applies.
-    """
+    """The textbook's activations of a layer and the simulated ones; None without a formula."""
 
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     """Ranges of `allocated`, `reserved` and `process` at their peaks, over ranks and free timings.
@@ -454,9 +448,7 @@ class Measurement(Report):
     kind: ClassVar[str] = "measured"
 
     device: Mapping[str, Any]
-    """Fields of the machine: `name` and `memory_bytes` of the GPU, `driver`, `sm_clock_mhz` after
-    the last step.
-    """
+    """Machine: GPU `name` and `memory_bytes`, `driver`, `sm_clock_mhz` after the last step."""
 
     context_bytes: int
     """Process less reserved: the CUDA context and libraries."""

@@ -52,7 +52,7 @@ def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> i
 
 
 def link(block: Block) -> None:
-    """Link the neighbours of `block` to it."""
+    """Make the neighbours of `block` point to it."""
     if block.previous is not None:
         block.previous.next = block
     if block.next is not None:
@@ -106,7 +106,7 @@ class AddressSpace:
     Measured on an H200 (driver 580.159, from the `segment_alloc` events of recorded runs):
 
     - A segment is placed at the lowest address with room in a mapped range.
-    - Without room it takes a new range, of a multiple of 32 MiB, below the others.
+    - Without room, a segment gets a new range, of a multiple of 32 MiB, below the others.
     - A range without segments is unmapped. From the first kernel on, the highest such gap with
       room serves a new range. Into earlier gaps the host maps libraries.
     - On several GPUs (`ranges_stay`) ranges stay mapped. The hole of a freed segment then serves
@@ -180,7 +180,7 @@ class AddressSpace:
         return hole.address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Free a segment of `cudaFree`; its range stays in use while it holds another segment."""
+        """Free a segment's addresses at `cudaFree`; a range without segments is unmapped."""
         range_at = self._range_of.pop(address)
         self._num_segments[range_at] -= 1
         if self._ranges_stay:

@@ -157,7 +157,7 @@ class CachingAllocator:
             self.free(block)
 
     def empty_cache(self) -> None:
-        """Wait for deferred blocks; return every wholly free segment to the driver."""
+        """Free deferred blocks; return every segment without live blocks to the driver."""
         for block in list(self._deferred.values()):
             self.complete(block)
         if self._tuning is not None and self._tuning.expandable is not None:
@@ -169,7 +169,7 @@ class CachingAllocator:
                 self.release(block)
 
     def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
-        """Yield the segments that are wholly free, with their pools, by stream, size and address.
+        """Yield segments without live blocks, with their pools, by stream, size and address.
 
         `is_small` selects small or large pools. The caller may release a segment while iterating.
         """
@@ -196,7 +196,7 @@ class CachingAllocator:
         return self._pools_of_streams.setdefault(stream, (FreeBlocks(), FreeBlocks()))
 
     def layout(self) -> tuple[object, ...]:
-        """Return the free blocks, which together with the live ones decide all future addresses."""
+        """Return the free blocks; with the live ones, they determine all future addresses."""
         every = (pool for pools in self._pools_of_streams.values() for pool in pools)
         free = tuple(tuple(pool.keys) for pool in every)
         return free if self._tuning is None else (*free, *self._tuning.layout())
@@ -242,7 +242,7 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Return a new segment, or a block of a grown one where segments are expandable."""
+        """Return a new segment, or with expandable segments a block of a segment that has grown."""
         tuning = self._tuning
         num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
         if tuning is not None and tuning.expandable is not None:
@@ -264,7 +264,7 @@ class CachingAllocator:
             self.peak_reserved_bytes = self.reserved_bytes
 
     def taken(self, block: Block) -> None:
-        """Hook for subclasses that count: `block` is a new segment."""
+        """Hook for subclasses: `block` is a new segment."""
 
     # --- expandable segments
 

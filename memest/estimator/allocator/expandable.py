@@ -41,9 +41,8 @@ class ExpandableSegments:
     def best_index(self, pool: FreeBlocks, index: int) -> int:
         """Return the index in `pool` of the block to take, at or after `index`.
 
-        The block at `index` is the smallest that is large enough.
-
-        A block before unmapped addresses counts with the size to which it can grow.
+        The block at `index` is the smallest that is large enough. A block before unmapped addresses
+        counts with the size to which it can grow.
         """
         keys, by_key = pool.keys, pool.by_key
         size = _size_if_grown(by_key[keys[index]])
@@ -153,7 +152,7 @@ class ExpandableSegments:
         self._allocator.unmapped(begin, end - begin, gone)
 
     def _keep(self, num_bytes: int, address: int, gone: Unmapped) -> None:
-        """Insert the part of a free block that shares its piece with a live one, next to `gone`."""
+        """Insert the part of a free block that stays mapped, next to the unmapped `gone`."""
         around = (gone.previous, gone) if address < gone.address else (gone, gone.next)
         kept = _linked(Block, gone, address, num_bytes, *around)
         self._pool(kept).insert(kept)

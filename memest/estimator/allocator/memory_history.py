@@ -17,7 +17,7 @@ POOL = (0, 0)  # id of the default pool among those of `torch.cuda.MemPool`
 
 
 def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
-    """Return `allocator_settings`."""
+    """Return the entry `allocator_settings` of a memory snapshot."""
     return {
         "PYTORCH_ALLOC_CONF": settings.text,
         "expandable_segments": settings.expandable_segments,
@@ -28,7 +28,7 @@ Stack = Any  # stack of a thread, as the caller gathers it
 
 
 class Context(IntEnum):
-    """`RecordContext`: the events whose stacks are recorded."""
+    """torch's `RecordContext`: which events record a Python stack."""
 
     NEVER = 0
     STATE = 1
@@ -37,7 +37,7 @@ class Context(IntEnum):
 
 
 class Entry(NamedTuple):
-    """A `TraceEntry`."""
+    """A `TraceEntry` of torch's memory snapshot."""
 
     action: str
     address: int

@@ -45,9 +45,7 @@ NEWER = {
     "throw_on_cudamalloc_oom": (2, 12),
     **dict.fromkeys(RESERVES, (2, 15)),
 }
-"""Options without effect that torch 2.11 rejects as unknown (measured), and the release that added
-them.
-"""
+"""Options without effect that torch 2.11 rejects (measured), and the release that added them."""
 
 _LARGE_SEGMENT = "large_segment_size_mb"
 _OUT_OF_BOUNDS = "Index out of bounds in ConfigTokenizer"
@@ -67,7 +65,7 @@ class AllocatorSettings:
     """Bytes by which an unsplit block may exceed its request."""
 
     roundup_divisions: tuple[int, ...] = (0,) * NUM_INTERVALS
-    """Parts of the way to the next power of two to which requests round up, by request size."""
+    """Divisions between powers of two to which requests round up, by request size."""
 
     garbage_collection_threshold: float = 0.0  # share of the limit from which segments go
     memory_fraction: float = 1.0  # `per_process_memory_fraction`: allowed share of the GPU
@@ -140,7 +138,7 @@ def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> Al
 
 
 class _Tokens:
-    """Tokens of a text, as `ConfigTokenizer` splits it; they may set `large_bytes` of segments."""
+    """Tokens of a settings text, split as by torch's `ConfigTokenizer`."""
 
     def __init__(self, words: list[str], large_bytes: int) -> None:
         self.words = words
@@ -199,7 +197,7 @@ def _tokens(text: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> _Tokens:
 def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
-    """The fields of `AllocatorSettings` that one of torch's two parsers reads."""
+    """Yield fields of `AllocatorSettings` and values, as one of torch's two parsers reads them."""
     own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()

@@ -23,7 +23,7 @@ _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up onc
 
 
 class Stat:
-    """One figure over time, as `c10::CachingAllocator::Stat`."""
+    """Current value, peak and totals of one figure, as `c10::CachingAllocator::Stat`."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -48,7 +48,7 @@ class Stat:
 class CountingAllocator(CachingAllocator):
     """A `CachingAllocator` with all counters of `torch.cuda.memory_stats`.
 
-    `gpu_bytes` is the memory that the GPU leaves it, whatever the limit; None is the limit.
+    `gpu_bytes` is the GPU's memory for the allocator without a limit; None means the limit.
     """
 
     def __init__(
@@ -225,9 +225,9 @@ class CountingAllocator(CachingAllocator):
         return chain(*self._stats.values(), self._oversize.values())
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
-        """Count a new or freed block; return whether its segment is expandable.
+        """Count a new or freed segment; return whether segments are expandable.
 
-        Free blocks of expandable segments do not count as split.
+        Free blocks of expandable segments do not count as inactive splits.
         """
         self._count_oversize("allocations", num_bytes, sign)
         return self.settings.expandable_segments

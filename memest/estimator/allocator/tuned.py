@@ -107,7 +107,7 @@ class Tuning:
 
     @property
     def collects(self) -> bool:
-        """True if old segments are freed: a threshold is set, and a share of the GPU is allowed."""
+        """True if old segments are freed: a threshold and a memory fraction are set."""
         return (
             self.settings.garbage_collection_threshold > 0
             and self._allocator.allowed_bytes is not None

@@ -87,9 +87,7 @@ class Gpu:
     """
 
     memory_range_bytes: int | None = None
-    """Difference between the largest and the smallest total memory in `source`, by driver. None if
-    only one figure was found.
-    """
+    """Largest less smallest total memory in `source`, by driver; None for a single figure."""
 
     whole: str = ""  # GPU of which this one is an instance under MIG
     memory_share: float = 1.0  # share of the whole GPU's memory and cache, below 1 for MIG

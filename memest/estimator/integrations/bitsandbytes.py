@@ -31,7 +31,7 @@ _PARAM_NORM = 7  # position of `param_norm` in `optimizer_update_32bit`
 
 
 def _note_call(name: str, *args: Any) -> int:
-    """Note the call of a function of the library, and return success."""
+    """Record the call of a library function, and return 0 (success)."""
     # before 0.50, whose functions have `argtypes`, numbers are passed as `c_int`
     numbers = tuple(a.value if isinstance(a, ctypes._SimpleCData) else a for a in args)
     WorkLog.library_call = name, numbers
@@ -112,7 +112,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class _WithNumbers:
-    """Operator whose tensor argument C++ reads as a number: `param_norm` of LARS and LAMB."""
+    """Wraps an operator whose tensor argument C++ reads as a number: `param_norm` of LARS, LAMB."""
 
     def __init__(self, update: Any) -> None:
         self._update = update

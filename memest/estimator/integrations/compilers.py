@@ -25,8 +25,7 @@ CAPTURED = (
     f"{TUNED}, nor are the CUDA graphs of `mode='max-autotune'`, which keep pools of their own"
 )
 TUNING = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
-"""Options of `torch.compile` by which Inductor measures kernels on the GPU
-(torch/_inductor/config.py)."""
+"""Options of `torch.compile` with which Inductor times kernels (torch/_inductor/config.py)."""
 
 CAPTURES = "reduce-overhead"
 """Mode of `torch.compile` with CUDA graphs, which have their own memory pools
@@ -97,7 +96,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
 
 def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
-    """Return what makes Inductor or the backend record CUDA graphs, or an empty string."""
+    """Return the option that makes Inductor or the backend record CUDA graphs, or an empty text."""
     if given == CAPTURES:
         return f"torch.compile(mode={given!r})"
     if str(backend).startswith("cudagraphs"):  # torch/_dynamo/backends/cudagraphs.py
@@ -111,7 +110,7 @@ def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
 
 
 def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
-    """Report `text`, unless a library decorates its functions while it is imported."""
+    """Report `text` once, except while a library is being imported."""
     frame = sys._getframe(2)
     script = mode.attribution.lines.frame(frame)
     while frame is not None and frame is not script:
@@ -163,7 +162,7 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
 
 class _Unscripted(nn.Module):
-    """In place of `torch.jit.ScriptModule`, whose `script_method`s would be compiled."""
+    """Replacement of `torch.jit.ScriptModule` that compiles nothing."""
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:

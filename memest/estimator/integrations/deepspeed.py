@@ -52,10 +52,7 @@ class _Extension:
 
 
 def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
-    """Keep the wrappers of `wrap` out of memest's own calls and of torch's C++.
-
-    A tensor made there would otherwise pass through Python code of DeepSpeed.
-    """
+    """Skip DeepSpeed's wrappers of factories in calls made by memest or by torch's C++."""
 
     def wrapping(make: Maker, *args: Any, **kwargs: Any) -> Maker:
         wrapped = wrap(make, *args, **kwargs)
@@ -71,7 +68,7 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
 def _cpu_info(get_cpu_info: Callable[[], Any]) -> Any:
     """Return `cpuinfo` without starting its process of a second for DeepSpeed.
 
-    DeepSpeed reads only the vendor, to warn of half precision.
+    DeepSpeed reads only the CPU vendor from it.
     """
     caller = sys._getframe(1).f_globals.get("__name__", "")
     return {} if caller.startswith("deepspeed.") else get_cpu_info()
@@ -106,7 +103,7 @@ def _buckets(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleType) -> None:
-    """Label the buckets of stages 1 and 2, and let gradients be finite."""
+    """Label the buckets of stages 1 and 2, and assume finite gradients."""
     kind = module.DeepSpeedZeroOptimizer
     name = "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue"
     has_inf_or_nan = kind._has_inf_or_nan

@@ -28,7 +28,7 @@ _NO_COMMIT = "0" * 40
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Replace what sends, where a script uses the Hub."""
+    """Replace the Hub's functions that upload, if a script imports `huggingface_hub`."""
 
     def replace(module: Any) -> None:
         functions = []
@@ -45,7 +45,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[..., Any]:
-    """Return a method like `name`, with the result that the Hub would give."""
+    """Return a replacement of the method `name` that uploads nothing and returns a Hub result."""
 
     def call(api: Any, *args: Any, **kwargs: Any) -> Any:
         note(NOT_SENT)

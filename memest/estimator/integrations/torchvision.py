@@ -54,7 +54,7 @@ def _after(module: ModuleType) -> None:
 
 
 def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Give unknown labels of a detector's sampler as many positives as the sampler takes."""
+    """Assume as many positives among unknown labels as a detector's sampler takes."""
     sampler = module.BalancedPositiveNegativeSampler
     sample = sampler.__call__
 
@@ -89,7 +89,7 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
 
 
 def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
-    """Cast all tensors to float32, the last first, and the result back: csrc/ops/autocast."""
+    """Cast all tensors to float32, last one first, and the result back: csrc/ops/autocast."""
     if not torch.is_autocast_enabled("cuda"):
         return then(image, *args)
     wide = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]

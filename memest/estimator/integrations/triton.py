@@ -38,8 +38,7 @@ VERSION = "3.6.0"  # version of triton that the wheels of torch 2.11 require
 _NAMES: dict[str, Any] = read_table(__file__, "triton.json")
 """Names of Triton 3.6.0: of its `modules` and its `language`, and the lists of its `dtypes`.
 
-Other names are missing here too. Of `triton.testing` there are those that bitsandbytes before 0.49
-imports.
+Other names do not exist. `triton.testing` has the names that bitsandbytes before 0.49 imports.
 """
 
 _LANGUAGE = frozenset(_NAMES["language"])
@@ -214,7 +213,7 @@ class _TensorDescriptor:
 
 
 def _each_as(made: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module in which every name exists."""
+    """Return a module's `__getattr__` that makes any name by `made`."""
 
     def look_up(name: str) -> Any:
         if name.startswith("__"):
@@ -288,8 +287,8 @@ class _Distribution(importlib.metadata.Distribution):
 class Finder(StubFinder, importlib.metadata.DistributionFinder):
     """Finder that serves the stub for `import triton`.
 
-    `driver` makes `triton.runtime.driver.active` from the class of its target; `do_bench` is
-    `triton.testing.do_bench`.
+    `driver` returns `triton.runtime.driver.active` for a target class; `do_bench` is that of
+    Triton.
     """
 
     def __init__(self, driver: Callable[[Any], Any], do_bench: Any) -> None:
@@ -361,7 +360,7 @@ def do_bench(fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs:
 
 
 def _renew(patches: Patches) -> None:
-    """Give the stub's names to modules of Inductor that were imported when there was no Triton."""
+    """Update modules of Inductor that were imported without Triton with the stub's names."""
     compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
     if compat is None or hasattr(compat.triton, "Config"):
         return

@@ -43,7 +43,7 @@ _SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLL
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Offer the stub; refuse TRL's client of a server, which would wait for one."""
+    """Install the stub of vLLM; refuse TRL's client, which would wait for a server."""
     Finder(mode).install(patches)
     refused = refusing('`vllm_mode="server"` of TRL', _SERVER)
     for name in ("trl.generation.vllm_client", "trl.extras.vllm_client"):
@@ -127,14 +127,14 @@ class SamplingParams:
 
 
 class Options:
-    """A class of options that decide nothing about memory, such as `StructuredOutputsParams`."""
+    """An options class without effect on memory, such as `StructuredOutputsParams`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         vars(self).update(options)
 
 
 class LLM:
-    """`vllm.LLM`: an engine whose completions are as long as they may be."""
+    """`vllm.LLM`: an engine whose completions have the maximal length."""
 
     mode: CudaSimMode  # the virtual GPU, set by the finder
 

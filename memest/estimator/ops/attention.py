@@ -265,7 +265,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:  # fmt: skip
     """Run attention through the operations that CUDA tensors would go through on `gpu`.
 
-    It is a kernel of `aten::scaled_dot_product_attention` above autograd, which records them.
+    Replaces `aten::scaled_dot_product_attention` above autograd, so that autograd records them.
     """
     refuse_attention(query, key, value, attn_mask)
     backend = choose_backend(
@@ -290,11 +290,7 @@ def scaled_dot_product_attention(
 
 
 def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
-    """Return the first result of a kernel.
-
-    The others are dropped in their order, as a `std::tuple` drops them. Autograd keeps most of
-    them; under checkpointing it does not.
-    """
+    """Return the first result of a kernel; the others are dropped in order, as by `std::tuple`."""
     results = [*op(*args, scale=scale)]
     while len(results) > 1:
         results.pop(1)
@@ -349,8 +345,7 @@ def math_attention(
     """Run attention by products and a softmax: `_scaled_dot_product_attention_math`.
 
     Half precision is computed in float32. Under a dispatch mode the mask is added out of place
-    (`areAnyTensorSubclassLike`): one B x H x L x S buffer more. Variables are freed as in the
-    source.
+    (`areAnyTensorSubclassLike`), with one more B x H x L x S buffer.
     """
     dtype = query.dtype
     query_acc, key_acc, value_acc = query, key, value
@@ -403,7 +398,7 @@ Measured with cuDNN 9.19 on an H200, the same in every case; no source is public
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Letters of the legend for tensors of B, heads, tokens, width."""
+    """Sizes of the tensors: batch, heads, tokens, head width."""
 
     B: int
     H: int
@@ -453,9 +448,9 @@ def _scores_step(c: KernelCall) -> int:
 def flash_forward(c: KernelCall) -> Events:
     """Requests of `mha_fwd`: output, logsumexp, split accumulators, 16 random bytes, 8 unused.
 
-    With dropout the random state is allocated again and the first one freed. Keys are split if the
-    queries do not fill the GPU (`num_splits_heuristic`, none with dropout). Each split has a
-    logsumexp and a float32 output of a width rounded up to 32 (64 above 128).
+    With dropout the random state is allocated again, and the first one freed. Keys are split if the
+    queries do not fill the GPU (`num_splits_heuristic`, none with dropout). Each split has its own
+    logsumexp and float32 output; the output's width is rounded up to 32 (64 above 128).
     """
     shape = _Shape.of(c.query, c.key, c.value)
     accumulators: list[int] = []
@@ -599,7 +594,8 @@ class _EfficientBlock:
     def workspace_bytes(self, shape: _Shape) -> int:
         """Bytes of the workspace: `Params::workspace_size` floats, rounded up to 4, for each head.
 
-        It has the gradient of the query, and those of key and value if registers are too few.
+        The workspace holds the query's gradient, and those of key and value if registers are too
+        few.
         """
         tiles = ceil_div(shape.L, self.queries) * ceil_div(shape.E, self.keys)
         floats = tiles * (4 + self.queries * self.keys)
@@ -620,9 +616,9 @@ class _EfficientBlock:
 _LEAST_SHARED_KIB = 99
 """Least shared memory per block from compute capability 8.0 on, KiB.
 
-There the tiles of 128 queries need 121344 bytes in float32, and those of 128 x 128 need 133632
-(bfloat16) to 162304 (float16, dropout). All others fit everywhere. `sizeof(SharedStorage)` of torch
-2.13's kernel_backward.h, compiled with CUTLASS 4.2.
+Tiles of 128 queries need 121344 bytes in float32. Tiles of 128 x 128 need 133632 (bfloat16) to
+162304 (float16, dropout). All other tiles fit. Source: `sizeof(SharedStorage)` of torch 2.13's
+kernel_backward.h, compiled with CUTLASS 4.2.
 """
 
 
@@ -652,7 +648,8 @@ def _efficient_block(
 def cudnn_output(args: Args, out: Any) -> Any:
     """Output in the layout of the query (`alloc_with_matching_layout`).
 
-    The meta kernel of torch 2.6 has a contiguous one; its libtorch_cuda.so has the function.
+    The meta kernel of torch 2.6 returns a contiguous output, CUDA's kernel of that release does
+    not.
     """
     query, (first, *rest) = args[0], out
     is_alike = query.shape == first.shape
@@ -737,7 +734,7 @@ AMPERE = (8, 0)  # `FlashAttention only supports Ampere GPUs or newer`
 
 
 def check_gpu(gpu: Gpu) -> None:
-    """Raise a `PlanError` if `gpu` is too old for the package."""
+    """Raise a `PlanError` if `gpu` is too old for the package `flash-attn`."""
     if gpu.capability < AMPERE:
         major, minor = gpu.capability
         raise PlanError(
@@ -774,10 +771,10 @@ def forward(c: KernelCall) -> Events:
 
 @registry.requests(BACKWARD)
 def backward(c: KernelCall) -> Events:
-    """Row sums, a float32 query gradient, key and value gradients of all query heads.
+    """Requests of flash-attn's backward besides its outputs, which are allocated before.
 
-    The gradients themselves are made before. With L' = L rounded up to 128 for each of B rows, or
-    N + 128 * B in all, and E' = E rounded up to 32 (to 64 above 128):
+    With L' = L rounded up to 128 for each of B rows, or N + 128 * B in all, and E' = E rounded up
+    to 32 (to 64 above 128):
 
         4 * L' * H                    row sums, the result, which the caller drops
         4 * L' * H * E' * splits      splits: 1, or deterministic, ceil(SMs / (B * H))
@@ -794,7 +791,7 @@ def backward(c: KernelCall) -> Events:
 
 
 def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:
-    """Make gradients of key and value per query head, and the memory of summing one."""
+    """Return bytes of key and value gradients per query head, and of their sum over a group."""
     K, E = key.shape[-2:]
     if K == H:
         return [], []

@@ -71,7 +71,7 @@ def follow_autocast(patches: Patches) -> None:
 
 
 def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator that calls functions. Cast its tensors if torch does on CUDA."""
+    """Run a higher-order operator; cast its tensors if autocast does so on CUDA."""
     if key != _KEY:
         mode = _get_current_dispatch_mode() if key == _PYTHON else None
         if _is_left_out(self, mode):
@@ -86,7 +86,7 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
 
 
 def _is_left_out(operator: Any, mode: Any) -> bool:
-    """Return whether torch has no rule for an operator in a mode, as torch 2.8 and older."""
+    """Return whether torch has no rule for an operator in a mode, as in torch 2.8 and older."""
     return (
         not hasattr(TorchDispatchMode, "supports_higher_order_operators")
         and getattr(mode, "supports_higher_order_operators", False)
@@ -100,7 +100,7 @@ def is_in_autocast() -> bool:
 
 
 class CastCache:
-    """The casts of leaf weights that `torch.autocast` keeps until its outermost context ends.
+    """Casts of leaf weights, which `torch.autocast` caches until its outermost context ends.
 
     Mirrors `cached_cast` of ATen/autocast_mode.cpp (torch 2.11): a float32 leaf with
     `requires_grad` is cast once, and in inference mode at each use.
@@ -141,7 +141,7 @@ CASTS = CastCache()
 
 @contextlib.contextmanager
 def decisions_of(gpu: Gpu) -> Iterator[None]:
-    """Run the block with torch's decisions for CUDA tensors on meta tensors, as on `gpu`."""
+    """Make meta tensors take the paths of CUDA tensors on `gpu` within the block."""
     _register_once()
     _active_gpu.append(gpu)
     try:
@@ -153,7 +153,7 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decisions_again() -> Iterator[None]:
-    """Apply the decisions also to operators that a dispatch mode calls within the block."""
+    """Apply `decisions_of` also to operators that a dispatch mode calls within the block."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
@@ -167,7 +167,7 @@ def decisions_again() -> Iterator[None]:
 
 
 class Next:
-    """The operator's next kernel: a rule above autograd calls it to continue the dispatch."""
+    """The operator's next kernel. A rule above autograd calls `Next` to continue the dispatch."""
 
     __slots__ = ("_keyset", "_op")
 
@@ -233,7 +233,7 @@ def _by_release(
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the kernel of `op` above autograd: `decide` on the GPU, torch's own elsewhere."""
+    """Return `op`'s kernel above autograd: `decide` for GPU tensors, torch's own for others."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_on_gpu(args):
@@ -246,11 +246,11 @@ def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[
 
 
 NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "take_along_dim")
-"""Composites that autocast leaves alone, and whose C++ compares devices."""
+"""Composite operators without an autocast policy, whose C++ compares devices."""
 
 
 def _on_one_device(op: OpOverload, args: Args) -> Args:
-    """Return arguments of the host without data, if some of them have none.
+    """Replace host arguments by tensors without data, if one of the arguments has no data.
 
     C++ compares the devices of a composite's tensors before it calls any operator. Lengths stay.
     """
@@ -388,17 +388,16 @@ _EXPLICIT = frozenset(
     hamming_window.periodic_alpha_beta hann_window hann_window.periodic kaiser_window
     kaiser_window.periodic kaiser_window.beta""".split()
 )
-"""Operators that C++ decomposes below autograd, which has a formula for the whole of some."""
+"""Operators that C++ decomposes below autograd; autograd has formulas for some of them."""
 
 _EXPLICIT_KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
 def decomposition_key(func: Any) -> Any:
-    """Return the dispatch key under which `func` calls other operators, or a function that does.
+    """Return the dispatch key or function that decomposes `func`; None if `func` is one kernel.
 
-    None is returned for operators that run as one.
-    torch's dispatcher keeps the file in which each kernel was registered, Python or C++. With torch
-    2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
+    torch's dispatcher stores the file in which each kernel was registered, Python or C++. With
+    torch 2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
     """
     name = func.name()
     if func.namespace == "prims":
@@ -422,7 +421,7 @@ def decomposition_key(func: Any) -> Any:
 
 
 def run_decomposed(mode: SimMode, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
-    """Run `func`, which calls other operators under `key`, so that those are recorded.
+    """Run `func` by its kernel for `key`, so that the operators it calls are recorded.
 
     A `key` that is a function runs in place of `func`.
     """

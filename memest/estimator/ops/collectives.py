@@ -52,7 +52,7 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
-    """Messages that NCCL sends for a collective: the other rank, and whether this one sends.
+    """Return NCCL's messages for a collective: (the other rank, True if this rank sends).
 
     `torch::cuda::nccl::all2all`, `gather` and `scatter` of torch 2.11 (torch/csrc/cuda/nccl.cpp).
     """
@@ -80,7 +80,7 @@ def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
 
 
 def _is_asynchronous(func: Any, given: Kwargs) -> bool:
-    """Return whether the caller waits later; default arguments may be missing."""
+    """Return whether the call is asynchronous; default arguments may be missing."""
     found = _async_argument(func)
     if found is None:  # before torch 2.7, Python waits for a work that it does not return
         return _async_argument(torch.ops.c10d.allreduce_.default) is None
@@ -94,7 +94,7 @@ def _async_argument(func: Any) -> Any:
 
 
 def _fill(mode: SimMode, name: str, args: Args) -> None:
-    """Store the values of a collective's outputs, as far as they are known."""
+    """Store the known values of a collective's outputs."""
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
         for tensor in args[0]:
             _write(mode, tensor, tensor, _factor(mode, args))
@@ -135,8 +135,8 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
     """Send or receive one tensor; the other rank runs at the same time.
 
-    A receive of integers waits for the message, as a script may read them. What a rank sends to
-    itself waits for no one.
+    A receive of integers waits for the message, since a script may read them. A rank's message to
+    itself does not wait.
     """
     if name == "recv_any_source_":
         return  # the source is not known
@@ -175,7 +175,7 @@ def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
 
 
 def _fill_flat(mode: SimMode, output: Tensor, given: Tensor, factor: int) -> None:
-    """Repeat the input for a gather; take this rank's part for a scattered sum."""
+    """Store a gather's result (the input repeated) or a reduce-scatter's (this rank's part)."""
 
     def parts(value: Tensor) -> Tensor:
         flat, count = value.reshape(-1), output.numel()
@@ -196,7 +196,7 @@ def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> Non
 def _store(
     mode: SimMode, output: Tensor, given: Tensor | None, made: Callable[[Tensor], Tensor]
 ) -> None:
-    """Give `output` what is `made` of the value or the guess of `given`, or no value."""
+    """Store `made(value)` in `output`, for the known or guessed value of `given`, if any."""
     known = None if given is None else mode.values.value_of(given)
     if known is not None:
         _set(mode, output, made(known))
@@ -221,7 +221,7 @@ def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
 
 
 def _factor(mode: SimMode, args: Args) -> int:
-    """Return the factor of a sum over ranks that hold the same value."""
+    """Return the factor of a reduction over ranks with equal values: the world size for a sum."""
     for op in args[2:]:
         if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
             what: Any = op

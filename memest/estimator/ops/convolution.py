@@ -146,7 +146,7 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
 
     `get_plans_from_find` of Conv_v8.cpp (torch 2.11): the largest workspace of all plans that fits
     the GPU is allocated, and the plans are timed in it. Then it is freed, and the cache is emptied.
-    From then on the fastest plan runs, which is assumed to be the first one.
+    Later calls run the fastest plan, which is assumed to be the first one.
     """
     installed = installed_for(gpu)
     if installed is None:
@@ -173,9 +173,8 @@ class Answers:
     """Answers of the installed cuDNN by key, in a file of the user's cache folder.
 
     One file for each cuDNN, GPU and version of this code. A file holds at most `MOST_ANSWERS`
-    answers; the oldest are dropped. A file that cannot be read is ignored and replaced. Processes
-    that write at the same time each replace the whole file, so that a reader never sees half of
-    one. Not for several threads at once.
+    answers; the oldest are dropped. A file that cannot be read is ignored and replaced. Each write
+    replaces the whole file. Not safe for several threads.
     """
 
     def __init__(self, fingerprint: str) -> None:
@@ -186,7 +185,7 @@ class Answers:
 
     @staticmethod
     def key(shapes: ConvolutionShapes, *settings: object) -> str:
-        """Return 16 letters that stand for a call and its settings."""
+        """Return a hash of 16 letters of a call and its settings."""
         text = repr((shapes, settings)).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -259,8 +258,7 @@ def _shapes_of(c: KernelCall, output: Tensor) -> ConvolutionShapes:
 
 
 def is_native(c: ConvolutionShapes) -> bool:
-    """Return whether torch runs its own kernel: `use_cudnn_depthwise` of Convolution.cpp is not
-    true.
+    """Return whether torch runs its own depthwise kernel (not `use_cudnn_depthwise`).
 
     cuDNN takes channels-last and, in float16, 32 channels or more with square kernels of 1, 3 or 5
     pixels, without stride or with many channels.
@@ -359,7 +357,7 @@ def _of_output(c: KernelCall) -> str:
 
 
 def _of_input(c: KernelCall) -> str:
-    """Return the kind of convolution that computes the input's gradient."""
+    """Return cuDNN's direction for the input's gradient; of a transposed convolution, `forward`."""
     return "forward" if c.transposed else "input"
 
 
@@ -385,7 +383,7 @@ def _is_backward_known(c: KernelCall) -> bool:
 def convolution_outputs(c: KernelCall) -> Any:
     """Outputs of the call in the memory format that cuDNN gives them.
 
-    The meta kernel's format depends on the release: until 2.11 also on the incoming gradient.
+    The format of torch's meta kernel differs by release.
     """
     memory_format = convolution_format(c.input, c.weight)
     if isinstance(c.out, Tensor):
@@ -437,8 +435,8 @@ def convolution_backward(c: KernelCall) -> Events:
     bias's.
 
     Input and incoming gradient are copied if they have another memory format, until both results
-    are done. The input of one dimension is copied for the whole function. A gradient with gaps is
-    copied for each of the two, and the weight for the input's gradient
+    are done. A 1-d input is copied for the whole function. A gradient with gaps is copied for each
+    of both results, and the weight for the input's gradient
     (`cudnn_convolution_backward` of ConvShared.cpp).
     """
     grad, tensor, weight, wanted = c.grad_output, c.input, c.weight, c.output_mask
@@ -482,7 +480,7 @@ def convolution_backward(c: KernelCall) -> Events:
 def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
     """Requests of the gradient of the bias, which is a sum.
 
-    Autocast sums in float32 if the backward runs in its context. The engine then casts the result
+    If the backward runs under autocast, the sum is float32 and the engine casts the result
     (`validate_outputs` of engine.cpp).
     """
     dims = [0, *range(2, grad.dim())]

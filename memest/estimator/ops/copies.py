@@ -52,13 +52,13 @@ COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")  # move gradients to 
 
 
 def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
-    """Return a call of `aten::to.device` as a call of the overload with all arguments by name."""
+    """Convert a call of `aten::to.device` to the overload `to.dtype_layout`, arguments by name."""
     given = registry.arguments_by_name(aten.to.device, args, kwargs)
     return aten.to.dtype_layout, (given.pop("self"),), given
 
 
 def awaited_device() -> torch.device | None:
-    """Return the device of the gradient that autograd computes now; `meta` for one without data."""
+    """Return the device that autograd expects for the current gradient; `meta` without data."""
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in COPIES_BACKWARD:
         return None
@@ -135,7 +135,7 @@ register(
 
 @registry.above_autograd("_pad_packed_sequence combinations pad_sequence vander")
 def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the result on the device of what is given (`options()` in C++)."""
+    """Make the result on the device of the given tensor (`options()` in C++)."""
     with setting(INSIDE, "composite", True):
         return then(given, *args, **kwargs)
 
@@ -144,7 +144,7 @@ def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
 def is_set_to(x: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same part of one storage (`is_set_to`, TensorShape.cpp).
 
-    The host answers from what it has of both. meta has no kernel.
+    torch's meta device has no kernel for it.
     """
     is_alike = (x.shape, x.stride()) == (other.shape, other.stride())
     is_first = x.storage_offset() == other.storage_offset()
@@ -160,9 +160,9 @@ WAVES = 2  # waves of blocks per launch at most, when each thread copies several
 def split_with_sizes_copy(c: KernelCall) -> Scratch:
     """Requests of `split_with_sizes_copy.out`: a table of 8 * (4 * splits + 1 + blocks) bytes.
 
-    It has addresses, size and first block of each split, and the split of each block. A thread
-    copies so many bytes that the blocks fill at most two waves. The root of that number is the
-    number of chunks, the rest the bytes in a chunk.
+    The table holds addresses, size and first block of each split, and the split of each block.
+    Bytes per thread are chosen so that the blocks fill at most two waves of the GPU. Their square
+    root is the number of chunks, the rest the bytes in a chunk.
     """
     source, targets = c.self, c.get("out") or ()
     is_fast = source.is_contiguous() and all(
@@ -187,7 +187,7 @@ def split_with_sizes_copy(c: KernelCall) -> Scratch:
 def chunk_cat(c: KernelCall) -> Scratch:
     """Requests of `_chunk_cat.out`: a table of 8 * (6 * tensors + 2 + blocks) bytes.
 
-    It has address, sizes, place and number of blocks of each tensor, and a tensor for each block.
+    The table holds 6 numbers per tensor (address, sizes, blocks), and the tensor of each block.
     """
     num_blocks = 0
     for tensor in c.tensors:
@@ -200,7 +200,7 @@ def chunk_cat(c: KernelCall) -> Scratch:
 def chunk_cat_mixed(c: KernelCall) -> Scratch:
     """Requests of `fsdp::chunk_cat_mixed_dtype`, for tensors of one dtype as `_chunk_cat.out`.
 
-    Tensors in bfloat16 and float32 share a table, which has two numbers less. Others are cast.
+    Tensors in bfloat16 and float32 share a table, which is two numbers shorter. Others are cast.
     """
     target, (table,) = c["out"], chunk_cat(c).before
     others = [tensor for tensor in c.tensors if tensor.dtype != target.dtype]
@@ -220,7 +220,7 @@ if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in dis
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in order.
 
-    A source in another order is made contiguous first. Only a non-blocking copy casts on the GPU.
+    A source with other strides is made contiguous first. Only a non-blocking copy casts on the GPU.
     """
     if func is aten.copy_.default:
         target, source = args[0], args[1]
@@ -241,7 +241,7 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
     """Return the bytes of the temporary of a copy from the host into `target`.
 
-    The host casts, except in a non-blocking copy. Other orders are rearranged on the GPU.
+    The host casts, except in a non-blocking copy. Other strides are converted on the GPU.
     """
     is_alike = target.stride() == source.stride() and is_dense(target)
     if target.dtype == source.dtype:

@@ -79,10 +79,10 @@ def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
 
 
 def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
-    """`DeviceScan` (dispatch_scan.cuh): per tile a state of twice the value.
+    """`DeviceScan` (dispatch_scan.cuh): a state of twice `value_bytes` for each tile.
 
-    CUB does not tune torch's operator. By the default policy a tile is 128 threads of 15 values of
-    up to 4 bytes, or of as many bytes of larger ones.
+    CUB has no tuning for torch's operator. By the default policy a tile is 128 threads with 15
+    values of up to 4 bytes each, or with 60 bytes of larger values.
     """
     tile = 128 * min(15, 60 // value_bytes)
     return _aliased(_tile_states(ceil_div(num_items, tile), 2 * value_bytes))
@@ -141,10 +141,7 @@ def long_sum_scan_bytes(num_items: int) -> int:
 
 
 def thrust_unique_bytes(num_items: int) -> int:
-    """`thrust::unique` of int64 positions: 16-byte states of tiles of 128 threads with 5, a count.
-
-    CUB does not tune torch's comparison of rows.
-    """
+    """`thrust::unique` of int64 positions: 16-byte states of tiles of 640, and a count."""
     return _aliased(_aliased((ceil_div(num_items, 128 * 5) + _TILE_PADDING) * 16, 0), 8)
 
 
@@ -180,8 +177,8 @@ def keys_merge_sort_bytes(num_items: int) -> int:
 def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     """`thrust::unique_by_key` of int64 pairs (thrust/system/cuda/detail/unique_by_key.h).
 
-    It needs the storage of `unique_by_key_bytes` and a count. The states have 8 bytes, since items
-    are counted in 32 bits.
+    It needs the storage of `unique_by_key_bytes` with 8-byte states (items are counted in 32 bits),
+    and a count.
     """
     tiles = ceil_div(num_items, _unique_tile(gpu))
     return _aliased(_aliased(_tile_states(tiles, 8), 0), 8)
@@ -190,7 +187,7 @@ def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:
     """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): a partial sum for each block.
 
-    Blocks are of 256 threads with 16 values each; one block needs nothing, more are as many as fit
-    the GPU (`num_threads` in all), five times over (`subscription_factor`).
+    A block has 256 threads with 16 values each. One block needs no storage. Otherwise the number of
+    blocks is five times what the GPU runs at once (`subscription_factor`; `num_threads` in all).
     """
     return 1 if num_items <= 256 * 16 else _aliased(num_threads // 256 * 5 * 4)

@@ -64,7 +64,7 @@ C_TYPES: dict[int, Any] = {
     INT64: ctypes.c_int64, FLOAT: ctypes.c_float, DOUBLE: ctypes.c_double,
     DESCRIPTOR: ctypes.c_void_p, CHAR: ctypes.c_char,
 }  # fmt: skip
-"""The others are enumerations, `int`."""
+"""C types of cuDNN's attribute types; all other types are enumerations, `int`."""
 
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 """`cudnnCallback_t`: severity, user data, debug information, message."""
@@ -77,10 +77,10 @@ INFO_MASK, SUPPORT_CHECKS = 8, b"engine_config_support_checks"
 """`CUDNN_SEV_INFO_EN`, and the log message that lists rejected configurations."""
 
 REJECTED = re.compile(rb'"engineId":(\d+)((?:(?!engineConfig:).)*)', re.DOTALL)
-"""An engine in that message, and the reasons why it is rejected."""
+"""Pattern of an engine in the log message, and of the reasons why cuDNN rejects it."""
 
 WITHOUT_DRIVER = b"CUDNN_STATUS_NOT_SUPPORTED_RUNTIME_PREREQUISITE_MISSING"
-"""Status of an engine that is compiled when it runs, for which the CUDA driver is missing."""
+"""Status of a runtime-compiled engine, which cuDNN rejects because there is no CUDA driver."""
 
 WITHOUT_WINOGRAD = b"ConvolutionEngine::getStatus()"  # reason for Winograd's engines
 COMPILED_ENGINES = {"forward": (5,), "input": (6,), "weight": (16, 19)}  # depthwise, small images
@@ -122,7 +122,7 @@ class Plan:
     is_estimated: bool = False  # `product_bytes` estimated it, seldom right to 512 B
 
     def is_allowed(self, kernels: Kernels) -> bool:
-        """Return what `filterEngineConfigs` keeps."""
+        """Return whether `filterEngineConfigs` of Conv_v8.cpp keeps the plan."""
         unwanted = {DOWN_CONVERTS}
         unwanted |= {NONDETERMINISTIC} if kernels.are_deterministic else set()
         unwanted |= {TENSOR_CORES} if kernels.are_without_tf32 else set()
@@ -212,7 +212,7 @@ class Library:
         return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
 
     def fingerprint(self, gpu: str) -> str:
-        """Return a file name that changes with all that answers about `gpu` depend on."""
+        """Return a file name with a hash of everything on which answers about `gpu` depend."""
         sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("cudnn_*.py"))]
         digest = hashlib.blake2b(repr((device_properties(gpu), sources)).encode(), digest_size=6)
         return f"{self.version}-{gpu}-{digest.hexdigest()}"
@@ -308,7 +308,7 @@ class Library:
         return self._make(GRAPH, (801, DESCRIPTOR, [operation]))
 
     def _plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> Iterator[Plan]:
-        """Yield plans of both modes in order, with those that only a GPU accepts."""
+        """Yield plans of both heuristic modes, including plans that cuDNN accepts only on a GPU."""
         properties, graph = self._device(gpu), self._graph(shapes, direction)
         for mode in (INSTANT, FALLBACK):
             heuristics = self._make(

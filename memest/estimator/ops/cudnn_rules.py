@@ -74,12 +74,12 @@ class ConvolutionShapes:
 
     @property
     def is_plane(self) -> bool:
-        """True without stride, dilation and a third dimension."""
+        """True for a 2-d convolution without stride and dilation."""
         return len(self.tensor) <= 4 and {*self.stride, *self.dilation} == {1}
 
 
 def planar(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
-    """Return extents of two or three dimensions: torch makes two of one."""
+    """Return sizes of two or three dimensions: torch turns a 1-d convolution into a 2-d one."""
     return extents if len(extents) > 1 else (fill, *extents)
 
 

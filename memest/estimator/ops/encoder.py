@@ -156,7 +156,7 @@ def _attend(
 ) -> "_Kept":  # fmt: skip
     """Run `native_multi_head_attention_cuda` up to the projection.
 
-    Return the heads' rows with the products from which they are computed, which are freed after it.
+    Return the heads' outputs with the tensors that have to live until the projection.
     """
     width = x.shape[-1]
     head = width // num_heads
@@ -189,7 +189,7 @@ def _attend(
 
 
 class _Kept(NamedTuple):
-    """A tensor with the operands that have to live as long, and the weights of the heads."""
+    """A tensor, the tensors that have to live as long, and the attention weights."""
 
     out: Tensor
     of: Any
@@ -213,7 +213,7 @@ def _attention(
 
 
 def _layer(src: Tensor, *args: Any) -> Tensor:
-    """Run torch's C++ kernel of the CPU, which is CUDA's too; its attention is `_attention`."""
+    """Run torch's C++ encoder layer, with `_attention` as its attention."""
     cpu = torch._C.DispatchKey.CPU
     out: Tensor = torch.ops.aten._transformer_encoder_layer_fwd.default._op_dk(cpu, src, *args)
     return _as_packed(out, src.padded_shape) if isinstance(src, Packed) else out

@@ -43,7 +43,7 @@ def _largest_prime(n: int) -> int:
 
 
 def _convolved(n: int) -> int:
-    """Points of the convolution: the next product of 2, 3 and 5 from 2n - 1 on."""
+    """Points of the convolution: the smallest product of 2, 3 and 5 that is at least 2n - 1."""
     length = 2 * n - 1
     while _largest_prime(length) > 5:
         length += 1
@@ -88,7 +88,7 @@ def real_bytes(n: int, batch: int, item: int) -> int:
 
 
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
-    """The lengths that are transformed, and how many transforms there are."""
+    """Return the sizes of the transformed dimensions, and the number of transforms."""
     sizes = [tensor.shape[dim] for dim in dims]
     return sizes, tensor.numel() // max(1, prod(sizes))
 
@@ -112,9 +112,9 @@ def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = Fals
 
 
 def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
-    """Return the bytes of the copy with one transform after the other, if the input needs one.
+    """Return the bytes of the contiguous copy of the input, 0 if a view is enough.
 
-    `_exec_fft` sorts the other dimensions by stride and makes one of them; 0 where a view does.
+    `_exec_fft` sorts the batch dimensions by stride and merges them into one.
     """
     transformed = {dim % tensor.dim() for dim in dims}
     kept = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))

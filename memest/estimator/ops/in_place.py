@@ -30,11 +30,11 @@ def in_nodes(
     more: Args = (),
     is_possible: Callable[..., bool] | None = None,
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
-    """Return the rule of an operator that autograd's formulas call in place.
+    """Return the rule of an operator that backward formulas call in place without a dispatch mode.
 
-    The formulas are those of autograd's `nodes`, by names separated by blanks. They call `instead`,
-    by default the operator's form in place, with the further arguments `more`. `is_possible`
-    returns whether a call runs in place.
+    `nodes` has the names of autograd nodes whose formulas do so. They call `instead`, by default
+    the in-place overload, with the further arguments `more`. `is_possible` returns whether a call
+    can run in place.
     """
     names = nodes.split()
 

@@ -61,7 +61,7 @@ op(
 
 
 def is_a_row(tensor: Tensor) -> bool:
-    """Return whether `reshape(-1)` is a view: each dimension steps over all of the next."""
+    """Return whether `reshape(-1)` is a view."""
     sides = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
     return tensor.numel() == 0 or all(
         outer == size * inner for (_, outer), (size, inner) in pairwise(sides)
@@ -69,7 +69,7 @@ def is_a_row(tensor: Tensor) -> bool:
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
-    """Return whether few rows are hit often: `use_fused_kernel` of the gradient of `embedding`."""
+    """Return whether the gradient of `embedding` uses atomics (`use_fused_kernel`): few rows."""
     warped = round_up(width, 32)
     segments = min(num_indices, num_rows)
     grid = ceil_div(segments * warped, min(warped, MAX_BLOCK_SIZE))
@@ -83,14 +83,14 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
-    """Bytes of contiguous copies of several indices, unless strides agree (`AdvancedIndex`)."""
+    """Bytes of contiguous copies of several indices if their strides differ (`AdvancedIndex`)."""
     expanded = broadcast(indices)
     is_alike = len({i.stride() for i in expanded}) == 1
     return () if is_alike else contiguous_copy(*expanded)
 
 
 def index_tensors(args: Args) -> list[Tensor]:
-    """The indices of `index` and `index_put`, without the dimensions that are taken whole."""
+    """Return the index tensors of `index` and `index_put`, without the `None`s."""
     return [index for index in args[1] if index is not None]
 
 
@@ -165,7 +165,7 @@ def _sorted_gradient(
 ) -> Events:
     """Requests of a sorted gradient: a sort, the segments of equal indices, and partial sums.
 
-    Their numbers are bounds that do not depend on the values of the indices.
+    Segment counts are upper bounds that do not depend on the values of the indices.
     """
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
@@ -191,9 +191,9 @@ def _sorted_gradient(
 
 @registry.requests("index_reduce index_reduce_")
 def index_reduce(c: KernelCall) -> Events:
-    """Requests of `index_reduce` (cuda/Indexing.cu): for a mean the count of each element.
+    """Requests of `index_reduce` (cuda/Indexing.cu): for a mean, the count of each element.
 
-    Without the given elements, places of other dtypes are cast to fill these elements.
+    With `include_self=False`, indices that are not int64 are cast first.
     """
     is_cast = not c.include_self and c.index.dtype != torch.int64
     events = passing(c.index.numel() * INDEX_BYTES) if is_cast else []
@@ -270,7 +270,7 @@ def masked_scatter_backward(c: KernelCall) -> Events:
 def index_put(c: KernelCall) -> Scratch | Events:
     """Requests of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
 
-    The copies are of a number of the host and of indices with unlike strides; a mask needs nothing.
+    Copies are made of a host number and of indices with different strides. A mask needs nothing.
     """
     indices, value = index_tensors(c.args), c["values"]
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
@@ -284,11 +284,10 @@ def index_put(c: KernelCall) -> Scratch | Events:
 def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
 
-    Each index is checked against both bounds, but not in the backward of `index` (`unsafe`). Linear
-    indices follow (`computeLinearIndex`): the remainder and the product with the stride for each.
-    The host does that for its own indices, and copies the products to the GPU. Then come values
-    that are not contiguous, sorted indices, original positions and their range. The sort's storage
-    is for the bits that the number of rows needs.
+    Each index is checked against both bounds, except in the backward of `index` (`unsafe`). Linear
+    indices follow (`computeLinearIndex`): a remainder and a product with the stride per index. For
+    host indices the host computes them and copies the products. Then come contiguous values, sorted
+    indices, original positions and their range. The sort uses as many bits as the row count needs.
     """
     target, values = c.self, c["values"]
     count = broadcast(indices)[0].numel()

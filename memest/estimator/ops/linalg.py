@@ -59,7 +59,7 @@ class _Matrices:
 
     @property
     def is_factored_by_cublas(self) -> bool:
-        """True for many matrices of 16 columns, or a few of up to 128: `getrfBatched`."""
+        """True for many matrices of up to 16 columns, or a few of up to 128: `getrfBatched`."""
         return not self.is_single and (self.n <= 16 or (self.n <= 128 and self.batch <= 8))
 
     def is_solved_in_a_loop(self, num_right: int) -> bool:
@@ -101,7 +101,7 @@ def eigh(c: KernelCall) -> Events:
 def svd(c: KernelCall) -> Events:
     """Requests of `_linalg_svd`: both sets of vectors, values, a copy of the matrix.
 
-    The vectors are made in any case, above 32 columns of one matrix at a time.
+    The vectors are always computed; above 32 columns, one matrix at a time.
     """
     a = _of(c.A)
     k = min(a.m, a.n)
@@ -150,7 +150,7 @@ def geqrf_requests(c: KernelCall) -> Events:
 def geqrf(c: KernelCall) -> tuple[Tensor, Tensor]:
     """Return the results of `geqrf`, which torch's meta device lacks.
 
-    They are a copy with its columns one after the other, and the reflectors' factors.
+    The results are a column-major copy, and the reflectors' factors.
     """
     given: Tensor = c.self
     factors = given.new_empty((*given.shape[:-2], min(given.shape[-2:])))
@@ -162,7 +162,7 @@ def lstsq(c: KernelCall) -> tuple[Tensor, ...]:
     """Return the results of `linalg_lstsq`, which torch's meta device lacks: with `gels`, CUDA's
     only driver, no rank and no singular values.
 
-    The solution is a part of a tensor with as many rows as the larger side.
+    The solution is a view of a tensor with as many rows as the larger side.
     """
     a, b = c.self, c.b
     m, n = a.shape[-2:]
@@ -346,12 +346,12 @@ def eigvals_requests(c: KernelCall) -> Events:
 
 
 def _geev(a: _Matrices) -> Events:
-    """Requests of cuSOLVER's eigenvalues: a copy of matrices that are not in order by columns."""
+    """Requests of cuSOLVER's eigenvalues: a copy of matrices that are not column-major."""
     return around((a.square,) if a.n > 1 else (), passing(geev_bytes(a.n, a.item)))
 
 
 def _are_real(a: _Matrices) -> Events:
-    """Requests of the question whether an eigenvalue has an imaginary part."""
+    """Requests of the test whether an eigenvalue has an imaginary part."""
     count = a.n * a.batch
     return around((count,), passing(1)) if count > 1 else passing(1, 1)
 
@@ -437,8 +437,8 @@ def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
 def matrix_exp(a: Tensor) -> Tensor:
     """Run `mexp` of LinearAlgebra.cpp, whose highest degree is assumed also for one matrix.
 
-    The host reads norms, by which matrices are sorted and squared. One squaring is assumed: the
-    powers before it need more memory.
+    The host reads norms to group matrices by degree. One squaring is assumed, since the powers
+    before it need more memory.
     """
     n = a.shape[-1]
     if n <= 1:
@@ -501,8 +501,8 @@ def orgqr_bytes(m: int, n: int, k: int, item: int) -> int:
 def eigh_bytes(n: int, item: int, batch: int) -> int:
     """Return the workspace of one call of the solver that torch takes.
 
-    It is Jacobi's in float32 for 32 to 512 columns, except in batches of 32; otherwise divide and
-    conquer, of all matrices at once up to 32 columns.
+    The solver is Jacobi's in float32 for 32 to 512 columns, except in batches of 32. Otherwise it
+    is divide and conquer, for all matrices at once up to 32 columns.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
         blocks = ceil_div(n, BLOCK)
@@ -536,7 +536,7 @@ def ormqr_bytes(m: int, k: int, num_right: int, item: int) -> int:
 
 
 def geev_bytes(n: int, item: int) -> int:
-    """Workspace of eigenvalues of one general matrix, to 512 bytes: the largest of its parts."""
+    """Workspace of eigenvalues of one general matrix, right to 512 bytes: its largest part."""
     work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
     if n <= 128:
         blocked = 16384 + 3 * n * n - up(n) - 2 * n + 447
@@ -551,7 +551,7 @@ def potrf_bytes(n: int, is_upper: bool) -> int:
 
 
 def getrf_bytes(n: int, item: int) -> int:
-    """Workspace of the LU factors of one square matrix, in two sizes of blocks by its columns."""
+    """Workspace of the LU factors of one square matrix; the block size depends on its columns."""
     blocks = ceil_div(n, BLOCK)
     panel = max(256 * min(1 << (blocks - 1).bit_length(), 16), up(4 * blocks * blocks))
     if n > 1536:

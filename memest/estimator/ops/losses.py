@@ -127,7 +127,7 @@ def soft_margin_backward(c: KernelCall) -> Events:
     result=lambda c: (_margin_loss(c), _marks(c)),
 )
 def multilabel_margin(c: KernelCall) -> Events:
-    """Requests of MultiLabelMarginCriterion.cu: marks of targets, losses, their mean or sum."""
+    """Requests of MultiLabelMarginCriterion.cu: mask of targets, losses, their mean or sum."""
     each = (len(c.self) * c.self.itemsize,) if _is_reduced(c) else ()
     return c.outputs(1) + around(each, c.outputs(0))
 
@@ -148,7 +148,7 @@ LARGE_CTC = 450  # bound of `is_large` of LossCTC.cu: above it blanks are summed
 def ctc_loss_backward(c: KernelCall) -> Events:
     """Requests of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
 
-    A large one has a `logsumexp` over the blanks. `zero_infinity` has a second gradient.
+    A large gradient has a `logsumexp` over the blanks. `zero_infinity` has a second gradient.
     """
     alphas, num_samples = c.log_alpha, c.neg_log_likelihood.numel()
     gradient = c.outputs()
@@ -187,8 +187,8 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 def _is_in_place(left: Tensor, right: Any) -> bool:
     """Return whether autograd computes `left * right` and the like in place.
 
-    It cannot if the result has another shape than `left`, as with `pos_weight` and a target of more
-    dimensions.
+    That is impossible if the result has another shape than `left`, as with `pos_weight` and a
+    target of more dimensions.
     """
     if torch.is_grad_enabled():
         return False

@@ -183,7 +183,7 @@ def scaled_product(c: KernelCall) -> Tensor:
 
 
 def _of_dtype(product: Product, c: KernelCall) -> Tensor:
-    """Return the result of a product with `out_dtype`, which follows the factors."""
+    """Return the result of a product with `out_dtype`, the argument after the factors."""
     left, right = _factors(product, c.args)
     shape = (*left.shape[:-1], right.shape[-1])
     if "out" in c:
@@ -290,8 +290,8 @@ class CublasWorkspaces:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes of one call: new workspaces, which stay, and temporaries.
 
-        CUDA's order is: the result, the temporaries, the persistent ones. A workspace is returned
-        once per `caller`, so the call has a side effect. In torch 2.15 it is temporary.
+        CUDA's order is: the result, the temporaries, the persistent ones. A new workspace is
+        returned once per `caller`, and is recorded here. In torch 2.15 it is temporary.
         """
         op = op_of(func)
         product: Product | None = op.product
@@ -337,7 +337,7 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
     contiguous matrix, every dimension is above 1, and the summand a contiguous row. With a fused
-    activation a matrix as summand will do too.
+    activation the summand may be a matrix.
     """
     if not product.fused or product.fused == "scaled":
         return bool(product.fused)

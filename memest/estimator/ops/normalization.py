@@ -82,7 +82,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
-    """Bytes of sums per block of rows and group of 64 channels, 4 more for each group."""
+    """Return workspace bytes: sums per block of rows and group of 64 channels, 4 more per group."""
     channels = tensor.shape[1]
     groups = ceil_div(channels, CHANNELS_PER_BLOCK)
     blocks = ceil_div(tensor.numel(), channels * rows_of_block)
@@ -132,9 +132,9 @@ def _takes_rows(tensor: Tensor) -> bool:
 
 
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
-    """Bytes that blocks of rows share: float32 sums, and a flag for each group of channels.
+    """Staging bytes across blocks of rows: float32 sums, and a flag for each group of channels.
 
-    Nothing if fewer than 8 blocks would share a group (`flexible_launch_configs`).
+    Empty if fewer than 8 blocks would share a group (`flexible_launch_configs`).
     """
     channels = tensor.shape[1]
     rows = tensor.numel() // max(1, channels)
@@ -153,7 +153,7 @@ def native_batch_norm(c: KernelCall) -> Scratch:
     """Requests of `batch_norm_cuda` by torch's own kernels: in training, staged sums if channels
     are contiguous.
 
-    Missing weights are numbers (`Impl::General`).
+    Missing weights count as 4-byte numbers (`Impl::General`).
     """
     staged = _staging(c.input, 4) if c.training and _takes_rows(c.input) else ()
     has_gaps = c.input.dim() == 2 and not c.input.is_contiguous()
@@ -203,8 +203,7 @@ def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
 
 @registry.requests("native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous)
 def norm_backward(c: KernelCall) -> Events:
-    """Requests of a norm's backward: copies, gradients, partial sums where rows are many and
-    narrow.
+    """Requests of a norm's backward: copies, gradients, partial sums of many narrow rows.
 
     `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu) adds blocks of rows, then calls
     `sum(0)` for the weight and for the bias, which replaces an allocated output.

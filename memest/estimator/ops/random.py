@@ -39,7 +39,7 @@ Array = np.ndarray[Any, Any]
 WORDS, SHIFT, DEGREE = 624, 397, 19937  # words of a state, recurrence, bits that count
 _MATRIX = 0x9908B0DF  # last row of the recurrence's matrix
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
-"""Slices of the state's bytes: number of words left, the next word, and the words, 8 bytes each."""
+"""Slices of the generator state's bytes: words left, index of the next word, words of 8 bytes."""
 
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:
@@ -65,8 +65,8 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
 def _after(words: Array, steps: int) -> Array:
     """Return the words of the state after `steps` further words.
 
-    A further word is a linear step over bits, whose matrix is a root of its characteristic
-    polynomial. So the state is the sum of the next states at the exponents of t^steps modulo this
+    A step is linear over bits, and its matrix is a root of its characteristic polynomial. So the
+    result is the sum of the states after k steps, for each exponent k of t^steps modulo this
     polynomial.
     """
     twister = np.random.MT19937()
@@ -305,7 +305,7 @@ def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | 
 
 
 def _in_shape(numbers: Tensor, made: Tensor) -> Tensor:
-    """Return the numbers in the shape of `made`; they are drawn in the order of memory."""
+    """Return the numbers in the shape of `made`; they are drawn in memory order."""
     strides = made.stride()
     order = sorted(range(made.dim()), key=lambda d: (-strides[d], d))
     shaped = numbers.view([made.size(d) for d in order])
@@ -480,8 +480,8 @@ def randperm(c: KernelCall) -> Events:
 def multinomial(c: KernelCall) -> Events:
     """Requests of `multinomial` (native/Distributions.cpp) without replacement, or of one sample.
 
-    The largest and smallest probability and the sum of each row are checked; the verdicts are kept.
-    Exponential noise divides the probabilities. `topk` of several samples also makes the values.
+    Checks of the largest and smallest probability and of each row's sum stay allocated. Then
+    probabilities are divided by exponential noise. `topk` of several samples also makes values.
     """
     probabilities, item, num = c.self, c.self.itemsize, c.num_samples
     if c.replacement and num > 1:
@@ -526,8 +526,8 @@ op(
 def normal(c: KernelCall) -> Events:
     """Requests of `normal` (DistributionTemplates.h) of a tensor of deviations.
 
-    A number as the mean becomes a tensor. The smallest deviation is checked before the result is
-    made, and again.
+    A scalar mean becomes a tensor. The smallest deviation is checked before the result is
+    allocated, and again after it.
     """
     smallest = reduce_bytes(c.std, (), c.gpu)
     check = around((c.std.itemsize,), passing(*smallest) + passing(1))

@@ -49,7 +49,7 @@ RNN_RELU, RNN_TANH, LSTM, GRU = range(4)  # `cudnnRNNMode_t`
 _GATES = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 4, GRU: 3}
 _KEPT = {RNN_RELU: 1, RNN_TANH: 1, LSTM: 5, GRU: 6}  # rows of N * H in a layer's reserve space
 _STATES = {RNN_RELU: (1, 3, 4), RNN_TANH: (1, 3, 4), LSTM: (6, 10, 8), GRU: (3, 5, 4)}
-"""Rows of B * H of each layer in a forward workspace: packed, padded, persistent kernels."""
+"""Rows of B * H per layer in a forward workspace: for packed, padded and persistent kernels."""
 
 _BACKWARD_STATES = {RNN_RELU: (1, 5, 6), RNN_TANH: (1, 5, 6), LSTM: (3, 11, 12), GRU: (1, 5, 6)}
 _PERSISTENT_BACKWARD = {RNN_RELU: 12, RNN_TANH: 12, LSTM: 15, GRU: 17}
@@ -145,7 +145,7 @@ def uses_static_algorithm(layers: Layers) -> bool:
 def reserve_bytes(layers: Layers) -> int:
     """Return the bytes of the reserve space of a training pass.
 
-    It has a part for each layer, the outputs of all except the last, and a bit for each output.
+    The space has a part per layer, the outputs of all layers except the last, and a bit per output.
     """
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
@@ -160,7 +160,7 @@ def reserve_bytes(layers: Layers) -> int:
 
 
 def _common_bytes(layers: Layers) -> int:
-    """Bytes of matrices in another layout, room for matrix products, and sequence lengths."""
+    """Bytes of weight matrices in another layout, workspace of products, and sequence lengths."""
     lengths = 0 if layers.is_packed else 8 * layers.batch
     room = layers.num_layers * layers.directions * _LAYER_WORKSPACE_BYTES
     matrices = (s for one in weight_shapes_of(layers) for s in one if len(s) == 2)
@@ -219,7 +219,7 @@ def _chunk(layers: Layers) -> int:
 def workspace_bytes(layers: Layers, *, is_training: bool, is_backward: bool = False) -> int:
     """Return the bytes of the workspace that a call of cuDNN requests.
 
-    Either call of a training has room for both passes, by the algorithm of that call.
+    In training, each call requests enough for both passes, by the algorithm of that call.
     """
     is_persistent = uses_small_algorithm(layers, forward=not is_backward)
     is_persistent |= uses_static_algorithm(layers)
@@ -336,9 +336,7 @@ def fused_lstm_cell_backward(c: KernelCall) -> Events:
 
 @registry.requests("_thnn_fused_gru_cell_backward")
 def fused_gru_cell_backward(c: KernelCall) -> Events:
-    """Requests of `_thnn_fused_gru_cell_backward`: gradients of both gates and of the state, and
-    each gate's sum over the samples.
-    """
+    """Requests of `_thnn_fused_gru_cell_backward`: gradients, each gate's sum over samples."""
     return c.outputs(0, 1, 2) + _sums_over_samples(c, 0, 3) + _sums_over_samples(c, 1, 4)
 
 
@@ -346,9 +344,7 @@ def fused_gru_cell_backward(c: KernelCall) -> Events:
 
 _MODES = {"RNN_RELU": RNN_RELU, "RNN_TANH": RNN_TANH, "LSTM": LSTM, "GRU": GRU}
 _FLATTENED = (torch.float16, torch.float32, torch.float64)
-"""`CUDNN_TENSOR_DTYPES` of torch/backends/cudnn: weights of bfloat16 stay apart, and are copied
-together at each call.
-"""
+"""`CUDNN_TENSOR_DTYPES` of torch/backends/cudnn; bfloat16 weights are copied at each call."""
 
 _dropout_states: list[Tensor] = []  # cuDNN's one generator state, made at the first drop
 
@@ -414,7 +410,7 @@ def _flat_buffer(
 
 
 def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """Return a contiguous tensor in the storage of `tensor` that is no view of it for autograd."""
+    """Return a contiguous tensor in the storage of `tensor`, which is no view for autograd."""
     made = torch.empty(0, dtype=tensor.dtype, device=META)
     stride = torch.empty(shape, device=META).stride()
     return made.set_(tensor.untyped_storage(), offset, shape, stride)
@@ -505,13 +501,13 @@ def _backward(c: KernelCall) -> Any:
 
 @registry.result("_thnn_fused_gru_cell")
 def _gru_cell(c: KernelCall) -> Any:
-    """The results of `_thnn_fused_gru_cell` (cuda/RNN.cu): the state, and five rows to go back."""
+    """Return the results of `_thnn_fused_gru_cell` (cuda/RNN.cu): state, workspace for backward."""
     return torch.empty_like(c.hx), c.hx.new_empty((c.hx.shape[0], c.hx.shape[1] * 5))
 
 
 @registry.result("_thnn_fused_gru_cell_backward")
 def _gru_cell_backward(c: KernelCall) -> Any:
-    """The results of `_thnn_fused_gru_cell_backward`: of both gates, the state and both biases."""
+    """Return the gradients of `_thnn_fused_gru_cell_backward`: both gates, state, both biases."""
     rows, hidden = c.workspace.shape[0], c.workspace.shape[1] // 5
     gates = [c.workspace.new_empty((rows, hidden * 3)) for _ in range(2)]
     biases = [c.workspace.new_empty(hidden * 3) if c.has_bias else None for _ in range(2)]

@@ -69,7 +69,7 @@ class ReductionDims:
         return prod(self.shape) <= INT32_MAX and all(span <= INT32_MAX for span in spans)
 
     def halves(self) -> "tuple[ReductionDims, ReductionDims]":
-        """Return two halves along the dimension of widest extent, as `with_32bit_indexing`."""
+        """Return two halves along the longest dimension, as `with_32bit_indexing` does."""
         extents = [
             (n - 1) * max(abs(i), abs(o))
             for n, i, o in zip(self.shape, self.input_strides, self.output_strides, strict=True)
@@ -232,9 +232,9 @@ def reduce_bytes(
 ) -> tuple[int, ...]:
     """Return temporaries of one `gpu_reduce_kernel` call over `tensor`, read as `dtype`.
 
-    Result and accumulator have this dtype by default, which is that of the tensor. Inputs with
-    64-bit indices run in pieces, of which the largest counts; 16-bit outputs then have a buffer of
-    running sums.
+    `dtype`, `out_dtype` and the accumulator's are the tensor's by default. Inputs that need 64-bit
+    indices run in pieces, of which the largest counts; 16-bit outputs then have a buffer of running
+    sums.
     """
     if tensor.numel() == 0:
         return ()
@@ -425,7 +425,7 @@ def trace(matrix: Tensor) -> Tensor:
 
 @registry.requests("equal")
 def equal(c: KernelCall) -> Scratch:
-    """Requests of `cuda_equal`: the elementwise comparison, its `all`, and that one's staging.
+    """Requests of `cuda_equal`: the elementwise comparison, its `all`, and staging of the `all`.
 
     Tensors of other shapes and views of the same elements are not compared (cuda/Equal.cpp).
     """
@@ -446,7 +446,7 @@ register(
 
 
 class _Product(torch.autograd.Function):
-    """Requests of the gradient of `prod`, which tests for zeros; none are assumed."""
+    """Autograd node of `prod`, whose backward tests for zeros; no zeros are assumed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[], Tensor], dim: int | None) -> Tensor:
@@ -471,7 +471,7 @@ class _Product(torch.autograd.Function):
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Return whether autograd records what is done with `tensor`."""
+    """Return whether autograd records operations on `tensor`."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -479,7 +479,7 @@ def has_gradient(tensor: Tensor) -> bool:
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run `prod`; its gradient assumes no zero input (`prod_backward`, FunctionsManual.cpp).
 
-    `torch.func` takes the gradient that torch has for meta tensors, which assumes nothing.
+    Under `torch.func`, torch's gradient for meta tensors runs instead.
     """
     if not has_gradient(x) or torch._C._are_functorch_transforms_active():
         return then(x, *args, **kwargs)

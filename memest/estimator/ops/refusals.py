@@ -61,7 +61,7 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
 
 
 def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> RefuseRule:
-    """Rule for the type of one argument; `message` has a place for another type's name."""
+    """Return a rule that accepts `dtypes` for one argument; `message` has a field for another."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[number].dtype
@@ -73,7 +73,7 @@ def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> Refus
 def same_type(
     first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
 ) -> RefuseRule:
-    """Rule for two arguments of one type; `message` has places for the names of both types."""
+    """Return a rule that two arguments have one dtype; `message` has fields for both dtypes."""
 
     def rule(call: KernelCall) -> str:
         types = call.args[first].dtype, call.args[second].dtype
@@ -106,7 +106,7 @@ def overflow(value: Any, dtype: torch.dtype) -> str:
 
 
 def refuse_generator(generator: torch.Generator | None, device: Any) -> None:
-    """`check_generator` of ATen/core/Generator.h: `RuntimeError` if it is of the other device."""
+    """`check_generator` of ATen/core/Generator.h: `RuntimeError` for another device's generator."""
     wanted = torch.device(device or "cpu").type
     if generator is not None and (found := generator.device.type) != wanted:
         raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")

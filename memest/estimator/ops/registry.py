@@ -70,7 +70,7 @@ ValueOf = Callable[[Tensor], Tensor | None]  # returns the values of a tensor, w
 _COLLECTIVES = "c10d"  # namespace of the operators through which a `ProcessGroup` sends
 _OWN_BUFFERS = ("profiler", "_c10d_functional")  # marks; collectives with own buffers
 _COMPOSED = frozenset(("frexp", "ldexp", "ldexp_", "mvlgamma", "mvlgamma_"))
-"""Elementwise operators by torch's tag that run several kernels: not compared with a GPU."""
+"""Operators tagged `pointwise` that run several kernels; not compared with a GPU."""
 
 _RESIZES = frozenset(("aten::resize_", "aten::resize_as_", "aten::_resize_output_"))
 _FOREACH_MAXIMUM = "_foreach_maximum"
@@ -237,8 +237,7 @@ OUTPUTS_ONLY: frozenset[str] = frozenset().union(
 )
 """Operators, or overloads, whose kernels allocate their outputs only, by the family's file.
 
-Evidence: recorded without a temporary on an H200, or a sibling of a recorded operator that runs the
-same kind of kernel.
+Evidence: recorded on an H200 without a temporary, or the same kind of kernel as one recorded.
 """
 
 

@@ -104,7 +104,7 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    """Return whether rows of `tensor` are in order, with gaps between elements or rows."""
+    """Return whether `tensor` is row-major, with gaps between elements or rows."""
     if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return False
     steps = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -246,7 +246,7 @@ op(
 
 @registry.composed("median")
 def median(values: Tensor) -> Tensor:
-    """Run `median_impl` of cuda/Sorting.cpp: the middle one of the sorted values, or a NaN."""
+    """Run `median_impl` of cuda/Sorting.cpp: the middle element of the sorted values, or a NaN."""
     if not values.numel():
         return values.new_full((), math.nan)
     ordered = values.flatten().sort().values
@@ -255,10 +255,7 @@ def median(values: Tensor) -> Tensor:
 
 @registry.composed("nanmedian")
 def nanmedian(values: Tensor) -> Tensor:
-    """Run `median_impl` of cuda/Sorting.cpp: a view of the sorted values, none of which is a NaN.
-
-    On a GPU the host reads the position.
-    """
+    """Run `median_impl` of cuda/Sorting.cpp without NaNs; the host reads an index."""
     if not values.numel():
         return values.new_full((), math.nan)
     ordered = values.flatten().sort().values
@@ -324,7 +321,7 @@ def unique_consecutive(c: KernelCall) -> Events:
 
 
 def _unique(c: KernelCall, location_bytes: int) -> Events:
-    """Requests of `compute_unique`, whose results have room for as many values as are given."""
+    """Requests of `compute_unique`; results are allocated for all values, as if none were equal."""
     count = c.self.numel()
     row = count * INDEX_BYTES
     has_counts = c.out[2].numel() > 0

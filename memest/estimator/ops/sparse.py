@@ -187,7 +187,7 @@ def _copied_indices(mode: SimMode, indices: Tensor) -> Tensor:
 
 
 def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
-    """Rule that changes each value in fresh memory; the indices are copied first."""
+    """Return a rule that copies the indices, then computes new values by `function`."""
 
     def rule(mode: SimMode, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not is_sparse(tensor) or any(map(is_sparse, args)):
@@ -352,7 +352,7 @@ def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
 
 @on_sparse("transpose.int")
 def _transpose(mode: SimMode, tensor: Tensor, first: int, second: int) -> Tensor:
-    """Return a copy with two rows of its indices exchanged."""
+    """Return a transposed copy: two rows of the indices are exchanged."""
     first, second = first % tensor.dim(), second % tensor.dim()
     indices, values = _parts(tensor)
     if max(first, second) >= indices.size(0):
@@ -413,7 +413,7 @@ def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
 
 
 def _each(function: Callable[..., Any]) -> SparseRule:
-    """Rule for lists with a sparse tensor: one tensor after the other."""
+    """Return a rule for `_foreach` operators on sparse tensors: one tensor after the other."""
 
     def rule(mode: SimMode, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         lists = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
@@ -453,7 +453,7 @@ class SparseTensors:
         self._is_any = False
 
     def concerns(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether `func` has sparse tensors of the GPU; `UnsupportedError` if no rule."""
+        """Return whether `func` uses sparse GPU tensors; `UnsupportedError` without a rule."""
         if not self._is_any and id(func) not in _MAKERS:
             return False
         tensors, mode = sample_tensors(args, kwargs), self._mode

@@ -210,7 +210,7 @@ def _zeros_like(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
-    """Convert compressed rows to columns, or columns to rows: entries are sorted by a hash."""
+    """Convert CSR to CSC, or CSC to CSR: entries are sorted by a flat index."""
     offsets, indices, values = parts_of(matrix)
     num_entries = len(indices)
     is_by_row = matrix.layout is CSR
@@ -245,7 +245,7 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
 
 
 def _coordinates(mode: SimMode, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the position of each entry, None if unknown: its row (of CSR) and its index there."""
+    """Return row and column of each entry of CSR; None if unknown."""
     known = mode.values.value_of(offsets), mode.values.value_of(indices)
     if known[0] is None or known[1] is None or mode.values.is_guessed([offsets, indices]):
         return None

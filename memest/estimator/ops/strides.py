@@ -57,9 +57,10 @@ def elementwise(call: KernelCall) -> Tensor:
 
 
 def plain(func: OpOverload, args: Args, out: Any) -> Any:
-    """Return a pointwise result in plain order if all operands are, as `fast_set_up` returns it.
+    """Return a contiguous pointwise result if all operands are contiguous (`fast_set_up`).
 
-    Strides of dimensions of one element differ (TensorIterator.cpp), which meta tensors keep.
+    CUDA resets strides of dimensions of size 1 (TensorIterator.cpp), torch's meta kernels keep
+    them.
     """
     if not isinstance(out, Tensor) or func.overloadpacket in _ALIKE or _has_number(func, args):
         return out
@@ -76,7 +77,7 @@ _ALIKE = {getattr(aten, name) for name in (
 
 
 def _has_number(func: OpOverload, args: Args) -> bool:
-    """Return whether a number is an operand, which has another shape than the tensors."""
+    """Return whether an operand is a number, whose shape differs from the tensors'."""
     overload = func._overloadname.lower()
     if "scalar" in overload and func not in (aten.pow.Tensor_Scalar, aten.lerp.Scalar):
         return True

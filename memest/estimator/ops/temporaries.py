@@ -27,7 +27,7 @@ OLDEST = -1
 TRIED = -2
 """Value of `KernelEvent.output` for a workspace that cuDNN tries at the kernel's first call.
 
-If it does not fit, the next such event is tried. After it, the workspace is freed and the cache
+If the workspace does not fit, the next such event is tried. Then it is freed and the cache
 emptied.
 """
 

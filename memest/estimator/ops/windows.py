@@ -60,7 +60,7 @@ def unfold_backward(c: KernelCall) -> Scratch:
 
 
 def _copies_like(like: int, *positions: int) -> registry.RequestRule:
-    """Return a rule: copies after the outputs in the memory format of the argument `like`.
+    """Return a rule for copies after the outputs, in the memory format of the argument `like`.
 
     Kernels of UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, DilatedMaxPool2d.cu,
     DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu know channels-last.
@@ -96,9 +96,9 @@ def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
 
 @registry.requests("im2col col2im")
 def sliding(c: KernelCall) -> Events:
-    """Requests of Im2Col.cu and Col2Im.cu: the result begins as a tensor like the input.
+    """Requests of Im2Col.cu and Col2Im.cu: the result is first allocated with the input's size.
 
-    Where it needs more, another storage takes its place; where it needs less, it keeps the first.
+    A larger result gets a new storage in its place; a smaller one stays in the first storage.
     """
     first, copies = c.self.nbytes, contiguous_copy(c.self)
     if c.out.nbytes <= first:
@@ -116,9 +116,7 @@ _MOST_CHANNELS = 1024
 
 
 def _is_by_cudnn(c: KernelCall) -> bool:
-    """Return whether cuDNN samples: bilinear, zeros around the image (`grid_sampler` of
-    GridSampler.cpp).
-    """
+    """Return whether cuDNN samples: bilinear, zeros around the image (GridSampler.cpp)."""
     is_known = c.input.dtype in _BY_CUDNN and c.grid.dtype in _BY_CUDNN
     is_wanted = c.interpolation_mode == c.padding_mode == 0 and c.align_corners
     return (

@@ -47,7 +47,7 @@ class ValueUnknown(Exception):
 
 
 class KnownValues:
-    """CPU copies of meta storages whose values are known; `below` has those of others."""
+    """CPU copies of meta storages whose values are known. `below` is the next layer to look in."""
 
     def __init__(self, below: "KnownValues | None" = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
@@ -102,14 +102,14 @@ class KnownValues:
         return self.is_known(tensor)
 
     def drop(self, key: int) -> None:
-        """Forget the values of storage `key`, which was overwritten by unknown ones."""
+        """Drop the values of storage `key`, which was overwritten by unknown ones."""
         self._copies.pop(key, None)
         self._lost.pop(key, None)
         self.guessed.discard(key)
         self.sources.pop(key, None)
 
     def forget(self, key: int) -> None:
-        """Drop the freed storage `key`, here and in the values above."""
+        """Drop the freed storage `key`, here and in the layer above."""
         self.drop(key)
         if self._above is not None:
             self._above.drop(key)
@@ -124,7 +124,7 @@ class KnownValues:
         _bytes_of(tensor, self._lost.setdefault(key, none_lost)).fill_(True)
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Note from now on which values are made from the parameters and buffers of `model`."""
+        """Track from now on which values depend on parameters and buffers of `model`."""
         for tensors, bit in ((model.parameters(), FROM_PARAMETER), (model.buffers(), FROM_BUFFER)):
             self.sources |= {storage_key(t): bit for t in tensors if is_meta(t)}
 
@@ -147,7 +147,7 @@ class KnownValues:
         return is_meta(tensor) and storage_key(tensor) in self._copies
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` has values, its own or here."""
+        """Return whether the values of `tensor` are known: it is real, or has a copy here."""
         if not is_meta(tensor):
             return True
         if storage_key(tensor) in self._copies and not self._is_lost(tensor):
@@ -155,7 +155,7 @@ class KnownValues:
         return self._below is not None and self._below.is_known(tensor)
 
     def _is_lost(self, tensor: Tensor) -> bool:
-        """Return whether an element of a `tensor` with a copy is unknown."""
+        """Return whether some element of `tensor`, which has a copy, is unknown."""
         lost = self._lost.get(storage_key(tensor))
         return lost is not None and bool(_bytes_of(tensor, lost).any())
 
@@ -226,7 +226,7 @@ class KnownValues:
             self._pass_sources((*args, *kwargs.values()), out)
 
     def _pass_sources(self, args: tuple[Any, ...], out: Any) -> None:
-        """Note that the values of `out` are made from all that those of `args` are made from."""
+        """Record that `out` depends on the parameters and buffers on which `args` depend."""
         given = [self.sources.get(storage_key(t), 0) for t in tensors_in(args) if is_meta(t)]
         made = reduce(or_, given, 0)
         for tensor in filter(is_meta, tensors_in((out,))) if made else ():
@@ -271,7 +271,7 @@ class KnownValues:
                 self.drop(storage_key(tensor))
 
     def may_hold(self, result: Tensor, *, is_copy: bool = False) -> bool:
-        """Return whether `result` is small enough for a known value, and has none here.
+        """Return whether `result` is small enough for a known value, and has none yet.
 
         A copy of data, such as an adjacency matrix, may be larger than what is computed from it.
         """
@@ -299,7 +299,7 @@ class KnownValues:
 
 
 def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:
-    """Return the flags, one for each byte of the storage, of the first bytes of elements."""
+    """Return the flag of each element's first byte; `flags` has one per byte of the storage."""
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * item)
@@ -312,7 +312,7 @@ def _is_view_in_place(func: Any) -> bool:
 
 
 def materialise(values: Any) -> Any:
-    """Return meta tensors of the shapes of `values`, which were computed from known values."""
+    """Return meta tensors with the shapes of the computed `values`."""
     return map_tensors(lambda t: torch.empty_like(t, device="meta"), values)
 
 

@@ -12,7 +12,7 @@ from memest.packages import is_in_packages
 
 
 class ScriptLines:
-    """Finds the innermost frame of the script among those of torch, of libraries and of memest.
+    """Finds the innermost frame of the script, skipping frames of torch, libraries and memest.
 
     Code in `roots`, or outside of the Python installation, is the script's.
     """
@@ -80,7 +80,7 @@ class ScriptLines:
 
 
 class Notes:
-    """Sentences in the order in which they were first added."""
+    """Notes of a report, each once, in the order in which they were added."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

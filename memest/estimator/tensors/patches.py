@@ -27,7 +27,7 @@ NOT_COMPILED = "nothing is compiled on the virtual GPU"  # hint for calls of com
 
 
 def unsupported(what: str, hint: str = _WITHOUT) -> UnsupportedError:
-    """Return the error for a part of torch that is not simulated."""
+    """Return an `UnsupportedError` for a part of torch that is not simulated."""
     return UnsupportedError(f"{what} cannot be simulated", hint=hint)
 
 
@@ -52,7 +52,7 @@ def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Patches:
-    """Replaced attributes, in order; `undo` restores them."""
+    """Monkeypatched attributes, in order; `undo` restores them."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []

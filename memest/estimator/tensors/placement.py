@@ -78,7 +78,7 @@ def is_on_real_gpu(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the tensor with the storage: the first part of a wrapper subclass, else `tensor`."""
+    """Return the first inner tensor of a wrapper subclass, else `tensor`."""
     while type(tensor) not in PLAIN:
         inner = getattr(tensor, "_local_tensor", None)
         parts: Any = getattr(tensor, "__tensor_flatten__", None)
@@ -123,7 +123,7 @@ def resolve(device: Any) -> Any:
 
 
 def _is_own(index: int) -> bool:
-    """Return whether the script has named this rank's GPU in `CUDA_VISIBLE_DEVICES` at `index`."""
+    """Return whether `cuda:index` is this rank's GPU, by the script's `CUDA_VISIBLE_DEVICES`."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return names[index : index + 1] == [str(GPU.device.index)]
 
@@ -277,7 +277,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
-    """Return whether the i-th tensors of all lists are DTensors of one shape and one sharding."""
+    """Return whether the tensors at one position of all lists are DTensors of one sharding."""
     specs = [getattr(tensor, "_spec", None) for tensor in tensors]
     first = specs[0]
     if first is None or any(p.is_partial() for p in first.placements):

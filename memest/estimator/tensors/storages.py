@@ -22,16 +22,16 @@ class MemKind(StrEnum):
 
 
 class FreeTiming(Enum):
-    """Free timing: when blocks return whose return depends on the speed of the GPU."""
+    """Free timing: when deferred blocks are freed, which depends on the speed of the GPU."""
 
     LATEST = "at the latest moment"
     IMMEDIATE = "immediately"
     IMMEDIATE_IN_STEP_1 = "immediately in the first step, and then at the latest moment"
-    """Immediate in the first step, because the host loads kernels there and the GPU waits for it.
+    """Immediate in step 1, where the host is slow because it loads kernels.
     """
 
     def is_immediate(self, step: int) -> bool:
-        """Return whether blocks that are freed in `step` return immediately."""
+        """Return whether deferred blocks of `step` are freed immediately."""
         return self is FreeTiming.IMMEDIATE or (
             self is FreeTiming.IMMEDIATE_IN_STEP_1 and step == 0
         )
@@ -42,9 +42,8 @@ RETURNED = -(1 << 40)  # largest event that encodes the return of a deferred blo
 
 
 def return_of(index: int) -> int:
-    """Return the latest event at which a deferred block returns to its pool, by the storage's id.
-
-    It is its own inverse. The earliest such event is `free_of`.
+    """Return the event of the latest free of a deferred block, from the storage's id, or the id
+    from the event. The earliest free is `free_of`.
     """
     return RETURNED - index
 
@@ -90,7 +89,7 @@ class StorageTable:
     stashed: set[int] = field(default_factory=set)  # held by a collective until `return_of`
     tried: set[int] = field(default_factory=set)  # omitted or shrunk if memory lacks
     shares: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Storages whose size depends on the GPU: a share of its memory, and bytes to subtract."""
+    """Storages sized by the GPU, by id: share of the GPU's memory, and bytes to subtract."""
 
     def on(self, gpu_bytes: int) -> "StorageTable":
         """Return the table on a GPU with other memory: only `shares` have another size."""
@@ -103,7 +102,7 @@ class StorageTable:
 
     @property
     def depends_on_time(self) -> bool:
-        """True if the speed of the GPU decides when a block returns."""
+        """True if the speed of the GPU decides when some block is freed."""
         return bool(self.deferred or self.stashed)
 
     unused: list[int] = field(default_factory=list)  # ids that were forgotten and are used again
@@ -133,7 +132,7 @@ class StorageTable:
 
 @dataclass(slots=True)
 class Coverage:
-    """Modelled share of the run."""
+    """Numbers of operator calls, modelled and not."""
 
     num_ops: int = 0
     unmodelled: Counter[str] = field(default_factory=Counter)

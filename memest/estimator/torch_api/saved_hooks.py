@@ -12,7 +12,7 @@ from memest.estimator.tensors.patches import Patches
 
 
 def install(patches: Patches, work: WorkLog) -> None:
-    """Add regions, choices of selective checkpointing and calls of hooks to the log of `work`."""
+    """Record host time of checkpointed regions, selective checkpointing and hooks in `work`."""
     make = saved_tensors_hooks.__init__
 
     def init(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:

@@ -25,7 +25,7 @@ class TorchRelease:
     version: tuple[int, int]
 
     is_measured: bool = False
-    """Runs were measured with it; the rules of the others were read from sources."""
+    """True if runs with this release were measured; other releases' rules are from sources."""
 
     cudnn_version: int = 91900
     """Return value of `torch.backends.cudnn.version()` in the wheel of PyPI, by the version of
@@ -72,7 +72,7 @@ OPERATORS_SINCE = {
     "_grouped_mm": (2, 8),
     "_scaled_mm_v2": (2, 10),
 }
-"""Operators of aten with rules that not every supported release has, and their first release."""
+"""First release of torch that has the operator, for operators newer than the oldest release."""
 
 
 ENVIRONMENT = "MEMEST_TORCH"

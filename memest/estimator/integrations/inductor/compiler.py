@@ -41,7 +41,7 @@ _LAID_OUT = (2, 8)  # first whose meta kernel follows the query's strides (_meta
 
 
 def install_fakes(patches: Patches) -> None:
-    """Let fake tensors be on `meta` for C++."""
+    """Make C++ see fake tensors on `meta`, and Python on their fake device."""
     from torch._subclasses import fake_tensor
 
     kind: Any = fake_tensor.FakeTensor
@@ -91,7 +91,7 @@ def install_fakes(patches: Patches) -> None:
 def _lay_out_attention(patches: Patches) -> None:
     """Give cuDNN's attention the strides that later meta kernels have.
 
-    A real run with torch 2.6 and 2.7 raises if cuDNN is chosen, so this is for newer kernels only.
+    With torch 2.6 and 2.7, a real run raises if cuDNN is chosen.
     """
     from torch import _meta_registrations
     from torch._subclasses.fake_impls import op_implementations_dict
@@ -186,7 +186,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @contextmanager
     def with_constants_on_the_gpu() -> Iterator[Any]:
-        """Compute with the constants of a trace, which are small tensors of the GPU."""
+        """Run the block with the GPU's mode active, for a graph's constants on the GPU."""
         with unset_fake() as fake_mode, mode, _Puts():  # type: ignore[no-untyped-call]
             yield fake_mode
 
@@ -214,7 +214,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_folder(patches: Patches) -> None:
-    """Let Inductor fold constants on the host."""
+    """Make Inductor fold constants on the host."""
     from torch._inductor.fx_passes import joint_graph
 
     def fold(self: Any) -> Any:
@@ -234,7 +234,7 @@ def _install_folder(patches: Patches) -> None:
 
 
 def _install_waits(patches: Patches, mode: CudaSimMode) -> None:
-    """Wait for the arguments of a graph on the GPU: no mode is active when torch resolves them."""
+    """Activate the GPU's mode where torch waits for a graph's `AsyncCollectiveTensor` arguments."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     trigger: Any = AsyncCollectiveTensor.trigger_wait
@@ -247,7 +247,7 @@ def _install_waits(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
-    """Lower a graph: a forward's when its frame is compiled, a backward's when it first runs."""
+    """Compile a graph by Inductor: a forward with its frame, a backward when it first runs."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor import compile_fx
 
@@ -266,7 +266,7 @@ def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
 
 
 class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies to the GPU that a prim of torch makes."""
+    """Mode that runs `prims.device_put` as `Tensor.to`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -277,7 +277,7 @@ class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OnHost(TorchFunctionMode):
-    """Products with the integer 0, which Inductor (torch 2.11) makes on their device and reads."""
+    """Mode that makes tensors on the host, because Inductor reads their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -289,7 +289,7 @@ def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
 
 
 def place_on_gpu(graph: Any) -> None:
-    """Place on the GPU the tensors of a graph whose C++ code named the device of a fake tensor."""
+    """Replace the device `meta` in a graph's arguments by the GPU."""
     _set_devices(graph.graph.nodes, lambda device: GPU.device if device.type == "meta" else device)
     graph.recompile()
 
@@ -320,7 +320,7 @@ def _constants_on_the_host(graph: Any) -> Iterator[None]:
 
 
 def _is_composite(operator: Any) -> bool:
-    """Return whether C++ decomposes the operator above autograd, whatever Python has for meta."""
+    """Return whether C++ decomposes the operator above autograd, ignoring Python's meta kernels."""
     if not isinstance(operator, torch._ops.OpOverload):  # it calls operators
         return False
     name, has = operator._name, torch._C._dispatch_has_kernel_for_dispatch_key
@@ -328,7 +328,7 @@ def _is_composite(operator: Any) -> bool:
 
 
 def why(error: Exception) -> str:
-    """Return one line of the innermost reason."""
+    """Return one line about the innermost cause of `error`."""
     error = getattr(error, "inner_exception", error)
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -338,7 +338,7 @@ def why(error: Exception) -> str:
 
 
 class Kernel:
-    """A kernel that Inductor has written, which leaves no values.
+    """A Triton kernel that Inductor has generated; running it computes no values.
 
     Its first run times several ways to launch it (`benchmark_gpu`, `bench` of `CachingAutotuner`).
     That needs copies of the tensors that it changes, and an array as large as the L2 cache.
@@ -372,7 +372,7 @@ def kernels_for(log: WorkLog) -> Callable[..., Kernel]:
 
 
 def _ways_to_launch(source: str) -> tuple[int, list[int]]:
-    """Return the number of timed configurations, and the tensors that a kernel changes."""
+    """Return the number of autotuned configurations, and the arguments that a kernel changes."""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     found: list[tuple[int, list[int]]] = []
@@ -400,7 +400,7 @@ def _ways_to_launch(source: str) -> tuple[int, list[int]]:
 
 
 class _Config:
-    """Replacement of `triton.Config`; Inductor removes equal ones."""
+    """Replacement of `triton.Config` with equality, by which Inductor removes duplicates."""
 
     def __init__(self, kwargs: Any, **options: Any) -> None:
         self.kwargs = kwargs
@@ -421,7 +421,7 @@ class _Source(InspectLoader):
 def _load(source: str) -> None:
     """Run the module of a kernel, which calls the kernel's decorators.
 
-    `linecache` holds its lines meanwhile, since `triton.jit` reads them by `inspect`.
+    `linecache` has the module's lines meanwhile, since `triton.jit` reads them by `inspect`.
     """
     file = "<string>"  # name of the file in the code of `InspectLoader`
     module = ModuleType("kernel")
@@ -460,7 +460,7 @@ def is_estimated() -> bool:
 
 
 def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
-    """Time products on the virtual GPU, and pad those that are estimated to be faster."""
+    """Estimate Inductor's timing of padded products, and pad those that are faster."""
     from torch._inductor import utils
     from torch._inductor.fx_passes import pad_mm
     from torch.fx.experimental.proxy_tensor import unset_fake_temporarily  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
-    """Trace the gradient of a score function with fake tensors, where nothing is compiled."""
+    """Trace the gradient of a `flex_attention` score function with fake tensors in eager mode."""
     create = flex.create_fw_bw_graph
 
     @wraps(create)
@@ -73,7 +73,7 @@ def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
 
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
-    """Compile frames as on a GPU. What only fails here runs eagerly, with a warning."""
+    """Compile frames as on a GPU. A frame that fails only here runs eagerly, with a warning."""
     from torch._dynamo import exc
 
     convert_frame = dynamo.convert_frame
@@ -109,7 +109,7 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
 
 
 def _install_breaks(patches: Patches, mode: CudaSimMode, broken: Any) -> None:
-    """Warn of graph breaks at functions and objects of memest, which the script cannot have."""
+    """Warn of graph breaks that memest's own functions and objects cause."""
     init = broken.__init__
 
     def init_and_warn(self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +144,7 @@ def _install_guards(patches: Patches, mode: CudaSimMode, guards: Any) -> None:
 
 
 def _install_functions(patches: Patches, dynamo: Any) -> None:
-    """Let Dynamo see the functions that memest replaced; constants come from the replacements."""
+    """Make Dynamo trace functions that memest replaced; constants come from replacements."""
     rules, functions = dynamo.trace_rules, dynamo.variables.torch
     builders = dynamo.variables.builder
     builder, sourceless = builders.VariableBuilder, builders.SourcelessBuilder

@@ -188,7 +188,7 @@ def _with_device(function: Constructor) -> Constructor:
 
 
 def _of_parts(function: Constructor) -> Constructor:
-    """Wrap a function that makes a compressed matrix: its parts are moved before the call."""
+    """Wrap a factory of compressed matrices to move its parts to the device before the call."""
 
     @functools.wraps(function)
     def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def _of_parts(function: Constructor) -> Constructor:
 
 
 def _from_data(function: Constructor, *, copies: bool) -> Constructor:
-    """Wrap a function whose tensor torch fills on the host and copies."""
+    """Wrap a factory that fills a tensor on the host and copies it, such as `torch.tensor`."""
 
     @functools.wraps(function)
     def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:

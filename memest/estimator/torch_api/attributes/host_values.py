@@ -22,7 +22,7 @@ OnHost = Callable[[Tensor], Tensor]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Let tensors without data be read: known values, or guesses that are counted."""
+    """Make reads of tensors without data return known values, or guesses, which are counted."""
 
     def on_host(tensor: Tensor) -> Tensor:
         """Return a real tensor with the known or guessed values of one without data."""
@@ -46,7 +46,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _under_modes(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Wrap a read, which is without modes where C++ makes a tensor (`internal_new_from_data`)."""
+    """Wrap a read to run under the modes that C++ turns off (`internal_new_from_data`)."""
 
     def call(tensor: Tensor) -> Any:
         if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
@@ -81,7 +81,7 @@ def _install_numbers(patches: Patches) -> None:
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
     """Replace `tensor[index]` and `tensor[index] = number`.
 
-    torch makes a host tensor of the number if `tensor` is on a GPU, and else one on its device. It
+    torch puts the number into a host tensor if `tensor` is on a GPU, else into one on its device. It
     makes a tensor of an index that is a list (`THPVariable_getitem` and `THPVariable_setitem` of
     python_variable_indexing.cpp, torch 2.11).
     """
@@ -108,7 +108,7 @@ def _install_items(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
-    """Return `index` with tensors on `device`, whose values are known, for lists of integers."""
+    """Return `index` with each list of integers as a tensor on `device` with known values."""
     if isinstance(index, tuple):
         return tuple(_with_positions(each, device, memory) for each in index)
     is_list = isinstance(index, list) and bool(index) and all(isinstance(i, int) for i in index)

@@ -70,10 +70,10 @@ def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
 
 
 def _install_wrappers(patches: Patches) -> None:
-    """Make wrapper subclasses of GPU tensors on meta, as their parts are.
+    """Create wrapper subclasses of GPU tensors on the meta device, like their inner tensors.
 
     Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
-    stream, and the engine the device's context. `device` is that of the first part.
+    stream, and the engine the device's context. `device` is that of the first inner tensor.
     """
     make: Any = Tensor._make_wrapper_subclass
 
@@ -181,7 +181,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_parse_to(patches: Patches) -> None:
-    """Let `Module.to` take the number of a device, or a tensor with its virtual device."""
+    """Make `Module.to` accept a device number, or a tensor on the virtual GPU."""
     parse_to: Any = torch._C._nn._parse_to
 
     def parse(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def _install_parse_to(patches: Patches) -> None:
 
 
 class _FromHost(torch.autograd.Function):
-    """Copy to the GPU whose gradient returns to the host.
+    """Autograd node of a copy from host to GPU, whose gradient returns to the host.
 
     torch's own copy reads the device of its source, which is `meta` for all tensors without data.
     """
@@ -217,7 +217,7 @@ class _FromHost(torch.autograd.Function):
 
 def _mover(mode: CudaSimMode, to_: Move) -> Move:
     def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
-        """Run `tensor.to(device, ...)` for a device of the script."""
+        """Run `tensor.to(device, ...)`."""
         if INSIDE.moves:
             return to_(tensor, device, *rest, **kwargs)
         device = resolve(device)
@@ -326,7 +326,7 @@ def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
 
 
 def _install_data(patches: Patches, mode: CudaSimMode) -> None:
-    """Let `Tensor.data` be set between a real tensor and one without data."""
+    """Allow assigning `Tensor.data` between a real tensor and one without data."""
     data_of: Any = vars(torch._C.TensorBase)["data"]
     swap_tensors: Any = torch.utils.swap_tensors
 
@@ -354,9 +354,9 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
-    """Let a host tensor without data have a real `Tensor.grad`, and refuse that of another place.
+    """Allow a real `grad` on a host tensor without data, and refuse one on another device.
 
-    The words are those of `check_and_update_grad` (torch/csrc/autograd/python_variable.cpp).
+    The message is that of `check_and_update_grad` (torch/csrc/autograd/python_variable.cpp).
     """
     grad_of: Any = vars(torch._C.TensorBase)["grad"]
 

@@ -23,7 +23,7 @@ true_class: Any = torch.device
 
 
 class _LikeTrueClass(type):
-    """Metaclass of a class whose instances are those of torch's own class."""
+    """Metaclass that makes `isinstance` and `==` behave as for torch's own class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, true_class)
@@ -184,7 +184,7 @@ def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -> None:
-    """Merge real host tensors and host tensors without data into one group."""
+    """Merge the groups of real host tensors and of host tensors without data."""
     if key not in found:
         found[key] = members, indices
         return
@@ -306,7 +306,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
-    """Return the properties; all GPUs of a host are of one kind."""
+    """Return the properties of any GPU of the host; all are of one kind."""
     if not is_another(device):
         resolve(device)
     return properties

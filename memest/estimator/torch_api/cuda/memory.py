@@ -157,7 +157,7 @@ def _install_host(patches: Patches) -> None:
 
 
 def _install_refusals(patches: Patches) -> None:
-    """Raise for allocators of the script's own, by name."""
+    """Make functions for custom allocators raise, with their names."""
     name = "CUDAPluggableAllocator"
     stands_for = type(name, (), {"__init__": refusing(f"torch.cuda.{name}")})
     refused = refusing("torch.cuda.change_current_allocator")
@@ -176,7 +176,7 @@ Stack = tuple[tuple[CodeType | str, int], ...]  # (code or operator, offset), in
 
 
 class Stacks:
-    """Gathers stacks and converts them to torch's frames.
+    """Collects Python stacks and converts them to torch's frames.
 
     `has_operators` puts the running operator first, in place of the C++ frames.
     """

@@ -87,7 +87,7 @@ def install(patches: Any, module: Any) -> None:
 
 
 def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
-    """Write the program and the values of this moment; return the environment with its folder."""
+    """Write the program and the present values to `folder`; return an environment with it."""
     program, values = Path(folder, NAME), Path(folder, "values.json")
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)

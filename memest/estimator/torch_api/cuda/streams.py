@@ -201,7 +201,7 @@ NOT_BEGUN = "capture_end() called before capture_begin()."
 
 
 class Captures:
-    """Private pools of a session, and the graphs that use them."""
+    """Private memory pools of CUDA graphs, and the graphs that use them."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.mode = mode

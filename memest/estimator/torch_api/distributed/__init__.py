@@ -33,9 +33,9 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank)
 
 
 def _accept_plans(patches: Patches, planner: Any) -> None:
-    """Accept checkpoints in which the other ranks have the same shards as this rank.
+    """Accept distributed checkpoints in which all simulated ranks have the same shards.
 
-    The first rank writes its shards, where `dedup_save_plans` spreads equal ones over the ranks.
+    Rank 0 writes its shards, where `dedup_save_plans` spreads equal ones over the ranks.
     """
 
     def of_first(plans: list[Any], *args: Any) -> list[Any]:

@@ -63,7 +63,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        """Sum buckets; the C++ reducer waits for the future, which leaves tensors stashed."""
+        """Sum buckets. The C++ reducer waits for the future only, so the tensors stay stashed."""
         self._mode.works.communicate(self.group)
         self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
@@ -79,7 +79,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        """Send weights, or the order of rank 0's buckets, after which the old buckets are freed.
+        """Broadcast weights, or the order of rank 0's buckets; then the old buckets are freed.
 
         Every rank has the same weights and the same order. The broadcast takes no time.
         """
@@ -129,7 +129,7 @@ class Reducer(_Reducer):  # type: ignore[misc]
             yield
 
     def prepare_for_forward(self) -> None:
-        """Begin an iteration; after a sum of new buckets, NCCL has unstashed the old ones.
+        """Begin an iteration; old buckets are unstashed after the first sum of rebuilt ones.
 
         Measured: validation/scripts/measured_ranks.json. Tensors of a hook stay until the watchdog
         runs.
@@ -164,14 +164,14 @@ class Reducer(_Reducer):  # type: ignore[misc]
         super()._remove_autograd_hooks()
 
     def _set_forward_pass_work_handle(self, work: Any, divides: bool) -> None:
-        """Do nothing: under `join` all ranks have as many inputs here."""
+        """Do nothing: under `join`, all simulated ranks have the same number of inputs."""
 
 
 class _Accumulation:
     """The autograd engine of a GPU, which accumulates gradients on another stream than the model's.
 
-    `AccumulateGrad` nodes run on the stream on which the reducer made them. It waits for the
-    model's stream and records its use of the gradient. The stream of the backward waits at the end
+    `AccumulateGrad` nodes run on the stream on which the reducer made them. This stream waits for
+    the model's stream and is recorded on the gradient. The backward's stream waits at the end
     (`GraphTask::exec_post_processing`).
     """
 

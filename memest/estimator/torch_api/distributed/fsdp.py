@@ -36,7 +36,7 @@ def _finite(isfinite: Any, kind: type, mode: CudaSimMode) -> Any:
     """Return `isfinite` whose result is True for a DTensor with unknown values.
 
     Up to torch 2.9 the norm of gradients is partial. `isfinite` compares it with itself, and each
-    operand is reduced on its own, so that the operands are not one tensor.
+    operand is reduced on its own, so that the results are two tensors.
     """
 
     def test(tensor: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_states(patches: Patches) -> None:
-    """Give FSDP1 the optimizer states of parameters that other ranks have, for checkpoints.
+    """Add optimizer states of parameters that only other ranks hold to FSDP1's checkpoints.
 
-    With `use_orig_params` a rank has no state for a parameter of which it has no part.
+    With `use_orig_params` a rank has no state for a parameter of which it holds no part.
     """
     from torch.distributed.fsdp import _optim_utils as utils
 
@@ -182,7 +182,7 @@ def _install_handle(
     use_unsharded_views = handle_type._use_unsharded_views
 
     def own_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
-        """Run `_get_shard`; `shard` then frees the source by its `_typed_storage`."""
+        """Run `_get_shard`; if called by `shard`, free the source, as `_typed_storage` does."""
         found: tuple[Tensor, int] = get_shard(tensor, rank, world_size)
         if sys._getframe(1).f_code.co_name == "shard":
             free(tensor)

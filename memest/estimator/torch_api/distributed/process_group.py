@@ -24,7 +24,7 @@ NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/
 
 
 class _Groups:
-    """Process groups of the `FAKE` backend, which report the backend that the script requested.
+    """Process groups of torch's `fake` backend, which report the backend of the script.
 
     Each public method replaces the function of torch with its name.
     """
@@ -72,7 +72,7 @@ class _Groups:
         return known or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
-        """Record and return the backend of `group`; None is that of the default group."""
+        """Record and return the backend of `group`; None means that of the default group."""
         name = str(backend or self._default).lower()
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
         return name
@@ -124,7 +124,7 @@ def _leave() -> None:
 
 
 class Store(c10d.Store):
-    """Keys and values that this rank or the first one has set; `line` is the script's."""
+    """Keys and values that this rank or rank 0 has set; `line` returns the script's line."""
 
     def __init__(self, rank: Rank, line: Callable[[], str]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Store(c10d.Store):
         return value
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Check that all `keys` are set, for `get` has no value to wait for."""
+        """Raise if one of `keys` is not set, since no rank would set it later."""
         for key in keys:
             self.get(key)
 
@@ -166,11 +166,10 @@ class Store(c10d.Store):
 
 
 class _Objects:
-    """Collectives and messages of Python objects, by the names of their functions.
+    """Object collectives and messages of `torch.distributed`, by the names of its functions.
 
-    The other ranks have this rank's objects, or posted ones. A message is sent from one rank to
-    another, which runs at the same time. Left out: the bytes on the GPU through which NCCL sends
-    pickled objects, temporarily.
+    Other ranks are assumed to have equal objects, unless they have posted some. Ranks that exchange
+    messages run at the same time. Left out: NCCL's temporary GPU memory for pickled objects.
     """
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
@@ -178,7 +177,7 @@ class _Objects:
         self._rank = rank
 
     def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
-        """Return `what` on the source rank; elsewhere the object that the source has posted."""
+        """Return `what` on the source rank; on others the object that the source has posted."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
@@ -218,7 +217,7 @@ class _Objects:
         scatter_object_output_list[0] = objects[dist.get_rank(group)]
 
     def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
-        """Rank in the world of the other side, which runs at the same time."""
+        """Return the global rank of the peer, and request that it runs at the same time."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
@@ -255,10 +254,9 @@ class _Objects:
 def _barrier(mode: CudaSimMode, rank: Rank) -> Callable[..., Any]:
     """Return NCCL's barrier, which sums a tensor of one element and blocks the host.
 
-    Simulated ranks wait there for each other, so that files are there when they look for them.
-
-    Its argument, a static byte, lives until the next barrier (`ProcessGroup::barrier` in
-    ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11).
+    Simulated ranks wait there for each other, so that files written before it exist after it. The
+    tensor lives until the next barrier (`ProcessGroup::barrier` in ProcessGroup.hpp,
+    `ProcessGroupNCCL::barrier`, torch 2.11).
     """
     kept: list[Tensor] = []
 

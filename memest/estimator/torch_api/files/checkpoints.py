@@ -68,7 +68,7 @@ class Checkpoints:
         self._state = _State()
 
     def within(self, function: Any, name: str, make: Callable[[], Any]) -> Any:
-        """Wrap a function of torch, during which the state `name` is a result of `make`."""
+        """Wrap a function of torch to set the state `name` to `make()` during its calls."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with setting(self._state, name, make()):
@@ -79,7 +79,7 @@ class Checkpoints:
     # --- writing
 
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return what `pickle` stores of a tensor without data."""
+        """Return the `__reduce_ex__` value of a tensor without data, for `pickle`."""
         storage = tensor.untyped_storage()
         is_guessed = storage_key(tensor) in self._mode.values.guessed
         value = None if is_guessed else self._mode.values.value_of(tensor)
@@ -133,7 +133,7 @@ class Checkpoints:
     def rebuilt(
         self, storage: Any, offset: int, size: Any, stride: Any, metadata: Any = None
     ) -> Tensor | None:
-        """Return the tensor of a storage without data, or None for a real one."""
+        """Return the tensor on a loaded storage if it has no data, else None."""
         untyped = storage._untyped_storage
         full = _read_mark(metadata)
         is_gpu = hasattr(untyped, _LOCATION)
@@ -174,7 +174,7 @@ class Checkpoints:
         return base
 
     def _place(self, base: torch.UntypedStorage, by: str, *, on_host: bool) -> None:
-        """Put a storage on the host, or allocate it on the GPU for the function `by`."""
+        """Place a storage on the host, or allocate it on the GPU with `by` as the operator."""
         mode, memory = self._mode, self._mode.memory
         whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
         if on_host:

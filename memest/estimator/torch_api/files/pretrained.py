@@ -27,15 +27,15 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", 
 """Extensions of weight files. A folder with such a file has weights, and a mismatch is an error."""
 
 DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config.json"))
-"""Files of a bundled model that are looked up on this machine only."""
+"""Files of bundled models that are not downloaded, only read from this machine."""
 
 
 class NoWeights(str):
-    """Placeholder for the path of a checkpoint, of a type that transformers reads."""
+    """Path of a checkpoint that does not exist, as a `str` for transformers."""
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Let transformers, where a script uses it, load models without weights here."""
+    """Make transformers, if a script imports it, load models without weight files."""
 
     def replace(module: ModuleType, makers: dict[str, Callable[[Any], Any]]) -> None:
         pairs = [(old := getattr(module, name), make(old)) for name, make in makers.items()]
