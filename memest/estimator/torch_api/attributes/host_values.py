@@ -81,8 +81,8 @@ def _install_numbers(patches: Patches) -> None:
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
     """Replace `tensor[index]` and `tensor[index] = number`.
 
-    torch puts the number into a host tensor if `tensor` is on a GPU, else into one on its device. It
-    makes a tensor of an index that is a list (`THPVariable_getitem` and `THPVariable_setitem` of
+    torch puts the number into a host tensor if `tensor` is on a GPU, else into one on its device.
+    An index that is a list becomes a tensor (`THPVariable_getitem` and `THPVariable_setitem` of
     python_variable_indexing.cpp, torch 2.11).
     """
     get_item, set_item = Tensor.__getitem__, Tensor.__setitem__
