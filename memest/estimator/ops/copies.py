@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.ops import registry
+from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
-from memest.estimator.ops.cub import scan_bytes
 from memest.estimator.ops.refusals import fits, overflow
 from memest.estimator.ops.registry import Args, KernelCall, Kwargs, register
 from memest.estimator.ops.sim_mode import SimMode
@@ -105,7 +104,7 @@ def roll(c: KernelCall) -> Events:
 def repeat_interleave(c: KernelCall) -> Events:
     """Requests of `repeat_interleave` (Repeat.cpp): a running int64 sum, the positions."""
     count = c.repeats.numel()
-    scan = scan_bytes(count) if count > 1 else 0
+    scan = cub.scan_bytes(count) if count > 1 else 0
     kept = (*contiguous_copy(c.repeats), count * INDEX_BYTES)
     return around(kept, passing(scan) + c.outputs())
 

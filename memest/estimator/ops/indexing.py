@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops import registry
+from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
-from memest.estimator.ops.cub import (
-    radix_sort_bytes,
-    scan_bytes,
-    select_bytes,
-    sum_storage_bytes,
-    unique_by_key_bytes,
-)
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
@@ -116,7 +109,7 @@ def masked_scatter(c: KernelCall) -> Scratch:
     _, mask = broadcast((c.self, c.mask))
     count = mask.numel()
     copies = contiguous_copy(mask, c.source)
-    return Scratch(after=(count * INDEX_BYTES, *copies, scan_bytes(count)))
+    return Scratch(after=(count * INDEX_BYTES, *copies, cub.scan_bytes(count)))
 
 
 @registry.requests(
@@ -130,7 +123,7 @@ def embedding_renorm(c: KernelCall) -> Events:
     """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices."""
     row = c.indices.numel() * INDEX_BYTES
     sorting = *contiguous_copy(c.indices), *sort_bytes(c.indices, -1, c.gpu)
-    unique = passing(row, INDEX_BYTES, select_bytes(c.indices.numel(), c.gpu))
+    unique = passing(row, INDEX_BYTES, cub.select_bytes(c.indices.numel(), c.gpu))
     return around((row,), around((row,), passing(*sorting)) + unique)
 
 
@@ -179,11 +172,11 @@ def _sorted_gradient(
     else:  # the segment of each partial sum, and a float32 gradient in place of a 16-bit one
         is_wide = accumulator != grad.itemsize
         sums = (per_partial, num_rows * width * accumulator) if is_wide else (per_partial,)
-    sorting = passing(row, radix_sort_bytes(num_indices, gpu))
+    sorting = passing(row, cub.radix_sort_bytes(num_indices, gpu))
     adding = around((INDEX_BYTES,), passing(per_partial, *sums))
     # partial sums of each segment, and their offsets
-    of_segments = around((per_segment, per_segment), passing(scan_bytes(segments)) + adding)
-    unique = passing(row, unique_by_key_bytes(num_indices, gpu))
+    of_segments = around((per_segment, per_segment), passing(cub.scan_bytes(segments)) + adding)
+    unique = passing(row, cub.unique_by_key_bytes(num_indices, gpu))
     # starts of the segments, and their number
     found = sorting + gradient + around((row, INDEX_BYTES), unique + of_segments)
     return around((*copies, row, row), found)  # sorted and original positions
@@ -234,8 +227,10 @@ def nonzero(c: KernelCall) -> Events:
 
 def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     copies, count = contiguous_copy(mask), mask.numel()
-    counting = sum_storage_bytes(count, gpu.multiprocessor.threads * gpu.num_sms)
-    return around((*copies, 4), passing(counting) + positions + passing(select_bytes(count, gpu)))
+    counting = cub.sum_storage_bytes(count, gpu.multiprocessor.threads * gpu.num_sms)
+    return around(
+        (*copies, 4), passing(counting) + positions + passing(cub.select_bytes(count, gpu))
+    )
 
 
 def num_true(value_of: ValueOf, args: Args) -> tuple[int, ...]:
@@ -296,7 +291,7 @@ def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     expanded = values.reshape(()).expand(count * slice_size) if is_one else values
     largest = target.numel() // max(1, slice_size)
     row = count * INDEX_BYTES
-    sort = radix_sort_bytes(count, c.gpu, num_bits=max(1, largest.bit_length()))
+    sort = cub.radix_sort_bytes(count, c.gpu, num_bits=max(1, largest.bit_length()))
     first, *others = [(row,) * is_meta(index) for index in indices]  # remainders on the GPU
     num_checks = 2 * sum(map(is_meta, indices))
     checks = [] if c.get("unsafe") else passing(INDEX_BYTES, 1) * num_checks

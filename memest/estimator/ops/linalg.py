@@ -20,7 +20,7 @@ from torch import Tensor
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import has_gradient
-from memest.estimator.ops.registry import KernelCall, Rule, when
+from memest.estimator.ops.registry import KernelCall, Rule, op, when
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.units import ceil_div, round_up
 
@@ -86,6 +86,13 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
     return registry.requests(names, modelled=_MODELLED, **parts)
 
 
+def _row(
+    names: str, about: str, then: Callable[[KernelCall, _Matrices], Events], **parts: Any
+) -> None:
+    """Register operators by their requests after the outputs, with the matrices that are given."""
+    op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_MODELLED, **parts)
+
+
 @_measured("_linalg_eigh")
 def eigh(c: KernelCall) -> Events:
     """Requests of `_linalg_eigh`: vectors and values, or values and a copy of the matrix."""
@@ -114,36 +121,39 @@ def svd(c: KernelCall) -> Events:
     return c.outputs(1) + around((info,), around((copy, u, v), work) + a.checks)
 
 
-@_measured("linalg_qr", calls_cublas=lambda c: (a := _of(c.A)).batch > 1 and a.n <= 64)
-def qr(c: KernelCall) -> Events:
-    """Requests of `linalg_qr`: Q, R, the reflectors' factors; Q is left out in mode `r`."""
-    return c.outputs() + _qr(c.A, c.out[0])
-
-
-@_measured("linalg_qr.out", calls_cublas=lambda c: (a := _of(c.A)).batch > 1 and a.n <= 64)
-def qr_out(c: KernelCall) -> Events:
-    """Requests of `linalg_qr` into given tensors: fresh results, which are copied."""
-    q, r = c.out
-    return around((q.nbytes, r.nbytes), _qr(c.A, q))
-
-
-def _qr(tensor: Tensor, q: Tensor) -> Events:
-    a = _of(tensor)
+def _qr(a: _Matrices, q: Tensor) -> Events:
     k = min(a.m, a.n)
     taus = k * a.item * a.batch
-    factors, written = a.pointers, Events()
-    if a.batch == 1 or a.n > 64:
-        factors = around((INFO,), a.loop(geqrf_bytes(a.n, a.item)))
-    if q.numel():
-        written = around((INFO,), a.loop(orgqr_bytes(a.m, q.shape[-1], k, a.item)))
+    factors = _geqrf(a) if a.batch == 1 or a.n > 64 else a.pointers
+    written = _orgqr(replace(a, n=q.shape[-1]), k) if q.numel() else []
     return around((taus,), factors + written)
 
 
-@_measured("geqrf")
-def geqrf_requests(c: KernelCall) -> Events:
-    """Requests of `geqrf`: Q's reflectors below R, and their factors."""
-    a = _of(c.self)
-    return c.outputs() + around((INFO,), a.loop(geqrf_bytes(a.n, a.item)))
+_QR_BY_CUBLAS = {"calls_cublas": lambda c: (a := _of(c.A)).batch > 1 and a.n <= 64}
+_row(
+    "linalg_qr", "the reflectors' factors; Q is left out in mode `r`",
+    lambda c, a: _qr(a, c.out[0]), **_QR_BY_CUBLAS,
+)  # fmt: skip
+
+
+@_measured("linalg_qr.out", **_QR_BY_CUBLAS)
+def qr_out(c: KernelCall) -> Events:
+    """Requests of `linalg_qr` into given tensors: fresh results, which are copied."""
+    return around([t.nbytes for t in c.out], _qr(_of(c.A), c.out[0]))
+
+
+def _geqrf(a: _Matrices) -> Events:
+    return around((INFO,), a.loop(geqrf_bytes(a.n, a.item)))
+
+
+def _orgqr(a: _Matrices, k: int) -> Events:
+    return around((INFO,), a.loop(orgqr_bytes(a.m, a.n, k, a.item)))
+
+
+_row("geqrf", "the workspace of cuSOLVER, after reflectors and their factors",
+     lambda c, a: _geqrf(a))  # fmt: skip
+_row("linalg_householder_product", "the workspace of cuSOLVER",
+     lambda c, a: _orgqr(a, c.tau.shape[-1]))  # fmt: skip
 
 
 @registry.result("geqrf")
@@ -206,21 +216,21 @@ def lstsq_requests(c: KernelCall) -> Events:
     return around((INFO * a.batch,), made + solved + a.checks)
 
 
-@_measured("linalg_householder_product")
-def householder(c: KernelCall) -> Events:
-    """Requests of `linalg_householder_product`."""
-    a = _of(c.input)
-    written = a.loop(orgqr_bytes(a.m, a.n, c.tau.shape[-1], a.item))
-    return c.outputs() + around((INFO,), written)
-
-
-@_measured("linalg_cholesky_ex")
-def cholesky(c: KernelCall) -> Events:
-    """Requests of `linalg_cholesky_ex`: one by cuSOLVER, many by its batched kernel."""
-    a = _of(c.self)
-    return c.outputs(0, 1) + passing(
-        potrf_bytes(a.n, c.upper) if a.is_single else POINTER * a.batch
-    )
+_row(
+    "linalg_cholesky_ex", "the workspace of cuSOLVER for one matrix, pointers for several",
+    lambda c, a: passing(potrf_bytes(a.n, c.upper) if a.is_single else POINTER * a.batch),
+)  # fmt: skip
+_row("cholesky_inverse", "a copy of the factor, and a status",
+     lambda c, a: passing(a.square, INFO))  # fmt: skip
+_row(
+    "linalg_solve_triangular",
+    "pointers of batched cuBLAS; up to 8 matrices of 64 columns or more are solved one by one",
+    lambda c, a: a.triangular, calls_cublas=lambda c: True,
+)  # fmt: skip
+_row(
+    "triangular_solve", "as `linalg_solve_triangular`, after the solution and a copied matrix",
+    lambda c, a: _of(c.out[1]).triangular, calls_cublas=lambda c: True,
+)  # fmt: skip
 
 
 @registry.requests("_linalg_check_errors")
@@ -234,27 +244,6 @@ def cholesky_solve(c: KernelCall) -> Events:
     """Requests of `cholesky_solve`: the right-hand side and the factor are copied."""
     factor = _of(c.input2)
     return around((INFO,) if factor.is_single else (), c.outputs() + passing(factor.square))
-
-
-@_measured("cholesky_inverse")
-def cholesky_inverse(c: KernelCall) -> Events:
-    """Requests of `cholesky_inverse`."""
-    return c.outputs() + passing(_of(c.self).square, INFO)
-
-
-@_measured("linalg_solve_triangular", calls_cublas=lambda c: True)
-def solve_triangular(c: KernelCall) -> Events:
-    """Requests of `linalg_solve_triangular`: batched cuBLAS.
-
-    Up to 8 matrices of 64 columns or more are solved one by one.
-    """
-    return c.outputs() + _of(c.self).triangular
-
-
-@_measured("triangular_solve", calls_cublas=lambda c: True)
-def triangular_solve(c: KernelCall) -> Events:
-    """Requests of `triangular_solve`: the solution, a copy of the matrix, the same kernel."""
-    return c.outputs() + _of(c.out[1]).triangular
 
 
 def _lu(a: _Matrices) -> Events:
@@ -293,12 +282,6 @@ def _factors_by_cublas(c: KernelCall) -> bool:
     return _of(c.A).is_factored_by_cublas
 
 
-@_measured("linalg_lu_factor_ex", calls_cublas=_factors_by_cublas)
-def lu_factor(c: KernelCall) -> Events:
-    """Requests of `linalg_lu_factor_ex`: factors, pivots, info."""
-    return c.outputs() + _lu(_of(c.A))
-
-
 @_measured("linalg_lu")
 def lu(c: KernelCall) -> Events:
     """Requests of `linalg_lu`: permutation, both triangles, and the factors of `lu_factor_ex`."""
@@ -311,16 +294,15 @@ def lu(c: KernelCall) -> Events:
     return c.outputs() + events + (_rows(a) if has_rows else []) + temporaries(-info, -pivots)
 
 
-@_measured("lu_unpack")
-def lu_unpack(c: KernelCall) -> Events:
-    """Requests of `lu_unpack`: the results, and the rows of the permutation."""
-    return c.outputs() + (_rows(_of(c.LU_data)) if c.out[0].numel() else [])
-
-
 def _rows(a: _Matrices) -> Events:
     """Requests of a permutation of rows from pivots: a range, and its copy for each matrix."""
     one, rows = INDEX * a.m, INDEX * a.m * a.batch
     return passing(one) if a.is_single else temporaries(one, rows, -one, -rows)
+
+
+_row("linalg_lu_factor_ex", "LU, after factors, pivots, info", lambda c, a: _lu(a),
+     calls_cublas=_factors_by_cublas)  # fmt: skip
+_row("lu_unpack", "rows of the permutation", lambda c, a: _rows(a) if c.out[0].numel() else [])
 
 
 @_measured("linalg_eig")
@@ -356,13 +338,6 @@ def _are_real(a: _Matrices) -> Events:
     return around((count,), passing(1)) if count > 1 else passing(1, 1)
 
 
-@_measured("linalg_inv_ex", calls_cublas=lambda c: True)
-def inv(c: KernelCall) -> Events:
-    """Requests of `linalg_inv_ex`: a system with the identity."""
-    a = _of(c.A)
-    return c.outputs() + around((a.square, INFO * a.n * a.batch), _lu(a) + _lu_solve(a, a.n))
-
-
 def _num_columns(right: Tensor, matrices: Tensor) -> int:
     return right.shape[-1] if right.dim() == matrices.dim() else 1
 
@@ -372,20 +347,21 @@ def _solves_by_cublas(c: KernelCall) -> bool:
     return a.is_factored_by_cublas or not a.is_solved_in_a_loop(_num_columns(c.B, c.A))
 
 
-@_measured("_linalg_solve_ex", calls_cublas=_solves_by_cublas)
-def solve(c: KernelCall) -> Events:
-    """Requests of `_linalg_solve_ex`: result, factors, pivots, info."""
-    a = _of(c.A)
-    return c.outputs() + _lu(a) + _lu_solve(a, _num_columns(c.out[0], c.A))
-
-
-@_measured(
-    "linalg_lu_solve",
+_row(
+    "linalg_inv_ex", "a system with the identity",
+    lambda c, a: around((a.square, INFO * a.n * a.batch), _lu(a) + _lu_solve(a, a.n)),
+    calls_cublas=lambda c: True,
+)  # fmt: skip
+_row(
+    "_linalg_solve_ex", "LU and its solution, after result, factors, pivots, info",
+    lambda c, a: _lu(a) + _lu_solve(a, _num_columns(c.out[0], c.A)),
+    calls_cublas=_solves_by_cublas,
+)  # fmt: skip
+_row(
+    "linalg_lu_solve", "batched cuBLAS, a loop, or two triangular systems",
+    lambda c, a: _lu_solve(a, c.out.shape[-1]),
     calls_cublas=lambda c: not _of(c.LU).is_solved_in_a_loop(c.B.shape[-1]),
-)
-def lu_solve(c: KernelCall) -> Events:
-    """Requests of `linalg_lu_solve`."""
-    return c.outputs() + _lu_solve(_of(c.LU), c.out.shape[-1])
+)  # fmt: skip
 
 
 def _signs(a: _Matrices) -> Events:
@@ -395,21 +371,25 @@ def _signs(a: _Matrices) -> Events:
     return taken + passing(INDEX * count) + temporaries(-count, -4 * a.n)
 
 
-@_measured("_linalg_slogdet", calls_cublas=_factors_by_cublas)
-def slogdet(c: KernelCall) -> Events:
-    """Requests of `_linalg_slogdet`: sign, logarithm, factors, pivots."""
-    a = _of(c.A)
+def _products(a: _Matrices) -> Events:
     each, diagonal = a.item * a.batch, a.n * a.item * a.batch
-    products = passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
-    return c.outputs() + around((INFO * a.batch,), _lu(a) + _signs(a) + products)
+    return passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
 
 
-@_measured("_linalg_det", calls_cublas=_factors_by_cublas)
-def det(c: KernelCall) -> Events:
-    """Requests of `_linalg_det`: determinant, factors, pivots."""
-    a = _of(c.A)
-    signs = around((a.item * a.batch,), _signs(a) + temporaries(-INDEX * a.batch))
-    return c.outputs() + around((INFO * a.batch,), _lu(a) + signs)
+def _sign_of_permutation(a: _Matrices) -> Events:
+    return around((a.item * a.batch,), _signs(a) + temporaries(-INDEX * a.batch))
+
+
+_row(
+    "_linalg_slogdet", "LU and products of its diagonal, after sign, logarithm, factors, pivots",
+    lambda c, a: around((INFO * a.batch,), _lu(a) + _signs(a) + _products(a)),
+    calls_cublas=_factors_by_cublas,
+)  # fmt: skip
+_row(
+    "_linalg_det", "LU and the permutation's sign, after determinant, factors, pivots",
+    lambda c, a: around((INFO * a.batch,), _lu(a) + _sign_of_permutation(a)),
+    calls_cublas=_factors_by_cublas,
+)  # fmt: skip
 
 
 @registry.above_autograd("linalg_svdvals")

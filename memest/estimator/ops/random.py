@@ -24,9 +24,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops import registry
+from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
-from memest.estimator.ops.cub import radix_sort_bytes, scan_bytes
 from memest.estimator.ops.reductions import reduce_bytes, sum_bytes
 from memest.estimator.ops.registry import Args, KernelCall, Kwargs, op, register, when
 from memest.estimator.ops.strides import in_format_of_first
@@ -461,7 +460,7 @@ def randperm(c: KernelCall) -> Events:
         return events
     bits = randperm_bits(count)
     key_bytes = 4 if bits <= 32 else 8
-    sort = radix_sort_bytes(count, c.gpu, num_bits=bits, key_bytes=key_bytes)
+    sort = cub.radix_sort_bytes(count, c.gpu, num_bits=bits, key_bytes=key_bytes)
     return events + passing(c.out.nbytes, *(count * key_bytes,) * 2, sort)
 
 
@@ -512,7 +511,7 @@ def _with_replacement(c: KernelCall) -> Events:
     cumulative sum, and a copy; a scan over blocks for a single row.
     """
     size = c.self.nbytes
-    scan = passing(scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
+    scan = passing(cub.scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
     return c.outputs() + around((size, size, size), scan)
 
 

@@ -317,14 +317,18 @@ def op(
     *,
     before: Callable[[KernelCall], Sizes] = lambda call: (),
     after: Callable[[KernelCall], Sizes] = lambda call: (),
+    then: Callable[[KernelCall], Events] | None = None,
     **parts: Any,
 ) -> None:
     """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
 
-    `before` and `after` return bytes; 0 is no request. `about` is what is allocated and the source.
+    `before` and `after` return bytes; 0 is no request. `then` returns the events after the outputs
+    in their place. `about` is what is allocated and the source.
     """
 
-    def rule(call: KernelCall) -> Scratch:
+    def rule(call: KernelCall) -> Scratch | Events:
+        if then is not None:
+            return call.outputs() + then(call)
         return Scratch(_sizes(before(call)), _sizes(after(call)))
 
     rule.__doc__, rule.__module__ = about, sys._getframe(1).f_globals["__name__"]

@@ -13,22 +13,8 @@ import torch
 from torch import Tensor
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops import registry
+from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
-from memest.estimator.ops.cub import (
-    keys_merge_sort_bytes,
-    keys_sort_bytes,
-    long_sum_scan_bytes,
-    radix_sort_bytes,
-    run_lengths_bytes,
-    scan_bytes,
-    segmented_sort_bytes,
-    sum_scan_bytes,
-    sum_storage_bytes,
-    thrust_unique_by_key_bytes,
-    thrust_unique_bytes,
-    unique_bytes,
-)
 from memest.estimator.ops.reductions import reduce_bytes
 from memest.estimator.ops.registry import KernelCall, op, register, when
 from memest.estimator.ops.strides import contiguous
@@ -98,8 +84,8 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
     keys = tensor.numel() * item
     copied = (keys,) if _has_gaps(tensor) else ()
     if count >= FEW_SEGMENTS:
-        return (*copied, row, segmented_sort_bytes(tensor.numel(), item))
-    storage = radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
+        return (*copied, row, cub.segmented_sort_bytes(tensor.numel(), item))
+    storage = cub.radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
     return (*copied, row, storage) if count == 1 else (*copied, row, row, keys, storage)
 
 
@@ -156,7 +142,7 @@ def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
 def cumprod(c: KernelCall) -> Scratch:
     """Requests of `scan_dim` (ScanUtils.cuh): a cast of the input, and a scan of a single row."""
     cast, is_row = _scanned(c, c.out.dtype)
-    scan = scan_bytes(c.self.numel(), value_bytes=c.out.itemsize)
+    scan = cub.scan_bytes(c.self.numel(), value_bytes=c.out.itemsize)
     return Scratch(after=(*cast, scan) if is_row else cast)
 
 
@@ -301,13 +287,13 @@ def unique(c: KernelCall) -> Events:
         return []
     if values.dtype is torch.bool:
         made = [*c.outputs(0), KernelEvent(2 * INDEX_BYTES, 2)]
-        total = passing(sum_storage_bytes(count, c.gpu.multiprocessor.threads * c.gpu.num_sms))
+        total = passing(cub.sum_storage_bytes(count, c.gpu.multiprocessor.threads * c.gpu.num_sms))
         return around((4,), total + made + outputs({1: row if c.return_inverse else 0}))
     kept: tuple[int, ...] = (values.nbytes,)
     if not c.return_inverse:
-        ordering = passing(keys_sort_bytes(count, values.dtype))
+        ordering = passing(cub.keys_sort_bytes(count, values.dtype))
     else:
-        storage = radix_sort_bytes(count, c.gpu, num_bits=8 * item, key_bytes=item)
+        storage = cub.radix_sort_bytes(count, c.gpu, num_bits=8 * item, key_bytes=item)
         kept, ordering = (values.nbytes, row), passing(row, storage)
     return around(kept, ordering + _unique(c, row))
 
@@ -327,9 +313,13 @@ def _unique(c: KernelCall, location_bytes: int) -> Events:
     has_counts = c.out[2].numel() > 0
     events: Events = []
     if c.return_inverse:
-        scan = passing(sum_scan_bytes(count, c.gpu))
+        scan = passing(cub.sum_scan_bytes(count, c.gpu))
         events = outputs({1: row}) + around((location_bytes,), scan)
-    found = run_lengths_bytes(count) if has_counts else unique_bytes(count, c.gpu, c.self.itemsize)
+    found = (
+        cub.run_lengths_bytes(count)
+        if has_counts
+        else cub.unique_bytes(count, c.gpu, c.self.itemsize)
+    )
     counts = outputs({2: row if has_counts else 0})
     values = outputs({0: c.self.nbytes})
     return events + values + around((INDEX_BYTES,), counts + passing(found))
@@ -338,7 +328,7 @@ def _unique(c: KernelCall, location_bytes: int) -> Events:
 @registry.requests("unique_dim", modelled=_UNIQUE)
 def unique_rows(c: KernelCall) -> Events:
     """Requests of `unique_dim`: positions of rows, sorted."""
-    return _unique_rows(c, passing(keys_merge_sort_bytes(c.self.size(c.dim))))
+    return _unique_rows(c, passing(cub.keys_merge_sort_bytes(c.self.size(c.dim))))
 
 
 @registry.requests("unique_dim_consecutive", modelled=_UNIQUE)
@@ -353,14 +343,14 @@ def _unique_rows(c: KernelCall, sorting: Sequence[KernelEvent] = ()) -> Events:
     row = num_rows * INDEX_BYTES
     events = [*sorting]
     if c.return_inverse:
-        found = passing(UNALIGNED) + passing(long_sum_scan_bytes(num_rows))
+        found = passing(UNALIGNED) + passing(cub.long_sum_scan_bytes(num_rows))
         events += around((row,), outputs({1: row}) + found)
     if c.return_counts:
         counts = c.outputs(2) + passing(UNALIGNED)
-        storage = passing(thrust_unique_by_key_bytes(num_rows, c.gpu))
+        storage = passing(cub.thrust_unique_by_key_bytes(num_rows, c.gpu))
         events += around((row + INDEX_BYTES,), storage + counts)
     else:
-        events += passing(thrust_unique_bytes(num_rows))
+        events += passing(cub.thrust_unique_bytes(num_rows))
     kept = (*contiguous_copy(c.self.movedim(c.dim, 0)), row)
     return around(kept, events + c.outputs(0))
 

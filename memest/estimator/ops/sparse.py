@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from memest.errors import UnsupportedError
+from memest.estimator.ops import cub
 from memest.estimator.ops.autograd_ops import decisions_again
-from memest.estimator.ops.cub import merge_sort_bytes, thrust_unique_by_key_bytes
 from memest.estimator.ops.refusals import type_name
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
@@ -143,8 +143,8 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
     flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
     mode.pass_workspaces(
         aten._coalesce.default,
-        merge_sort_bytes(num_entries),
-        thrust_unique_by_key_bytes(num_entries, mode.gpu),
+        cub.merge_sort_bytes(num_entries),
+        cub.thrust_unique_by_key_bytes(num_entries, mode.gpu),
     )
     mode.timeline.synchronize()
     added = filled(mode, values.new_empty((num_left, *values.shape[1:])))
