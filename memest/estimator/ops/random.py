@@ -446,7 +446,8 @@ def randperm_bits(num_items: int) -> int:
     "randperm randperm.generator",
     modelled=when(
         "the numbers are int64, for which the sort's tunings are known",
-        lambda c: c.dtype in (None, torch.int64),
+        # the default, `long`, is a number here
+        lambda c: c.dtype is torch.int64 or not isinstance(c.dtype, torch.dtype),
     ),
 )
 def randperm(c: KernelCall) -> Events:
