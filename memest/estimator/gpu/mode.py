@@ -124,6 +124,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rng = CudaRng(gpu)
         self.works = PendingWorks(self.timeline, self.memory)
         self.rank = ALONE
+        self.timed: dict[str, bool] = {}  # kernels and products that Inductor has timed
         self.is_off = False  # flag: operators run as without the simulated GPU
         self.memory.on_free = self.guessed.forget
         self.memory.on_fold = self._before_fold

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import memest
 from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.integrations.inductor import compiler
 from memest.estimator.integrations.inductor.compiler import _load
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import RunReport
@@ -46,6 +48,59 @@ def test_a_function_is_compiled_in_this_environment(gpu: VirtualGpu) -> None:
 
     assert x.grad is not None
     assert gpu.mode.notes.warnings == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_kernels_of_a_graph_that_is_compiled_again_are_not_timed_again() -> None:
+    x = torch.zeros(1024, 1024, device="cuda")
+    before, peaks = torch.cuda.memory_allocated(), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.cuda.reset_peak_memory_stats()
+        torch.compile(lambda x: torch.exp(x) + 1)(x)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+
+    cleared_bytes = 50 * 2**20  # of an array as large as the L2 cache
+    assert peaks == [2 * x.nbytes + cleared_bytes - x.nbytes, x.nbytes]
+
+
+def test_a_reduction_of_many_registers_is_timed_with_half_of_its_block(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest number of registers with which all threads of an SM run is 32."""
+    ways: list[int] = []
+    init = compiler.Kernel.__init__
+
+    def note(self: Any, *args: Any) -> None:
+        init(self, *args)
+        ways.extend([self._num_ways] if "red" in self.name else [])
+
+    monkeypatch.setattr(compiler.Kernel, "__init__", note)
+    x = torch.zeros(4096, 4096, device="cuda")
+    for registers in (32, 33):
+        monkeypatch.setattr(compiler, "num_registers", lambda *args, n=registers: n)
+        torch._dynamo.reset()
+        gpu.mode.timed.clear()
+        torch.compile(lambda x: (x - x.mean(-1, keepdim=True)).exp())(x)
+
+    assert len(ways) == 2
+    assert ways[1] == 2 * ways[0]
+
+
+def test_registers_are_read_from_the_section_of_a_cubin() -> None:
+    """Two attributes: one without data after its head, and the number of registers."""
+    info = struct.pack("<BBH", 3, 0x37, 130) + struct.pack("<BBHII", 4, 0x2F, 8, 1, 40)
+    names = b"\0.nv.info\0"
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 0x28, 64 + len(info) + len(names))
+    struct.pack_into("<HHH", head, 0x3A, 64, 2, 1)
+    sections = [(1, 64, len(info)), (0, 64 + len(info), len(names))]
+    table = b"".join(
+        struct.pack("<IIQQQQ", name, 0, 0, 0, offset, size).ljust(64, b"\0")
+        for name, offset, size in sections
+    )
+
+    assert compiler._registers_of(bytes(head) + info + names + table) == 40
 
 
 @pytest.mark.usefixtures("gpu")

@@ -4,10 +4,15 @@ import importlib
 import inspect
 import linecache
 import logging
+import math
+import struct
+import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +26,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.hardware.speed import speed_of
-from memest.estimator.hardware.work import WorkLog, fused_work
+from memest.estimator.hardware.work import fused_work
 from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.ops.autograd_ops import CASTS
 from memest.estimator.ops.convolution import convolution_format
@@ -204,7 +209,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(compile_fx, "compile_fx", compile_graph)
     patches.set(compile_fx, "_recursive_joint_graph_passes", on_gpu_passes)
     _install_folder(patches)
-    patches.set(async_compile.AsyncCompile, "triton", kernels_for(mode.work))
+    patches.set(async_compile.AsyncCompile, "triton", kernels_for(mode))
     patches.set(
         torch._C, "_conv_determine_backend_memory_format",
         lambda tensor, weight, backend: convolution_format(tensor, weight),
@@ -337,66 +342,192 @@ def why(error: Exception) -> str:
     return f"{type(error).__name__}: {found.rpartition(': got ')[2][:200]}"
 
 
+UNCOUNTED = "`torch.compile`: smaller blocks of reductions are not timed: {why}"
+
+
 class Kernel:
     """A Triton kernel that Inductor has generated; running it computes no values.
 
     Its first run times several ways to launch it (`benchmark_gpu`, `bench` of `CachingAutotuner`).
     That needs copies of the tensors that it changes, and an array as large as the L2 cache.
+    The fastest way is cached by the source (autotune_cache.py), for graphs compiled later.
     """
 
-    def __init__(self, name: str, source: str, log: WorkLog) -> None:
+    def __init__(self, name: str, source: str, mode: CudaSimMode) -> None:
         self.name = name
-        self._log = log
-        self._num_ways, self._changes = _ways_to_launch(source)
+        self._mode = mode
+        declared = Declaration.load(source)
+        self._changes, self._saves_memory = declared.changes, declared.saves_memory
+        configs = declared.configs[:1] if source in mode.timed else declared.configs
+        try:
+            self._num_ways = len(configs) + sum(is_scaled(declared, c, mode.gpu) for c in configs)
+        except Exception as error:
+            self._num_ways = len(configs)
+            mode.notes.add(UNCOUNTED.format(why=why(error)))
+        self._source = source
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Launch the kernel, which does nothing."""
-        self._log.add(fused_work(value for value in args if isinstance(value, Tensor)))
+        self._mode.work.add(fused_work(value for value in args if isinstance(value, Tensor)))
         ways, self._num_ways = self._num_ways, 1
         if ways < 2:
             return
+        self._mode.timed[self._source] = True
         cache_bytes = torch.cuda.get_device_properties().L2_cache_size
         tensors = [value for value in args if isinstance(value, Tensor)]
         changed = [tensors[i] for i in self._changes if i < len(tensors)]
         for _ in range(ways):
-            copies = [tensor.clone() for tensor in changed]
+            copied = self._copied_on_gpu(changed)
+            copies = [tensor.clone() for tensor in copied]
             del copies
             cleared = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
-            copies = [tensor.clone() for tensor in changed]
+            copies = [tensor.clone() for tensor in copied]
             del copies, cleared
 
+    def _copied_on_gpu(self, changed: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors that are copied on the GPU before the kernel changes them.
 
-def kernels_for(log: WorkLog) -> Callable[..., Kernel]:
-    """Return the replacement of `AsyncCompile.triton`, whose kernels add their work to `log`."""
-    return lambda self, name, source, *args, **options: Kernel(name, source, log)
+        In a backward, those whose copies would raise the peak are copied to the host
+        (`CachingAutotuner.copy_args_to_cpu_if_needed`, torch 2.6).
+        """
+        if not self._saves_memory:
+            return changed
+        budget = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        copied = []
+        for tensor in changed:
+            if tensor.nbytes <= budget:
+                copied.append(tensor)
+                budget -= tensor.nbytes
+        return copied
 
 
-def _ways_to_launch(source: str) -> tuple[int, list[int]]:
-    """Return the number of autotuned configurations, and the arguments that a kernel changes."""
-    from torch._inductor.runtime import triton_helpers, triton_heuristics
+def kernels_for(mode: CudaSimMode) -> Callable[..., Kernel]:
+    """Return the replacement of `AsyncCompile.triton`, whose kernels add their work to a log."""
+    return lambda self, name, source, *args, **options: Kernel(name, source, mode)
 
-    found: list[tuple[int, list[int]]] = []
 
-    def cached_autotune(
-        size_hints: Any, configs: Sequence[Any], triton_meta: Any, *args: Any, **options: Any
-    ) -> Any:
-        names = [name for name, kind in triton_meta["signature"].items() if str(kind)[:1] == "*"]
-        changed = options["inductor_meta"].get("mutated_arg_names", ())
-        found.append((len(configs), [names.index(name) for name in changed if name in names]))
-        return lambda function: function
+@dataclass(slots=True)
+class Declaration:
+    """A kernel as its source declares it."""
 
-    triton: Any = vars(triton_heuristics)["triton"]
-    patches = Patches()
-    patches.set(triton_heuristics, "cached_autotune", cached_autotune)
-    patches.set(triton_heuristics, "Config", _Config)
-    patches.set(triton_heuristics, "InductorConfig", _Config)
-    patches.set(triton, "Config", _Config)
-    patches.set(triton_helpers, "set_driver_to_gpu", lambda: None)
-    try:
-        _load(source)
-    finally:
-        patches.undo()
-    return found[0] if found else (1, [])
+    function: Any = None  # of `triton.jit`
+    configs: Sequence[Any] = (None,)  # ways to launch it
+    size_hints: Mapping[str, int] = field(default_factory=dict)
+    triton_meta: Mapping[str, Any] = field(default_factory=dict)
+    inductor_meta: Mapping[str, Any] = field(default_factory=dict)
+    is_reduction: bool = False
+
+    @property
+    def changes(self) -> list[int]:
+        """Positions of the tensors that the kernel changes."""
+        signature = self.triton_meta.get("signature", {})
+        names = [name for name, kind in signature.items() if str(kind)[:1] == "*"]
+        changed = self.inductor_meta.get("mutated_arg_names", ())
+        return [names.index(name) for name in changed if name in names]
+
+    @property
+    def saves_memory(self) -> bool:
+        """True for a kernel of a backward, if the installed torch tells it apart."""
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        has_copies = hasattr(CachingAutotuner, "copy_args_to_cpu_if_needed")
+        return has_copies and bool(self.inductor_meta.get("optimize_mem", True))
+
+    @classmethod
+    def load(cls, source: str) -> "Declaration":
+        """Run the module of a kernel, and return what its decorators take."""
+        from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+        found = cls()
+
+        def cached_autotune(
+            size_hints: Any, configs: Any, triton_meta: Any, heuristic_type: Any, **options: Any
+        ) -> Any:
+            is_by_name = isinstance(size_hints, Mapping)  # a list before torch 2.6
+            found.size_hints = size_hints if is_by_name else {"x": (size_hints or [1])[0]}
+            found.configs, found.triton_meta = configs, triton_meta
+            found.inductor_meta = options["inductor_meta"]
+            found.is_reduction = heuristic_type.name == "REDUCTION"
+
+            def decorate(function: Any) -> Any:
+                found.function = function
+                return function
+
+            return decorate
+
+        triton: Any = vars(triton_heuristics)["triton"]
+        patches = Patches()
+        patches.set(triton_heuristics, "cached_autotune", cached_autotune)
+        patches.set(triton_heuristics, "Config", _Config)
+        patches.set(triton_heuristics, "InductorConfig", _Config)
+        patches.set(triton, "Config", _Config)
+        patches.set(triton_helpers, "set_driver_to_gpu", lambda: None)
+        try:
+            _load(source)
+        finally:
+            patches.undo()
+        return found
+
+
+def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
+    """Return whether Inductor also times `config` with half of its largest block.
+
+    It does so if a thread of a reduction takes more registers than allow all threads to run
+    (`CachingAutotuner._dynamic_scale_rblock`).
+    """
+    meta = kernel.inductor_meta
+    if not kernel.is_reduction or meta.get("persistent_reduction"):
+        return False
+    found: Any = torch.cuda.get_device_properties()
+    registers, num_sms = found.regs_per_multiprocessor, found.multi_processor_count
+    blocks = -(-kernel.size_hints["x"] // config.kwargs.get("XBLOCK", 1))
+    reduced = math.prod(size for name, size in config.kwargs.items() if name.startswith("R"))
+    if reduced <= 64 or blocks <= num_sms or not meta.get("dynamic_scale_rblock", True):
+        return False
+    taken = num_registers(kernel, config, gpu)
+    at_once = max(registers // max(taken * 32 * config.num_warps, 1), 1) * num_sms
+    return taken > registers // found.max_threads_per_multi_processor and blocks > at_once
+
+
+def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
+    """Return the registers of a thread as Triton compiles the kernel.
+
+    Raises:
+        NotSimulated: Triton is not installed.
+    """
+    if not hasattr(kernel.function, "cache_key"):
+        raise NotSimulated("Triton, which counts registers, is not installed", hint="")
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget
+    meta = kernel.triton_meta
+    signature = {n: "constexpr" if n in config.kwargs else k for n, k in meta["signature"].items()}
+    constants = {**config.kwargs, **meta["constants"]}
+    source = compiler.ASTSource(kernel.function, signature, constants, meta["configs"][0])
+    major, minor = gpu.capability
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    # a folder of memest's own, whose files are not the script's
+    with TemporaryDirectory(prefix="memest-") as folder, setting(tempfile, "tempdir", folder):
+        made = compiler.compile(source, target("cuda", major * 10 + minor, 32), options)
+    return _registers_of(made.asm["cubin"])
+
+
+def _registers_of(cubin: bytes) -> int:
+    """Return the registers of a thread: `EIATTR_REGCOUNT` in the section `.nv.info` of an ELF."""
+    (start,), (size, count, names) = _read(cubin, "<Q", 0x28), _read(cubin, "<HHH", 0x3A)
+    sections = [_read(cubin, "<IIQQQQ", start + i * size) for i in range(count)]
+    for name, *_, offset, num_bytes in sections:
+        if cubin[sections[names][4] + name :].startswith(b".nv.info\0"):
+            end = offset + num_bytes
+            while offset < end:
+                kind, attribute, length = _read(cubin, "<BBH", offset)
+                if (kind, attribute) == (4, 0x2F):
+                    return _read(cubin, "<II", offset + 4)[1]
+                offset += 4 + (length if kind == 4 else 0)
+    return 0
+
+
+def _read(data: bytes, form: str, offset: int) -> tuple[int, ...]:
+    return struct.unpack_from(form, data, offset)
 
 
 class _Config:
@@ -489,7 +620,7 @@ def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
         return decisions[-1]
 
     # in place of Inductor's cache on disk: a run is simulated as the first one of its machine
-    timed: dict[str, bool] = {}
+    timed = mode.timed
     cache = SimpleNamespace(
         lookup=timed.get, set_value=lambda key, *, value: timed.update({key: value})
     )
