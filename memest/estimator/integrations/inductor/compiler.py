@@ -427,7 +427,7 @@ class Declaration:
 
     @property
     def saves_memory(self) -> bool:
-        """True for a kernel of a backward, if the installed torch tells it apart."""
+        """True for a kernel of a backward, if the installed torch copies to the host."""
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
         has_copies = hasattr(CachingAutotuner, "copy_args_to_cpu_if_needed")
