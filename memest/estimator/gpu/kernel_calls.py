@@ -59,14 +59,9 @@ class KernelCalls:
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        memory: Memory,
-        timeline: Timeline,
-        site_of: Callable[[Any], Site],
-        value_of: ValueOf,
-        notes: Notes,
-    ) -> None:
+        self, gpu: Gpu, memory: Memory, timeline: Timeline, site_of: Callable[[Any], Site],
+        value_of: ValueOf, notes: Notes,
+    ) -> None:  # fmt: skip
         self.coverage = Coverage()
         self._gpu = gpu
         self._memory = memory

@@ -150,7 +150,7 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
     """
     installed = installed_for(gpu)
     if installed is None:
-        return tuple(n for n in (workspace_bytes(shapes, direction),) if n)
+        return tuple(filter(None, [workspace_bytes(shapes, direction)]))
     answers = answers_of(installed, gpu.chip)
     key = answers.key(shapes, direction, "tried")
     found = answers.get(key)
@@ -512,14 +512,9 @@ class _Call(NamedTuple):
 
 
 def _second_of_output(
-    call: _Call,
-    gg_input: Tensor | None,
-    gg_weight: Tensor | None,
-    gg_bias: Tensor | None,
-    grad: Tensor,
-    weight: Tensor,
-    x: Tensor,
-) -> Tensor | None:
+    call: _Call, gg_input: Tensor | None, gg_weight: Tensor | None, gg_bias: Tensor | None,
+    grad: Tensor, weight: Tensor, x: Tensor,
+) -> Tensor | None:  # fmt: skip
     total = None if gg_input is None else call.run(gg_input, weight)
     if gg_weight is not None:
         term = call.run(x, gg_weight)
@@ -573,15 +568,9 @@ def _cut(made: Tensor, like: Tensor) -> Tensor:
 
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(
-    then: Next,
-    gg_input: Tensor | None,
-    gg_weight: Tensor | None,
-    gg_bias: Tensor | None,
-    grad: Tensor,
-    weight: Tensor,
-    x: Tensor,
-    *options: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    then: Next, gg_input: Tensor | None, gg_weight: Tensor | None, gg_bias: Tensor | None,
+    grad: Tensor, weight: Tensor, x: Tensor, *options: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute the gradients of a convolution's gradients, of contiguous tensors on CUDA.
 
     Mirrors `_convolution_double_backward` of native/Convolution.cpp, which calls `is_cuda()` before

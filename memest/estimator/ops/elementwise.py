@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of
-from memest.estimator.ops.registry import KernelCall, op, register
+from memest.estimator.ops.registry import KernelCall, op, register, when
 from memest.estimator.ops.strides import contiguous, elementwise
 from memest.estimator.ops.temporaries import Scratch, contiguous_copy
 from memest.units import ceil_div
@@ -88,12 +88,10 @@ def softmax_backward(c: KernelCall) -> Scratch:
     return Scratch(after=(product.nbytes, *contiguous_copy(product, c.output)))
 
 
-@registry.requests("log_sigmoid_forward")
-def log_sigmoid(c: KernelCall) -> Scratch:
-    """Requests of `log_sigmoid_forward_cuda` (cuda/Activation.cpp): the result, and no buffer."""
-    return Scratch(outputs=(c.out[0].nbytes, 0))
-
-
+register(
+    "log_sigmoid_forward",
+    requests=when("the result, and no buffer (cuda/Activation.cpp)", lambda c: c.outputs(0)),
+)
 register(
     "softplus_backward elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward",
     layout=elementwise,
@@ -131,20 +129,10 @@ register("mish_backward", result=registry.empty_like(1))
 
 @registry.composed("_fused_moving_avg_obs_fq_helper")
 def observe_and_quantize(
-    x: Tensor,
-    observer_on: Tensor,
-    fake_quant_on: Tensor,
-    running_min: Tensor,
-    running_max: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    averaging_const: float,
-    quant_min: int,
-    quant_max: int,
-    channel: int,
-    per_row: bool = False,
-    symmetric: bool = False,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, observer_on: Tensor, fake_quant_on: Tensor, running_min: Tensor, running_max: Tensor,
+    scale: Tensor, zero_point: Tensor, averaging_const: float, quant_min: int, quant_max: int,
+    channel: int, per_row: bool = False, symmetric: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run `fused_moving_avg_obs_fake_quant_cuda`: extremes, then the quantized values."""
     contiguous = x.contiguous()
     if not per_row:

@@ -196,12 +196,14 @@ def index_reduce(c: KernelCall) -> Events:
     return events if c.out is c.self else c.outputs() + events
 
 
-@registry.requests("_embedding_bag")
-def embedding_bag(c: KernelCall) -> Events:
-    """Requests of `_embedding_bag` (EmbeddingBag.cu): sizes of bags, the bag of each index, the
-    result, and the row of each maximum in mode `max`.
-    """
-    return c.outputs(2, 1, 0, 3)
+register(
+    "_embedding_bag",
+    requests=when(
+        "sizes of bags, the bag of each index, the result, and the row of each maximum in mode "
+        "`max` (EmbeddingBag.cu)",
+        lambda c: c.outputs(2, 1, 0, 3),
+    ),
+)
 
 
 @registry.requests(
@@ -219,10 +221,14 @@ def embedding_bag_backward(c: KernelCall) -> Events:
     return _sorted_gradient(copies, c.indices.numel(), c.num_weights, grad, c.gpu)
 
 
-@registry.requests("nonzero", shaped_by=lambda args: args)
-def nonzero(c: KernelCall) -> Events:
-    """Requests of `nonzero` (Nonzero.cu): the count and its sum, positions, a selection."""
-    return _selection(c.self, c.outputs(), c.gpu)
+register(
+    "nonzero",
+    shaped_by=lambda args: args,
+    requests=when(
+        "the count and its sum, positions, a selection (Nonzero.cu)",
+        lambda c: _selection(c.self, c.outputs(), c.gpu),
+    ),
+)
 
 
 def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:

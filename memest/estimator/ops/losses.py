@@ -16,7 +16,7 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import accepts, same_type
-from memest.estimator.ops.registry import KernelCall, op, register
+from memest.estimator.ops.registry import KernelCall, op, register, when
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -132,13 +132,14 @@ def multilabel_margin(c: KernelCall) -> Events:
     return c.outputs(1) + around(each, c.outputs(0))
 
 
-@registry.requests("_ctc_loss _ctc_loss.Tensor")
-def ctc_loss_events(c: KernelCall) -> Events:
-    """Requests of `_ctc_loss`: three int64 per sample, the forward variables, then the losses.
-
-    The three are the lengths of input and target, and the start of the target (LossCTC.cu).
-    """
-    return around((c.out[0].numel() * 8,) * 3, c.outputs(1, 0))
+register(
+    "_ctc_loss _ctc_loss.Tensor",
+    requests=when(
+        "lengths of input and target and start of the target, int64 for each sample; the forward "
+        "variables, then the losses (LossCTC.cu)",
+        lambda c: around((c.out[0].numel() * 8,) * 3, c.outputs(1, 0)),
+    ),
+)
 
 
 LARGE_CTC = 450  # bound of `is_large` of LossCTC.cu: above it blanks are summed separately

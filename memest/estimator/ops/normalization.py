@@ -51,15 +51,9 @@ MAX_TRAINED_SAMPLES, MAX_EVALUATED_SAMPLES = 880801, 65535
 
 
 def takes_cudnn(
-    tensor: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    *,
-    is_training: bool,
-    is_enabled: bool,
-) -> bool:
+    tensor: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, *, is_training: bool, is_enabled: bool,
+) -> bool:  # fmt: skip
     """Return whether CUDA runs a batch norm by cuDNN: `_select_batch_norm_backend`."""
     if weight is None or bias is None or not is_enabled:
         return False
@@ -322,26 +316,15 @@ def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
 
 
 @registry.above_autograd("batch_norm", vmap_key=registry.UNDER_VMAP)
-def batch_norm(
-    then: Next,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
+def batch_norm(then: Next, x: Tensor, *args: Any) -> Tensor:
     """Run cuDNN's kernel where `_batch_norm_impl_index` of native/Normalization.cpp does."""
-    tensors = weight, bias, running_mean, running_var
-    is_by_cudnn = takes_cudnn(x, *tensors, is_training=training, is_enabled=cudnn_enabled)
+    *tensors, training, momentum, eps, is_enabled = args
+    is_by_cudnn = takes_cudnn(x, *tensors, is_training=training, is_enabled=is_enabled)
     if x.numel() > 0 and is_by_cudnn:
         x = x.contiguous(memory_format=suggest_memory_format(x))
         dense = [t if t is None else t.contiguous() for t in tensors]
         return aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
-    return then(x, *tensors, training, momentum, eps, cudnn_enabled)
+    return then(x, *args)
 
 
 @registry.above_autograd("rms_norm")

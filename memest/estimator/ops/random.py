@@ -535,12 +535,13 @@ def normal(c: KernelCall) -> Events:
     return check + c.outputs() + check + number
 
 
-@registry.requests("native_dropout")
-def native_dropout(c: KernelCall) -> Events:
-    """Requests of `native_dropout` (Dropout.cu): the mask first, if anything is drawn."""
-    return c.outputs(1, 0) if c.train is not False and 0 < c.p < 1 else c.outputs(0, 1)
-
-
+register(
+    "native_dropout",
+    requests=when(
+        "the mask first, if anything is drawn (Dropout.cu)",
+        lambda c: c.outputs(*((1, 0) if c.train is not False and 0 < c.p < 1 else (0, 1))),
+    ),
+)
 register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu
 
 IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOperatorHacks.cpp)

@@ -308,18 +308,6 @@ def recurrent_backward(c: KernelCall) -> Events:
     return around(zeros, events)
 
 
-@registry.requests("_thnn_fused_lstm_cell")
-def fused_lstm_cell(c: KernelCall) -> Events:
-    """Requests of `_thnn_fused_lstm_cell` (cuda/RNN.cu): gates, then the states."""
-    return c.outputs(2, 0, 1)
-
-
-@registry.requests("_thnn_fused_gru_cell")
-def fused_gru_cell(c: KernelCall) -> Events:
-    """Requests of `_thnn_fused_gru_cell`: the tensor that backward needs, then the state."""
-    return c.outputs(1, 0)
-
-
 def _sums_over_samples(c: KernelCall, gates: int, bias: int) -> Events:
     """Requests of the gradient of a bias, the sum of that of the gates; none without a bias."""
     if c.out[bias] is None:
@@ -328,16 +316,16 @@ def _sums_over_samples(c: KernelCall, gates: int, bias: int) -> Events:
     return c.outputs(bias) + passing(*sum_bytes(tensor, (0,), tensor.dtype, c.gpu))
 
 
-@registry.requests("_thnn_fused_lstm_cell_backward_impl")
-def fused_lstm_cell_backward(c: KernelCall) -> Events:
-    """Requests of `_thnn_fused_lstm_cell_backward_impl`: gates, state, sums of gates."""
-    return c.outputs(0, 1) + _sums_over_samples(c, 0, 2)
-
-
-@registry.requests("_thnn_fused_gru_cell_backward")
-def fused_gru_cell_backward(c: KernelCall) -> Events:
-    """Requests of `_thnn_fused_gru_cell_backward`: gradients, each gate's sum over samples."""
-    return c.outputs(0, 1, 2) + _sums_over_samples(c, 0, 3) + _sums_over_samples(c, 1, 4)
+for _name, _about, _requests in (
+    ("_thnn_fused_lstm_cell", "gates, then the states", lambda c: c.outputs(2, 0, 1)),
+    ("_thnn_fused_gru_cell", "the tensor that backward needs, then the state",
+     lambda c: c.outputs(1, 0)),
+    ("_thnn_fused_lstm_cell_backward_impl", "gates, state, sums of gates",
+     lambda c: c.outputs(0, 1) + _sums_over_samples(c, 0, 2)),
+    ("_thnn_fused_gru_cell_backward", "gradients, each gate's sum over samples",
+     lambda c: c.outputs(0, 1, 2) + _sums_over_samples(c, 0, 3) + _sums_over_samples(c, 1, 4)),
+):  # fmt: skip
+    register(_name, requests=when(f"{_about} (cuda/RNN.cu)", _requests))
 
 
 # ------------------------------------------------------------------ layers and cells

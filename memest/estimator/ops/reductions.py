@@ -171,14 +171,9 @@ def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
 
 
 def staging_bytes(
-    dims: ReductionDims,
-    gpu: Gpu,
-    *,
-    accumulator_bytes: int,
-    input_bytes: int,
-    input_vector: int,
+    dims: ReductionDims, gpu: Gpu, *, accumulator_bytes: int, input_bytes: int, input_vector: int,
     offset: int,
-) -> tuple[int, ...]:
+) -> tuple[int, ...]:  # fmt: skip
     """Return bytes of the staging buffer and of the semaphores; nothing for a reduction within
     blocks.
 
@@ -221,15 +216,10 @@ def staging_bytes(
 
 
 def reduce_bytes(
-    tensor: Tensor,
-    dims: Sequence[int],
-    gpu: Gpu,
-    *,
-    dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    accumulator_bytes: int | None = None,
+    tensor: Tensor, dims: Sequence[int], gpu: Gpu, *, dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, accumulator_bytes: int | None = None,
     input_vector: int = VECTOR_SIZE,
-) -> tuple[int, ...]:
+) -> tuple[int, ...]:  # fmt: skip
     """Return temporaries of one `gpu_reduce_kernel` call over `tensor`, read as `dtype`.
 
     `dtype`, `out_dtype` and the accumulator's are the tensor's by default. Inputs that need 64-bit
@@ -257,15 +247,11 @@ def reduce_bytes(
         running = (max(out_dtype.itemsize, *spans) // out_dtype.itemsize * accumulator_bytes,)
     staged = (
         staging_bytes(
-            piece,
-            gpu,
-            accumulator_bytes=accumulator_bytes,
-            input_bytes=dtype.itemsize,
-            input_vector=input_vector,
-            offset=int(tensor.storage_offset()),
+            piece, gpu, accumulator_bytes=accumulator_bytes, input_bytes=dtype.itemsize,
+            input_vector=input_vector, offset=int(tensor.storage_offset()),
         )
         for piece in ready
-    )
+    )  # fmt: skip
     return running + max(staged, key=sum, default=())
 
 

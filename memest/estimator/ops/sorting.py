@@ -325,18 +325,6 @@ def _unique(c: KernelCall, location_bytes: int) -> Events:
     return events + values + around((INDEX_BYTES,), counts + passing(found))
 
 
-@registry.requests("unique_dim", modelled=_UNIQUE)
-def unique_rows(c: KernelCall) -> Events:
-    """Requests of `unique_dim`: positions of rows, sorted."""
-    return _unique_rows(c, passing(cub.keys_merge_sort_bytes(c.self.size(c.dim))))
-
-
-@registry.requests("unique_dim_consecutive", modelled=_UNIQUE)
-def unique_rows_in_order(c: KernelCall) -> Events:
-    """Requests of `unique_dim_consecutive`, which sorts nothing."""
-    return _unique_rows(c)
-
-
 def _unique_rows(c: KernelCall, sorting: Sequence[KernelEvent] = ()) -> Events:
     """Requests of `unique_dim_cuda_template` (cuda/Unique.cu)."""
     num_rows = c.self.size(c.dim)
@@ -353,6 +341,15 @@ def _unique_rows(c: KernelCall, sorting: Sequence[KernelEvent] = ()) -> Events:
         events += passing(cub.thrust_unique_bytes(num_rows))
     kept = (*contiguous_copy(c.self.movedim(c.dim, 0)), row)
     return around(kept, events + c.outputs(0))
+
+
+def _sorted_rows(c: KernelCall) -> Events:
+    return _unique_rows(c, passing(cub.keys_merge_sort_bytes(c.self.size(c.dim))))
+
+
+register("unique_dim", requests=when("positions of rows, sorted (cuda/Unique.cu)", _sorted_rows),
+         modelled=_UNIQUE)  # fmt: skip
+register("unique_dim_consecutive", requests=_unique_rows, modelled=_UNIQUE)
 
 
 @registry.above_autograd("cumprod_backward")

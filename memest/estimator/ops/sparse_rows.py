@@ -99,13 +99,9 @@ def filled(mode: SimMode, tensor: Tensor) -> Tensor:
     "_sparse_compressed_tensor_unsafe",
 )
 def _assembled(
-    mode: SimMode,
-    offsets: Tensor,
-    indices: Tensor,
-    values: Tensor,
-    shape: Sequence[int] | None = None,
-    **kwargs: Any,
-) -> Tensor:
+    mode: SimMode, offsets: Tensor, indices: Tensor, values: Tensor,
+    shape: Sequence[int] | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Make a matrix of its parts, without a copy."""
     if kwargs.get("layout") not in (CSR, CSC) or offsets.dim() != 1:
         raise NotImplementedError
