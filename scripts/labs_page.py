@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import compare_host
 import lab_rows
 from lab_rows import BLIP2, FOUR, FOUR_BLIP2, LITGPT, Row
 
@@ -29,6 +30,8 @@ def page_of(rows: Sequence[Row], figures: Figures) -> str:
         "litgpt": _table(by_lab[LITGPT], figures),
         "litgpt unmodelled": _unmodelled(by_lab[LITGPT], figures),
         "four": _printed_table(by_lab[FOUR], figures),
+        "four measured": _measured(),
+        "fsdp reserved": _span(_peaks("litgpt-fsdp-421", "reserved")),
         **_explained(by_lab[FOUR], figures),
         "four blip2": _table(by_lab[FOUR_BLIP2], figures, True),
         "blip2 unmodelled": _not_compared(by_lab[BLIP2], figures),
@@ -108,6 +111,43 @@ def _printed_table(rows: Sequence[Row], figures: Figures) -> str:
             printed = f"{allocated:.2f}, {reserved:.2f} (batch of {batch:.0f} x {tokens:.0f})"
         lines.append(f"| {number} | {row.what} | {printed} | {row.published} | {verdict} |")
     return "\n".join([*lines, "", *_commands(rows)])
+
+
+MEASURED = {
+    "litgpt-fsdp-421": "7B, FSDP, batches of 4, rows of up to 421 tokens",
+    "litgpt-ddp-421": "7B, DDP, the same rows, under the A100's 77.83 GiB",
+    "blip2-ddp": "BLIP-2 opt-2.7b, DDP",
+    "blip2-fsdp": "BLIP-2 opt-2.7b, FSDP",
+}
+"""Cases of validation/parallel.md that are commands of the labs."""
+
+
+def _measured() -> str:
+    """Return the table of lab scripts that ran on four real GPUs."""
+    simulated = compare_host.stored(compare_host.SIMULATED)
+    lines = [
+        "| on four H200s | allocated | simulated | reserved | simulated |",
+        "|---|---|---|---|---|",
+    ]
+    for name, what in MEASURED.items():
+        cells = [what]
+        for peak in PEAKS:
+            real = _peaks(name, peak)
+            made = [num for rank in simulated[name]["ranks"].values() for num in rank[peak]]
+            cells += [_span(real), _span(made)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _peaks(name: str, peak: str) -> list[int]:
+    """Return a peak of each measured rank, bytes."""
+    return [rank[peak] for rank in compare_host.stored(compare_host.MEASURED)[name].values()]
+
+
+def _span(values: Sequence[int]) -> str:
+    """Return the lowest and the highest of several sizes, GiB."""
+    low, high = f"{min(values) / GIB:.2f}", f"{max(values) / GIB:.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _verdict(found: Mapping[str, Any]) -> str:

@@ -79,7 +79,8 @@ TARGETS = {
     "labs": Target(
         command=("scripts/make_labs.py",),
         inputs=("scripts/make_labs.py", "scripts/lab_rows.py", "scripts/labs_page.py",
-                "scripts/labs/*", "docs/labs/**/*.py", "memest/__init__.py"),
+                "scripts/labs/*", "docs/labs/**/*.py", "memest/__init__.py",
+                "scripts/compare_host.py", "validation/scripts/*_host.json"),
         outputs=("docs/labs.md",),
     ),
     "scripts": Target(

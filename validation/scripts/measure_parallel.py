@@ -83,10 +83,14 @@ def _can_fork():
 
 
 def _import_torch():
-    """Return torch; a process that only counted GPUs before the fork may use them after it."""
+    """Return torch; a process that only counted GPUs before the fork may use them after it.
+
+    Its own children may not.
+    """
     import torch
 
-    torch.cuda._is_in_bad_fork = lambda: False
+    pid = os.getpid()
+    torch.cuda._is_in_bad_fork = lambda: os.getpid() != pid
     return torch
 
 

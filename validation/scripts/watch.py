@@ -88,7 +88,6 @@ def _note(options, steps, ends, peaks):
         end = cuda.Event(enable_timing=True)
         end.record()
         ends.append(end)
-    if len(steps) <= NUM_STEPS_RECORDED:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         peaks.append([torch.cuda.max_memory_reserved(), total_bytes - free_bytes])
     if options.history and len(steps) == NUM_STEPS_RECORDED:
