@@ -52,6 +52,28 @@ def _double(x, n, BLOCK):  # type: ignore[no-untyped-def]
     raise AssertionError("a kernel ran")
 
 
+@pytest.mark.usefixtures("gpu")
+def test_the_configs_of_a_kernel_are_timed_at_the_first_call_of_each_kind() -> None:
+    """Timing clears an array of 256 MiB, and copies the tensors that it restores."""
+    import triton
+
+    def add_one(x, n, BLOCK):  # type: ignore[no-untyped-def]
+        pass
+
+    configs = [triton.Config({"BLOCK": size}) for size in (64, 128)]
+    tuned = triton.autotune(configs=configs, key=["n"], restore_value=["x"])(triton.jit(add_one))
+    x = torch.zeros(2**20, device="cuda")
+    peaks = []
+    for n in (2**20, 2**20, 2**19):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        tuned[(8,)](x, n)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+
+    timing_bytes = 256 * 2**20 + x.nbytes
+    assert peaks == [timing_bytes, 0, timing_bytes]
+
+
 def test_launches_take_the_time_of_their_tensors(gpu: VirtualGpu) -> None:
     import triton
 
@@ -67,7 +89,7 @@ def test_the_helpers_on_the_host_compute(gpu: VirtualGpu) -> None:
     assert [triton.next_power_of_2(n) for n in (1, 2, 3, 1000)] == [1, 2, 4, 1024]
     calls: list[int] = []
     assert triton.testing.do_bench(lambda: calls.append(1)) == 1.0
-    assert calls == [1]
+    assert calls == [1, 1]
     assert triton.runtime.driver.active.get_current_target().arch == 80
 
 
