@@ -130,29 +130,26 @@ def time_cells(
 ) -> list[list[str]]:
     """Return the header and one row per GPU; `training` adds its hours, `gpus` selects GPUs."""
     tokens = _tokens(report.plan)
-    header = ["gpu", "a step", "between", "of peak", "bound by"] + ["tokens/s"] * bool(tokens)
     has_price = training is not None and any(training.price_of(g) for g in report.times)
-    if training is not None:
-        header += ["hours"] + ["price"] * has_price
-    rows = [header]
+    rows = []
     for gpu in report.times if gpus is None else gpus:
         time = report.times[gpu]
-        row = [
-            gpu,
-            seconds(time.seconds),
-            f"{seconds(time.low_seconds)} and {seconds(time.high_seconds)}",
-            f"{100 * time.peak_share:.0f} %",
-            time.bound_by,
-        ]
+        row = {
+            "gpu": gpu,
+            "a step": seconds(time.seconds),
+            "between": f"{seconds(time.low_seconds)} and {seconds(time.high_seconds)}",
+            "of peak": f"{100 * time.peak_share:.0f} %",
+            "bound by": time.bound_by,
+        }
         if tokens:
-            row.append(f"{tokens / time.seconds:,.0f}")
+            row["tokens/s"] = f"{tokens / time.seconds:,.0f}"
         if training is not None:
             hours, price = training.hours(time), training.price_of(gpu)
-            row.append(_interval(*hours))
+            row["hours"] = _interval(*hours)
             if has_price:
-                row.append("" if price is None else _interval(*(price * each for each in hours)))
+                row["price"] = "" if price is None else _interval(*(price * h for h in hours))
         rows.append(row)
-    return rows
+    return [[*rows[0]], *([*row.values()] for row in rows)]
 
 
 def _interval(middle: float, low: float, high: float) -> str:
@@ -182,22 +179,21 @@ def _samples(plan: Mapping[str, Any]) -> int:
 
 def time_notes(report: SimulatedReport) -> list[str]:
     """Return what the estimate assumes."""
+    times = report.times.values()
     notes = ["estimate of the time, not of the memory (docs/time.md); data loading is not known"]
-    elsewhere = sorted({t.origin for t in report.times.values() if t.origin})
-    if elsewhere:
+    if origins := ", ".join(sorted({t.origin for t in times if t.origin})):
         notes.append(
-            f"GPUs other than {', '.join(elsewhere)}: their peak rates and bandwidth, with the"
-            f" efficiencies of {', '.join(elsewhere)}"
+            f"GPUs other than {origins}: their peak rates and bandwidth, with the efficiencies of"
+            f" {origins}"
         )
-    notes += sorted({f"times measured in {t.measured_in}" for t in report.times.values()
-                     if t.measured_in})  # fmt: skip
-    first, step = max(((t.first_seconds, t.seconds) for t in report.times.values()), default=(0, 1))
+    notes += sorted({f"times measured in {t.measured_in}" for t in times if t.measured_in})
+    first, step = max(((t.first_seconds, t.seconds) for t in times), default=(0, 1))
     if first >= 0.05 * step:
         notes.append(
             f"{seconds(first)} of a step are first calls: libraries choose kernels for new sizes;"
             " a whole training is estimated without them"
         )
-    unmeasured = max((t.unmeasured_share for t in report.times.values()), default=0.0)
+    unmeasured = max((t.unmeasured_share for t in times), default=0.0)
     if unmeasured >= 0.05:
         notes.append(f"{100 * unmeasured:.0f} % of a step are kernels without measured times")
     return notes

@@ -72,37 +72,33 @@ def host_times() -> dict[str, float]:
     x = torch.randn(8, 64, device="cuda")
     found = _optimizer_times() | checkpoint_times()
     found["read"] = _host_us(lambda: x[0, 0].item(), 50)
-    pinned, pageable = (torch.empty(64 * MIB, pin_memory=p) for p in (True, False))
-    gpu = torch.empty_like(pageable, device="cuda")
-    for name, host in (("pinned", pinned), ("pageable", pageable)):
-        us = _host_us(partial(gpu.copy_, host), 3)
-        found[f"to_gpu_{name}_gb_s"] = host.nbytes / us * 1e-3
-        us = _host_us(partial(host.copy_, gpu), 3)
-        found[f"to_host_{name}_gb_s"] = host.nbytes / us * 1e-3
+    gpu = torch.empty(64 * MIB, device="cuda")
+    for name in ("pinned", "pageable"):
+        host = torch.empty(64 * MIB, pin_memory=name == "pinned")
+        for way, call in (("gpu", partial(gpu.copy_, host)), ("host", partial(host.copy_, gpu))):
+            found[f"to_{way}_{name}_gb_s"] = host.nbytes / _host_us(call, 3) * 1e-3
     return {name: round(value, 2) for name, value in found.items()}
 
 
 def _optimizer_times() -> dict[str, float]:
     """Return the times of AdamW's step: `list`, `step`, `zero_grad` and `loop` of `host_times`."""
     many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in SHAPES["layer"] * 16]
-    us, calls = dict[str, float](), dict[str, int]()
+    us, calls, zeros = dict[str, float](), dict[str, int](), list[float]()
     for name, options in SHAPES["adamw"].items():
-        optimizer = torch.optim.AdamW(many, **options)
-        for _ in range(2):  # the first step makes the states
-            _give_gradients(many)
-            with Observer() as observer:
-                optimizer.step()
-        calls[name] = len(observer.found)
-        steps, zeros = [], []
-        for _ in range(7):
-            _give_gradients(many)
-            steps.append(_host_us(optimizer.step, 1))
+        optimizer, steps = torch.optim.AdamW(many, **options), list[float]()
+        for _ in range(9):
+            for parameter in many:
+                parameter.grad = torch.zeros_like(parameter)
+            with Observer() if len(steps) == 1 else nullcontext() as observer:
+                steps.append(_host_us(optimizer.step, 1))
             zeros.append(_host_us(optimizer.zero_grad, 1))
-        us[name], us["zero"] = statistics.median(steps), statistics.median(zeros)
+            if observer is not None:
+                calls[name] = len(observer.found)
+        us[name] = statistics.median(steps[2:])  # the first step makes the states
     each = (us["lists"] - us["fused"]) / (calls["lists"] - 1)
     step = us["fused"] - each
+    of_all = {"list": each, "step": step, "zero_grad": statistics.median(zeros)}
     loop = (us["loop"] - step) / calls["loop"]
-    of_all = {"list": each, "step": step, "zero_grad": us["zero"]}
     return {name: taken / len(many) for name, taken in of_all.items()} | {"loop": loop}
 
 
@@ -110,71 +106,44 @@ def checkpoint_times() -> dict[str, float]:
     """Return the times of checkpointing: `region`, `hook` and `choice` of `host_times`."""
     layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 128) for _ in range(8)).cuda()
     x = torch.randn(16, 2, 64, device="cuda", requires_grad=True)
-    selective = partial(
-        create_selective_checkpoint_contexts, constant(CheckpointPolicy.PREFER_RECOMPUTE)
-    )
-    ways: dict[str, dict[str, Any]] = {
-        "region": {"use_reentrant": True},
-        "hook": {"use_reentrant": False},
-        "choice": {"use_reentrant": False, "context_fn": selective},
-    }
+    policy = constant(CheckpointPolicy.PREFER_RECOMPUTE)
+    selective = partial(create_selective_checkpoint_contexts, policy)
 
-    def forward(options: dict[str, Any] | None = None) -> Tensor:
+    def forward(**options: Any) -> Tensor:
         out = x
         for layer in layers:
             out = checkpoint(layer, out, **options) if options else layer(out)
         return out.sum()
 
-    def step(options: dict[str, Any] | None = None) -> None:
-        torch.autograd.backward(forward(options))
+    def step(**options: Any) -> None:
+        torch.autograd.backward(forward(**options))
 
-    num_saved = 0
-
-    def save(tensor: Tensor) -> Tensor:
-        nonlocal num_saved
-        num_saved += 1
-        return tensor
-
-    with Observer() as observer, saved_tensors_hooks(save, lambda tensor: tensor):
+    saved: list[None] = []
+    with Observer() as observer, saved_tensors_hooks(lambda _: saved.append(None), lambda _: x):
         forward()
-    calls = {name: partial(step, options) for name, options in ways.items()}
-    us = _median_us({"forward": forward, "step": step, **calls})
+    calls: dict[str, Call] = {
+        "forward": forward, "step": step, "region": partial(step, use_reentrant=True),
+        "hook": partial(step, use_reentrant=False),
+        "choice": partial(step, use_reentrant=False, context_fn=selective),
+    }  # fmt: skip
+    rows = [[waited_us(call) for call in calls.values()] for _ in range(12)][3:]  # take turns
+    us = dict(zip(calls, map(statistics.median, zip(*rows, strict=True)), strict=True))
     again = us["forward"] + us["step"]  # a region runs its forward twice
     found = {
         "region": (us["region"] - again) / len(layers),
-        "hook": (us["hook"] - us["region"]) / (3 * num_saved),  # to save, to save again, to read
+        "hook": (us["hook"] - us["region"]) / (3 * len(saved)),  # to save, save again, and read
         "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts)),
     }
     return {name: max(0.0, us) for name, us in found.items()}
 
 
-def _median_us(calls: dict[str, Call]) -> dict[str, float]:
-    """Return the median microseconds of nine calls after three, each until the GPU is done.
-
-    The calls take turns, as hosts change their speed.
-    """
-    rows = [[waited_us(call) for call in calls.values()] for _ in range(12)][3:]
-    return dict(zip(calls, map(statistics.median, zip(*rows, strict=True)), strict=True))
-
-
-def _give_gradients(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-
-
 SHAPES: dict[str, Any] = read_table(__file__, "shapes.json")
-"""Shapes of usual networks by what reads them.
+"""Shapes of usual networks, and the calls that are measured on them.
 
 `models` are architectures of transformers whose launches take the host's usual time, with sizes.
-`convolutions`, `volumes` (of scans and videos) and `sequences` (of audio and text) have samples,
-channels, side or sides, output channels, window, stride and groups. `images` have samples, channels
-and side, `rows` rows and columns. `pools` have a window and a stride too. `narrow` are batched
-products with a short side: vectors, and the small matrices of solvers. `batches` are transposed.
-`precisions` are of products, with whether TF32 is allowed and the layouts of the matrices.
-`crossed` have heads, queries, keys and their length. `layer` is a transformer's, about as large as
-BERT's. `adamw` has variants: nine multi-tensor calls, one fused call, or one call per tensor.
-`calls` are operators and their arguments, where words name tensors and numbers, and `r0` is the
-first result of a forward.
+`layer` is a transformer's, about as large as BERT's. `adamw` has its ways: nine calls on lists of
+tensors, one call, or many on one tensor each. A family has `axes`, each with values or the name of
+a list, and `names` of tensors. A name and a step of `calls` have a function and its arguments.
 """
 
 
@@ -211,30 +180,23 @@ def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dic
     """
     found = {}
     for phase, rows in (("forward", forward), ("backward", backward)):
-        counts, times = [row[:-1] for row in rows], [row[-1] for row in rows]
-        factors = np.array(_not_negative(counts, times))
-        factors /= np.median(np.array(counts) @ factors / times)
+        counts, times = np.array(rows)[:, :-1], np.array(rows)[:, -1:]
+        factors = _not_negative(counts / times)
+        factors /= np.median(counts / times @ factors)
         for name, us in zip(HOST_KINDS, factors, strict=True):
             found[f"{phase}_{name}"] = round(float(us), 2)
     return found
 
 
-def _not_negative(rows: list[Any], times: list[float]) -> list[float]:
-    """Return factors >= 0 of the columns, fitted to the times by relative least squares."""
-    a = np.array(rows, dtype=float) / np.array(times)[:, None]
-    best = min(
-        (
-            (columns, np.linalg.lstsq(a[:, columns], np.ones(len(a)), rcond=None))
-            for count in range(1, a.shape[1] + 1)
-            for columns in map(list, itertools.combinations(range(a.shape[1]), count))
-            if a[:, columns].any(axis=0).all()
-        ),
-        key=lambda c: (min(c[1][0]) < 0, float(((a[:, c[0]] @ c[1][0] - 1) ** 2).sum())),
-    )
-    factors = [0.0] * a.shape[1]
-    for column, value in zip(best[0], best[1][0], strict=True):
-        factors[column] = float(value)
-    return factors
+def _not_negative(a: Any) -> Any:
+    """Return the factors >= 0 with the least squares of `a @ factors - 1`."""
+    tried = []
+    for chosen in itertools.product((False, True), repeat=a.shape[1]):
+        factors = np.zeros(a.shape[1])
+        factors[[*chosen]] = np.linalg.lstsq(a[:, chosen], np.ones(len(a)), rcond=None)[0]
+        tried.append(factors)
+    possible = [factors for factors in tried if factors.min() >= 0]
+    return min(possible, key=lambda factors: ((a @ factors - 1) ** 2).sum())
 
 
 def phases(

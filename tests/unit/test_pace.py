@@ -25,19 +25,20 @@ from memest.cli import main
 from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator import hardware
 from memest.estimator.hardware import pace
-from memest.estimator.hardware.gpus import find_gpu, list_gpus
+from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
 from memest.estimator.hardware.pace import (
     ELSEWHERE,
     FORMAT,
     PACE,
     PAUSE_S,
+    Clocks,
     estimate,
-    step_times,
     table_of,
 )
 from memest.estimator.hardware.speed import kernel_us, speed_of
 from memest.estimator.hardware.work import (
     BACKWARD,
+    CUT,
     FORWARD,
     IN_PYTHON,
     MAX_STEPS,
@@ -58,7 +59,7 @@ H100 = find_gpu("h100-80gb")
 PACE_FILE = Path("memest/estimator/hardware/pace/h100-80gb.json")
 OLD_PACE = json.dumps({"device": "NVIDIA L4", "kernels": {ELSEWHERE: []}, "host": {"loop_us": 1}})
 """A file without the memory of its GPU, as releases before wrote it."""
-LARGE = Work("matmul float16", (8192, 4096, 4096), "float16", 2 * 8192 * 4096**2, 167_772_160)
+LARGE = Work("matmul float16", (1, 8192, 4096, 4096), "float16", 2 * 8192 * 4096**2, 167_772_160)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_a_product_counts_its_operations_and_each_tensor_once() -> None:
     found = work(aten.mm.default, meta(64, 32), meta(32, 16))
 
     assert found.kind == "matmul float16"
-    assert found.size == (64, 16, 32)
+    assert found.size == (1, 64, 16, 32)
     assert found.num_flops == 2 * 64 * 16 * 32
     assert found.num_bytes == 2 * (64 * 32 + 32 * 16 + 64 * 16)
 
@@ -197,9 +198,9 @@ def test_resized_images_have_their_planes_and_the_scale() -> None:
     [
         ((32, 16, 3), False, 1, "convolution float16"),
         ((32, 4, 3), False, 4, "convolution grouped float16"),
-        ((16, 1, 3), False, 16, "convolution depthwise float16"),
-        ((16, 32, 3), True, 1, "convolution-data float16"),
-        ((16, 8, 3), True, 4, "convolution-data grouped float16"),
+        ((16, 1, 3), False, 16, "convolution grouped float16"),
+        ((16, 32, 3), True, 1, "convolution float16"),
+        ((16, 8, 3), True, 4, "convolution grouped float16"),
     ],
 )
 def test_groups_of_a_convolution_are_a_kind_of_their_own(
@@ -250,27 +251,27 @@ def test_a_permutation_has_the_length_that_is_adjacent_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("func", "args", "size"),
     [
-        (aten.sum.dim_IntList, ([0],), (64, 32)),
-        (aten.sum.dim_IntList, ([0, -1],), (64 * 32, 1)),
-        (aten.mean.dim, ([-1], True), (32, 1)),
-        (aten.amax.default, ([1],), (32, 1)),
-        (aten.linalg_vector_norm.default, (2.0,), (64 * 32, 1)),
+        (aten.sum.dim_IntList, ([0],), 64),
+        (aten.sum.dim_IntList, ([0, -1],), 64 * 32),
+        (aten.mean.dim, ([-1], True), 32),
+        (aten.amax.default, ([1],), 32),
+        (aten.linalg_vector_norm.default, (2.0,), 64 * 32),
     ],
 )
-def test_a_reduction_has_the_number_and_the_distance_of_its_elements(
-    func: object, args: tuple[object, ...], size: tuple[int, int]
+def test_a_reduction_has_the_number_of_its_elements(
+    func: object, args: tuple[object, ...], size: int
 ) -> None:
     found = work(func, meta(64, 32), *args)
 
     assert found.kind == "sum 2"
-    assert found.size[1:] == size
+    assert found.size[1:] == (size,)
 
 
 def test_single_numbers_and_broadcast_copies_have_work() -> None:
     """Dimensions that a tensor lacks, and sources with fewer dimensions, are allowed in torch."""
     number = meta()
 
-    assert work(aten.sum.dim_IntList, number, [0]).size[1:] == (1, 1)
+    assert work(aten.sum.dim_IntList, number, [0]).size[1:] == (1,)
     assert work(aten._softmax.default, number, 0, False).size[1] == 1
     assert work(aten.index_select.default, meta(1), 0, meta(1).long()).size[1] == 1
     assert work(aten.copy_.default, meta(8, 1), meta(1)).kind == "permute 2"
@@ -283,7 +284,7 @@ def test_a_norm_of_images_has_its_channels_and_layout() -> None:
     found = work(aten.native_batch_norm.default, x, *rest)
 
     assert found.kind == "native_batch_norm nhwc 2"
-    assert found.size == (found.num_bytes, 8, 16)
+    assert found.size == (found.num_bytes, 8)
 
 
 def test_indexed_rows_have_the_length_of_the_last_dimension() -> None:
@@ -355,30 +356,16 @@ def test_left_out_calls_are_predicted_from_the_others(is_convolution: bool) -> N
         for left_out in range(0, len(rows), 5):
             *size, num_flops, num_bytes, us = rows[left_out]
             calls = pace.Calls(kind, rows[:left_out] + rows[left_out + 1 :], H100)
-            ideal = pace.ideal_s(rate, num_flops, num_bytes, H100)
+            ideal = max(pace.roofline_s(rate, num_flops, num_bytes, H100))
             errors.append(abs(ideal / calls.efficiency(tuple(size)) / (1e-6 * us) - 1))
 
     assert len(errors) > 150
     assert median(errors) < 0.15
 
 
-def test_a_plane_predicts_left_out_calls_better_than_a_mean() -> None:
-    path = Path(pace.__file__).with_name("pace") / "h100-80gb.json"
-    errors = [], []
-    for kind, rows in json.loads(path.read_text())["kernels"].items():
-        rate = kind.rpartition(" ")[2]
-        if rate.isdigit() or len(rows) <= pace.NUM_FITTED:  # bytes bound the kind, or few calls
-            continue
-        for left_out in range(0, len(rows), 5):
-            *size, num_flops, num_bytes, us = rows[left_out]
-            ideal_us = 1e6 * pace.ideal_s(rate, num_flops, num_bytes, H100)
-            for found, way in zip(errors, ("_fitted", "_mean"), strict=True):
-                calls = pace.Calls(kind, rows[:left_out] + rows[left_out + 1 :], H100)
-                calls._estimate = getattr(calls, way)
-                found.append(abs(ideal_us / calls.efficiency(tuple(size)) / us - 1))
-
-    plane, mean = map(median, errors)
-    assert plane < 0.8 * mean
+def step_times(log: WorkLog, gpu: Gpu) -> list[tuple[float, float]]:
+    """Seconds of each step, and those of first calls."""
+    return Clocks(log.works, gpu).run(log.steps, log.num_known)
 
 
 def log_of(*steps: list[Work | None]) -> WorkLog:
@@ -395,10 +382,9 @@ def test_a_busy_gpu_takes_the_time_of_its_kernels() -> None:
     table = table_of(H100)
     launch, kernel = table.host_s(LARGE, 0), table.kernel_s(LARGE)
 
-    *_, last = step_times(log_of(*[[LARGE] * 50] * 3), H100)
+    *_, (last, _) = step_times(log_of(*[[LARGE] * 50] * 3), H100)
 
-    assert last.seconds == pytest.approx(launch + 50 * (kernel + PAUSE_S))
-    assert last.idle_seconds == pytest.approx(launch + 50 * PAUSE_S)
+    assert last == pytest.approx(launch + 50 * (kernel + PAUSE_S))
 
 
 def test_small_kernels_take_the_time_of_the_host() -> None:
@@ -406,10 +392,9 @@ def test_small_kernels_take_the_time_of_the_host() -> None:
     table = table_of(H100)
     launch, kernel = table.host_s(small, 0), table.kernel_s(small)
 
-    *_, last = step_times(log_of(*[[small] * 50] * 3), H100)
+    *_, (last, _) = step_times(log_of(*[[small] * 50] * 3), H100)
 
-    assert last.seconds == pytest.approx(50 * launch + kernel + PAUSE_S)
-    assert last.idle_seconds > 0.5 * last.seconds
+    assert last == pytest.approx(50 * launch + kernel + PAUSE_S)
 
 
 def test_python_of_the_optimizer_counts_its_parameters_with_gradients() -> None:
@@ -469,8 +454,7 @@ def test_python_of_checkpointing_counts(options: dict[str, Any], counts: dict[st
 
 def test_a_host_that_reads_a_value_waits_for_the_gpu() -> None:
     free, waiting = (
-        step_times(log_of(*[step] * 4), H100)[-1].seconds
-        for step in ([LARGE] * 4, [LARGE, None] * 4)
+        step_times(log_of(*[step] * 4), H100)[-1] for step in ([LARGE] * 4, [LARGE, None] * 4)
     )
 
     assert waiting > free
@@ -481,7 +465,7 @@ def test_micro_batches_that_did_not_run_are_like_those_that_did() -> None:
     for _ in range(3):
         for _ in range(2):
             log.add(LARGE)
-            log.cut()
+            log.events.append(CUT)
         log.stepped()
 
     two, eight = (estimate(log, H100, num_micro_batches=n) for n in (2, 8))
@@ -799,11 +783,11 @@ def test_hours_are_those_of_steps_without_new_sizes() -> None:
 
 
 def test_sizes_of_steps_that_are_not_kept_any_more_are_not_new() -> None:
-    rare = LARGE._replace(size=(1, 2, 3))
+    rare = LARGE._replace(size=(1, 1, 2, 3))
     log = log_of([LARGE, rare], *[[LARGE]] * MAX_STEPS, [LARGE, rare])
 
-    assert [list(log.num_known)[i] for i in (0, -1)] == [3, 3]
-    assert step_times(log, H100)[-1].first_seconds == 0
+    assert [list(log.num_known)[i] for i in (0, -1)] == [2, 2]
+    assert step_times(log, H100)[-1][1] == 0
 
 
 def test_the_host_takes_longer_for_cudnn_than_for_another_launch_and_for_a_view() -> None:
@@ -812,7 +796,7 @@ def test_the_host_takes_longer_for_cudnn_than_for_another_launch_and_for_a_view(
 
     assert table.host_s(convolution, 0) > 2 * table.host_s(LARGE, 0)
     assert table.kernel_s(VIEW) == 0
-    assert step_times(log, H100)[0].seconds == pytest.approx(10 * table.host_s(VIEW, 0))
+    assert step_times(log, H100)[0][0] == pytest.approx(10 * table.host_s(VIEW, 0))
 
 
 def test_a_forward_that_is_run_again_in_the_backward_takes_python_s_time() -> None:
@@ -821,7 +805,7 @@ def test_a_forward_that_is_run_again_in_the_backward_takes_python_s_time() -> No
         x = torch.randn(8, 64, device="cuda", requires_grad=True)
         out = torch.utils.checkpoint.checkpoint(lambda: layer(x).tanh(), use_reentrant=False)
         log = virtual.virtual.mode.work
-        log.restart()
+        del log.events[:]
         out.sum().backward()
         log.stepped()
 

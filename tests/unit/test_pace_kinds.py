@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
 from memest.cli import main
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.hardware.pace import BANDWIDTH_SHARE, LEAST_S, Calls, Table, table_of
+from memest.estimator.hardware.pace import (
+    BANDWIDTH_SHARE,
+    LEAST_S,
+    Calls,
+    Table,
+    estimate,
+    table_of,
+)
 from memest.estimator.hardware.work import Work, work_of
 from memest.validate import pace
-from tests.unit.test_pace import meta, work
+from tests.unit.test_pace import log_of, meta, work
 
 aten = torch.ops.aten
 H100, H200 = find_gpu("h100-80gb"), find_gpu("h200")
@@ -77,8 +84,7 @@ def test_a_norm_of_a_tensor_in_another_order_copies_it() -> None:
     ("shape", "order", "kind", "size"),
     [
         ((8, 64, 32), (0, 1, 2), "pointwise 2", ()),
-        ((8, 32, 64), (0, 2, 1), "strided 2", (1,)),
-        ((64, 8, 32), (1, 0, 2), "strided 2", (32,)),
+        ((8, 32, 64), (0, 2, 1), "broadcast 2", ()),
         ((64, 32), (0, 1), "broadcast 2", ()),
     ],
 )
@@ -93,8 +99,8 @@ def test_a_pointwise_kernel_has_the_order_of_its_tensors(
 @pytest.mark.parametrize(
     ("shape", "channels", "kind"),
     [
-        ((8, 1, 5, 5), 8, "convolution depthwise float16"),
-        ((8, 1, 7, 7), 8, "convolution depthwise wide float16"),
+        ((8, 1, 5, 5), 8, "convolution grouped float16"),
+        ((8, 1, 7, 7), 8, "convolution grouped wide float16"),
         ((8, 4, 7, 7), 4, "convolution float16"),
     ],
 )
@@ -106,14 +112,6 @@ def test_a_wide_depthwise_window_is_a_kind(
     found = work(aten.convolution.default, meta(2, channels, 16, 16), meta(*shape), None, *rest)
 
     assert found.kind == kind
-
-
-def test_gelu_in_half_precision_takes_longer_than_its_bytes_on_an_h200() -> None:
-    gelu, add = (Work(f"{kind} 2", (1 << 29,), "", 0, 1 << 29) for kind in ("gelu", "pointwise"))
-    table = table_of(H200)
-
-    assert work(aten.gelu_backward.default, meta(8), meta(8)).kind == "gelu 2"
-    assert table.kernel_s(gelu) > 1.2 * table.kernel_s(add)
 
 
 def test_no_kernel_is_shorter_than_the_shortest() -> None:
@@ -141,36 +139,12 @@ def test_one_group_takes_longer_than_many() -> None:
     assert table_of(H100).kernel_s(one) > 5 * table_of(H100).kernel_s(many)
 
 
-@pytest.mark.parametrize(
-    ("dropout", "kind"), [(0.0, "flash-causal float16"), (0.1, "flash-causal-dropout float16")]
-)
-def test_dropout_of_attention_is_a_kind(dropout: float, kind: str) -> None:
-    q = meta(2, 4, 128, 64)
-
-    found = work(aten._scaled_dot_product_flash_attention.default, q, q, q, dropout, True)
-
-    assert found.kind == kind
-
-
-def test_dropout_and_a_bias_of_attention_take_longer() -> None:
+def test_a_bias_of_attention_takes_longer() -> None:
     plain = Work("efficient float16", (512, 512, 512, 64), "float16", 4 * 512**3 * 64, 134_217_728)
-    more = (plain._replace(kind=f"efficient-{name} float16") for name in ("dropout", "bias"))
     table = table_of(H100)
 
-    assert all(table.kernel_s(each) > 1.2 * table.kernel_s(plain) for each in more)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_a_learned_bias_of_attention_is_a_kind(learned: bool) -> None:
-    q, bias = meta(2, 4, 64, 32), meta(2, 4, 64, 64)
-    forward = aten._scaled_dot_product_efficient_attention.default
-    backward = aten._scaled_dot_product_efficient_attention_backward.default
-    state = forward(q, q, q, bias, True)
-
-    found = work(backward, q, q, q, q, bias, *state, 0.0, [True, True, True, learned])
-
-    assert found.kind == f"efficient-backward-bias{'-grad' * learned} float16"
-    assert work(forward, q, q, q, bias, True).kind == "efficient-bias float16"
+    biased = plain._replace(kind="efficient-bias float16")
+    assert table.kernel_s(biased) > 1.2 * table.kernel_s(plain)
 
 
 def test_kinds_of_attention_that_were_not_measured_take_the_time_of_the_plain_one() -> None:
@@ -179,33 +153,6 @@ def test_kinds_of_attention_that_were_not_measured_take_the_time_of_the_plain_on
 
     assert table.kernel_s(plain._replace(kind="cudnn-dropout float16")) == table.kernel_s(plain)
     assert table.is_measured("cudnn-bias float16")
-
-
-def test_a_pool_has_its_channels_and_its_window() -> None:
-    x = meta(4, 8, 16, 16)
-    largest = work(aten.max_pool2d_with_indices.default, x, [3, 3], [2, 2], [1, 1])
-    mean = work(aten.avg_pool2d.default, x, [3], [1], [1])
-    parts = work(aten._adaptive_avg_pool2d.default, x, [4, 4])
-    back = work(aten._adaptive_avg_pool2d_backward.default, meta(4, 8, 4, 4), x)
-
-    assert [each.size[1:] for each in (largest, mean, parts, back)] == [(8, 9)] * 2 + [(8, 16)] * 2
-
-
-def test_a_larger_window_takes_longer() -> None:
-    small, large = (Work("avg_pool2d 2", (51_380_224, 64, n), "", 0, 51_380_224) for n in (4, 49))
-
-    assert table_of(H100).kernel_s(large) > 1.5 * table_of(H100).kernel_s(small)
-
-
-def test_a_fourier_transform_has_its_length_and_dimensions() -> None:
-    x = torch.empty(4, 64, 32, device="meta")
-    half = aten._fft_r2c.default(x, [1, 2], 0, True)
-
-    forward = work(aten._fft_r2c.default, x, [1, 2], 0, True)
-    inverse = work(aten._fft_c2r.default, half, [1, 2], 0, 32)
-
-    assert (forward.kind, forward.size[1:]) == ("_fft_r2c 4", (2048, 2))
-    assert (inverse.kind, inverse.size[1:]) == ("_fft_r2c 8", (2048, 2))
 
 
 def test_an_index_of_rows_that_is_expanded_is_a_kind() -> None:
@@ -218,30 +165,12 @@ def test_an_index_of_rows_that_is_expanded_is_a_kind() -> None:
     assert (each.kind, each.size[1:]) == ("gather 2", ())
 
 
-def test_a_sort_has_the_length_of_its_rows() -> None:
-    x = meta(32, 64)
+@pytest.mark.parametrize("family", ["indexed", "lists"])
+def test_each_round_of_the_measurement_has_each_kind_of_a_family(family: str) -> None:
+    calls = [{str(case.args[1][-1]) for case in each} for each in pace.rounds(family)]
 
-    assert work(aten.sort.default, x, 0).size[1:] == (32,)
-    assert work(aten.topk.default, x, 8).size[1:] == (64,)
-
-
-def test_a_loss_of_sequences_has_its_steps() -> None:
-    loss = work_of(
-        aten._ctc_loss.default, (meta(50, 4, 32), meta(4, 10), [50] * 4, [10] * 4), {}, meta(4)
-    )
-
-    assert (loss.kind, loss.size[1:]) == ("_ctc_loss 2", (50,))
-
-
-@pytest.mark.parametrize("family", [pace.indexed, pace.many_tensors])
-def test_each_round_of_the_measurement_has_each_kind_of_a_family(
-    family: Callable[[], Iterator[Any]],
-) -> None:
-    cases: list[list[Any]] = pace.rounds(family)
-    names = [{case.args[-1] for case in each} for each in cases]
-
-    assert names == [names[0]] * pace.NUM_PARTS
-    assert len(names[0]) > 1
+    assert calls == [calls[0]] * pace.NUM_PARTS
+    assert len(calls[0]) > 1
 
 
 @pytest.fixture
@@ -276,11 +205,11 @@ def table_with(gpu: Any, kernels: dict[str, Any]) -> Table:
 
 
 def test_an_unmeasured_layout_takes_the_time_of_another() -> None:
-    rows = [[n, n, n, 2 * n**3, 12 * n * n, 10.0] for n in (64, 128)]
+    rows = [[1, n, n, n, 2 * n**3, 12 * n * n, 10.0] for n in (64, 128)]
     table = table_with(H100, {"matmul tf32": rows})
 
-    assert table.is_measured("bmm-both tf32")
-    found = Work("bmm-both tf32", (1, 64, 64, 64), "tf32", 2 * 64**3, 12 * 64 * 64)
+    assert table.is_measured("matmul-both tf32")
+    found = Work("matmul-both tf32", (1, 64, 64, 64), "tf32", 2 * 64**3, 12 * 64 * 64)
     assert table.kernel_s(found) == pytest.approx(1e-5, rel=0.01)
 
 
@@ -304,8 +233,9 @@ def test_a_gpu_with_the_same_rates_changes_the_time_for_bytes_alone() -> None:
     def us(size: int) -> float:
         return 1e6 * table.kernel_s(Work("pointwise 4", (size,), "", 0, size))
 
-    assert us(num_bytes) == pytest.approx(fastest_us * H100.memory_gb_s / H200.memory_gb_s)
-    assert us(1 << 20) == pytest.approx(100 * fastest_us)
+    faster_us = fastest_us * H100.memory_gb_s / H200.memory_gb_s
+    assert us(num_bytes) == pytest.approx(faster_us, rel=0.01)
+    assert us(1 << 20) == pytest.approx(100 * fastest_us, rel=0.01)
 
 
 def test_a_gpu_with_other_rates_has_the_roofline() -> None:
@@ -316,58 +246,94 @@ def test_a_gpu_with_other_rates_has_the_roofline() -> None:
     assert 1e6 * table.kernel_s(work) == pytest.approx(100 * H100.memory_gb_s / 335)
 
 
-def test_kinds_whose_calls_lie_on_a_plane_have_one_and_others_a_mean() -> None:
-    sizes = [1 << n for n in range(10, 30, 2)]
-    steady = Calls("x 4", [[n, 0, n, n * 1e-3] for n in sizes], H100)
-    sloped = Calls("x 4", [[n, 0, n, n**0.5] for n in sizes], H100)
-
-    assert sloped._estimate == sloped._fitted
-    exact = sloped.efficiency((1 << 17,)) / sloped.efficiency((1 << 15,))
-    assert exact == pytest.approx(2, rel=0.05)
-    assert steady.efficiency((1 << 17,)) == pytest.approx(np.exp(steady._efficiencies[0]))
-
-
 TABLES = """
 import json, sys, torch
 from memest.validate import pace
 from memest.validate.host_pace import SHAPES, Observer
 
-made = {
-    "memory": (pace._memory_names, torch.bfloat16, [128, 64]),
-    "apart": (pace._batch_names, torch.bfloat16, [2, 16, 64]),
-    "rows": (pace._row_names, torch.bfloat16, [128, 64]),
-    "turned": (pace._batch_names, torch.bfloat16, [2, 64, 128]),
-    "indexed": (pace._indexed_names, torch.bfloat16, [128, 64]),
-    "images": (pace._image_names, torch.bfloat16, True, [2, 32, 8]),
-    "biased": (pace._bias_names, torch.bfloat16, (64, 2)),
-    "transforms": (pace._transform_names, [[2, 8, 16], [1, 2]]),
-    "losses": (pace._loss_names, (16, 2, 8)),
-    "lists": (pace._list_names, [3, 64]),
-}
+if "--quantized" in sys.argv:
+    import bitsandbytes
 found = {}
 with torch.no_grad():
-    for family, calls in SHAPES["calls"].items():
-        for name, steps in calls.items():
-            for position in range(len(steps)):
-                call = pace._named(family, *made[family], (name, position))
+    for family, table in SHAPES["families"].items():
+        if family == "quantized" and "--quantized" not in sys.argv:
+            continue
+        for make in pace.cases(table):
+            name = f"{family}: {make.args[1][-1]}"
+            if name not in found:
+                call = make()
                 with Observer() as observer:
                     call()
-                found[f"{family} {name} {position}"] = [work.kind for work in observer.found]
+                found[name] = [work.kind for work in observer.found]
 with open(sys.argv[1], "w") as file:
     json.dump(found, file)
 """
 
 
-def test_each_call_of_the_tables_runs_one_kernel(tmp_path: Path) -> None:
+def test_each_call_of_the_tables_runs_one_kernel_of_a_known_kind(tmp_path: Path) -> None:
     script, found = tmp_path / "calls.py", tmp_path / "found.json"
     script.write_text(TABLES, encoding="utf-8")
 
-    result = CliRunner().invoke(main, ["run", "--gpu", "h200", str(script), str(found)])
+    command = ["run", "--gpu", "h200", str(script), str(found)]
+    if find_spec("bitsandbytes") is not None:
+        command.append("--quantized")
+
+    result = CliRunner().invoke(main, command)
 
     assert found.exists(), result.output
     kinds = json.loads(found.read_text(encoding="utf-8"))
     assert {name: each for name, each in kinds.items() if len(each) != 1} == {}
-    assert kinds["images max 1"] == ["max_pool2d_with_indices_backward nhwc 2"]
-    assert kinds["biased learned 1"] == ["efficient-backward-bias-grad float16"]
-    assert kinds["indexed gather_rows 0"] == ["gather-rows 2"]
-    assert kinds["lists sgd 0"] == ["_fused_sgd 4"]
+    names = {each[0] for each in kinds.values()}
+    table = table_of(H100)
+    assert [kind for kind in names if not table.is_measured(kind)] == []
+    assert {"max_pool2d_with_indices_backward 2", "gather-rows 2", "_fused_sgd 4"} <= names
+    assert {"efficient-backward-bias float16", "rnn-backward float16"} <= names
+
+
+def test_cases_have_each_combination_of_the_axes() -> None:
+    family = {
+        "axes": {"dtype": ["half", "full"], "rows columns": [[1, 2], [3, 4]]},
+        "names": {
+            "x": ["ones", ["rows", "columns"], {"dtype": "dtype", "device": "cpu"}],
+            "y": ["add", "x", 1],
+        },
+        "calls": [[["mul", "x", "y"]], [["aten.add", "y", 1], ["aten.mul", "r0", "rows"]]],
+    }
+
+    made = [make()() for make in pace.cases(family)]
+
+    assert len(made) == 4 * 3
+    assert made[2].tolist() == [[3, 3]]
+    assert made[5].tolist() == [[9] * 4] * 3
+    assert (made[0].dtype, made[-1].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_kind_without_first_calls_has_those_of_the_nearest() -> None:
+    """Libraries choose kernels for attention with a bias, too."""
+    plain, biased = (Work(f"cudnn{mark} float16", (8, 8, 8, 8), "", 0, 1) for mark in ("", "-bias"))
+
+    assert table_of(H100).first_s(biased) == table_of(H100).first_s(plain) > 0.01
+
+
+TINY = Work("pointwise 2", (64,), "", 0, 64)
+MOVED = Work("pointwise 2", (1 << 32,), "", 0, 1 << 32)
+PRODUCT = Work("matmul float16", (1, 8192, 8192, 8192), "float16", 2 * 8192**3, 6 * 8192**2)
+
+
+@pytest.mark.parametrize(
+    ("works", "bound"),
+    [
+        ([TINY] * 100, "host"),
+        ([MOVED, TINY], "memory"),
+        ([PRODUCT] * 3 + [TINY], "compute"),
+        ([TINY, Work("link", (1 << 36,), "", 0, 1 << 36)], "link"),
+        ([MOVED] + [TINY] * 500, "host"),  # most of the time is the kernel's, which overlaps
+    ],
+)
+def test_what_binds_is_the_resource_without_which_the_step_is_shortest(
+    works: list[Work], bound: str
+) -> None:
+    time = estimate(log_of(*[works] * 3), H200)
+
+    assert time is not None
+    assert time.bound_by == bound

@@ -35,7 +35,7 @@ from memest.estimator.gpu.processes import refuse_in_child
 from memest.estimator.gpu.timeline import Timeline
 from memest.estimator.gpu.worlds import ALONE
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.work import WorkLog
+from memest.estimator.hardware.work import VIEW, WorkLog
 from memest.estimator.ops import collectives, strides
 from memest.estimator.ops.autograd_ops import decomposition_key, run_decomposed
 from memest.estimator.ops.copies import (
@@ -265,7 +265,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run a view operator: the result is on the device of its base, and requests no memory."""
         if isinstance(args[0], Tensor) and is_meta(args[0]):  # C++ passes numbers as numbers
             self.kernels.coverage.num_ops += 1
-            self.work.view()
+            self.work.add(VIEW)
         return func(*args, **kwargs)
 
     def _check_devices(self, func: Any, args: Args, kwargs: Any) -> None:
@@ -300,7 +300,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = self.run_on_gpu(func, args, kwargs, adopts)
             finally:
                 memory.kind = before
-            self.work.drop_last()  # the copy is no kernel
+            del self.work.events[-1:]  # the copy is no kernel
             is_pinned = self.host.is_pinned(source)
             waits = not (non_blocking and is_pinned)
             self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
@@ -386,7 +386,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args = op.take_indices(self, func, args)
             op = op_of(func)
         if op.is_view:
-            self.work.view()
+            self.work.add(VIEW)
             return self._result(op, args, kwargs)
         if op.reads_value:
             if op.requests:  # a comparison

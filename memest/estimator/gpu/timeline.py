@@ -24,9 +24,7 @@ from memest.estimator.hardware.speed import (
     LAUNCH_US,
     LOAD_US,
     kernel_us,
-    pageable_copy_us,
     speed_of,
-    transfer_us,
 )
 from memest.estimator.hardware.work import LINK, Work, WorkLog
 
@@ -157,11 +155,11 @@ class Timeline:
         """Launch a collective or a message of `num_bytes` on `stream`, after the current one."""
         self.log.add(Work(LINK, (num_bytes,), "", 0, num_bytes))
         self.stream_waits(stream, self.event(self.stream))
-        self._enqueue(stream, transfer_us(self._speed, num_bytes), WAIT_US)
+        self._enqueue(stream, num_bytes / self._speed.link_gb_s * 1e-3, WAIT_US)
 
     def copy_pageable(self, num_bytes: int) -> None:
         """Copy from or to pageable memory on the current stream; the host waits for the copy."""
-        self._enqueue(self.stream, pageable_copy_us(self._speed, num_bytes))
+        self._enqueue(self.stream, num_bytes / self._speed.pageable_gb_s * 1e-3)
         self.synchronize()
 
     def _enqueue(self, stream: int, duration: float, wait: float = 0.0) -> None:

@@ -55,6 +55,11 @@ class Speed:
     link_gb_s: float  # bandwidth to the other GPUs of a node, one direction
     host_gb_s: float  # bandwidth to the host, one direction
 
+    @property
+    def pageable_gb_s(self) -> float:
+        """Rate of a copy between pageable memory and the GPU."""
+        return min(self.host_gb_s, PAGEABLE_GB_S)
+
 
 _BY_CAPABILITY = {
     tuple(map(int, capability.split("."))): Speed(*rates)
@@ -118,13 +123,3 @@ def _with_all_heads(args: Any) -> list[Any]:
         else shape
         for shape in shapes
     ]
-
-
-def pageable_copy_us(speed: Speed, num_bytes: int) -> float:
-    """Return microseconds of a copy of `num_bytes` between pageable memory and the GPU."""
-    return num_bytes / min(speed.host_gb_s, PAGEABLE_GB_S) * 1e-3
-
-
-def transfer_us(speed: Speed, num_bytes: int) -> float:
-    """Return microseconds of a collective that moves `num_bytes` through one GPU's link."""
-    return num_bytes / speed.link_gb_s * 1e-3

@@ -260,7 +260,7 @@ class StepRepeater:
         places.append(len(memory.log.events))
         if self._calls is not None:
             self._calls.repeat(stretch.calls, stretch.start.event, places, ids)
-        mode.work.repeat(stretch.work)
+        mode.work.events.extend(stretch.work)
         mode.kernels.coverage.num_ops += stretch.num_ops
         mode.kernels.coverage.unmodelled += stretch.unmodelled
         mode.rng.default.offset += stretch.random
@@ -288,7 +288,7 @@ class StepRepeater:
         mode = self._mode
         return _Position(
             event=len(self._memory.log.events),
-            work=mode.work.num_events,
+            work=len(mode.work.events),
             call=0 if self._calls is None else self._calls.num_calls,
             num_ops=mode.kernels.coverage.num_ops,
             unmodelled=mode.kernels.coverage.unmodelled.copy(),
@@ -301,7 +301,7 @@ class StepRepeater:
         return _Stretch(
             start,
             self._memory.log.events[start.event :].tolist(),
-            self._mode.work.since(start.work),
+            self._mode.work.events[start.work :],
             () if self._calls is None else self._calls.since(start.call),
             now.num_ops - start.num_ops,
             now.unmodelled - start.unmodelled,

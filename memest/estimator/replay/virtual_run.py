@@ -23,6 +23,7 @@ from memest.errors import MemestError, PlanError, TraceError, UnsupportedError
 from memest.estimator.allocator.settings import DEFAULT
 from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import Gpu, libraries_bytes
+from memest.estimator.hardware.work import CUT
 from memest.estimator.ops.attention import check_gpu
 from memest.estimator.replay.call_log import CallRecorder
 from memest.estimator.replay.program import (
@@ -172,7 +173,7 @@ class _Watch:
     def training_starts(self) -> None:
         """Record the start of the training: the model is wrapped, the cache is empty."""
         self.virtual.mode.attribution.has_started = True
-        self.virtual.mode.work.restart()
+        del self.virtual.mode.work.events[:]
         self.virtual.mode.work.has_host = False
         self.num_setup = self._cut()
 
@@ -195,7 +196,7 @@ class _Watch:
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
         if row.phase is Phase.AFTER_BACKWARD:
-            self.virtual.mode.work.cut()
+            self.virtual.mode.work.events.append(CUT)
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
     def steps_done(self) -> None:
