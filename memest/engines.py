@@ -48,22 +48,22 @@ class Event:
 
 Watcher = Callable[[Event], None]
 
-_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("_watchers", default=())
+WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("WATCHERS", default=())
 
 
 @contextmanager
 def watched(by: Watcher) -> Iterator[None]:
     """Call `by` for every event in the block; nested blocks all get the events."""
-    token = _watchers.set((*_watchers.get(), by))
+    token = WATCHERS.set((*WATCHERS.get(), by))
     try:
         yield
     finally:
-        _watchers.reset(token)
+        WATCHERS.reset(token)
 
 
 def notify(event: Event) -> None:
     """Send an event to all watchers."""
-    for watcher in _watchers.get():
+    for watcher in WATCHERS.get():
         watcher(event)
 
 

@@ -55,7 +55,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
     require(*packages_of(plan))
-    _import_libraries(plan.model_name, plan.loop, plan.trust_remote_code)
+    import_libraries(plan.model_name, plan.loop, plan.trust_remote_code)
     found = _results_on_chips(plan, list(by_chip.values()), jobs)
     primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
     return summarise(
@@ -80,7 +80,7 @@ def packages_of(plan: TrainingPlan) -> Iterator[str]:
 
 
 @cache
-def _import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
+def import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
     """Import the modules that a plan's run needs before the run.
 
     Forked processes share them, and the garbage collector does not scan them during a run.

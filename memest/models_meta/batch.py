@@ -24,9 +24,7 @@ class Batch:
     """Arguments of one forward, in the order in which they are moved to the GPU."""
 
     inputs: Mapping[str, Tensor | bool]
-    """Ids, masks and labels are real, since models read their values; floats are on meta. Some
-    models also take flags, such as CLIP's `return_loss`.
-    """
+    """Ids, masks and labels with values, floats on meta, and flags such as `return_loss`."""
 
     loss_output: str = "loss"  # Output to differentiate. An output other than `loss` is averaged.
     image_size: int | None = None

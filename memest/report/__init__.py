@@ -134,9 +134,7 @@ class Verdict:
     """Bytes that the caching allocator can reserve on this GPU."""
 
     reserved_bytes: int
-    """Peak reserved on this GPU, up to the failure if the run is out of memory. Part of it can be
-    cached blocks that the allocator would give back.
-    """
+    """Peak reserved on this GPU, cached blocks included; up to the failure if out of memory."""
 
     spread_bytes: int = 0
     """Bytes of the limit that another driver of this GPU may take."""
@@ -226,9 +224,7 @@ class StepTime:
     """Share of the step in kernels without measured efficiency."""
 
     first_seconds: float = 0.0
-    """Part of `seconds` in which libraries choose or compile kernels for sizes that no step before
-    had. A long training has fewer of them.
-    """
+    """Part of `seconds` in which libraries choose or compile kernels for new sizes."""
 
     measured_in: str = ""
     """File of `MEMEST_PACE` with the times, of the host at least; empty if it is not set."""
@@ -428,9 +424,7 @@ class Prediction(Simulated, Report):
 
     @property
     def needs_bytes(self) -> int:
-        """The least limit under which the plan fits, on the chip of `gpu`. Without a verdict on
-        `gpu`, an upper bound: what it reserves without a limit.
-        """
+        """The least limit that fits on the chip of `gpu`; else an upper bound."""
         found = self.verdicts.get(self.gpu)
         return self.unlimited_reserved_bytes if found is None else found.needs_bytes
 

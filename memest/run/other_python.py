@@ -19,8 +19,7 @@ from memest.writing import cache_folder
 
 OLDEST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
 PURE = ("click", "tqdm")
-"""Dependencies of `memest run` that are only Python. NumPy and torch come from the script's
-environment."""
+"""Pure Python dependencies of `memest run`; the script's environment has NumPy and torch."""
 
 _PROBE = """
 import json, sys

@@ -25,7 +25,7 @@ def test_a_missing_package_of_a_plan_is_named_before_a_model_is_built(
     changes: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda name: name != package)
-    monkeypatch.setattr(predict, "_import_libraries", pytest.fail)
+    monkeypatch.setattr(predict, "import_libraries", pytest.fail)
 
     with pytest.raises(UnsupportedError, match=f"needs the package `{package}`"):
         predict.predict(TrainingPlan(model_name="gpt2", **changes))

@@ -33,19 +33,16 @@ STREAMS_PER_POOL = 32  # `kStreamsPerPool` (CUDAStream.cpp), per priority; then 
 MAX_SWITCHES = 400_000  # switches between streams, with their positions in the autograd graph
 SLOWEST = 2.2
 """Longest time of a rank's kernels, relative to that at peak rates: `scripts/measure_pace.py` on an
-H100 measured 1.3 to 2.2 for GPT-2's steps.
-"""
+H100 measured 1.3 to 2.2 for GPT-2's steps."""
 
 WATCHDOG_US = 100_000  # period of `kWatchdogThreadSleepMillis` (ProcessGroupNCCL.cpp)
 BEST_SHARE = 0.85
 """Share of the peak rates that an optimizer's kernels reach at best: 0.84 for AdamW over 740
-million fp32 parameters on an H100, measured by `scripts/measure_pace.py`.
-"""
+million fp32 parameters on an H100, measured by `scripts/measure_pace.py`."""
 
 WAIT_US = 2000.0
 """Time that a collective waits for the other ranks at the slowest pace. Assumed, not measured: it
-was chosen to fit FSDP1 scripts of the first 29 in validation/scripts/measured_ranks.json.
-"""
+was chosen to fit FSDP1 scripts of the first 29 in validation/scripts/measured_ranks.json."""
 
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 

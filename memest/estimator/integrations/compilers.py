@@ -28,9 +28,7 @@ TUNING = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 """Options of `torch.compile` with which Inductor times kernels (torch/_inductor/config.py)."""
 
 CAPTURES = "reduce-overhead"
-"""Mode of `torch.compile` with CUDA graphs, which have their own memory pools
-(https://docs.pytorch.org/docs/stable/generated/torch.compile.html).
-"""
+"""Mode of `torch.compile` with CUDA graphs, which have their own memory pools."""
 
 SCRIPTED = "`torch.jit` ran its functions eagerly: nothing is fused"
 

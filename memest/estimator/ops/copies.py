@@ -41,7 +41,7 @@ WITH_A_NUMBER = {
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call with the host tensor's number, if it is one of `WITH_A_NUMBER`."""
+    """Return a call of `WITH_A_NUMBER` with a number in place of the host tensor."""
     if func not in WITH_A_NUMBER or is_meta(args[2]):
         return func, args
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())

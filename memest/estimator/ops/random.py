@@ -508,9 +508,7 @@ def multinomial(c: KernelCall) -> Events:
 
 
 def _with_replacement(c: KernelCall) -> Events:
-    """Requests of sampling with replacement (MultinomialKernel.cu): normalised probabilities, their
-    cumulative sum, and a copy; a scan over blocks for a single row.
-    """
+    """Requests of sampling with replacement (MultinomialKernel.cu): probabilities, their sums."""
     size = c.self.nbytes
     scan = passing(cub.scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
     return c.outputs() + around((size, size, size), scan)

@@ -392,9 +392,7 @@ def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
 
 @registry.requests("logsumexp")
 def logsumexp(c: KernelCall) -> Events:
-    """Requests of `logsumexp_out_impl` (ReduceOps.cpp): maxima, a mask of infinite ones,
-    exponentials of the differences, their sum, and the result.
-    """
+    """Requests of `logsumexp_out_impl` (ReduceOps.cpp): maxima, mask, exponentials, sum, result."""
     dtype, dims, maxima = c.out.dtype, _dims_of(c), c.out.nbytes
     largest = reduce_bytes(c.self, dims, c.gpu, out_dtype=dtype, accumulator_bytes=dtype.itemsize)
     shifted = torch.empty(c.self.shape, dtype=dtype, device="meta")

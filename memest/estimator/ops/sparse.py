@@ -49,9 +49,7 @@ SparseRule = Callable[..., Any]
 FROM_PARTS = aten._sparse_coo_tensor_with_dims_and_tensors.default
 _set_data: Callable[[Tensor, Tensor], None] = vars(torch._C.TensorBase)["data"].__set__
 _ENTRIES_OF_A_BLOCK = 256
-"""Entries of a block in cuSPARSE, for a product by several columns. cuSPARSE stores four bytes per
-block; deduced from recorded calls.
-"""
+"""Entries per 4 bytes of workspace of cuSPARSE's product by several columns, as recorded."""
 
 
 def is_sparse(value: Any) -> bool:

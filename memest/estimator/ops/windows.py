@@ -133,9 +133,7 @@ def _copy_of_expanded(tensor: Tensor) -> tuple[int, ...]:
 
 @registry.requests("grid_sampler_2d")
 def grid_sampler(c: KernelCall) -> Events:
-    """Requests of `cudnn_grid_sampler_forward` (GridSampler.cpp of cudnn): copies of an expanded
-    image and of a grid with gaps. torch's own kernel requests nothing.
-    """
+    """Requests of `cudnn_grid_sampler_forward`: copies of an expanded image, a grid with gaps."""
     if not _is_by_cudnn(c):
         return c.outputs()
     return around(_copy_of_expanded(c.input) + contiguous_copy(c.grid), c.outputs())

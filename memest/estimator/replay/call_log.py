@@ -30,8 +30,7 @@ from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTab
 aten = torch.ops.aten
 
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
-"""bitsandbytes' choice of a kernel by a product's shapes (0.50.2, backends/cuda/ops.py); older
-releases have none."""
+"""bitsandbytes' choice of a kernel by shapes (0.50.2, backends/cuda/ops.py), if it has one."""
 
 READERS = ("lightning", "bitsandbytes")  # read the capability, but choose only by `GEMM_RULE`
 ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at most 16 elements

@@ -369,7 +369,7 @@ def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
 
 
 def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
-    """Return (kind of place, name) from the operator outwards; never empty."""
+    """Yield (`operator`, `module`, `phase` or `held for`, name), innermost first."""
     if site.op:
         yield "operator", site.op
     module = site.module

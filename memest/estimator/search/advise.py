@@ -16,16 +16,19 @@ False if the search ended for its number of predictions.
 
 import itertools
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from memest.engines import Event, notify
-from memest.errors import MemestError, PlanError
+from memest.child import forked
+from memest.engines import WATCHERS, Event, notify
+from memest.errors import MemestError, PlanError, result_or_error
 from memest.estimator.hardware.gpus import Gpu, find_gpu, list_gpus
-from memest.estimator.predict import predict
+from memest.estimator.predict import import_libraries, predict
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.search.changes import (
     LAST_RESORTS,
@@ -169,6 +172,7 @@ def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> 
     is_complete = True
     if not current.fits:
         techniques = techniques_for(search.plan, search.facts(prediction), target)
+        search.predict_ahead(techniques)
         try:
             search.run(techniques, options)
         except _Spent:
@@ -236,14 +240,41 @@ class _Search:
     num_predictions: int = 0
     refused: list[Refused] = field(default_factory=list)
     known: dict[TrainingPlan, Option] = field(default_factory=dict)  # predicted, in order
+    ahead: dict[TrainingPlan, Prediction | MemestError] = field(default_factory=dict)
+    jobs: int = os.cpu_count() or 1
     _facts: ModelFacts | None = None
 
     def predict_current(self) -> tuple[Option, Prediction]:
         """Predict the plan without a change; the caller handles an error."""
         self.num_predictions += 1
-        prediction = predict(self.plan)
+        import_libraries(self.plan.model_name, self.plan.loop, self.plan.trust_remote_code)
+        found = None
+        if self.jobs > 1:  # in a fork, since a process that has run autograd cannot fork again
+            with forked(partial(predict, self.plan)) as answer:
+                found = answer()
+        self.jobs = self.jobs if found else 1
+        prediction = found or predict(self.plan)
         self.known[self.plan] = self._option(self.plan, (), prediction)
         return self.known[self.plan], prediction
+
+    def predict_ahead(self, techniques: Sequence[Technique]) -> None:
+        """Predict single changes in `jobs` forked processes, and store the results in `ahead`."""
+
+        def singles(part: int) -> dict[TrainingPlan, Prediction | MemestError]:
+            WATCHERS.set(())
+            with suppress(_Spent):
+                for technique, cost in itertools.product(techniques[part :: self.jobs], Cost):
+                    if cost not in LAST_RESORTS:
+                        list(self._of_technique(technique, cost))
+            return self.ahead
+
+        if self.jobs > 1:
+            label = f"single changes in {self.jobs} processes"
+            notify(Event(label=label, is_done=False, weight=0, total=0, task=self.plan))
+            with ExitStack() as stack:
+                parts = [partial(singles, n) for n in range(min(self.jobs, len(techniques)))]
+                for answer in [stack.enter_context(forked(part)) for part in parts]:
+                    self.ahead |= answer() or {}
 
     def facts(self, prediction: Prediction) -> ModelFacts:
         """Return facts about the model for the changes; the model is built on the meta device."""
@@ -263,7 +294,11 @@ class _Search:
                 task: dict[str, Any] = {"label": title, "weight": 1, "task": plan}
                 task["total"] = self.max_predictions
                 notify(Event(is_done=False, **task))
-                prediction = predict(plan)
+                if plan not in self.ahead:
+                    self.ahead[plan] = result_or_error(predict, plan)
+                prediction = self.ahead[plan]
+                if isinstance(prediction, MemestError):
+                    raise prediction
                 self.known[plan] = self._option(plan, ordered, prediction)
                 notify(Event(is_done=True, result=self.known[plan], **task))
             known = self.known[plan]

@@ -288,9 +288,7 @@ class _Search:
 
 
 TECHNIQUES: dict[str, dict[str, Any]] = read_table(__file__, "techniques.json")
-"""Plan keys of each technique and combination, from the baseline on; AdamW where no optimizer is
-named. QLoRA checkpoints activations by default, as peft does.
-"""
+"""Plan keys of each technique and combination, from the baseline on; AdamW unless one is named."""
 
 _DECIDED = {
     "precision", "optim", "momentum", "nesterov", "act_ckpt", "use_lora", "use_qlora",

@@ -37,15 +37,13 @@ class TorchRelease:
     """cuBLAS and cuBLASLt share one workspace (pytorch/pytorch#175879)."""
 
     frees_cublas_workspace: bool = False
-    """Each call of cuBLAS or cuBLASLt allocates a workspace of its own and frees it
-    (`getCurrentCUDABlasHandleWithWorkspace`, pytorch/pytorch#194311)."""
+    """Each call of cuBLAS or cuBLASLt allocates and frees a workspace (pytorch/pytorch#194311)."""
 
     large_blackwell_workspace: bool = False
     """Blackwell's cuBLAS workspace is 32 MiB, the same as Hopper's (pytorch/pytorch#175344)."""
 
     dropout_in_sixteenths: bool = False
-    """cuDNN's attention refuses a dropout probability that is not a multiple of 1/16
-    (pytorch/pytorch#174245)."""
+    """cuDNN's attention needs a dropout in multiples of 1/16 (pytorch/pytorch#174245)."""
 
     casts_rms_norm: bool = False  # autocast runs `rms_norm` in float32 (ATen/autocast_mode.h)
     fuses_rms_norm: bool = True

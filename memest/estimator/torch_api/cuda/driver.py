@@ -212,10 +212,10 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 FACTS: dict[str, Any] = read_table(__file__, "facts.json")
 """Functions without a simulation of their own, by the part of torch that has them.
 
-They return `constants`, the `number of GPUs` or the `current GPU`. Functions of `torch._C` that are
-`refused` have their names for the script. `dtypes` are those of
+They return `constants`, the `number of GPUs` or the `current GPU`. `refused` are functions of
+`torch._C` that raise, with the name to report. `dtypes` are those of
 `torch.accelerator.get_device_capability`, the architectures those of the wheels for CUDA 13.0.
-`nvml` has constants of nvml.h and answers of NVML.
+`nvml` has constants of nvml.h and return values of NVML.
 """
 
 
