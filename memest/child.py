@@ -125,7 +125,7 @@ class Child:
         self._forget_answer()
 
     def answer(self) -> Any:
-        """Wait for the end; return or raise what the work did, or `DiedError` without an answer."""
+        """Wait for the end; return the work's result, or raise its error or a `DiedError`."""
         status = self.wait() or 0
         try:
             if status:

@@ -145,7 +145,7 @@ class FineTune(L.LightningModule):
         self._record(Phase.AFTER_BACKWARD)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, then record the last phase of it."""
+        """Run the optimizer's step, then record the step's last phase."""
         super().optimizer_step(*args, **kwargs)
         if self._task.job.recorder.is_last_micro_batch:
             self._record(Phase.AFTER_OPTIMIZER_STEP)

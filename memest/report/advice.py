@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def render_advice(advice: Advice) -> str:
-    """The verdict, what makes the plan fit, what is not enough, and what was not looked at."""
+    """Return the advice as text: verdict, changes that fit, that do not, and not tried."""
     sections = [
         _heading(advice),
         [] if advice.fits or advice.options else _nothing(advice),
@@ -104,7 +104,7 @@ _NOUNS = {"batch_size": "batch size", "seq_len": "sequence length"}
 
 
 def render_largest(rows: Sequence[Largest]) -> str:
-    """One line for each GPU, then the assumptions and the end of the search."""
+    """Return a line for each GPU, then the assumptions and how the search ended."""
     plan = rows[0].plan
     noun = _NOUNS[rows[0].key]
     lines = [f"{plan.label}: the largest {noun} that fits"]
@@ -128,7 +128,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
 
 
 def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
-    """Techniques down, GPUs across; in the cells the largest value and the margin."""
+    """Return a table: a row per technique, a column per GPU, largest value and margin."""
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     names = list(dict.fromkeys(row.technique for row in rows))
     by_cell = {(row.technique, row.gpu): row for row in rows}
@@ -160,12 +160,12 @@ def _figures(row: Largest) -> list[str]:
 
 
 def json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One JSON object a line."""
+    """Return JSON Lines: an object for each row."""
     return "\n".join(json.dumps(row) for row in rows)
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A head line and one line a row; lists are joined by a space."""
+    """Return CSV text: a header, then a line per row; lists are joined by a space."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()

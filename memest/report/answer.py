@@ -49,7 +49,7 @@ def plain(text: str) -> str:
 
 
 def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
-    """The verdict on one GPU, the needed memory and the margin, in colours."""
+    """Return a coloured line: the verdict on one GPU, the needed memory and the margin."""
     needs, usable = gib_or_mib(verdict.needs_bytes), gib_or_mib(verdict.limit_bytes)
     paints = COLOURS[verdict.word]
     if verdict.verdict is Outcome.OOM:
@@ -121,7 +121,7 @@ def moment(step: int, phase: str) -> str:
 
 
 def shares(kinds: Iterable[tuple[str, int]]) -> str:
-    """Each kind's share of the whole, largest first; kinds of one share are named together.
+    """Return each kind's share as text, largest first; kinds with equal shares are joined.
 
     >>> shares([("params", 32), ("grads", 32), ("batch", 4), ("optimizer", 32)])
     '32 % each for params, grads and optimizer, 4 % for the rest'

@@ -15,7 +15,7 @@ _HEADER = [
 
 
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
-    """The table of totals, then the summary, then where the large residuals begin."""
+    """Return the table of totals, the summary, and the phases in which large errors begin."""
     lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
     lines += ["", *_summary(summary), *_residuals(comparisons), *_others(comparisons, summary)]
     return "\n".join(lines)
@@ -89,7 +89,7 @@ def _summary(summary: Summary) -> list[str]:
 
 
 def _residuals(comparisons: Sequence[Comparison]) -> list[str]:
-    """Residuals of the runs that are off by more than half a per cent, or 256 MiB."""
+    """Return lines on runs whose error is more than 0.5 %, or 256 MiB."""
     return [
         f"residual of {c.name}: {c.residual}"
         for c in comparisons

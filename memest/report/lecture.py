@@ -52,7 +52,7 @@ class Chart:
 
     @property
     def top(self) -> float:
-        """End of the axis, GiB."""
+        """Upper end of the memory axis, GiB."""
         columns = zip(*(series.values for series in self.series), strict=True)
         return 1.12 * max(self.limit, *map(sum, columns))
 
@@ -69,7 +69,7 @@ class Slide:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A row, and the row before it with the fewest changes."""
+    """An experiment, and the earlier one that differs from it least."""
 
     before: Row
     after: Row
@@ -243,7 +243,7 @@ class Lecture:
         )
 
     def _build_up(self) -> list[Slide]:
-        """Return one step in five frames, of the first row that fits."""
+        """Return five slides that build up one step, of the first experiment that fits."""
         row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
         if row is None:
             return []
@@ -395,7 +395,7 @@ def _optimizer(plan: TrainingPlan) -> str:
 
 
 def _held(moment: PhaseRow) -> dict[str, int]:
-    """Return the bytes at a probe by kind, and the highest level since the probe before."""
+    """Return the bytes at a probe by kind, and the peak since the previous probe."""
     between = max(0, moment.peak_allocated_bytes - moment.allocated_bytes)
     return {**moment.kinds, "between": between}
 

@@ -242,7 +242,7 @@ def _totals(report: SimulatedReport) -> list[str]:
 
 
 def tokens_of(plan: Mapping[str, Any]) -> str:
-    """Tokens of a sample, for a report.
+    """Return the tokens of a sample as text.
 
     >>> tokens_of({"seq_len": 512}), tokens_of({"seq_len": None, "lengths": [96, 512]})
     ('512 tokens', '2 lengths from 96 to 512 tokens')
@@ -280,7 +280,7 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def _closed_form(found: ClosedForm | None) -> list[str]:
-    """The textbook's bytes per layer, and what leads from them to the traced ones."""
+    """Return lines on the textbook's bytes per layer and their difference to the simulated."""
     if found is None:
         return []
     letters = ", ".join(f"{k} = {v}" for k, v in found.letters.items())
@@ -299,7 +299,7 @@ def _closed_form(found: ClosedForm | None) -> list[str]:
 
 
 def rank_rows(report: SimulatedReport) -> list[list[str]]:
-    """A table of the ranks that were run, with a head."""
+    """Return a table of the ranks that were run, with a header."""
     unit = unit_in(report)
     rows = [[f"by rank, {unit.name}", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:

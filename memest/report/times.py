@@ -44,7 +44,7 @@ def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
 
 
 def read_prices(given: str | None) -> dict[str, float]:
-    """Return prices of an hour: a number for every GPU, or those of a file or of a catalogue.
+    """Return prices of an hour by GPU: one number for all, or the prices in a file or catalogue.
 
     `given` is a number, a YAML or JSON file, or a folder of catalogues by gpuhunt.
 

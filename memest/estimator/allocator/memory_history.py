@@ -88,7 +88,7 @@ class MemoryHistory:
         self._stack = self._gather() if self.context >= Context.STATE else None
 
     def storage_freed(self, address: int) -> None:
-        """Record the current stack as that of the free of the storage at `address`."""
+        """Record the current stack for the free of the storage at `address`."""
         if self.context >= Context.ALL:
             self._freed_at[address] = self._gather()
 

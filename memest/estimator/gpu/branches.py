@@ -81,7 +81,7 @@ class WaitingLoops:
         return not guess
 
     def _takes_other_way(self, frame: FrameType | None) -> bool:
-        """Return whether `frame` or its caller is in a loop that waits, at an even iteration."""
+        """Return whether `frame` or a caller is in a waiting loop, in every second iteration."""
         running = {key for key, rounds in self._rounds.items() if not rounds % 2}
         while running and frame is not None:
             number = frame.f_lineno

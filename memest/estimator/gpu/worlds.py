@@ -101,7 +101,7 @@ class Mailbox:
         return self._folder is not None and self._path_of(key).exists()
 
     def arrive(self, place: object, ranks: Collection[int]) -> None:
-        """Wait at `place` for those of `ranks` that run together with this one."""
+        """Wait until each of `ranks` that runs together with this rank has reached `place`."""
         if self._companions:
             self.post((place, self._own), None)
         for other in self._companions.intersection(ranks):

@@ -37,7 +37,7 @@ WITH_A_NUMBER = {
     aten.masked_fill.Tensor: aten.masked_fill.Scalar,
     aten.masked_fill_.Tensor: aten.masked_fill_.Scalar,
 }
-"""Overloads that take as number what operators read from a host tensor (Indexing.cu)."""
+"""Overloads with a number, for operators that read it from a 0-d host tensor (Indexing.cu)."""
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:

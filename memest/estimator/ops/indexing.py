@@ -349,7 +349,7 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
 
 
 def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
-    """Refuse a mask of another shape than what it selects from, as `expandTensors` does."""
+    """Refuse a mask whose shape differs from the indexed tensor's, as `expandTensors` does."""
     places: list[Any] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES

@@ -309,7 +309,7 @@ def recurrent_backward(c: KernelCall) -> Events:
 
 
 def _sums_over_samples(c: KernelCall, gates: int, bias: int) -> Events:
-    """Requests of the gradient of a bias, the sum of that of the gates; none without a bias."""
+    """Requests of a bias's gradient, the sum of the gates' gradients; none without a bias."""
     if c.out[bias] is None:
         return []
     tensor: Tensor = c.out[gates]

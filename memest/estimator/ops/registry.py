@@ -323,7 +323,7 @@ def op(
     """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
 
     `before` and `after` return bytes; 0 is no request. `then` returns the events after the outputs
-    in their place. `about` is what is allocated and the source.
+    in their place. `about` describes the requests and their source.
     """
 
     def rule(call: KernelCall) -> Scratch | Events:

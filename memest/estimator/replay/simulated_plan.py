@@ -104,7 +104,7 @@ _Traces = list[tuple[Gpu, TracedPlan, Calls]]
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
-    """Return the program of `plan` on `gpu`: the worst rank's, with those of `others`.
+    """Return the program of `plan` on `gpu`: the worst rank's; its `others` are the other ranks'.
 
     The program is cached for plans that differ only in limits and steps. The program of a second
     chip is made from the calls on the first, if the plan makes the same calls there.
