@@ -32,8 +32,7 @@ from memest.units import MIB, gib_or_mib
 DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")  # where the user names none
 CONTEXT_RANGE_BYTES = 64 << 20
 """Largest context of the single-GPU runs in validation/runs (H100 and H200, driver 580), 824 MiB,
-less the catalogue's 760 MiB. CUDA loads a kernel when it first runs, so contexts differ by run.
-"""
+less the catalogue's 760 MiB. CUDA loads a kernel when it first runs, so contexts differ by run."""
 
 LARGEST_MEMORY_RANGE = 0.013
 """Largest difference of usable memory between drivers of one GPU, as a share: the T4's in

@@ -46,13 +46,11 @@ NUM_NEAREST = 8  # measured calls to which the plane is fitted, by the inverse s
 RIDGE = 0.01  # added to the squares of the slopes
 LEAST_SQUARE = 0.01  # added to squared distances: calls of the same sizes differ too
 """Eight neighbours and this ridge are about best on held-out calls, of 6 to 24 neighbours
-and ridges of 0.003 to 1.
-"""
+and ridges of 0.003 to 1."""
 
 PAUSE_S = 1.3e-6
 """Pause between two kernels of a busy GPU: seven trainings on an H100 took 1.2 to 1.8 microseconds
-a kernel longer than the sum of their kernels (`torch.profiler`).
-"""
+a kernel longer than the sum of their kernels (`torch.profiler`)."""
 
 LEAST_S = 1.2e-6  # shortest kernels of eleven trainings on an H200 (`torch.profiler`)
 BANDWIDTH_SHARE = 0.88  # of the data sheet's bandwidth that kernels reach

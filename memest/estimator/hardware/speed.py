@@ -20,13 +20,11 @@ from memest.plan.reading import read_table
 
 LAUNCH_US = 15.6
 """Host microseconds of an operator in an eager training step: `scripts/measure_pace.py` on the host
-of an H200, torch 2.11.
-"""
+of an H200, torch 2.11."""
 
 SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
 """(MiB, microseconds): least host time of a `cudaMalloc` in eleven: `scripts/measure_pace.py` on
-the host of an H100. On another host it took up to eight times as long.
-"""
+the host of an H100. On another host it took up to eight times as long."""
 
 LOAD_US = 2500.0
 """Least host microseconds of an operator's first launch, which loads kernels. 0 where the GPU is
@@ -37,13 +35,11 @@ too.
 
 LAUNCH_QUEUE = 1022
 """Launches that a stream queues before the GPU has run the first of them; the next launch blocks
-the host. `scripts/measure_pace.py` on an H100, driver 580.
-"""
+the host. `scripts/measure_pace.py` on an H100, driver 580."""
 
 PAGEABLE_GB_S = 7.4
 """GB/s of a copy from pageable memory, which the driver stages in its own pinned memory:
-`scripts/measure_pace.py` on an H100. It measured 2.7 for copies to new pageable memory.
-"""
+`scripts/measure_pace.py` on an H100. It measured 2.7 for copies to new pageable memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +62,7 @@ _BY_CAPABILITY = {
     for capability, rates in read_table(__file__, "kinds.json")["rates"].items()
 }
 """Rates by compute capability, from NVIDIA's data sheets of V100 SXM2, T4, A100 80GB SXM, A10,
-RTX 4090, H200 SXM, B200 and RTX 5090.
-"""
+RTX 4090, H200 SXM, B200 and RTX 5090."""
 
 
 def speed_of(gpu: Gpu) -> Speed:

@@ -57,8 +57,7 @@ MAX_MICRO_BATCHES = 2  # that differ: one makes gradients, one adds to them
 MAX_MICRO_BATCHES_APART = 3
 """Simulated micro-batches of a step if its last differs from the others. A strategy sums gradients
 over the GPUs in the last one only. The Trainer of transformers loads all batches of a step at once
-and frees them one by one.
-"""
+and frees them one by one."""
 
 _REPLAY_KEYS: dict[str, Any] = {
     "name": "",

@@ -44,8 +44,7 @@ _QUANTIZED = [
 SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED, *_QUANTIZED)
 """Plan keys of each setting. Adapters train with AdamW, and 4-bit weights are multiplied in
 bf16, as in QLoRA's paper (arXiv:2305.14314). QLoRA checkpoints activations, which is
-peft's default.
-"""
+peft's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
