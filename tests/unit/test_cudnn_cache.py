@@ -22,11 +22,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_answers_are_read_back() -> None:
     first = Answers("91900-h100")
     key = first.key((1, 2, 3), "forward", True)
-    assert first.get(key) is None
+    assert first.stored.get(key) is None
     first.put(key, (512, 1))
     first.write()
-    assert Answers("91900-h100").get(key) == (512, 1)
-    assert Answers("90800-h100").get(key) is None, "another cuDNN"
+    assert Answers("91900-h100").stored.get(key) == (512, 1)
+    assert Answers("90800-h100").stored.get(key) is None, "another cuDNN"
     assert key != first.key((1, 2, 3), "forward", False)
 
 
@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_written_is_passed_over(folder: Path) -> None:
     answers = Answers("x")
     answers.put("key", (7,))
     answers.write()
-    assert answers.get("key") == (7,)
+    assert answers.stored.get("key") == (7,)
 
 
 def test_the_file_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_the_file_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     answers.write()
     kept = json.loads(answers.path.read_text())
     assert list(kept) == [str(i) for i in range(15, 25)]
-    assert answers.get("0") == (0,), "in the process every answer stays"
+    assert answers.stored.get("0") == (0,), "in the process every answer stays"
 
 
 def test_writers_at_the_same_time_leave_a_whole_file() -> None:

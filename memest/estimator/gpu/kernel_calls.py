@@ -194,8 +194,7 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
             if t is None or is_on_gpu(t)
         ]
     )
-    call = op.call(args, kwargs, out, gpu, more)
-    made = op.requests(call) if op.requests else None
+    made = op.requests(op.call(args, kwargs, out, gpu, more)) if op.requests else None
     is_partial = not op.is_modelled(args, kwargs, gpu)
     events: list[tuple[int | None, int | None]]
     if made is None or isinstance(made, Scratch):

@@ -71,13 +71,6 @@ class _Call:
     gpu: Gpu = field(kw_only=True)
     release: TorchRelease = field(kw_only=True, default_factory=simulated)
 
-    @property
-    def needs_grad(self) -> bool:
-        """True if query, key or value has a gradient: `input_requires_grad`, without the mask."""
-        return torch.is_grad_enabled() and any(
-            t.requires_grad for t in (self.query, self.key, self.value)
-        )
-
 
 def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
     """Return the backend that `_fused_sdp_choice` picks for a call with the fields of `_Call`.
@@ -153,7 +146,8 @@ def _can_use_flash(call: _Call) -> bool:
     capability = call.gpu.capability
     small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     untrainable = 192 < head_dim <= 224 or (head_dim > 224 and call.dropout_p > 0)
-    if small_shared_memory and call.needs_grad and untrainable:
+    needs_grad = _needs_grad(call.query, call.key, call.value)
+    if small_shared_memory and needs_grad and untrainable:
         return False
     # check_flash_causal_non_square_seqlens
     if call.is_causal and call.query.size(-2) != call.key.size(-2):
@@ -268,25 +262,26 @@ def scaled_dot_product_attention(
     Replaces `aten::scaled_dot_product_attention` above autograd, so that autograd records them.
     """
     refuse_attention(query, key, value, attn_mask)
-    backend = choose_backend(
-        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, gpu=gpu
-    )
+    given, how = (query, key, value), (dropout_p, is_causal)
+    backend = choose_backend(*given, attn_mask, *how, enable_gqa=enable_gqa, gpu=gpu)
     # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
     masked_out = -65504.0 if backend == SDPBackend.CUDNN_ATTENTION else -math.inf
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    how: tuple[Any, ...] = dropout_p, is_causal
-    if backend == SDPBackend.CUDNN_ATTENTION:
-        op, how = aten._scaled_dot_product_cudnn_attention, (attn_mask, needs_grad, *how, False)
-        return _first_result(op.default, query, key, value, *how, scale=scale)
     if backend == SDPBackend.FLASH_ATTENTION:
-        return _flash(query, key, value, dropout_p, is_causal, scale)
-    if backend == SDPBackend.EFFICIENT_ATTENTION:
-        if attn_mask is not None:
-            attn_mask = _aligned_mask(attn_mask, query, key)
-        op, how = aten._scaled_dot_product_efficient_attention, (attn_mask, needs_grad, *how)
-        return _first_result(op.default, query, key, value, *how, scale=scale)
-    return math_attention(query, key, value, attn_mask, *how, scale=scale, enable_gqa=enable_gqa)
+        return _flash(*given, *how, scale)
+    if backend == SDPBackend.MATH:
+        return math_attention(*given, attn_mask, *how, scale=scale, enable_gqa=enable_gqa)
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        op, last = aten._scaled_dot_product_cudnn_attention.default, [False]
+    else:
+        op, last = aten._scaled_dot_product_efficient_attention.default, []
+        attn_mask = None if attn_mask is None else _aligned_mask(attn_mask, query, key)
+    return _first_result(op, *given, attn_mask, _needs_grad(*given), *how, *last, scale=scale)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    """Return whether a tensor has a gradient: `input_requires_grad`, which ignores the mask."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
@@ -354,12 +349,8 @@ def math_attention(
     factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
     scaled = aten.mul.Scalar(query_acc, -factor if scale is not None and scale < 0 else factor)
     if is_causal:
-        lower = aten.ones.default(
-            [query.size(-2), key.size(-2)],
-            dtype=torch.bool,
-            layout=torch.strided,
-            device=query.device,
-        ).tril()
+        sides, device = [query.size(-2), key.size(-2)], query.device
+        lower = aten.ones.default(sides, dtype=torch.bool, device=device).tril()
         attn_mask = _additive_mask(lower, query_acc.dtype)
         del lower
     all_keys, all_values = key_acc, value_acc

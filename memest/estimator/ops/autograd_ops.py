@@ -11,7 +11,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -216,7 +215,7 @@ def _register_once() -> None:
         if op in policies:
             kernel = _with_policy(op, policies[op], kernel)
         if op in since_2_12:
-            kernel = partial(_by_release, kernel, _with_policy(op, _to_float32, kernel))
+            kernel = _by_release(kernel, _with_policy(op, _to_float32, kernel))
         aten.impl(op, kernel, KEY_NAME, with_keyset=True)
     with warnings.catch_warnings():  # C++ warns once that a kernel replaces another
         warnings.simplefilter("ignore")
@@ -225,11 +224,9 @@ def _register_once() -> None:
                 aten.impl(op, _under_vmap(op, decisions[op]), key)
 
 
-def _by_release(
-    plain: Callable[..., Any], cast: Callable[..., Any], keyset: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _by_release(plain: Callable[..., Any], cast: Callable[..., Any]) -> Callable[..., Any]:
     """Cast the inputs of `rms_norm` in autocast, if the simulated release of torch does."""
-    return (cast if simulated().casts_rms_norm else plain)(keyset, *args, **kwargs)
+    return lambda *args, **kwargs: (cast if simulated().casts_rms_norm else plain)(*args, **kwargs)
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:

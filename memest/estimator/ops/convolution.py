@@ -8,7 +8,7 @@ first below.
 import atexit
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -107,11 +107,10 @@ def workspace(
 ) -> Workspace:
     """Return the workspace of one direction on `gpu`."""
     if (installed := installed_for(gpu)) is not None:
-        answers = answers_of(installed, gpu.chip)
-        key = answers.key(shapes, direction, kernels.are_deterministic, kernels.are_without_tf32)
-        found = answers.get(key)
-        if found is None:
-            found = answers.put(key, _first_plan(installed, shapes, direction, gpu, kernels))
+        asked = shapes, direction, kernels.are_deterministic, kernels.are_without_tf32
+        found = answers_of(installed, gpu.chip).find(
+            asked, lambda: _first_plan(installed, shapes, direction, gpu, kernels)
+        )
         if found:
             return Workspace(found[0], not found[1] and installed.is_measured(gpu))
     return Workspace(workspace_bytes(shapes, direction), is_by_library=False)
@@ -133,10 +132,7 @@ def _first_plan(
     installed: Library, shapes: ConvolutionShapes, direction: str, gpu: Gpu, kernels: Kernels
 ) -> tuple[int, ...]:
     """Return workspace and `Plan.is_estimated` of the first plan; empty if cuDNN has none."""
-    try:
-        plan = installed.first_plan(shapes, direction, gpu.chip, kernels)
-    except CudnnError:
-        return ()
+    plan = installed.first_plan(shapes, direction, gpu.chip, kernels)
     return () if plan is None else (plan.workspace_bytes, int(plan.is_estimated))
 
 
@@ -151,16 +147,12 @@ def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[in
     installed = installed_for(gpu)
     if installed is None:
         return tuple(filter(None, [workspace_bytes(shapes, direction)]))
-    answers = answers_of(installed, gpu.chip)
-    key = answers.key(shapes, direction, "tried")
-    found = answers.get(key)
-    if found is None:
-        try:
-            sizes = {p.workspace_bytes for p in installed.all_plans(shapes, direction, gpu.chip)}
-        except CudnnError:  # cuDNN refuses the call
-            sizes = set()
-        found = answers.put(key, tuple(sorted(sizes - {0}, reverse=True)[:2]))
-    return found
+
+    def largest() -> Answer:
+        sizes = {p.workspace_bytes for p in installed.all_plans(shapes, direction, gpu.chip)}
+        return tuple(sorted(sizes - {0}, reverse=True)[:2])
+
+    return answers_of(installed, gpu.chip).find((shapes, direction, "tried"), largest)
 
 
 # ------------------------------------------------------------------- stored answers
@@ -179,7 +171,7 @@ class Answers:
 
     def __init__(self, fingerprint: str) -> None:
         self.path = cache_folder() / f"cudnn-{fingerprint}.json"
-        self._found = self._read()
+        self.stored = self._read()
         self._num_new = 0
         atexit.register(self.write)
 
@@ -189,24 +181,29 @@ class Answers:
         text = repr((shapes, settings)).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
-    def get(self, key: str) -> Answer | None:
-        """Return the stored answer; None if there is none."""
-        return self._found.get(key)
+    def find(self, asked: tuple[Any, ...], compute: Callable[[], Answer]) -> Answer:
+        """Return the answer about `asked`, by default `compute()`; () if cuDNN refuses the call."""
+        key = self.key(*asked)
+        if key not in self.stored:
+            try:
+                self.put(key, compute())
+            except CudnnError:
+                self.put(key, ())
+        return self.stored[key]
 
-    def put(self, key: str, answer: Answer) -> Answer:
-        """Store an answer and return it."""
-        self._found[key] = answer
+    def put(self, key: str, answer: Answer) -> None:
+        """Store an answer."""
+        self.stored[key] = answer
         self._num_new += 1
         if self._num_new >= WRITE_EVERY:
             self.write()
-        return answer
 
     def write(self) -> None:
         """Add the new answers to the file; a folder that cannot be written is passed over."""
         if not self._num_new:
             return
         self._num_new = 0
-        merged = self._read() | self._found
+        merged = self._read() | self.stored
         kept = dict(list(merged.items())[-MOST_ANSWERS:])
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
