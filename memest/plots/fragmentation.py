@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from memest.estimator.search.scaling import Growth
+from memest.plots import style
 from memest.plots.scaling import spread
-from memest.plots.style import HEIGHT, LABEL, TICK, VALUE, WIDTH, Panel, require, shortened, slide
+from memest.plots.style import Panel, require, shortened, slide
 from memest.plots.words import plan_line
 from memest.report import Prediction
 from memest.units import GIB
@@ -34,7 +35,7 @@ def plot_fragmentation(
     """
     require(list(runs))
     with slide(dark=dark) as canvas:
-        width, height = WIDTH - _LEFT - _COLUMN, HEIGHT - _TOP - _BOTTOM
+        width, height = style.WIDTH - _LEFT - _COLUMN, style.HEIGHT - _TOP - _BOTTOM
         panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
         _set_axes(panel.axes, runs, gpu_limit_bytes)
         steps = range(1, len(runs[0].allocated) + 1)
@@ -45,7 +46,7 @@ def plot_fragmentation(
         )  # fmt: skip
         panel.axes.annotate(
             "in use at the peak of each step", (0.5, 0.02), xycoords="axes fraction", ha="center",
-            va="bottom", size=VALUE, weight="bold", zorder=6, gid="allocated:name",
+            va="bottom", size=style.VALUE, weight="bold", zorder=6, gid="allocated:name",
         )  # fmt: skip
         for run, look in zip(runs, _LOOKS, strict=False):
             _draw_run(panel, run, look, gpu_limit_bytes / GIB)
@@ -57,7 +58,7 @@ def plot_fragmentation(
         lengths = report.plan.get("lengths")
         span = f"{min(lengths)} to {max(lengths)} tokens" if lengths else ""
         canvas.write_title(f"{report.name}: {title}", plan_line(report, span))
-        canvas.write(0.4, 1.2, _reason(runs[0], gpu_limit_bytes), size=VALUE, gid="reason")
+        canvas.write(0.4, 1.2, _reason(runs[0], gpu_limit_bytes), size=style.VALUE, gid="reason")
     return canvas.figure
 
 
@@ -81,9 +82,9 @@ def _set_axes(axes: Axes, runs: Sequence[Growth], limit_bytes: int) -> None:
     axes.set(xlim=(1, max(2, len(runs[0].allocated))))
     axes.set(ylim=(0, 1.12 * max(highest, limit_bytes if is_near else 0) / GIB))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    axes.set_xlabel("optimizer step", size=LABEL, labelpad=4)
-    axes.set_ylabel("GiB", size=LABEL)
-    axes.tick_params(labelsize=TICK)
+    axes.set_xlabel("optimizer step", size=style.LABEL, labelpad=4)
+    axes.set_ylabel("GiB", size=style.LABEL)
+    axes.tick_params(labelsize=style.TICK)
 
 
 def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) -> None:
@@ -131,8 +132,8 @@ def _draw_column(panel: Panel, runs: Sequence[Growth]) -> None:
         left, room = width + 0.88, _COLUMN - 0.98
         oom = f"  OOM in step {run.failed_step + 1}" if run.failed_step is not None else ""
         text = f"{max(run.reserved) / GIB:.1f} GiB{oom}"
-        panel.write(left, place, text, size=LABEL, weight="bold", gid=f"end:{run.alloc_conf}")
+        panel.write(left, place, text, size=style.LABEL, weight="bold", gid=f"end:{run.alloc_conf}")
         panel.write(
-            left, place - 0.36, shortened(run.label, VALUE, room), size=VALUE,
+            left, place - 0.36, shortened(run.label, style.VALUE, room), size=style.VALUE,
             color=panel.theme.muted, gid=f"name:{run.alloc_conf}",
         )  # fmt: skip

@@ -9,21 +9,8 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from memest.plots.style import (
-    HEIGHT,
-    SMALL,
-    TICK,
-    VALUE,
-    VERDICTS,
-    WIDTH,
-    Panel,
-    Theme,
-    require,
-    shortened,
-    slide,
-    text_on,
-    text_width,
-)
+from memest.plots import style
+from memest.plots.style import Panel, Theme, require, shortened, slide, text_on, text_width
 from memest.plots.words import dotted, gpu_label, version_words
 from memest.report import Outcome, Verdict
 from memest.units import GIB
@@ -112,7 +99,7 @@ def plot_fits(
             return _Cell("OOM", "", theme.band[1], is_oom=True)
         needs = verdict.needs_bytes / GIB
         share = verdict.needs_bytes / max(1, verdict.limit_bytes)
-        color = VERDICTS.get(verdict.word) or _shade(share, dark)
+        color = style.VERDICTS.get(verdict.word) or _shade(share, dark)
         return _Cell(f"{needs:.1f}", f"{needs:.0f}", color)
 
     return _draw_table(
@@ -130,7 +117,7 @@ def plot_fits(
         ),
         keys=[
             *zip(_shades(dark), ("empty", "half full", "full"), strict=True),
-            *((color, word) for word, color in VERDICTS.items() if word in words),
+            *((color, word) for word, color in style.VERDICTS.items() if word in words),
         ],
         dark=dark,
     )
@@ -155,10 +142,10 @@ def _draw_table(
     dark: bool,
 ) -> Figure:
     rows, columns = names
-    inches = (HEIGHT - _TOP - _BOTTOM) * max(1.0, len(rows) / MAX_ROWS)
+    inches = (style.HEIGHT - _TOP - _BOTTOM) * max(1.0, len(rows) / MAX_ROWS)
     height = inches + _TOP + _BOTTOM
-    left = _LEFT + 0.2 + min(3.6, max(text_width(row, VALUE) for row in rows))
-    width = WIDTH - left - _RIGHT
+    left = _LEFT + 0.2 + min(3.6, max(text_width(row, style.VALUE) for row in rows))
+    width = style.WIDTH - left - _RIGHT
     with slide(dark=dark, height=height) as canvas:
         theme = canvas.theme
         panel = canvas.panel(left, _BOTTOM, width, inches)
@@ -171,8 +158,8 @@ def _draw_table(
         size = _size_for(every, min(24.0, 0.68 * 72 * tall), wide)
         for i, row in enumerate(rows):
             axes.text(
-                -0.15 / wide, i + 0.5, shortened(row, VALUE, left - _LEFT - 0.2),
-                ha="right", va="center_baseline", size=VALUE,
+                -0.15 / wide, i + 0.5, shortened(row, style.VALUE, left - _LEFT - 0.2),
+                ha="right", va="center_baseline", size=style.VALUE,
             )  # fmt: skip
             for j, made in enumerate(cells[i]):
                 _draw_cell(panel, (i, j), made, size)
@@ -191,7 +178,7 @@ def _size_for(cells: Sequence[_Cell], size: float, wide: float) -> float:
     """Return the largest size at which all cells can be written, all in one size."""
     texts = [cell.short or cell.text for cell in cells if not cell.is_oom and cell.text]
     widest = max((text_width(text, size, bold=True) for text in texts), default=0.0)
-    return max(float(SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
+    return max(float(style.SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
 
 
 def _draw_cell(panel: Panel, place: tuple[int, int], cell: _Cell, size: float) -> None:
@@ -219,13 +206,14 @@ def _write_columns(panel: Panel, columns: Sequence[str]) -> None:
     """Write the column heads, on two lines if needed; skip some if columns are narrow."""
     wide = panel.per_x
     heads = [_wrapped(column, wide - 0.06) for column in columns]
-    widest = max(text_width(line, TICK) for head in heads for line in head)
+    widest = max(text_width(line, style.TICK) for head in heads for line in head)
     step = 1
     if max(map(len, heads)) == 1:  # numbers: leave some out instead of cutting them
         step = next(n for n in _STEPS if n * wide > min(widest, 0.6) + 0.12 or n == _STEPS[-1])
     for j in dict.fromkeys((0, *range(step - 1, len(columns), step))):
         lines = heads[j]
-        size = TICK if all(text_width(t, TICK) < step * wide - 0.06 for t in lines) else SMALL
+        has_room = all(text_width(t, style.TICK) < step * wide - 0.06 for t in lines)
+        size = style.TICK if has_room else style.SMALL
         text = "\n".join(shortened(line, size, step * wide - 0.06) for line in lines)
         panel.axes.text(
             j + 0.5, -0.14 / panel.per_y, text, ha="center", va="baseline", size=size,
@@ -235,7 +223,7 @@ def _write_columns(panel: Panel, columns: Sequence[str]) -> None:
 
 def _wrapped(text: str, inches: float) -> list[str]:
     words = text.split()
-    if text_width(text, TICK) <= inches or len(words) < 2:
+    if text_width(text, style.TICK) <= inches or len(words) < 2:
         return [text]
     middle = min(
         range(1, len(words)), key=lambda n: max(len(" ".join(words[:n])), len(" ".join(words[n:])))

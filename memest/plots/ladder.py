@@ -2,30 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from memest.plots.style import (
-    HEIGHT,
-    KINDS,
-    OF_STRATEGIES,
-    SMALL,
-    VALUE,
-    VERDICTS,
-    WIDTH,
-    Canvas,
-    Panel,
-    require,
-    row_size,
-    shortened,
-    slide,
-    text_on,
-    text_width,
-    widest_gap,
-)
+from memest.plots import style
+from memest.plots.style import Canvas, Panel, require, shortened, slide, text_on, text_width
 from memest.plots.words import (
     dotted,
     gpu_label,
@@ -43,10 +26,10 @@ UNKNOWN = "unknown"  # kind of the need beyond a failure, whose contents were no
 
 def peak_parts(report: Prediction) -> dict[str, int]:
     """Return bytes at the peak by the kinds of `KINDS`; they add up to the peak allocated."""
-    parts = dict.fromkeys(KINDS, 0)
+    parts = dict.fromkeys(style.KINDS, 0)
     for term in report.terms:
         parts[term.kind if term.kind in parts else "rest"] += term.num_bytes
-    return {k: n for k, n in parts.items() if n or k not in OF_STRATEGIES}
+    return {k: n for k, n in parts.items() if n or k not in style.OF_STRATEGIES}
 
 
 def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[str, int]:
@@ -89,28 +72,40 @@ _BAR = 0.78  # of the height of a row
 _ROW = 0.62  # inches of a row at most
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """Sizes of type in points and of the chart in inches, and the GPUs."""
+    """Sizes of type in points and of the chart in inches, so that all rows and columns have room.
 
-    name: float
-    detail: float
-    part: float
-    value: float
-    row: float
-    top: float
-    height: float
-    left: float
-    width: float
-    per_gib: float
-    gpus: tuple[tuple[str, int], ...]
-    drawn: tuple[tuple[str, int], ...]  # GPUs with a line
-    labels: tuple[tuple[str, float, int], ...]
+    `gpus` are names and limits in ascending order; `drawn` are those with a line.
+    """
 
-    @property
-    def lines(self) -> tuple[float, ...]:
-        """Limits of the GPUs, in GiB."""
-        return tuple(limit / GIB for _, limit in self.drawn)
+    def __init__(
+        self,
+        reports: Sequence[Prediction],
+        words: Sequence[tuple[str, str]],
+        gpus: Sequence[tuple[str, int]],
+    ) -> None:
+        longest = max(report.needs_bytes for report in reports)
+        self.gpus = gpus
+        self.drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or gpus[:1]
+        self.lines = [limit / GIB for _, limit in self.drawn]
+        span = 1.03 * max(longest, 1, *(limit for _, limit in self.drawn)) / GIB
+        rows = min(len(reports), MAX_ROWS)
+        row = min(_ROW, (style.HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
+        name, detail = min(float(style.VALUE), 33 * row), min(float(style.SMALL), 25 * row)
+        self.name = _fitting([name for name, _ in words], name, 10, bold=True)
+        self.detail = _fitting([detail for _, detail in words], min(detail, self.name), 8)
+        widths = (
+            (text_width(n, self.name, bold=True), text_width(d, self.detail)) for n, d in words
+        )
+        self.left = _LEFT + 0.12 + min(_NAME, max(map(max, widths)))
+        self.width = style.WIDTH - _RIGHT - _TOTAL - len(gpus) * _GPU - self.left
+        self.per_gib = self.width / span
+        self.labels = _limit_labels(self.drawn, self.per_gib, span)
+        levels = [1.0, 1.6 if len(gpus) > 1 else 1.0, *(1.0 + level for *_, level in self.labels)]
+        self.top = _TOP + _LINES * max(levels)
+        self.row = min(_ROW, (style.HEIGHT - self.top - _BOTTOM) / rows)
+        self.part, self.value = min(float(style.SMALL), 38 * self.row), min(20.0, 50 * self.row)
+        self.height = max(style.HEIGHT, self.top + self.row * len(reports) + _BOTTOM)
 
 
 def plot_ladder(
@@ -132,7 +127,7 @@ def plot_ladder(
     require(reports)
     parts = [need_parts(r, (unlimited or {}).get(r.name)) for r in reports]
     words = [_words(report, reports) for report in reports]
-    layout = _layout(reports, words, sorted(limits.items(), key=lambda item: item[1]))
+    layout = _Layout(reports, words, sorted(limits.items(), key=lambda item: item[1]))
     rows = len(reports)
     with slide(dark=dark, height=layout.height) as canvas:
         low = layout.height - layout.top - rows * layout.row
@@ -141,7 +136,7 @@ def plot_ladder(
         axes.spines["left"].set_visible(False)
         axes.set(xlim=(0, layout.width / layout.per_gib), ylim=(rows - 0.5, -0.5), yticks=[])
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.tick_params(axis="x", labelsize=SMALL, pad=3)
+        axes.tick_params(axis="x", labelsize=style.SMALL, pad=3)
         for index, report in enumerate(reports):
             _write_name(panel, index, words[index], layout)
             _draw_bar(panel, index, report, parts[index], layout)
@@ -151,39 +146,13 @@ def plot_ladder(
                 limit / GIB, color=color, linewidth=3.0, zorder=7, gid=f"limit:{name}"
             )
             panel.write_in_column(
-                x, panel.height + 0.06 + _LINES * level, text, ha="center", va="bottom", size=VALUE,
-                weight="bold",
+                x, panel.height + 0.06 + _LINES * level, text, ha="center", va="bottom",
+                size=style.VALUE, weight="bold",
             )  # fmt: skip
         _draw_columns(panel, reports, layout)
         _write_title(canvas, reports, limits, suite)
         _write_keys(canvas, reports, parts)
     return canvas.figure
-
-
-def _layout(
-    reports: Sequence[Prediction], words: Sequence[tuple[str, str]], gpus: Sequence[tuple[str, int]]
-) -> _Layout:
-    """Choose sizes so that all rows and columns have room."""
-    longest = max(report.needs_bytes for report in reports)
-    drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or list(gpus[:1])
-    span = 1.03 * max(longest, 1, *(limit for _, limit in drawn)) / GIB
-    rows = min(len(reports), MAX_ROWS)
-    row = min(_ROW, (HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
-    name = _fitting([name for name, _ in words], min(float(VALUE), 33 * row), 10, bold=True)
-    detail = _fitting([detail for _, detail in words], min(float(SMALL), 25 * row, name), 8)
-    widths = ((text_width(n, name, bold=True), text_width(d, detail)) for n, d in words)
-    left = _LEFT + 0.12 + min(_NAME, max(map(max, widths)))
-    width = WIDTH - _RIGHT - _TOTAL - len(gpus) * _GPU - left
-    per_gib = width / span
-    labels = _limit_labels(drawn, per_gib, span)
-    levels = [1.0, 1.6 if len(gpus) > 1 else 1.0, *(1.0 + level for *_, level in labels)]
-    top = _TOP + _LINES * max(levels)
-    row = min(_ROW, (HEIGHT - top - _BOTTOM) / rows)
-    return _Layout(
-        name=name, detail=detail, part=min(float(SMALL), 38 * row), value=min(20.0, 50 * row),
-        row=row, top=top, height=max(HEIGHT, top + row * len(reports) + _BOTTOM), left=left,
-        width=width, per_gib=per_gib, gpus=tuple(gpus), drawn=tuple(drawn), labels=tuple(labels),
-    )  # fmt: skip
 
 
 def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
@@ -239,7 +208,7 @@ def _draw_bar(
             row, length, _BAR, base, color=color, linewidth=0.8, gid=f"{row}:{kind}",
             edgecolor=theme.muted if kind in (CACHED, UNKNOWN) and length else theme.background,
         )  # fmt: skip
-        start, stop = widest_gap(base, base + length, lines)
+        start, stop = style.widest_gap(base, base + length, lines)
         text = f"{length:.1f}"
         is_marked = own is not None and start >= own  # is under the strokes
         if text_width(text, layout.part) < (stop - start) * layout.per_gib - 0.1 and not is_marked:
@@ -272,7 +241,7 @@ def _limit_labels(
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:
         text = f"{label}: {limit / GIB:.1f} GiB"
-        half = text_width(text, VALUE, bold=True) / 2
+        half = text_width(text, style.VALUE, bold=True) / 2
         x = max(half, min(limit / GIB * per_gib, edge * per_gib - half))
         level = next((i for i, end in enumerate(ends) if end + 0.15 < x - half), len(ends))
         ends[level : level + 1] = [x + half]
@@ -293,7 +262,9 @@ def _draw_columns(panel: Panel, reports: Sequence[Prediction], layout: _Layout) 
         x = panel.width + _TOTAL + (column + 0.5) * _GPU
         if len(layout.gpus) > 1:
             words = label.split()
-            head = "\n".join(shortened(word, SMALL, _GPU - 0.06, bold=True) for word in words[:2])
+            head = "\n".join(
+                shortened(word, style.SMALL, _GPU - 0.06, bold=True) for word in words[:2]
+            )
             _write_head(panel, head, x, align="center")
         for row, report in enumerate(reports):
             word = word_on(report, limit, label)
@@ -316,7 +287,7 @@ def _write_verdict(panel: Panel, x: float, row: int, text: str, size: float, gid
 
 def _write_head(panel: Panel, text: str, x: float, *, align: str) -> None:
     panel.write(
-        x, panel.height + 0.06, text, ha=align, va="bottom", size=SMALL, weight="bold",
+        x, panel.height + 0.06, text, ha=align, va="bottom", size=style.SMALL, weight="bold",
         linespacing=1.1,
     )  # fmt: skip
 
@@ -352,7 +323,7 @@ def _write_keys(
     theme = canvas.theme
     used = {kind for row in parts for kind, size in row.items() if size}
     names = {"rest": "temporaries, rest"}
-    handles = [theme.key(theme.kinds[k], names.get(k, k)) for k in KINDS if k in used]
+    handles = [theme.key(theme.kinds[k], names.get(k, k)) for k in style.KINDS if k in used]
     if CACHED in used:
         handles.append(Patch(facecolor=theme.band[1], edgecolor=theme.muted, label="cached"))
     if UNKNOWN in used:
@@ -387,10 +358,10 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
         PlanError: there is no report.
     """
     require(reports)
-    height = max(HEIGHT, HEIGHT * len(reports) / _MAX_TRADES)
+    height = max(style.HEIGHT, style.HEIGHT * len(reports) / _MAX_TRADES)
     inner = height - _TRADE_TOP - _TRADE_BOTTOM
-    half = (WIDTH - _TRADE_NAMES - _TRADE_GAP - _TRADE_RIGHT) / 2
-    size = row_size(len(reports), inner)
+    half = (style.WIDTH - _TRADE_NAMES - _TRADE_GAP - _TRADE_RIGHT) / 2
+    size = style.row_size(len(reports), inner)
     with slide(dark=dark, height=height) as canvas:
         theme = canvas.theme
         left, right = (
@@ -400,7 +371,7 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
         _draw_memory(left, reports, gpu, size)
         _draw_time(right, reports, gpu, size)
         for panel, title in ((left, "GiB left"), (right, "seconds a step, estimated")):
-            panel.axes.set_title(title, size=VALUE, loc="left", color=theme.ink)
+            panel.axes.set_title(title, size=style.VALUE, loc="left", color=theme.ink)
             panel.axes.set_ylim(len(reports) - 0.5, -0.5)
             panel.axes.set_yticks([])
         bound = {time.bound_by for r in reports if (time := r.times.get(gpu))}
@@ -416,19 +387,19 @@ def _draw_memory(panel: Panel, reports: Sequence[Prediction], gpu: str, size: fl
     axes = panel.axes
     left = [r.verdicts[gpu].margin_bytes / GIB for r in reports]
     low, high = min(0.0, *left), max(0.0, *left)
-    number = max(text_width(f"{value:+.1f}", min(size, VALUE)) for value in left) + 0.15
+    number = max(text_width(f"{value:+.1f}", min(size, style.VALUE)) for value in left) + 0.15
     reach = (high - low or 1.0) / (1 - number * (1 + (low < 0)) / panel.width)
     per_inch = reach / panel.width
     axes.set_xlim(low - number * per_inch * (low < 0), high + number * per_inch)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     for row, (report, value) in enumerate(zip(reports, left, strict=True)):
         word = report.verdicts[gpu].word
-        color = VERDICTS.get(word) or (_LACK if word == "OOM" else _SPARE)
+        color = style.VERDICTS.get(word) or (_LACK if word == "OOM" else _SPARE)
         axes.barh(row, value, height=_TRADE_BAR, color=color, gid=f"memory-{row}")
         beside = 0.05 * per_inch if value >= 0 else -0.05 * per_inch
         axes.text(
             value + beside, row, f"{value:+.1f}" if value < 0 else f"{value:.1f}",
-            ha="left" if value >= 0 else "right", va="center", size=min(size, VALUE),
+            ha="left" if value >= 0 else "right", va="center", size=min(size, style.VALUE),
         )  # fmt: skip
         name = shortened(report.name, size, _TRADE_NAMES - 0.7)
         axes.annotate(
@@ -445,7 +416,7 @@ def _draw_time(panel: Panel, reports: Sequence[Prediction], gpu: str, size: floa
     axes.xaxis.set_major_locator(MaxNLocator(4))
     for row, (report, time) in enumerate(zip(reports, times, strict=True)):
         if time is None:
-            axes.text(0, row, " no estimate", va="center", size=SMALL, color=theme.muted)
+            axes.text(0, row, " no estimate", va="center", size=style.SMALL, color=theme.muted)
             continue
         color = _BOUND[time.bound_by]
         is_oom = report.verdicts[gpu].verdict is Outcome.OOM
@@ -453,4 +424,4 @@ def _draw_time(panel: Panel, reports: Sequence[Prediction], gpu: str, size: floa
         axes.barh(row, time.seconds, height=_TRADE_BAR, color=color, alpha=faint, gid=f"time-{row}")
         axes.plot([time.low_seconds, time.high_seconds], [row, row], color=theme.ink, linewidth=1.6)
         text = f" {time.seconds:.3g}" + " OOM" * is_oom
-        axes.text(time.high_seconds, row, text, va="center", size=min(size, VALUE))
+        axes.text(time.high_seconds, row, text, va="center", size=min(size, style.VALUE))

@@ -6,28 +6,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from memest.plots.style import (
-    DASHES,
-    HEIGHT,
-    KINDS,
-    LABEL,
-    TICK,
-    VALUE,
-    WIDTH,
-    Canvas,
-    Panel,
-    slide,
-    text_on,
-    text_width,
-    widest_gap,
-)
+from memest.plots import style
+from memest.plots.style import Canvas, Panel, slide, text_on, text_width
 from memest.plots.words import gpu_label, plan_line, signed_percent
 from memest.report import Measurement, Outcome, Phase, PhaseRow, Prediction, Report
 from memest.units import GIB, format_size
 
-STACK = KINDS[:4]
+STACK = style.KINDS[:4]
 
-_FRAME = (1.15, 1.4, WIDTH - 1.15 - 0.3, HEIGHT - 1.4 - 1.75)  # left, bottom, width, height
 _PHASES = tuple(Phase)[:4]  # of a step; the last phase is of a validation
 _NUMBER_INCHES = 0.35  # of a number over a bar
 FAR_LIMIT = 2.2  # times the highest bar: such a limit is named at the edge, not drawn
@@ -90,7 +76,8 @@ def plot_phases(
         zip(*(step_columns(report, step, micro_batch) for report in reports), strict=True)
     )
     with slide(dark=dark) as canvas:
-        panel = canvas.panel(*_FRAME, grid="y")
+        width, height = style.WIDTH - 1.15 - 0.3, style.HEIGHT - 1.4 - 1.75
+        panel = canvas.panel(1.15, 1.4, width, height, grid="y")
         axes = panel.axes
         highest = max((_top(c) for group in groups for c in group), default=0)
         is_far = gpu_limit_bytes > FAR_LIMIT * highest > 0
@@ -120,18 +107,18 @@ def _draw_group(panel: Panel, position: int, group: Sequence[Column], limit: flo
         gid = f"{column.report.kind}:{_PHASES[position]}"
         _draw_column(panel, x, width, column, limit, gid)
         if len(group) > 1:
-            _under(panel, x, 0.10, column.report.kind, size=VALUE)
+            _under(panel, x, 0.10, column.report.kind, size=style.VALUE)
     name = str(_PHASES[position]).replace("_", " ")
-    _under(panel, position, 0.48 if len(group) > 1 else 0.14, name, size=TICK, weight="bold")
+    _under(panel, position, 0.48 if len(group) > 1 else 0.14, name, size=style.TICK, weight="bold")
     rows = [column.row for column in group]
     if len(rows) == 2 and rows[0] and rows[1] and rows[1].peak_allocated_bytes:
         error = signed_percent(rows[0].peak_allocated_bytes, rows[1].peak_allocated_bytes)
-        _under(panel, position, 0.86, f"peak {error}", size=VALUE, color=panel.theme.muted)
+        _under(panel, position, 0.86, f"peak {error}", size=style.VALUE, color=panel.theme.muted)
 
 
-def _under(panel: Panel, x: float, inches: float, text: str, **style: Any) -> None:
+def _under(panel: Panel, x: float, inches: float, text: str, **look: Any) -> None:
     """Write text under the axis at `x`, its top `inches` below it."""
-    panel.write_in_column(x, -inches, text, ha="center", va="top", **style)
+    panel.write_in_column(x, -inches, text, ha="center", va="top", **look)
 
 
 def _draw_column(
@@ -153,17 +140,17 @@ def _draw_column(
             gid=f"{gid}:{kind}",
         )  # fmt: skip
         text = format_size(round(height * GIB))
-        start, stop = widest_gap(base, min(base + height, free), [limit])
-        is_tall = (stop - start) * panel.per_y > 1.25 * VALUE / 72
-        if is_tall and width * panel.per_x > text_width(text, VALUE):
+        start, stop = style.widest_gap(base, min(base + height, free), [limit])
+        is_tall = (stop - start) * panel.per_y > 1.25 * style.VALUE / 72
+        if is_tall and width * panel.per_x > text_width(text, style.VALUE):
             axes.text(
-                x, (start + stop) / 2, text, ha="center", va="center_baseline", size=VALUE,
+                x, (start + stop) / 2, text, ha="center", va="center_baseline", size=style.VALUE,
                 color=text_on(color),
             )  # fmt: skip
         base += height
     panel.fill(
         (x - width / 2, base, width, peak - base), fill=False, edgecolor=theme.ink, linewidth=1.6,
-        linestyle=DASHES, gid=f"{gid}:peak",
+        linestyle=style.DASHES, gid=f"{gid}:peak",
     )  # fmt: skip
     panel.write_number(x, peak, format_size(round(peak * GIB)), is_inside=is_inside)
 
@@ -180,7 +167,7 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
     panel.fill(box, fill=False, edgecolor=theme.ink, linewidth=1.6, gid=f"{gid}:oom")
     panel.hatch(box, theme.ink, zorder=2, gid=f"{gid}:hatch")
     panel.axes.text(
-        x, reached / 2, "OOM", ha="center", va="center", size=LABEL, weight="bold",
+        x, reached / 2, "OOM", ha="center", va="center", size=style.LABEL, weight="bold",
         color=theme.background, bbox={"facecolor": theme.ink, "edgecolor": "none", "pad": 5},
     )  # fmt: skip
     panel.write_number(x, reached, f"{'≥ ' if column.is_at_least else ''}{reached:.1f}")
@@ -206,8 +193,8 @@ def _draw_limit(
     if not is_far and (y - highest / GIB) * panel.per_y < _NUMBER_INCHES:
         offset += 22  # over the numbers that stand on the bars
     panel.axes.annotate(
-        text, (x, y), (0, offset), textcoords="offset points", ha=align, va=anchor, size=VALUE,
-        weight="bold", zorder=6, gid="limit-name", bbox=panel.theme.box(),
+        text, (x, y), (0, offset), textcoords="offset points", ha=align, va=anchor, weight="bold",
+        size=style.VALUE, zorder=6, gid="limit-name", bbox=panel.theme.box(),
     )  # fmt: skip
 
 

@@ -13,22 +13,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from memest.errors import PlanError
 from memest.estimator.search.scaling import ScalingLine, constant_terms, kind_bytes
+from memest.plots import style
 from memest.plots.slides import draw_slide
-from memest.plots.style import (
-    HEIGHT,
-    KINDS,
-    LABEL,
-    TICK,
-    VALUE,
-    WIDTH,
-    Canvas,
-    Panel,
-    Theme,
-    limit_text,
-    shortened,
-    slide,
-    text_width,
-)
+from memest.plots.style import Canvas, Panel, Theme, shortened, slide, text_width
 from memest.plots.words import dotted, gpu_label, label_of, plan_line
 from memest.report import Outcome, Prediction, RankRow, RunReport
 from memest.report.lecture import Chart, Series, Slide
@@ -87,7 +74,7 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
         raise PlanError("there is no prediction to draw", hint="name another strategy")
     drawn.sort(key=lambda line: _last(line).needs_bytes)
     with slide(dark=dark) as canvas:
-        width, height = WIDTH - _LEFT - _COLUMN, HEIGHT - _TOP - _BOTTOM
+        width, height = style.WIDTH - _LEFT - _COLUMN, style.HEIGHT - _TOP - _BOTTOM
         panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
         _set_axes(panel.axes, drawn)
         for line in drawn:
@@ -125,8 +112,8 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_yticklabels([f"{tick:g}" for tick in ticks])
-    axes.set_xlabel("GPUs", size=LABEL, labelpad=4)
-    axes.set_ylabel("needed per GPU, GiB", size=LABEL)
+    axes.set_xlabel("GPUs", size=style.LABEL, labelpad=4)
+    axes.set_ylabel("needed per GPU, GiB", size=style.LABEL)
 
 
 def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
@@ -169,7 +156,7 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     ends = panel.inches((max(line.reports), _last(line).needs_bytes / GIB) for line in lines)
     block = min(_BLOCK, height / len(lines))
     places = spread([end for _, end in ends], block, height)
-    size = min(LABEL, 72 * block / 2.6)
+    size = min(style.LABEL, 72 * block / 2.6)
     for line, (start, end), place in zip(lines, ends, places, strict=True):
         look = look_of(line.strategy, panel.theme)
         panel.lead((start + 0.02 * width, end), (width + 0.25, place), (width + 0.34, place),
@@ -218,28 +205,26 @@ def subtitle_of(report: Prediction) -> str:
     return plan_line(replace(report, plan=plan), "per GPU, predicted")
 
 
-def _missing_words(lines: Sequence[ScalingLine]) -> str:
-    """Return the figures that a chart lacks, as a line of text."""
-    named = [
+def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
+    figure, theme = canvas.figure, canvas.theme
+    missing = [
         f"{label_of(line.strategy)} on {', '.join(map(str, line.missing))}"
         for line in lines
         if line.missing
     ]
-    return f"not predicted: {'; '.join(named)}" if named else ""
-
-
-def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
-    figure, theme = canvas.figure, canvas.theme
+    text = f"not predicted: {'; '.join(missing)}" if missing else ""
     figure.text(
-        _LEFT / WIDTH, 0.1 / HEIGHT, shortened(_missing_words(lines), VALUE, WIDTH - _LEFT - 0.4),
-        size=VALUE, color=theme.muted, va="bottom", gid="missing",
+        _LEFT / style.WIDTH, 0.1 / style.HEIGHT, va="bottom", color=theme.muted, gid="missing",
+        s=shortened(text, style.VALUE, style.WIDTH - _LEFT - 0.4), size=style.VALUE,
     )  # fmt: skip
     plain = next((line for line in lines if not line.strategy.endswith("_offload")), lines[0])
     report, largest = _last(plain), max(max(line.reports) for line in lines)
     canvas.write_title(f"{report.name} on many GPUs", subtitle_of(report))
-    left = WIDTH - _COLUMN + _BEFORE
-    canvas.write(left, 1.42, f"on {largest} GPUs, GiB", size=TICK, weight="bold", gid="column")
-    canvas.write(left, 1.74, "and what of it does not shrink", size=VALUE, color=theme.muted)
+    left = style.WIDTH - _COLUMN + _BEFORE
+    canvas.write(
+        left, 1.42, f"on {largest} GPUs, GiB", size=style.TICK, weight="bold", gid="column"
+    )
+    canvas.write(left, 1.74, "and what of it does not shrink", size=style.VALUE, color=theme.muted)
     names = {"OOM": "OOM: what it would need"}
     marks = [
         Line2D([], [], **mark, linestyle="none", label=names.get(word, word))
@@ -250,7 +235,11 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
         canvas.write_legend(marks, top=1.38, left=_LEFT, **look)
 
 
-STACK = (*KINDS[:-1], "temporaries", "rest")  # the rest is buffers, the batch, workspaces, rounding
+STACK = (
+    *style.KINDS[:-1],
+    "temporaries",
+    "rest",
+)  # the rest is buffers, the batch, workspaces, rounding
 _FAR = 2.0  # times the highest bar: the line of such a GPU would flatten the bars
 _NOT_REACHED = "needed, not reached", "between"
 _MAX_NUMBERED = 24  # bars with room for a number under each
@@ -285,7 +274,7 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     is_far = limit_bytes > _FAR * max(sum(column.values()) for column in columns)
     names = (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
     parts = {(name, color): [column[name] for column in columns] for name, color in names}
-    limit = limit_text(report.gpu, limit_bytes, WIDTH / 2)
+    limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2)
     chart = _stacked(parts, under, 0 if is_far else limit_bytes, limit)
     title = f"{report.name} under {label_of(line.strategy)}"
     words = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
@@ -317,7 +306,7 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
         ("context and NCCL", "rest"): [row.process_bytes - row.peak_reserved_bytes for row in rows],
         ("at most, by timing", "between"): [_highest(row) - row.process_bytes for row in rows],
     }
-    limit = limit_text(report.gpu, limit_bytes, WIDTH / 2).replace("usable", "in all")
+    limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2).replace("usable", "in all")
     has_numbers = len(rows) <= _MAX_NUMBERED
     under = (f"{row.rank}" + f"\n{_highest(row) / GIB:.1f}" * has_numbers for row in rows)
     chart = _stacked(parts, under, 0 if is_far else limit_bytes, limit)

@@ -7,28 +7,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-from memest.plots.style import (
-    HEIGHT,
-    SMALL,
-    TICK,
-    VALUE,
-    WIDTH,
-    Canvas,
-    require,
-    row_size,
-    shortened,
-    slide,
-    text_width,
-)
-from memest.plots.words import (
-    MINUS,
-    dotted,
-    gpu_words,
-    percent_off,
-    signed_percent,
-    token_words,
-    version_words,
-)
+from memest.plots import style, words
+from memest.plots.style import Canvas, require, shortened, slide, text_width
+from memest.plots.words import MINUS, percent_off, signed_percent
 from memest.report import Measurement, Outcome, Prediction
 from memest.units import GIB
 
@@ -77,14 +58,14 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
     is_open = any(i.low_bytes < i.high_bytes for p in predicted for i in p.intervals.values())
     noun = "experiment" if num_drawn == 1 else "experiments"
     listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
-    return dotted(
+    return words.dotted(
         f"{num_drawn} {noun}{listed}",
-        gpu_words(predicted),
-        token_words(predicted),
+        words.gpu_words(predicted),
+        words.token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
         "off the interval" if is_open else "",
         f"{left_out} without a measurement left out" if left_out else "",
-        version_words(predicted),
+        words.version_words(predicted),
     )
 
 
@@ -92,7 +73,7 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
     """Draw one square panel: allocated memory above reserved memory, with the same scale."""
     theme = canvas.theme
     quantity = _QUANTITIES[index]
-    low = HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
+    low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = canvas.panel(1.15, low, _SQUARE, _SQUARE, grid="y").axes
     points = [(m / GIB, p / GIB) for p, m in (_both(pair, quantity) for pair in pairs)]
     for band, color in zip(BANDS, theme.band, strict=True):
@@ -110,24 +91,24 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
     axes.set(xlim=(0, end), ylim=(0, end))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.tick_params(labelsize=SMALL, pad=7)
-    axes.set_ylabel("predicted, GiB", size=SMALL)
+    axes.tick_params(labelsize=style.SMALL, pad=7)
+    axes.set_ylabel("predicted, GiB", size=style.SMALL)
     if index == 0:
         axes.set_xticklabels([])
     else:
-        axes.set_xlabel("measured, GiB", size=SMALL, labelpad=2)
-    axes.set_title(_NAMES[index], size=VALUE, weight="bold", loc="left", pad=6)
+        axes.set_xlabel("measured, GiB", size=style.SMALL, labelpad=2)
+    axes.set_title(_NAMES[index], size=style.VALUE, weight="bold", loc="left", pad=6)
 
 
 def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     """Draw a row per experiment: its name, both errors as markers, both errors as numbers."""
     theme = canvas.theme
     rows = _listed(pairs)
-    height = HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
-    size = row_size(len(rows), height)
+    height = style.HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
+    size = style.row_size(len(rows), height)
     names = [_name(*pair, size) for pair in rows]
     left = _ERRORS_LEFT + 0.1 + max(text_width(name, size) for name in names)
-    width = WIDTH - 0.3 - 2 * _COLUMN - left
+    width = style.WIDTH - 0.3 - 2 * _COLUMN - left
     panel = canvas.panel(left, _ERRORS_BOTTOM, width, height, grid="x")
     axes = panel.axes
     errors = [[percent_off(*_both(pair, q)) for pair in rows] for q in _QUANTITIES]
@@ -140,7 +121,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5))
     axes.xaxis.set_major_locator(MultipleLocator(tick))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:+.3g} %".replace("-", MINUS) if x else "0")
-    axes.tick_params(axis="x", labelsize=VALUE)
+    axes.tick_params(axis="x", labelsize=style.VALUE)
     axes.set_yticks(range(len(rows)), names, size=size)
     diameter = min(11.0, 0.46 * 72 * height / len(rows))
     for index in range(2):
@@ -155,8 +136,8 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
             text = signed_percent(*_both((p, m), _QUANTITIES[index]))
             panel.write_in_row(x, row, text.removesuffix(" %"), ha="right", size=size)
         panel.write(
-            x, height + 0.08, ("alloc.", "reserved")[index], ha="right", va="bottom", size=SMALL,
-            color=theme.muted,
+            x, height + 0.08, ("alloc.", "reserved")[index], ha="right", va="bottom",
+            size=style.SMALL, color=theme.muted,
         )  # fmt: skip
     _write_summary(canvas, pairs)
 
@@ -178,16 +159,16 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     for index, quantity in enumerate(_QUANTITIES):
         errors = [percent_off(*_both(pair, quantity)) for pair in pairs]
         worst = max(pairs, key=lambda pair: abs(percent_off(*_both(pair, quantity))))
-        y = 1 - (1.42 + 0.34 * index) / HEIGHT
+        y = 1 - (1.42 + 0.34 * index) / style.HEIGHT
         text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.3f} %, "
         text += f"worst {signed_percent(*_both(worst, quantity))}"
         canvas.figure.text(
-            (_ERRORS_LEFT + 0.35) / WIDTH, y, text, size=TICK, weight="bold",
+            (_ERRORS_LEFT + 0.35) / style.WIDTH, y, text, size=style.TICK, weight="bold",
             va="center_baseline", gid=f"summary:{quantity}",
         )  # fmt: skip
         canvas.figure.add_artist(
             Line2D(
-                [(_ERRORS_LEFT + 0.1) / WIDTH], [y], marker=_MARKERS[index],
+                [(_ERRORS_LEFT + 0.1) / style.WIDTH], [y], marker=_MARKERS[index],
                 markersize=13 - 2 * index, markeredgecolor="none",
                 markerfacecolor=canvas.theme.markers[index],
             )

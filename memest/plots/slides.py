@@ -8,21 +8,8 @@ from matplotlib.backends.backend_pdf import PdfPages
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from memest.plots.style import (
-    DASHES,
-    HEIGHT,
-    SMALL,
-    VALUE,
-    WIDTH,
-    Panel,
-    Theme,
-    fitted,
-    plain_matplotlib,
-    shortened,
-    slide,
-    text_on,
-    text_width,
-)
+from memest.plots import style
+from memest.plots.style import Panel, Theme, shortened, slide, text_on, text_width
 from memest.plots.timeline import TEMPORARIES
 from memest.report.lecture import Chart, Series, Slide
 
@@ -45,7 +32,7 @@ def pdf_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
     """Return the slides as a PDF file, whose pages have the speaker's notes as annotations."""
     file = io.BytesIO()
     dates = {"CreationDate": None, "Creator": None, "Producer": None}
-    with plain_matplotlib({"pdf.fonttype": 42}), PdfPages(file, metadata=dates) as pages:
+    with style.plain_matplotlib({"pdf.fonttype": 42}), PdfPages(file, metadata=dates) as pages:
         for each in slides:
             figure = draw_slide(each, dark=dark)
             pages.attach_note("\n".join(each.notes), positionRect=[0, 0, 20, 20])
@@ -57,7 +44,7 @@ def draw_slide(each: Slide, *, dark: bool, remark: str = "") -> Figure:
     """Draw a slide with one chart, and a remark over the chart."""
     chart = each.chart
     left, bottom = (_AXIS, _NAMES + 0.1) if chart.is_upright else (_AT_LEFT, 1.1)
-    width, height = WIDTH - left - 0.5, HEIGHT - 2.2 - bottom
+    width, height = style.WIDTH - left - 0.5, style.HEIGHT - 2.2 - bottom
     with slide(dark=dark) as canvas:
         panel = canvas.panel(left, bottom, width, height, grid="y" if chart.is_upright else "x")
         _draw_parts(panel, chart)
@@ -73,8 +60,8 @@ def draw_slide(each: Slide, *, dark: bool, remark: str = "") -> Figure:
             canvas.write_legend(keys, top=1.25)
         canvas.write_title(each.title, each.subtitle)
         if remark:
-            text = shortened(remark, VALUE, WIDTH - 0.8, bold=True)
-            canvas.write(0.4, 1.72, text, size=VALUE, weight="bold", gid="remark")
+            text = shortened(remark, style.VALUE, style.WIDTH - 0.8, bold=True)
+            canvas.write(0.4, 1.72, text, size=style.VALUE, weight="bold", gid="remark")
     return canvas.figure
 
 
@@ -88,7 +75,7 @@ def _draw_parts(panel: Panel, chart: Chart) -> None:
             look: dict[str, Any] = {"color": colors[series.color], "linewidth": 1.0}
             look["edgecolor"] = theme.background
             if series.color == "between":
-                look |= {"edgecolor": theme.ink, "linewidth": 1.6, "linestyle": DASHES}
+                look |= {"edgecolor": theme.ink, "linewidth": 1.6, "linestyle": style.DASHES}
             look["bottom" if chart.is_upright else "left"] = floors
             bars = bar(places, series.values, 0.74, **look)
             for value, each in zip(series.values, bars, strict=True):
@@ -97,11 +84,11 @@ def _draw_parts(panel: Panel, chart: Chart) -> None:
         floors = [a + b for a, b in zip(floors, series.values, strict=True)]
     names = [name if chart.is_upright else name.replace("\n", ", ") for name in chart.categories]
     if chart.is_upright:
-        names, size = fitted(names, 0.9 * panel.width / len(names), _NAMES - 0.1)
+        names, size = style.fitted(names, 0.9 * panel.width / len(names), _NAMES - 0.1)
         axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, chart.top))
         axes.set_xticks(places, names, size=size)
     else:
-        names, size = fitted(names, _AT_LEFT - 0.3, 0.9 * panel.height / len(names))
+        names, size = style.fitted(names, _AT_LEFT - 0.3, 0.9 * panel.height / len(names))
         axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(0, chart.top))
         axes.set_yticks(places, names, size=size)
     axes.tick_params(length=0)
@@ -113,7 +100,7 @@ def _draw_parts(panel: Panel, chart: Chart) -> None:
 def _write_values(panel: Panel, chart: Chart, series: Series, floors: Sequence[float]) -> None:
     theme, kind = panel.theme, series.color
     color = theme.ink if kind == "between" else text_on(colors_of(theme)[kind])
-    size = SMALL if len(floors) < 8 else 10
+    size = style.SMALL if len(floors) < 8 else 10
     for place, (value, floor) in enumerate(zip(series.values, floors, strict=True)):
         text = f"{value:.1f}"
         is_wide = not chart.is_upright or text_width(text, size) < 0.7 * panel.per_x
@@ -134,5 +121,5 @@ def _draw_limit(panel: Panel, chart: Chart) -> None:
         place, offset = (chart.limit, -0.6), (0, 4)
     axes.annotate(
         chart.limit_name, place, offset, textcoords="offset points", annotation_clip=False,
-        ha="right", va="bottom", size=VALUE, weight="bold", color=theme.ink,
+        ha="right", va="bottom", size=style.VALUE, weight="bold", color=theme.ink,
     )  # fmt: skip

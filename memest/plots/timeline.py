@@ -9,22 +9,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from memest.estimator.replay.recording import Span, Timeline
-from memest.plots.style import (
-    HEIGHT,
-    KINDS,
-    LABEL,
-    TICK,
-    VALUE,
-    WIDTH,
-    Canvas,
-    Panel,
-    Theme,
-    limit_text,
-    shortened,
-    slide,
-    text_on,
-    text_width,
-)
+from memest.plots import style
+from memest.plots.style import Canvas, Panel, Theme, shortened, slide, text_on, text_width
 from memest.plots.words import dotted, gpu_label, setting_words, version_words
 from memest.units import GIB
 
@@ -38,7 +24,7 @@ _LABEL_INCHES = 0.34  # of an area in which its name is written
 
 _ABBREVIATIONS = {"forward": ("fwd", "F"), "backward": ("bwd", "B")}  # where there is little room
 _DRAWN = {
-    **{kind: (kind,) for kind in (*KINDS[:-1], "temporaries")},
+    **{kind: (kind,) for kind in (*style.KINDS[:-1], "temporaries")},
     "rest": ("buffers", "batch", "workspace"),
 }
 """Areas: the kinds of the timeline in each, from the axis upwards."""
@@ -69,24 +55,24 @@ def plot_timeline(
     has_line = 0 < limit < 1.5 * highest
     top = 1.34 * limit if has_line else 1.22 * highest  # room for the words over it
     with slide(dark=dark) as canvas:
-        width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+        width, height = style.WIDTH - _LEFT - _RIGHT, style.HEIGHT - _TOP - _BOTTOM
         panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
         axes = panel.axes
         axes.set(xlim=(0, max(1, len(timeline.reserved) - 1)), ylim=(0, top))
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.tick_params(axis="x", pad=7)
-        axes.set_ylabel("allocated, GiB", size=LABEL)
-        axes.set_xlabel("allocations and frees of the step, in order", size=VALUE, labelpad=3)
+        axes.set_ylabel("allocated, GiB", size=style.LABEL)
+        axes.set_xlabel("allocations and frees of the step, in order", size=style.VALUE, labelpad=3)
         _draw_areas(panel, columns, areas)
         axes.step(
             columns, reserved, where="post", color=panel.theme.ink, linewidth=1.8,
             linestyle=(0, (4, 2)), gid="reserved",
         )  # fmt: skip
         if has_line:
-            text = limit_text(gpu, gpu_limit_bytes or 0, width - 0.2)
+            text = style.limit_text(gpu, gpu_limit_bytes or 0, width - 0.2)
             peak_inches = width * timeline.peak / axes.get_xlim()[1]
-            is_left = peak_inches > text_width(text, VALUE, bold=True) + 0.2
+            is_left = peak_inches > text_width(text, style.VALUE, bold=True) + 0.2
             panel.draw_limit(limit, text, is_right=not is_left)
         _draw_spans(panel, timeline.spans)
         _mark_peak(panel, timeline)
@@ -131,7 +117,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
         place = _room_for(panel, area, columns, lower, upper)
         if place:
             axes.text(
-                *place, area, size=VALUE, color=text_on(color), ha="center", va="center",
+                *place, area, size=style.VALUE, color=text_on(color), ha="center", va="center",
                 gid=f"label:{area}",
             )  # fmt: skip
 
@@ -140,7 +126,7 @@ def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
     """Return the middle of the tallest place of an area that `text` fits into, or None."""
-    wide = (text_width(text, VALUE) + 0.2) / panel.per_x
+    wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):
         stop = start
@@ -166,12 +152,12 @@ def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
             clip_on=False, gid=f"phase:{span.name}",
         )  # fmt: skip
         texts = (span.name, *_ABBREVIATIONS.get(span.name, ()))
-        text = next((t for t in texts if text_width(t, TICK) + 0.08 < wide * per_x), "")
+        text = next((t for t in texts if text_width(t, style.TICK) + 0.08 < wide * per_x), "")
         spills = not text and span is spans[-1]  # into the strip before it
         panel.write_in_column(
             span.stop if spills else start + wide / 2, height + 0.06 + _BAND / 2,
-            f"{span.name} " if spills else text, size=TICK, ha="right" if spills else "center",
-            va="center_baseline",
+            f"{span.name} " if spills else text, ha="right" if spills else "center",
+            va="center_baseline", size=style.TICK,
         )  # fmt: skip
         if start and wide * per_x > 0.1:
             axes.axvline(start, color=theme.ink, linewidth=1.0, linestyle=":")
@@ -185,7 +171,7 @@ def _mark_peak(panel: Panel, timeline: Timeline) -> None:
     text = f"peak {peak:.2f} GiB"
     is_left = timeline.peak < edge / 2
     room = panel.width * (1 - timeline.peak / edge if is_left else timeline.peak / edge) - 0.2
-    where = shortened(timeline.where, VALUE, room) if timeline.where else ""
+    where = shortened(timeline.where, style.VALUE, room) if timeline.where else ""
     if timeline.refused_bytes:
         text += f", then OOM: {timeline.refused_bytes / GIB:.2f} GiB more were requested"
     axes.annotate(
@@ -195,8 +181,8 @@ def _mark_peak(panel: Panel, timeline: Timeline) -> None:
     for line, (words, weight) in enumerate(((text, "bold"), (where, "normal"))):
         axes.text(
             timeline.peak + (0.012 if is_left else -0.012) * edge, (0.985 - 0.068 * line) * top,
-            words, ha="left" if is_left else "right", va="top", size=TICK if line == 0 else VALUE,
-            weight=weight, gid=f"peak:{line}", bbox=theme.box(1.5),
+            words, ha="left" if is_left else "right", va="top", weight=weight, gid=f"peak:{line}",
+            size=style.VALUE if line else style.TICK, bbox=theme.box(1.5),
         )  # fmt: skip
 
 
