@@ -10,20 +10,10 @@ from typing import Any
 import click
 
 from memest import plots
+from memest.cli import options
 from memest.cli.files import given_only, make_folder, read_plans, with_gpus
 from memest.cli.group import main
-from memest.cli.options import (
-    PATH,
-    VALUES,
-    combined,
-    completes,
-    config_option,
-    gpus_option,
-    jobs_option,
-    models_option,
-    plan_options,
-    plan_options_without,
-)
+from memest.cli.options import PATH, VALUES, combined, completes
 from memest.cli.resume import forget, predict_resumably
 from memest.cli.sweep import grid_options, grid_points
 from memest.cli.terminal import progress_bar
@@ -109,21 +99,17 @@ def chart() -> None:
     help="lab-a100, lab-h100, lab-multi, or a file of plans.",
     shell_complete=completes(list_suites),
 )
-@gpus_option("GPU of a line; the bars are of the first. By default the suite's own.")
-@jobs_option
+@options.gpus("GPU of a line; the bars are of the first. By default the suite's own.")
+@options.jobs
 @click.option("--resume", is_flag=True, help="Continue after an interruption.")
 @click.option(
     "--time", "has_time", is_flag=True, help="Draw the memory left and the time of a step."
 )
 @chart_options
 def lab(
-    suite: str,
-    gpu: tuple[str, ...],
-    jobs: int | None,
-    resume: bool,
-    has_time: bool,
+    suite: str, gpu: tuple[str, ...], jobs: int | None, resume: bool, has_time: bool,
     pictures: Pictures,
-) -> None:
+) -> None:  # fmt: skip
     """Draw the experiments of a suite and the GPUs' limits.
 
     \b
@@ -174,8 +160,8 @@ def _needs(
 
 
 @chart.command()
-@plan_options
-@config_option
+@options.plan
+@options.config
 @click.option("--suite", type=PATH, help="A chart for each of many plans.")
 @chart_options
 def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags: Any) -> None:
@@ -198,8 +184,8 @@ def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags:
 
 
 @chart.command()
-@plan_options
-@config_option
+@options.plan
+@options.config
 @click.option("--suite", type=PATH, help="A chart for each of many plans.")
 @click.option("--step", type=click.IntRange(1), help="Of the run; by default that of the peak.")
 @chart_options
@@ -235,17 +221,14 @@ def timeline(
 
 
 @chart.command()
-@models_option("Model; repeat for more.", required=True)
+@options.models("Model; repeat for more.", required=True)
 @click.option(
-    "--gpu",
-    default=CHART_GPU,
-    show_default=True,
-    help="GPU that the plans must fit.",
+    "--gpu", default=CHART_GPU, show_default=True, help="GPU that the plans must fit.",
     shell_complete=completes(VALUES["gpu"]),
-)
+)  # fmt: skip
 @click.option("--seq-len", type=int, help="Tokens per sample, padding included.")
 @click.option("--image-size", type=int, help="Pixels per side.")
-@jobs_option
+@options.jobs
 @chart_options
 def batches(
     models: tuple[str, ...], gpu: str, jobs: int | None, pictures: Pictures, **flags: Any
@@ -363,7 +346,7 @@ def ranks_chart(report: Path, pictures: Pictures) -> None:
 
 @chart.command("validate")
 @click.argument("results", nargs=-1, required=True, type=PATH)
-@jobs_option
+@options.jobs
 @chart_options
 def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictures) -> None:
     """Draw predictions and errors of measured runs.
@@ -413,27 +396,20 @@ DEFAULT_GPU = "h100-80gb"  # GPU of the chart where none is named
 @chart.command()
 @click.option("--devices", default="1,2,4,8,16,32,64", show_default=True, help="Numbers of GPUs.")
 @click.option(
-    "--strategies",
-    default="ddp,deepspeed_stage_2,deepspeed_stage_3,fsdp,fsdp2",
-    show_default=True,
+    "--strategies", default="ddp,deepspeed_stage_2,deepspeed_stage_3,fsdp,fsdp2", show_default=True,
     help="Strategies to compare; *_offload ones take deepspeed_cpu.",
-)
+)  # fmt: skip
 @click.option(
     "--bars", metavar="STRATEGY", help="Strategy of the bars; by default fsdp, or the last."
 )
-@config_option
-@jobs_option
+@options.config
+@options.jobs
 @chart_options
-@plan_options_without("strategy", "devices")
+@options.plan_without("strategy", "devices")
 def scaling(
-    devices: str,
-    strategies: str,
-    bars: str | None,
-    config: Path | None,
-    jobs: int | None,
-    pictures: Pictures,
-    **flags: Any,
-) -> None:
+    devices: str, strategies: str, bars: str | None, config: Path | None, jobs: int | None,
+    pictures: Pictures, **flags: Any,
+) -> None:  # fmt: skip
     """Draw memory per GPU over the number of GPUs.
 
     One picture has a line for each strategy. The other has the bars of one strategy, by kind of
@@ -478,8 +454,8 @@ MAX_SETTINGS = 4  # largest number of lines in one chart
 
 
 @chart.command()
-@plan_options
-@config_option
+@options.plan
+@options.config
 @click.option(
     "--setting", "settings", multiple=True, metavar="TEXT",
     help="Allocator setting of a line; `default` for none. [default: the allocator's own,"

@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from memest import plots
+from memest.cli import options
 from memest.cli.files import make_folder, only_one, print_or_write
 from memest.cli.group import fail, main
-from memest.cli.options import OUT, PATH, jobs_option
+from memest.cli.options import OUT, PATH
 from memest.cli.run import with_project
 from memest.cli.terminal import folded, progress_bar
 from memest.estimator.search.suite import predict_all
@@ -42,14 +43,9 @@ GREW_EXIT_CODE = 4  # exit code of a peak that grew
 @click.option("--html", type=OUT, help="Write both reports as a page.")
 @click.option("--check", is_flag=True, help=f"Exit with {GREW_EXIT_CODE} if a peak grew.")
 def diff(
-    before: Path,
-    after: Path,
-    as_json: bool,
-    as_markdown: bool,
-    sarif_path: Path | None,
-    html: Path | None,
-    check: bool,
-) -> int:
+    before: Path, after: Path, as_json: bool, as_markdown: bool, sarif_path: Path | None,
+    html: Path | None, check: bool,
+) -> int:  # fmt: skip
     """Show which lines or kinds grew between two reports.
 
     \b
@@ -85,12 +81,9 @@ def diff(
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[RUN OPTIONS] [SCRIPT]...")
 def ci(
-    base: str,
-    markdown_path: Path | None,
-    sarif_path: Path | None,
-    fail_on_increase: bool,
+    base: str, markdown_path: Path | None, sarif_path: Path | None, fail_on_increase: bool,
     arguments: tuple[str, ...],
-) -> int:
+) -> int:  # fmt: skip
     """Run `memest run --check` on a script, and compare it with the base branch.
 
     Options of `memest run`, the script and its arguments follow. Without them, `command` of
@@ -130,17 +123,11 @@ def _write_sarif(path: Path, pairs: Sequence[tuple[SimulatedReport, Difference |
     "--tolerance", multiple=True, help="NAME=PERCENT of allocated, reserved, process, phase."
 )
 @click.option("-o", "--output", type=OUT, help="Write to a file.")
-@jobs_option
+@options.jobs
 def compare(
-    results: tuple[Path, ...],
-    as_json: bool,
-    as_markdown: bool,
-    charts: Path | None,
-    check: bool,
-    tolerance: tuple[str, ...],
-    output: Path | None,
-    jobs: int | None,
-) -> int:
+    results: tuple[Path, ...], as_json: bool, as_markdown: bool, charts: Path | None, check: bool,
+    tolerance: tuple[str, ...], output: Path | None, jobs: int | None,
+) -> int:  # fmt: skip
     """Compare predictions with measured runs.
 
     \b

@@ -6,17 +6,10 @@ from statistics import mode
 
 import click
 
+from memest.cli import options
 from memest.cli.files import make_folder, only_one
 from memest.cli.group import main
-from memest.cli.options import (
-    OUT,
-    PATH,
-    completes,
-    engine_option,
-    gpus_option,
-    jobs_option,
-    models_option,
-)
+from memest.cli.options import OUT, PATH, completes
 from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
@@ -42,31 +35,23 @@ LAB_GPUS = {"h100": ("h100-80gb", "h200"), "": ("a100-80gb", "a100-40gb")}
     help="Models and tokens of a suite: lab-a100, or a file of plans.",
     shell_complete=completes(list_suites),
 )
-@models_option("Model; repeat for more. By default the lab's.")
-@gpus_option("GPU to choose; repeat for more. By default the suite's.")
+@options.models("Model; repeat for more. By default the lab's.")
+@options.gpus("GPU to choose; repeat for more. By default the suite's.")
 @click.option(
     "--seq-len", type=click.IntRange(1), help="Tokens per sample; by default the suite's."
 )
 @click.option("--bs", "batches", default="1,2,4,8,16,32,64", show_default=True, help="Batch sizes.")
 @click.option("--acc", "counts", default="1,2,4", show_default=True, help="Micro-batches per step.")
-@jobs_option
-@engine_option
+@options.jobs
+@options.engine
 @click.option("--json", "as_json", is_flag=True, help="Print path and number of plans as JSON.")
 @click.option(
     "-o", "--output", type=OUT, default=Path("explorer.html"), show_default=True, help="The page."
 )
 def explore(
-    suite: str | None,
-    models: tuple[str, ...],
-    gpu: tuple[str, ...],
-    seq_len: int | None,
-    batches: str,
-    counts: str,
-    jobs: int | None,
-    engine: str,
-    as_json: bool,
-    output: Path,
-) -> None:
+    suite: str | None, models: tuple[str, ...], gpu: tuple[str, ...], seq_len: int | None,
+    batches: str, counts: str, jobs: int | None, engine: str, as_json: bool, output: Path,
+) -> None:  # fmt: skip
     """Write an interactive page of predictions.
 
     The page has choices of model, batch, precision, optimizer, technique and GPU. It shows the
@@ -112,8 +97,8 @@ def explore(
 
 @main.command()
 @click.argument("suite", shell_complete=completes(list_suites))
-@gpus_option("GPU of the bars; repeat for others in the explorer. By default the suite's.")
-@jobs_option
+@options.gpus("GPU of the bars; repeat for others in the explorer. By default the suite's.")
+@options.jobs
 @click.option(
     "-o", "--output", type=PATH, default=Path("lecture"), show_default=True,
     help="Folder of the files.",

@@ -108,19 +108,19 @@ def _option(row: Key) -> Option:
 PATH = click.Path(path_type=Path)
 OUT = OutputPath(path_type=Path)
 
-config_option = click.option(
+config = click.option(
     "--config", type=PATH, help="YAML, JSON or TOML of one plan; flags override it."
 )
-jobs_option = click.option(
+jobs = click.option(
     "--workers", "--jobs", "jobs", type=click.IntRange(1),
     help="Workers at a time; by default a process per core.",
 )  # fmt: skip
-remote_code_option = click.option(
+remote_code = click.option(
     "--trust-remote-code", is_flag=True, help="Run model code from the config's folder."
 )
 
 
-def models_option(text: str, **settings: Any) -> Option:
+def models(text: str, **settings: Any) -> Option:
     """Return the option of models, which may be repeated."""
     complete = completes(VALUES["models"])
     return click.option(
@@ -128,7 +128,7 @@ def models_option(text: str, **settings: Any) -> Option:
     )
 
 
-def gpus_option(text: str) -> Option:
+def gpus(text: str) -> Option:
     """Return the option of GPUs, which may be repeated."""
     return click.option("--gpu", multiple=True, help=text, shell_complete=completes(VALUES["gpu"]))
 
@@ -139,14 +139,14 @@ def _usable(ctx: click.Context, param: Any, value: str) -> str:
     return value
 
 
-engine_option = click.option(
+engine = click.option(
     "--engine", type=click.Choice(list(ENGINES)), default="local", show_default=True,
     callback=_usable,
     help="Where workers run: this machine, a Ray cluster, Slurm.",
 )  # fmt: skip
 
 
-torch_option = click.option(
+torch = click.option(
     "--torch", "torch_release", expose_value=False,
     callback=lambda ctx, param, value: ctx.with_resource(simulating(value)),  # until it ends
     help=f"Release whose kernels are simulated: {', '.join(r.name for r in RELEASES)}. [installed]",
@@ -154,7 +154,7 @@ torch_option = click.option(
 )  # fmt: skip
 OPTION_SECTIONS["torch_release"] = "GPUs"
 
-emit_option = click.option(
+emit = click.option(
     "--emit", type=click.Choice(SCHEDULERS),
     help="Print the resource lines of the smallest GPU on which it fits.",
 )  # fmt: skip
@@ -202,7 +202,7 @@ class WholeTraining:
         return Training(num_steps, self.prices, num_gpus)
 
 
-def training_options(*, has_epochs: bool) -> Option:
+def training(*, has_epochs: bool) -> Option:
     """Add options of the whole training, which the command gets as `whole`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,10 +228,10 @@ def training_options(*, has_epochs: bool) -> Option:
     return add
 
 
-def plan_options_without(*names: str) -> Option:
+def plan_without(*names: str) -> Option:
     """Return the options of a plan except those of `names`, and the release of torch."""
     rows = (row for name, row in PLAN_KEYS.items() if row.flag and name not in names)
-    return combined(*map(_option, rows), torch_option)
+    return combined(*map(_option, rows), torch)
 
 
-plan_options = plan_options_without()
+plan = plan_without()

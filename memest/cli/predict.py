@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memest.cli import options
 from memest.cli.files import (
     given_only,
     only_one,
@@ -16,17 +17,7 @@ from memest.cli.files import (
     write_pages,
 )
 from memest.cli.group import main, print_error
-from memest.cli.options import (
-    OUT,
-    PATH,
-    WholeTraining,
-    config_option,
-    emit_option,
-    jobs_option,
-    plan_options,
-    remote_code_option,
-    training_options,
-)
+from memest.cli.options import OUT, PATH, WholeTraining
 from memest.cli.resume import forget, predict_resumably
 from memest.cli.terminal import has_colour, progress_bar
 from memest.errors import OOM_EXIT_CODE, PlanError
@@ -45,35 +36,27 @@ if TYPE_CHECKING:
 
 
 @main.command()
-@plan_options
-@config_option
+@options.plan
+@options.config
 @click.option("--suite", type=PATH, help="YAML, JSON or TOML of many plans.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per plan.")
 @click.option("-o", "--output", type=OUT, help="Write the report to a file.")
-@training_options(has_epochs=True)
+@options.training(has_epochs=True)
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if a plan does not fit.")
 @click.option("--summary", is_flag=True, help="Print one line per plan and requested GPU.")
-@emit_option
+@options.emit
 @click.option("--resume", is_flag=True, help="Continue an interrupted suite, with -o.")
 @click.option("-v", "--verbose", is_flag=True, help="List all assumptions.")
-@jobs_option
-@remote_code_option
+@options.jobs
+@options.remote_code
 @click.option("--html", type=OUT, help="Write a page with charts as well.")
 @click.option("--snapshot", type=OUT, help="Write a memory snapshot, as torch does.")
 @click.option("--chrome-trace", type=OUT, help="Write a trace for Perfetto, as JSON.")
 def predict(
-    config: Path | None,
-    suite: Path | None,
-    as_json: bool,
-    output: Path | None,
-    check: bool,
-    summary: bool,
-    emit: str | None,
-    resume: bool,
-    verbose: bool,
-    whole: WholeTraining,
+    config: Path | None, suite: Path | None, as_json: bool, output: Path | None, check: bool,
+    summary: bool, emit: str | None, resume: bool, verbose: bool, whole: WholeTraining,
     **flags: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Predict one plan, or a suite.
 
     \b
@@ -178,8 +161,8 @@ def write_files(
 
 
 @main.command()
-@plan_options
-@config_option
+@options.plan
+@options.config
 @click.option(
     "--max-predictions",
     type=click.IntRange(1),
@@ -189,15 +172,11 @@ def write_files(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-o", "--output", type=OUT, help="Write the advice to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
-@remote_code_option
+@options.remote_code
 def advise(
-    config: Path | None,
-    max_predictions: int,
-    as_json: bool,
-    output: Path | None,
-    check: bool,
+    config: Path | None, max_predictions: int, as_json: bool, output: Path | None, check: bool,
     **flags: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Find changes that make a plan fit a GPU, cheapest first.
 
     \b

@@ -17,19 +17,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from memest.child import signals_once
+from memest.cli import options
 from memest.cli.files import only_one, write_pages
 from memest.cli.group import main, print_error
-from memest.cli.options import (
-    OUT,
-    PATH,
-    VALUES,
-    Size,
-    WholeTraining,
-    completes,
-    emit_option,
-    torch_option,
-    training_options,
-)
+from memest.cli.options import OUT, PATH, VALUES, Size, WholeTraining, completes
 from memest.cli.terminal import folded, has_colour, print_any_text
 from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator.allocator.settings import settings_from
@@ -88,8 +79,8 @@ class _RunCommand(click.Command):
         """Add the options of pyproject.toml that the command line lacks, and print them."""
         project = find_project(Path.cwd())
         if not script and project.folder == Path.cwd():
-            options, script = self.split(list(project.command))
-            args = [*options, *args]
+            own, script = self.split(list(project.command))
+            args = [*own, *args]
         names = {arg.partition("=")[0] for arg in args}
         added = []
         if not names & {"--gpu", "--gpu-memory"}:
@@ -129,7 +120,7 @@ MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for one th
     type=click.FloatRange(min=0, max=1e9, min_open=True),
     help="End the script after this time, seconds. [several GPUs: 1800]",
 )
-@torch_option
+@options.torch
 @click.option(
     "--max-steps", type=click.IntRange(1), help="End after this number of optimizer steps."
 )
@@ -152,33 +143,19 @@ MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for one th
 @click.option(
     "--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if the script does not fit."
 )
-@training_options(has_epochs=False)
+@options.training(has_epochs=False)
 @click.option("--summary", is_flag=True, help="Print one line in place of the report.")
-@emit_option
+@options.emit
 @click.option("-v", "--verbose", is_flag=True, help="List all assumptions.")
 @click.option("-m", "module", help="Run a module, as `python -m` does; ends memest's options.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 @click.pass_context
 def run(
-    ctx: click.Context,
-    /,
-    gpu_names: tuple[str, ...],
-    python: Path | None,
-    gpu_memory: int | None,
-    memory_limit: int | None,
-    beside: int | None,
-    nproc_per_node: int | None,
-    nnodes: int,
-    time_limit: float | None,
-    max_steps: int | None,
-    batch_parts: int,
-    strict: bool,
-    no_input: bool,
-    check: bool,
-    module: str | None,
-    command: tuple[str, ...],
-    **output: Any,
-) -> int:
+    ctx: click.Context, /, gpu_names: tuple[str, ...], python: Path | None, gpu_memory: int | None,
+    memory_limit: int | None, beside: int | None, nproc_per_node: int | None, nnodes: int,
+    time_limit: float | None, max_steps: int | None, batch_parts: int, strict: bool, no_input: bool,
+    check: bool, module: str | None, command: tuple[str, ...], **output: Any,
+) -> int:  # fmt: skip
     """Run an unmodified script on a virtual GPU.
 
     The script runs from its first line to its last, and its output is unchanged. A report follows:
@@ -203,21 +180,25 @@ def run(
     target_gpu, others = _chosen_gpus(gpu_names, gpu_memory, beside)
     files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace")))
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
-    options: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
+    settings: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
     check_torch()
     with _no_real_gpu():
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 
     chosen = chosen_ranks(nproc_per_node, nnodes)
-    options["others"] = tuple(NAMES) if output["emit"] else others
-    make = partial(Session, target_gpu, name=target.label, roots=target.roots, **options)
+    settings["others"] = tuple(NAMES) if output["emit"] else others
+    make = partial(Session, target_gpu, name=target.label, roots=target.roots, **settings)
     out = sys.stdout
     limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
     ran = _run_chosen(chosen, run_one, files)
-    _print_errors(ran)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    sys.stderr.write(ran.error_text)
+    if ran.refusal is not None:
+        print_error(str(ran.refusal), ran.refusal.hint)
     if ran.report is None:
         return _not_used(ran)
     _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
@@ -243,8 +224,8 @@ def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[in
 def with_project(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of `memest run`, with the options of pyproject.toml added."""
     assert isinstance(run, _RunCommand)
-    options, script = run.with_project(*run.split(list(arguments)))
-    return [*options, *script]
+    own, script = run.with_project(*run.split(list(arguments)))
+    return [*own, *script]
 
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
@@ -261,16 +242,6 @@ def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
         return None
 
 
-def _print_errors(ran: RunResult) -> None:
-    """Print the script's last errors after its other output."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    if ran.error_text:
-        sys.stderr.write(ran.error_text)
-    if ran.refusal is not None:
-        print_error(str(ran.refusal), ran.refusal.hint)
-
-
 def _run_one(
     target: Target,
     make: Callable[..., Session],
@@ -281,6 +252,7 @@ def _run_one(
     has_input: bool,
     has_stdout: bool,
     is_immediate: bool = False,
+    folder: str = "",
 ) -> RunResult:
     from memest.run.launcher import run_target
     from memest.run.ranks import rows_of
@@ -296,6 +268,7 @@ def _run_one(
         ran = replace(ran, report=replace(ran.report, ranks=rows))
     if ran.report is None or files is None:
         return ran
+    files = files.of_rank(folder, rank.rank) if folder else files
     return _write_after(ran, partial(files.write, ran.report, session))
 
 
@@ -328,13 +301,14 @@ def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str
 ) -> RunResult:
     """Run the ranks at the same time; write the files of the worst rank."""
+    from memest.estimator.gpu.worlds import PeerEnded
     from memest.run.kept_files import kept_files
     from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_together
 
     reports: list[tuple[Rank, RunReport]] = []
     interrupted = []
     with kept_files():
-        every = run_together(chosen, partial(_run_with_files, run_one, files, folder))
+        every = run_together(chosen, partial(run_one, files, folder=folder))
         for rank, ran in every:
             report = ran.report
             if report is None:
@@ -346,26 +320,15 @@ def _run_ranks(
                 elif again.report is not None and again.report.fits:
                     report = open_verdict(report, ran.decides)
             reports.append((rank, report))
-    ran = _first_failed([*interrupted, *(ran for _, ran in every)])
+    # the rank that failed by itself, else one that waited for it, else the first
+    results = [*interrupted, *(ran for _, ran in every)]
+    failed = [ran for ran in results if ran.exit_code]
+    failed.sort(key=lambda ran: isinstance(ran.refusal, PeerEnded))
+    ran = (failed or results)[0]
     if not reports:
         return ran
     report = merge_ranks(reports)
     return _write_after(replace(ran, report=report), partial(files.keep_of, report, folder))
-
-
-def _run_with_files(
-    run_one: Callable[..., RunResult], files: _Files, folder: str, rank: Rank
-) -> RunResult:
-    return run_one(files.of_rank(folder, rank.rank), rank)
-
-
-def _first_failed(every: Sequence[RunResult]) -> RunResult:
-    """Return the rank that failed by itself, else one that waited for it, else the first."""
-    from memest.estimator.gpu.worlds import PeerEnded
-
-    failed = [ran for ran in every if ran.exit_code]
-    failed.sort(key=lambda ran: isinstance(ran.refusal, PeerEnded))
-    return (failed or every)[0]
 
 
 def _not_used(ran: RunResult) -> int:

@@ -10,22 +10,10 @@ from typing import Any
 
 import click
 
+from memest.cli import options
 from memest.cli.files import given_only, print_or_write, read_plans
 from memest.cli.group import main
-from memest.cli.options import (
-    OUT,
-    VALUES,
-    WholeTraining,
-    combined,
-    completes,
-    config_option,
-    engine_option,
-    gpus_option,
-    jobs_option,
-    plan_options,
-    remote_code_option,
-    training_options,
-)
+from memest.cli.options import OUT, VALUES, WholeTraining, combined, completes
 from memest.cli.resume import forget, sweep_resumably
 from memest.cli.terminal import folded, progress_bar
 from memest.errors import OOM_EXIT_CODE, PlanError
@@ -44,25 +32,19 @@ from memest.run.target import find_script
 
 
 @main.command("max-batch")
-@plan_options
-@config_option
+@options.plan
+@options.config
 @click.option("--max-seq-len", is_flag=True, help="Find the longest sequence, with --bs samples.")
 @click.option("--all-techniques", is_flag=True, help="Try every technique of the lab, as a table.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
 @click.option("-o", "--output", type=OUT, help="Write to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits a GPU.")
-@jobs_option
-@remote_code_option
+@options.jobs
+@options.remote_code
 def max_batch(
-    config: Path | None,
-    max_seq_len: bool,
-    all_techniques: bool,
-    as_json: bool,
-    output: Path | None,
-    check: bool,
-    jobs: int | None,
-    **flags: Any,
-) -> int:
+    config: Path | None, max_seq_len: bool, all_techniques: bool, as_json: bool,
+    output: Path | None, check: bool, jobs: int | None, **flags: Any,
+) -> int:  # fmt: skip
     """Find the largest batch (or sequence) that fits a GPU.
 
     \b
@@ -109,16 +91,16 @@ grid_options = combined(
         for name, row in PLAN_KEYS.items()
         if row.sweep
     ),
-    gpus_option("GPU to judge; a list, or repeat for more."),
+    options.gpus("GPU to judge; a list, or repeat for more."),
     click.option("--gpu-memory", help="Memory of a GPU not in the catalogue: 24GiB."),
     click.option("--vary", multiple=True, metavar="KEY=VALUES", help="Any other key of a plan."),
-    config_option,
+    options.config,
     click.option(
         "--max-points", type=click.IntRange(1), default=1000, show_default=True,
         help="Refuse a sweep of more plans than this.",
     ),
-    jobs_option,
-    remote_code_option,
+    options.jobs,
+    options.remote_code,
 )  # fmt: skip
 """Options of a grid of plans, for `grid_points` and for the run."""
 
@@ -153,16 +135,11 @@ def grid_points(
 @click.option("-o", "--output", type=OUT, help="A .csv or .jsonl file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted sweep, with -o.")
-@engine_option
+@options.engine
 def sweep(
-    as_json: bool,
-    output: Path | None,
-    check: bool,
-    resume: bool,
-    engine: str,
-    jobs: int | None,
+    as_json: bool, output: Path | None, check: bool, resume: bool, engine: str, jobs: int | None,
     **flags: Any,
-) -> int:
+) -> int:  # fmt: skip
     """Predict every combination of a plan's keys.
 
     \b
@@ -207,8 +184,8 @@ def _is_json(output: Path | None, as_json: bool) -> bool:
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
-@plan_options
-@training_options(has_epochs=True)
+@options.plan
+@options.training(has_epochs=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **flags: Any) -> int:

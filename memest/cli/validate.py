@@ -9,16 +9,10 @@ from typing import Any
 
 import click
 
+from memest.cli import options
 from memest.cli.files import given_only, read_plans
 from memest.cli.group import main
-from memest.cli.options import (
-    OUT,
-    PATH,
-    config_option,
-    engine_option,
-    plan_options,
-    remote_code_option,
-)
+from memest.cli.options import OUT, PATH
 from memest.engines import Event, watched
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
@@ -28,8 +22,8 @@ from memest.validate.results import find_suite, suite_for_device
 
 
 @main.command()
-@plan_options
-@config_option
+@options.plan
+@options.config
 @click.option("--suite", help="lab-a100, lab-h100, or a YAML or JSON of many plans.")
 @click.option("--results", type=PATH, help="JSON Lines to append to.")
 @click.option("--resume", is_flag=True, help="Skip experiments that are in the results.")
@@ -50,24 +44,14 @@ from memest.validate.results import find_suite, suite_for_device
     help="Measure times of kernels and host instead, into this JSON file: five minutes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per experiment on stdout.")
-@remote_code_option
+@options.remote_code
 @click.option("--workers", type=click.IntRange(1), help="Experiments at a time; one per GPU.")
-@engine_option
+@options.engine
 def validate(
-    config: Path | None,
-    suite: str | None,
-    results: Path | None,
-    resume: bool,
-    timeout: float,
-    weights: str,
-    data: Path | None,
-    snapshots: Path | None,
-    as_json: bool,
-    trust_remote_code: bool,
-    engine: str,
-    workers: int | None,
-    **flags: Any,
-) -> int:
+    config: Path | None, suite: str | None, results: Path | None, resume: bool, timeout: float,
+    weights: str, data: Path | None, snapshots: Path | None, as_json: bool, trust_remote_code: bool,
+    engine: str, workers: int | None, **flags: Any,
+) -> int:  # fmt: skip
     """Run plans on the installed GPU and measure them.
 
     Without a plan, the suite of the GPU runs. The table goes to stderr, `--json` to stdout.
@@ -101,12 +85,12 @@ def validate(
     from memest.validate.runner import header
     from memest.validate.runner import validate as run_all
 
-    options = RunOptions(weights=weights, data=data, snapshots=snapshots)
+    run_options = RunOptions(weights=weights, data=data, snapshots=snapshots)
     click.echo(header(), err=True)
     with watched(_show):
         measured = run_all(
             plans, results=results, device=device, resume=resume, timeout_s=timeout,
-            options=options, engine=engine, workers=workers,
+            options=run_options, engine=engine, workers=workers,
         )  # fmt: skip
     click.echo(f"results: {results}", err=True)
     if as_json:

@@ -85,14 +85,6 @@ def random_ids(request: Request, num_tokens: int) -> Tensor:
     return ids
 
 
-def _pad_id(request: Request) -> int:
-    text = text_config(request.config)
-    pad_id = getattr(text, "pad_token_id", None)
-    if pad_id is None:
-        pad_id = getattr(request.config, "pad_token_id", None)
-    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < text.vocab_size else 0
-
-
 def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask` (B, T); ids begin with `prefix` (B, T')."""
     num_prefix = 0 if prefix is None else prefix.shape[1]
@@ -102,7 +94,11 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
     mask = torch.ones_like(ids)
     num_padded = min(request.num_padded, request.seq_len - num_prefix)
     if num_padded > 0:
-        ids[1:, -num_padded:] = _pad_id(request)
+        text = text_config(request.config)
+        found = [getattr(each, "pad_token_id", None) for each in (text, request.config)]
+        pad_id: Any = next((each for each in found if each is not None), None)
+        is_id = isinstance(pad_id, int) and 0 <= pad_id < text.vocab_size
+        ids[1:, -num_padded:] = pad_id if is_id else 0
         mask[1:, -num_padded:] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
@@ -262,21 +258,15 @@ def _text_with_image(request: Request, size: int, *around: Any) -> dict[str, Ten
     return text_inputs(request, placeholders(request, num_tokens, image_id, *around))
 
 
-def _llava_batch(request: Request) -> Batch:
-    """LLaVA: one token for each patch of the vision tower."""
-    pixels, size = image_inputs(request)
-    text = _text_with_image(request, size)
+def _image_text_batch(request: Request) -> Batch:
+    """LLaVA: a token for each patch. Gemma 3: a fixed number of them, between two marks."""
+    config, (pixels, size) = request.config, image_inputs(request)
+    is_gemma = config.model_type == "gemma3"
+    ends = (config.boi_token_id, config.eoi_token_id) if is_gemma else ()
+    text = _text_with_image(request, size, *ends)
     named = {**text, **pixels, "labels": text["input_ids"].clone()}
-    return batch_of(request, named, image_size=size)
-
-
-def _gemma3_batch(request: Request) -> Batch:
-    """Gemma 3: the vision tower's patches are pooled to a fixed number of tokens."""
-    config = request.config
-    pixels, size = image_inputs(request)
-    text = _text_with_image(request, size, config.boi_token_id, config.eoi_token_id)
-    named = {**text, **pixels, "labels": text["input_ids"].clone()}
-    named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
+    if is_gemma:
+        named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
     return batch_of(request, named, image_size=size)
 
 
@@ -311,8 +301,8 @@ def _qwen2_vl_batch(request: Request) -> Batch:
 RECIPE_BY_FAMILY: dict[str, Recipe] = {
     "blip-2": _blip2_batch,
     "clip": _contrastive_batch,
-    "gemma3": _gemma3_batch,
-    "llava": _llava_batch,
+    "gemma3": _image_text_batch,
+    "llava": _image_text_batch,
     "qwen2_vl": _qwen2_vl_batch,
     "qwen2_5_vl": _qwen2_vl_batch,
     "siglip": _contrastive_batch,

@@ -4,6 +4,7 @@ import copy
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,9 +144,13 @@ def _instantiate(
     attn: str | None,
     device: torch.device | str,
 ) -> Any:
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # before transformers 5
+        no_init_weights = import_module("transformers.modeling_utils").no_init_weights
     kwargs: dict[str, Any] = {dtype_keyword(): dtype, "attn_implementation": attn}
     try:
-        with torch.device(device), _no_init_weights():
+        with torch.device(device), no_init_weights():
             if config.remote_code:
                 module = cls.from_config(pretrained, trust_remote_code=True, **kwargs)
             else:
@@ -170,17 +175,6 @@ def _instantiate(
             f"{error_text(error)}",
             hint="check the sizes in the config: width, heads, layers and vocabulary",
         ) from error
-
-
-def _no_init_weights() -> Any:
-    """Return the context in which transformers skips the initialisation of weights."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # before transformers 5
-        from transformers.modeling_utils import (  # type: ignore[attr-defined,no-redef]
-            no_init_weights,
-        )
-    return no_init_weights()
 
 
 def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
@@ -272,18 +266,14 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
             if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
         ]
         if not found:
-            raise _no_match(module, pattern)
+            near = closest(pattern, [name for name, _ in module.named_modules() if name])
+            tops = ", ".join(f"`{name}`" for name, _ in module.named_children())
+            also = f"; closest: {', '.join(f'`{name}`' for name in near)}" if near else ""
+            raise PlanError(
+                f"`freeze` pattern `{pattern}` matches no parameter of the model",
+                hint=f"its modules are {tops}{also}",
+            )
         for parameter in found:
             num_frozen += parameter.numel() if parameter.requires_grad else 0
             parameter.requires_grad_(False)
     return num_frozen
-
-
-def _no_match(module: nn.Module, pattern: str) -> PlanError:
-    names = [name for name, _ in module.named_modules() if name]
-    near = ", ".join(f"`{name}`" for name in closest(pattern, names))
-    top = ", ".join(f"`{name}`" for name, _ in module.named_children())
-    return PlanError(
-        f"`freeze` pattern `{pattern}` matches no parameter of the model",
-        hint=f"its modules are {top}" + (f"; closest: {near}" if near else ""),
-    )

@@ -63,8 +63,11 @@ def _work_tree(base: str, folder: Path) -> Iterator[Path]:
     top = _git("rev-parse", "--show-toplevel")
     if top is None:
         raise MemestError("git finds no repository here, so there is no base to compare with")
-    commit = _commit(base)
-    if commit is None:
+    verify = ("rev-parse", "--verify", "--quiet")
+    commit = _git(*verify, f"origin/{base}^{{commit}}") or _git(*verify, f"{base}^{{commit}}")
+    if not commit and _git("fetch", "--depth", "1", "origin", base) is not None:  # a shallow clone
+        commit = _git("rev-parse", "FETCH_HEAD")
+    if not commit:
         raise MemestError(f"git has no branch or commit `{base}` to compare with")
     if _git("worktree", "add", "--detach", str(folder), commit) is None:
         raise MemestError(f"git cannot check `{base}` out in a second work tree")
@@ -72,17 +75,6 @@ def _work_tree(base: str, folder: Path) -> Iterator[Path]:
         yield folder / os.path.relpath(Path.cwd(), top)
     finally:
         _git("worktree", "remove", "--force", str(folder))
-
-
-def _commit(base: str) -> str | None:
-    """Return the commit of a branch, fetched if a shallow clone lacks it."""
-    names = [f"origin/{base}", base]
-    for name in names:
-        if (found := _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")) is not None:
-            return found
-    if _git("fetch", "--depth", "1", "origin", base) is None:
-        return None
-    return _git("rev-parse", "FETCH_HEAD")
 
 
 def _git(*words: str) -> str | None:

@@ -69,8 +69,10 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
     if first in _NO_DEVICE:
         return None
     torch = sys.modules.get("torch")
-    if torch is not None and _has_context(torch):
-        return _of_this_process(torch)
+    if torch is not None and torch.cuda.is_initialized():
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        if has_context is None or has_context(0):
+            return _of_this_process(torch)
     if not _has_driver():
         return None
     order = environment.get("CUDA_DEVICE_ORDER", "")
@@ -89,13 +91,6 @@ def _has_driver() -> bool:
     return True
 
 
-def _has_context(torch: Any) -> bool:
-    if not torch.cuda.is_initialized():
-        return False
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return has_context is None or bool(has_context(0))
-
-
 def _of_this_process(torch: Any) -> DeviceAtHand:
     found = torch.cuda.get_device_properties(0)
     free = torch.cuda.mem_get_info(0)[0] + torch.cuda.memory_reserved(0)
@@ -107,13 +102,9 @@ def _of_another_process() -> DeviceAtHand | None:
     """Return the GPU that torch finds in a child process, or None."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _QUESTION],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_QUESTION_TIMEOUT_S,
-            check=True,
-        )
+            [sys.executable, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=_QUESTION_TIMEOUT_S, check=True,
+        )  # fmt: skip
         name, total, major, minor, free = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None

@@ -62,23 +62,18 @@ def check_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise PlanError(f"{shown(str(folder))} is a file", hint="name a folder")
+    marker = folder / MARKER
+    text = marker.read_text(encoding="utf-8", errors="replace") if marker.is_file() else ""
+    head, *lines = text.splitlines() or [""]
+    listed = {line.removeprefix(_FILE) for line in lines if line.startswith(_FILE)}
     present = {path.name for path in folder.iterdir()}
-    foreign = sorted(present - {MARKER, *_listed_files(folder / MARKER)})
+    foreign = sorted(present - {MARKER} - (listed if head == _HEAD else set()))
     if foreign:
         raise PlanError(
             f"{shown(str(folder))} holds {shown(foreign[0])}, which is not of a dummy checkpoint: "
             "nothing was written",
             hint="name a new or an empty folder",
         )
-
-
-def _listed_files(marker: Path) -> set[str]:
-    if not marker.is_file():
-        return set()
-    lines = marker.read_text(encoding="utf-8", errors="replace").splitlines()
-    if not lines or lines[0] != _HEAD:
-        return set()
-    return {line.removeprefix(_FILE) for line in lines if line.startswith(_FILE)}
 
 
 PIECE_LETTERS = 6  # 5 gives 3.9 characters per token of English prose, 7 gives 4.5

@@ -121,7 +121,11 @@ class KeptFiles:
             self.not_kept.append(path)
             return
         try:
-            kept = self._folder_beside(path, info.st_dev) / f".{PREFIX}{entry.name}"
+            # on the file's system, where the script began or in the outermost folder that it has:
+            # the script hardly deletes these
+            folders = (p for p in (*Path(path).parents, self._start) if os.access(p, os.W_OK))
+            folder = [p for p in folders if p.stat().st_dev == info.st_dev][-1]
+            kept = folder / f".{PREFIX}{entry.name}"
             entry.write_text(json.dumps([path, str(kept)]), encoding="utf-8")
             if is_linked:
                 try:
@@ -158,14 +162,6 @@ class KeptFiles:
 
     def _entry(self, path: str) -> Path:
         return self.journal / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
-
-    def _folder_beside(self, path: str, device: int) -> Path:
-        """Return a backup folder on the file system of a file.
-
-        It is the folder in which the script began, or the outermost one above the file.
-        """
-        folders = [*Path(path).parents, self._start]
-        return [p for p in folders if p.stat().st_dev == device and os.access(p, os.W_OK)][-1]
 
     # --- at the end
 
@@ -213,8 +209,10 @@ def kept_files() -> Iterator[KeptFiles]:
     Within another such block, also of a parent process, the outer one puts them back.
     """
     outer = os.environ.get(FOLDER)
-    if not outer:
-        _restore_what_was_left()
+    if not outer and os.name == "posix":  # Windows has no test of which processes live
+        for journal in _journals().glob("*"):
+            if not _is_alive(int(journal.name)):  # of a run that was killed
+                KeptFiles(journal).restore()
     kept = KeptFiles(Path(outer) if outer else _new_journal())
     patches = Patches()
     for owner, names, see in (
@@ -262,15 +260,6 @@ def _new_journal() -> Path:
 def _journals() -> Path:
     """Return the folder of this machine's journals: others may share the user's cache."""
     return cache_folder() / "kept-files" / platform.node()
-
-
-def _restore_what_was_left() -> None:
-    """Put back the files of runs that were killed; Windows has no test of which processes live."""
-    if os.name != "posix":
-        return
-    for journal in _journals().glob("*"):
-        if not _is_alive(int(journal.name)):
-            KeptFiles(journal).restore()
 
 
 def _is_alive(process: int) -> bool:

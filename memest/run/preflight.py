@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -67,9 +68,7 @@ class Preflight:
 
     outcome: Outcome
     why: str = ""
-    report: RunReport | None = field(default=None, repr=False)
-    """Report of the virtual run."""
-
+    report: RunReport | None = field(default=None, repr=False)  # Report of the virtual run
     elapsed_s: float = 0.0
 
 
@@ -126,8 +125,12 @@ def preflight(
     if _done is not None and _done[0] is main:
         return _done[1]
     typed = typed_command(sys._getframe(1))
-    if typed is not None and not _is_first(typed):
-        return _OFF_HERE
+    if typed is not None:
+        command = json.dumps([typed.folder, *typed.words])
+        process, _, checked = os.environ.get(_DONE, "").partition(" ")
+        if checked == command and process != str(os.getpid()):  # checked by a parent process
+            return _OFF_HERE
+        os.environ[_DONE] = f"{os.getpid()} {command}"
     result = _check(typed, max_steps, time_limit, margin_bytes)
     _done = main, result
     if result.outcome is Outcome.UNKNOWN:
@@ -161,16 +164,6 @@ def _is_off() -> bool:
         return True
     virtual = sys.modules.get("memest.estimator.virtual_gpu")
     return virtual is not None and virtual.VirtualGpu._active is not None
-
-
-def _is_first(typed: "Command") -> bool:
-    """Return False if a parent process has checked the command; else mark it as checked."""
-    command = json.dumps([typed.folder, *typed.words])
-    process, _, checked = os.environ.get(_DONE, "").partition(" ")
-    if checked == command and process != str(os.getpid()):
-        return False
-    os.environ[_DONE] = f"{os.getpid()} {command}"
-    return True
 
 
 def _print(lines: list[str]) -> None:
@@ -305,15 +298,11 @@ def _run_script(
         child.kill()
     if (found := RunReport.read(report)) is not None:
         return found, ""
-    return None, _last_error(output.read_text(encoding="utf-8", errors="replace"))
-
-
-def _last_error(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = [line.strip() for line in lines if line.strip()]
     errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
-    if errors:
-        return errors[-1]
-    return f"the virtual run ended early: {lines[-1]}" if lines else "the virtual run ended early"
+    last = "".join(f": {line}" for line in lines[-1:])
+    return None, errors[-1] if errors else f"the virtual run ended early{last}"
 
 
 def _gpu_text(device: DeviceAtHand) -> str:
@@ -460,16 +449,11 @@ def _of_script(file: str) -> Command:
     """Return the script with the arguments of its command line, even if it changed `sys.argv`."""
     for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
         for at, word in enumerate(sys.orig_argv[1:], 1):
-            if os.path.join(folder, word) == file or _is_same(os.path.join(folder, word), file):
-                return Command(tuple(sys.orig_argv[at:]), folder)
+            path = os.path.join(folder, word)
+            with suppress(OSError):
+                if path == file or os.path.samefile(path, file):
+                    return Command(tuple(sys.orig_argv[at:]), folder)
     return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
-
-
-def _is_same(path: str, other: str) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except OSError:
-        return False
 
 
 def _of_callers(frame: FrameType | None) -> Command | None:
@@ -478,18 +462,16 @@ def _of_callers(frame: FrameType | None) -> Command | None:
         names: dict[str, Any] = frame.f_globals
         file, name = names.get("__file__"), names.get("__name__", "")
         frame = frame.f_back
-        if not isinstance(file, str) or not os.path.isfile(file) or _is_library(file):
+        if not isinstance(file, str) or not os.path.isfile(file):
+            continue
+        path = Path(file).resolve()
+        if is_in_packages(path) or path.is_relative_to(_MEMEST) or _LIBRARY in path.parents:
             continue
         if name == "__main__":
             return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
         if _runs_by_itself(file):
             return Command(("-m", name), os.getcwd())
     return None
-
-
-def _is_library(file: str) -> bool:
-    path = Path(file).resolve()
-    return is_in_packages(path) or path.is_relative_to(_MEMEST) or _LIBRARY in path.parents
 
 
 def _runs_by_itself(file: str) -> bool:

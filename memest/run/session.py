@@ -71,9 +71,14 @@ class Session:
         self.error = ""
         self.rank = rank
         usable = gpu.limit_bytes - rank.communicator_bytes
-        self._limit = None if memory_limit is None else min(_checked_limit(memory_limit), usable)
+        if memory_limit is not None and memory_limit < SMALL_SEGMENT_BYTES:
+            raise PlanError(
+                f"a cap of {memory_limit} bytes is below the allocator's smallest segment, 2 MiB",
+                hint=f"give its unit: `{memory_limit}GiB`" if memory_limit < 1000 else "give more",
+            )
+        limit = None if memory_limit is None else min(memory_limit, usable)
         with simulating(torch_release):
-            self.virtual = VirtualGpu(gpu, limit_bytes=self._limit, rank=rank, **options)
+            self.virtual = VirtualGpu(gpu, limit_bytes=limit, rank=rank, **options)
         self.virtual.mode.memory.logs_driver = rank.world_size == 1
         self._batch_parts = batch_parts
         self._patches = Patches()
@@ -138,13 +143,9 @@ class Session:
             elapsed = time.perf_counter() - self._started if self._started else 0.0
         with simulating(self._torch_release):
             return report_of(
-                self.virtual,
-                name=self.name,
-                ending=self.ending,
-                error=self.error,
-                elapsed_s=elapsed,
-                others=self._others,
-            )
+                self.virtual, name=self.name, ending=self.ending, error=self.error,
+                elapsed_s=elapsed, others=self._others,
+            )  # fmt: skip
 
 
 def virtual_gpu(
@@ -195,16 +196,6 @@ def virtual_gpu(
         is_strict=strict,
         torch_release=None if torch_release is None else known(torch_release).name,
     )
-
-
-def _checked_limit(memory_limit: int) -> int:
-    """Return a cap on the allocator; `PlanError` without room for one segment."""
-    if memory_limit < SMALL_SEGMENT_BYTES:
-        raise PlanError(
-            f"a cap of {memory_limit} bytes is below the allocator's smallest segment, 2 MiB",
-            hint=f"give its unit: `{memory_limit}GiB`" if memory_limit < 1000 else "give more",
-        )
-    return memory_limit
 
 
 def ending_of(error: BaseException | None) -> tuple[Ending, str]:

@@ -26,7 +26,6 @@ from memest.report import (
     RunPhase,
     RunReport,
     RunStep,
-    StepTime,
 )
 from memest.run.replays import intervals_of, verdicts_of
 from memest.units import counted, format_bytes
@@ -53,9 +52,13 @@ def report_of(
     history = mode.memory.history
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
-    cap = _own_share(virtual)
-    of_nccl = virtual.communicators_bytes
-    verdicts, notes = verdicts_of(virtual, outcome, cap, others)
+    limit, of_nccl = virtual.allocator.limit_bytes, virtual.communicators_bytes
+    usable = gpu.limit_bytes - of_nccl
+    has_own_limit = limit is not None and limit < min(usable, virtual.limit_bytes or usable)
+    share = limit / gpu.memory_bytes if limit is not None and has_own_limit else None
+    verdicts, notes = verdicts_of(virtual, outcome, share, others)
+    gpus = (find_gpu(name) if name != gpu.name else gpu for name in verdicts)
+    times = {each.name: estimate(mode.work, each) for each in gpus}
     return RunReport(
         name=name,
         gpu=gpu.name,
@@ -77,7 +80,7 @@ def report_of(
         steps=_steps(history),
         intervals=intervals_of(virtual, outside_bytes=gpu.context_bytes + of_nccl),
         verdicts=verdicts,
-        times=_times(virtual, verdicts),
+        times={name: step for name, step in times.items() if step is not None},
         guesses=_guesses(mode.guesses),
         coverage=coverage_of(mode.kernels.coverage),
         warnings=tuple(mode.notes.warnings),
@@ -101,27 +104,11 @@ def held_for(kind: MemKind, site: Site) -> str:
     return "other" if site.phase == "setup" else "activations"
 
 
-def _times(virtual: VirtualGpu, names: Iterable[str]) -> dict[str, StepTime]:
-    """Return the estimated time of a step of this rank by GPU, where it can be estimated."""
-    gpus = (find_gpu(n) if n != virtual.gpu.name else virtual.gpu for n in names)
-    found = {gpu.name: estimate(virtual.mode.work, gpu) for gpu in gpus}
-    return {name: step for name, step in found.items() if step is not None}
-
-
 def _guesses(guesses: Guesses) -> tuple[Guess, ...]:
     return tuple(
         Guess(line=line, what=_SCALAR.sub(r"the value of a \1 tensor", what), count=count)
         for (line, what), count in guesses.counts.most_common()
     )
-
-
-def _own_share(virtual: VirtualGpu) -> float | None:
-    """Return the share of a GPU's memory that the script allows itself; None if it set none."""
-    limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
-    usable = gpu.limit_bytes - virtual.communicators_bytes
-    if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
-        return None
-    return limit / gpu.memory_bytes
 
 
 def _peak(history: History) -> RunPeak:
