@@ -1,20 +1,19 @@
-"""Write the tables of docs/plan.md from the rows and docstrings of the plan keys.
+"""Write the tables of docs/plan.md from the rows and texts of the plan keys.
 
 python scripts/plan_page.py    # a second
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from pages import ROOT, table, with_part
 
 from memest.plan import TrainingPlan, keys
 from memest.plan.keys import Key
 from memest.plan.training_plan import PLAN_KEYS
+from memest.report.schema import field_docs
 
 PAGE = ROOT / "docs" / "plan.md"
 BEGIN, END = "<!-- keys: scripts/plan_page.py -->\n", "<!-- end of keys -->\n"
@@ -47,12 +46,10 @@ def tables() -> str:
 
 
 def docstrings() -> dict[str, str]:
-    """Return the text under each field of `TrainingPlan`, names of `plan/keys.py` written out."""
-    body = ast.parse(inspect.getsource(TrainingPlan)).body[0].body  # type: ignore[attr-defined]
+    """Return the text of each field of `TrainingPlan`, names of `plan/keys.py` written out."""
     return {
-        field.target.id: re.sub(r"`([A-Z]{3,})`", _written_out, " ".join(text.value.value.split()))
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        name: re.sub(r"`([A-Z]{3,})`", _written_out, " ".join(text.split()))
+        for name, text in field_docs(TrainingPlan).items()
     }
 
 

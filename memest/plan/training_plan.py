@@ -1,7 +1,7 @@
 """`TrainingPlan`: the whole request, with one row per key.
 
-The docstring under a key is its text in docs/plan.md. `python scripts/regenerate.py` writes the
-page.
+The comment or docstring of a key is its text in docs/plan.md, which `python scripts/regenerate.py`
+writes.
 """
 
 from __future__ import annotations
@@ -12,31 +12,9 @@ from functools import partial
 from typing import Any
 
 from memest.errors import PlanError, closest, shown
+from memest.plan import keys
 from memest.plan.checks import check
-from memest.plan.keys import (
-    ATTENTIONS,
-    CLIPPING,
-    FROM_PRETRAINED,
-    IGNORED_KEYS,
-    LOOPS,
-    LORA_BIASES,
-    PRECISION_ALIASES,
-    PRECISIONS,
-    QUANT_LOADS,
-    QUANTISATIONS,
-    SHARDINGS,
-    STRATEGIES,
-    Bounds,
-    Key,
-    Need,
-    key,
-    of_strategy,
-    read_lengths,
-    read_options,
-    rows_of,
-    steps_of,
-    whole,
-)
+from memest.plan.keys import Bounds, Key, Need, key, of_strategy, whole
 from memest.plan.optimizers import optimizer_name
 from memest.plan.other_names import other_names, read_other_names
 
@@ -89,32 +67,22 @@ class TrainingPlan:
                 is_always_written=True, sweep="Models, as a list: gpt2,opt-125m.",
             )
         }
-    )
-    """Bundled model, folder or file with a Hugging Face config, or Hub id."""
-
-    name: str = key("")
-    """Label for reports; the model's name where empty."""
-
+    )  # Bundled model, folder or file with a Hugging Face config, or Hub id
+    name: str = key("")  # Label for reports; the model's name where empty
     batch_size: int = key(
         1, "--bs", "Samples per micro-batch.", bounds=whole(1, 1 << 16), is_always_written=True,
         other_names=("per_device_train_batch_size", "per_gpu_train_batch_size"),
         sweep="Batch sizes: 1:64, 8:64:8 or 1,2,4.",
-    )
-    """Samples per micro-batch and GPU."""
-
+    )  # Samples per micro-batch and GPU
     accumulate_grad_batches: int = key(
         1, "--acc", "Micro-batches per step.", bounds=whole(1, 1 << 16),
         other_names=("gradient_accumulation_steps",), sweep="Micro-batches per step.",
-    )
-    """Micro-batches per optimizer step."""
-
+    )  # Micro-batches per optimizer step
     precision: str = key(
-        "bf16-true", "--precision", "Precision: {choices}.", choices=PRECISIONS,
-        aliases=PRECISION_ALIASES, is_always_written=True, sweep="Precisions.",
-    )
-    """Precision in Lightning's words: one of `PRECISIONS`."""
-
-    loop: str = of_training("lightning", "--loop", "Training loop: {choices}.", choices=LOOPS)
+        "bf16-true", "--precision", "Precision: {choices}.", choices=keys.PRECISIONS,
+        aliases=keys.PRECISION_ALIASES, is_always_written=True, sweep="Precisions.",
+    )  # Precision in Lightning's words: one of `PRECISIONS`
+    loop: str = of_training("lightning", "--loop", "Training loop: {choices}.", choices=keys.LOOPS)
     """Training loop, one of `LOOPS`: Lightning's Trainer, the Trainer of transformers, or a plain
     loop. See [the loop](#the-loop)."""
 
@@ -146,10 +114,8 @@ class TrainingPlan:
     """Norm, or value, to which gradients are clipped. 0 clips nothing."""
 
     gradient_clip_algorithm: str = of_training(
-        "norm", "--clip-algorithm", "Clip by: {choices}.", choices=CLIPPING,
-    )
-    """Way of clipping in Lightning's words: one of `CLIPPING`."""
-
+        "norm", "--clip-algorithm", "Clip by: {choices}.", choices=keys.CLIPPING,
+    )  # Way of clipping in Lightning's words: one of `CLIPPING`
     momentum: float = of_training(
         0.0, "--momentum", "Momentum of sgd, rmsprop and muon.",
         bounds=Bounds(0, 1, "give 0 <= momentum < 1", without_high=True),
@@ -163,11 +129,9 @@ class TrainingPlan:
     act_ckpt: bool = of_training(
         False, "--act-ckpt", "Activation checkpointing.", other_names=("gradient_checkpointing",),
         sweep="true, false or both.",
-    )
-    """Activation checkpointing by `gradient_checkpointing_enable()` of transformers."""
-
+    )  # Activation checkpointing by `gradient_checkpointing_enable()` of transformers
     strategy: str = of_several(
-        "auto", "--strategy", "Strategy: {choices}.", choices=STRATEGIES, sweep="Strategies.",
+        "auto", "--strategy", "Strategy: {choices}.", choices=keys.STRATEGIES, sweep="Strategies.",
     )
     """Strategy, one of `STRATEGIES`. `auto` is Lightning's choice: DDP on several GPUs. See
     [strategies](strategies.md)."""
@@ -183,64 +147,44 @@ class TrainingPlan:
 
     gradient_as_bucket_view: bool = of_several(
         False, "--bucket-view", "DDP: gradients are views of the buckets.", need=WITH_DDP,
-    )
-    """DDP: gradients are views of the buckets."""
-
+    )  # DDP: gradients are views of the buckets
     bucket_cap_mb: int | None = of_several(
         None, "--bucket-cap-mb", "DDP: MiB of gradients in a bucket.", bounds=whole(1, 1 << 20),
         need=WITH_DDP, unset="25, the first 1",
-    )
-    """DDP: MiB of gradients in a bucket."""
-
+    )  # DDP: MiB of gradients in a bucket
     sharding_strategy: str = of_several(
-        "FULL_SHARD", "--sharding", "FSDP: {choices}.", choices=SHARDINGS, need=WITH_FSDP,
+        "FULL_SHARD", "--sharding", "FSDP: {choices}.", choices=keys.SHARDINGS, need=WITH_FSDP,
     )
     """FSDP: one of `SHARDINGS`. `fsdp2` has no `NO_SHARD`."""
 
     shard_size: int | None = of_several(
         None, "--shard-size", "FSDP, HYBRID_SHARD: GPUs that share a copy.",
         bounds=whole(1, 1 << 14), need=WITH_HYBRID_SHARD, unset="8, or all",
-    )
-    """FSDP, `HYBRID_SHARD`: GPUs that share one copy."""
-
+    )  # FSDP, `HYBRID_SHARD`: GPUs that share one copy
     wrap_classes: tuple[str, ...] = of_several(
         (), "--wrap", "FSDP: layer class to wrap.", need=WITH_FSDP,
         unset="the model's `_no_split_modules`",
-    )
-    """FSDP: classes of the layers that are wrapped."""
-
+    )  # FSDP: classes of the layers that are wrapped
     activation_checkpointing_policy: tuple[str, ...] = of_several(
         (), "--ckpt-policy", "FSDP: layer class to checkpoint.", need=WITH_FSDP,
-    )
-    """FSDP: classes of the layers whose activations are recomputed in the backward."""
-
+    )  # FSDP: classes of the layers whose activations are recomputed in the backward
     reduce_bucket_size: int = of_several(
         200_000_000, "--reduce-bucket-size", "DeepSpeed: elements summed at once.",
         bounds=whole(1, 1 << 40), need=WITH_DEEPSPEED,
-    )
-    """DeepSpeed: elements of gradients summed at once."""
-
+    )  # DeepSpeed: elements of gradients summed at once
     allgather_bucket_size: int = of_several(
         200_000_000, "--allgather-bucket-size", "DeepSpeed: elements gathered at once.",
         bounds=whole(1, 1 << 40), need=WITH_DEEPSPEED,
-    )
-    """DeepSpeed 1 and 2: elements of updated parameters gathered at once."""
-
+    )  # DeepSpeed 1 and 2: elements of updated parameters gathered at once
     use_lora: bool = of_adapters(
         False, "--lora", "Train LoRA adapters only.", sweep="true, false or both.",
-    )
-    """Train low-rank adapters of peft on a frozen base."""
-
+    )  # Train low-rank adapters of peft on a frozen base
     use_qlora: bool = of_adapters(
         False, "--qlora", "LoRA on a quantised base.", sweep="true, false or both.",
-    )
-    """Train adapters on a base quantised by bitsandbytes in the format `quant`."""
-
+    )  # Train adapters on a base quantised by bitsandbytes in the format `quant`
     quant: str = of_adapters(
-        "nf4", "--quant", "QLoRA: {choices}.", choices=QUANTISATIONS, need=WITH_QLORA,
-    )
-    """QLoRA: `nf4` (4 bits) or `int8` (LLM.int8; activations without outliers are assumed)."""
-
+        "nf4", "--quant", "QLoRA: {choices}.", choices=keys.QUANTISATIONS, need=WITH_QLORA,
+    )  # QLoRA: `nf4` (4 bits) or `int8` (LLM.int8; activations without outliers are assumed)
     kbit_ckpt: bool | None = of_adapters(
         None, "--kbit-ckpt", "QLoRA: checkpointing by prepare_model_for_kbit_training, on by"
         " default.", need=WITH_QLORA_OR_ACT_CKPT, unset="true, peft's default",
@@ -250,7 +194,8 @@ class TrainingPlan:
     """
 
     quant_load: str = of_adapters(
-        FROM_PRETRAINED, "--quant-load", "QLoRA: {choices}.", choices=QUANT_LOADS, need=WITH_QLORA,
+        keys.FROM_PRETRAINED, "--quant-load", "QLoRA: {choices}.", choices=keys.QUANT_LOADS,
+        need=WITH_QLORA,
     )
     """QLoRA: `from_pretrained` quantises weights while they are loaded. `in_place` replaces the
     layers of a model that is on the GPU in 16 bits one by one."""
@@ -258,15 +203,11 @@ class TrainingPlan:
     lora_r: int = of_adapters(
         16, "--lora-r", "Rank of the adapters.", bounds=whole(1, 1 << 14),
         sweep="Ranks of the adapters.",
-    )
-    """Rank of the adapters."""
-
+    )  # Rank of the adapters
     lora_alpha: float = of_adapters(
         32, "--lora-alpha", "Scale of the adapters.",
         bounds=Bounds(0, 1e6, "give a positive number", without_low=True),
-    )
-    """Scale of the adapters; no effect on memory."""
-
+    )  # Scale of the adapters; no effect on memory
     lora_dropout: float = of_adapters(
         0.05, "--lora-dropout", "Dropout before the adapters.",
         bounds=Bounds(0, 1, "give 0 <= p < 1", without_high=True),
@@ -276,20 +217,14 @@ class TrainingPlan:
     lora_target_modules: tuple[str, ...] = of_adapters(
         (), "--lora-target", "Module that gets an adapter, or all-linear.", need=WITH_ADAPTERS,
         unset="q and v, or peft's choice for the model",
-    )
-    """Names of the modules that get adapters, or `all-linear`."""
-
+    )  # Names of the modules that get adapters, or `all-linear`
     lora_modules_to_save: tuple[str, ...] = of_adapters(
         (), "--lora-save", "Module trained whole besides the adapters.", need=WITH_ADAPTERS,
-    )
-    """Names of modules that are copied and trained whole besides the adapters."""
-
+    )  # Names of modules that are copied and trained whole besides the adapters
     lora_bias: str = of_adapters(
-        "none", "--lora-bias", "Biases that train: {choices}.", choices=LORA_BIASES,
+        "none", "--lora-bias", "Biases that train: {choices}.", choices=keys.LORA_BIASES,
         need=WITH_ADAPTERS,
-    )
-    """Biases that train: `none`, `all` of the model, or `lora_only`, those of adapted layers."""
-
+    )  # Biases that train: `none`, `all` of the model, or `lora_only`, those of adapted layers
     use_rslora: bool = of_adapters(False, "--rslora", "Rank-stable scale.", need=WITH_ADAPTERS)
     """Scale adapters by the square root of the rank; no effect on memory."""
 
@@ -299,9 +234,7 @@ class TrainingPlan:
 
     double_quant: bool = of_adapters(
         False, "--double-quant", "Quantise nf4's scales too.", need=WITH_QLORA,
-    )
-    """QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)."""
-
+    )  # QLoRA: quantise the scales too (`bnb_4bit_use_double_quant`)
     quant_skip: tuple[str, ...] = of_adapters(
         (), "--quant-skip", "Module that stays unquantised.", need=WITH_QLORA,
         unset="the choice of transformers",
@@ -324,18 +257,14 @@ class TrainingPlan:
 
     padded: bool | None = of_inputs(
         None, "--padded", "Some rows are shorter than the longest.", unset="true above batch 1",
-    )
-    """Some row is shorter than the longest, so masks are materialised."""
-
+    )  # Some row is shorter than the longest, so masks are materialised
     image_size: int | None = of_inputs(
         None, "--image-size", "Pixels per side.", bounds=whole(1, 1 << 14), unset="the model's",
         sweep="Pixels per side.",
-    )
-    """Height and width of images, pixels."""
-
+    )  # Height and width of images, pixels
     attn_implementation: str | None = key(
-        None, "--attn", "Attention: {choices}.", choices=ATTENTIONS, unset="transformers' choice",
-        sweep="sdpa, eager.",
+        None, "--attn", "Attention: {choices}.", choices=keys.ATTENTIONS, sweep="sdpa, eager.",
+        unset="transformers' choice",
     )
     """Attention, one of `ATTENTIONS`. See [attention](#attention)."""
 
@@ -351,27 +280,19 @@ class TrainingPlan:
     gpu: tuple[str, ...] = of_gpus(
         (), "--gpu", "GPU to judge; repeat for more.",
         unset="a100-40gb, a100-80gb, h100-80gb, h200",
-    )
-    """Names of GPUs to judge."""
-
+    )  # Names of GPUs to judge
     gpu_memory: int | None = of_gpus(
         None, "--gpu-memory", "Memory of a GPU not in the catalogue: 24GiB.", bounds=SIZE,
         is_size=True,
-    )
-    """Memory of a GPU that is not in the catalogue."""
-
+    )  # Memory of a GPU that is not in the catalogue
     memory_limit: int | None = of_gpus(
         None, "--memory-limit", "Cap on the allocator: 78.4GiB.", bounds=SIZE, is_size=True,
         sweep="Caps on the allocator: 23GiB,39GiB.",
-    )
-    """Memory that the allocator may reserve, as `set_per_process_memory_fraction` caps it."""
-
+    )  # Memory that the allocator may reserve, as `set_per_process_memory_fraction` caps it
     beside: int | None = of_gpus(
         None, "--beside", "Memory that other processes hold: 24GiB.", bounds=SIZE, is_size=True,
         sweep="Memory that other processes hold: 8GiB,24GiB.",
-    )
-    """Memory of each GPU that other processes hold: a colocated vLLM, a display, another job."""
-
+    )  # Memory of each GPU that other processes hold: a colocated vLLM, a display, another job
     alloc_conf: str = of_gpus(
         "", "--alloc-conf", "The allocator's settings: expandable_segments:True.",
     )
@@ -381,9 +302,7 @@ class TrainingPlan:
     host_memory: int | None = of_gpus(
         None, "--host-memory", "Host memory of the node to judge: 256GiB.", bounds=SIZE,
         is_size=True,
-    )
-    """Host memory of the node, for a verdict of its own."""
-
+    )  # Host memory of the node, for a verdict of its own
     limit_val_batches: int = of_training(
         0, "--val-batches", "Batches of a validation.", bounds=whole(0, 1000, "; they are alike"),
     )
@@ -393,15 +312,11 @@ class TrainingPlan:
     val_batch_size: int | None = of_training(
         None, "--val-bs", "Samples of a validation batch.", bounds=whole(1, 1 << 16),
         need=WITH_VALIDATION, unset="`batch_size`", other_names=("per_device_eval_batch_size",),
-    )
-    """Samples of a validation batch and GPU."""
-
+    )  # Samples of a validation batch and GPU
     val_check_interval: int | None = of_training(
         None, "--val-interval", "Micro-batches between validations.", bounds=whole(1, 1 << 20),
         need=WITH_VALIDATION, unset="all: one validation at the end",
-    )
-    """Micro-batches between validations."""
-
+    )  # Micro-batches between validations
     trainer_options: tuple[tuple[str, Any], ...] = of_training(())
     """`loop: transformers`: options of its logging, of `LOGGING` in `TrainingArguments`. Each line
     of a log makes some scalars. A mapping in files."""
@@ -423,8 +338,8 @@ class TrainingPlan:
         if isinstance(self.optim, str):
             object.__setattr__(self, "optim", optimizer_name(self.optim))
         for name in _MAPPINGS:
-            object.__setattr__(self, name, read_options(name, getattr(self, name)))
-        object.__setattr__(self, "lengths", read_lengths(self.lengths) if self.lengths else ())
+            object.__setattr__(self, name, keys.read_options(name, getattr(self, name)))
+        object.__setattr__(self, "lengths", keys.read_lengths(self.lengths) if self.lengths else ())
         check(self, PLAN_KEYS)
 
     @property
@@ -470,7 +385,7 @@ class TrainingPlan:
     @property
     def loads_quantized(self) -> bool:
         """True if weights are quantised while they are loaded."""
-        return self.use_qlora and self.quant_load == FROM_PRETRAINED
+        return self.use_qlora and self.quant_load == keys.FROM_PRETRAINED
 
     @property
     def kbit_checkpoints(self) -> bool:
@@ -523,33 +438,27 @@ class TrainingPlan:
             )
         merged = {**values, **{k: v for k, v in overrides.items() if v is not None}}
         merged, assumed = read_other_names(merged, PLAN_KEYS)
-        for name in merged:
-            if not isinstance(name, str) or (name not in PLAN_KEYS and name not in IGNORED_KEYS):
-                raise PlanError(
-                    f"{shown(name)} is not a key of a plan", hint=_near_keys(shown(name).strip("`"))
-                )
+        known = PLAN_KEYS.keys() | keys.IGNORED_KEYS
+        if unknown := [shown(name) for name in merged if name not in known]:
+            near = closest(unknown[0].strip("`"), other_names(PLAN_KEYS) | PLAN_KEYS.keys())
+            listed = ", ".join(f"`{key}`" for key in near or sorted(PLAN_KEYS))
+            hint = f"{'the closest keys' if near else 'keys'}: {listed}"
+            raise PlanError(f"{unknown[0]} is not a key of a plan", hint=hint)
         given = {
             name: row.read(merged[name])
             for name, row in PLAN_KEYS.items()
             if merged.get(name) is not None
         }
         if isinstance(given.get("seq_len"), list | tuple):
-            given["lengths"] = read_lengths(given.pop("seq_len"))
+            given["lengths"] = keys.read_lengths(given.pop("seq_len"))
         if given.get("lengths") and "steps" not in given:
-            given["steps"] = steps_of(given["lengths"], given.get("accumulate_grad_batches", 1))
+            num_micro_batches = given.get("accumulate_grad_batches", 1)
+            given["steps"] = keys.steps_of(given["lengths"], num_micro_batches)
         if "model_name" not in given:
             raise PlanError("the plan names no model", hint="give `model_name`, or `--model NAME`")
         return cls(**given, assumed=assumed)
 
 
-PLAN_KEYS = rows_of(TrainingPlan)
-"""Rows of the keys of a plan by name, in order."""
+PLAN_KEYS = keys.rows_of(TrainingPlan)  # Rows of the keys of a plan by name, in order
 
 _MAPPINGS = tuple(name for name, row in PLAN_KEYS.items() if row.is_mapping)
-
-
-def _near_keys(name: str) -> str:
-    """Return the keys and other names closest to `name`, or all keys, as a hint."""
-    near = closest(name, other_names(PLAN_KEYS) | PLAN_KEYS.keys())
-    listed = ", ".join(f"`{key}`" for key in near or sorted(PLAN_KEYS))
-    return f"{'the closest keys' if near else 'keys'}: {listed}"

@@ -57,11 +57,8 @@ class Outcome(StrEnum):
 
     FITS = "fits"
     OOM = "oom"
-    MAY = "may"
-    """Verdict on several GPUs that depends on when blocks used by two streams are freed."""
-
-    FAILED = "failed"
-    """Measured runs only: a crash or the time limit."""
+    MAY = "may"  # Verdict on several GPUs that depends on when blocks used by two streams are freed
+    FAILED = "failed"  # Measured runs only: a crash or the time limit
 
     @property
     def word(self) -> str:
@@ -79,13 +76,9 @@ class PhaseRow:
     params_bytes: int
     grads_bytes: int
     optimizer_bytes: int
-    activations_bytes: int
-    """Allocated bytes less parameters, gradients and optimizer state."""
-
+    activations_bytes: int  # Allocated bytes less parameters, gradients and optimizer state
     allocated_bytes: int
-    peak_allocated_bytes: int
-    """Highest allocated bytes since the previous row."""
-
+    peak_allocated_bytes: int  # Highest allocated bytes since the previous row
     reserved_bytes: int
 
     @property
@@ -127,24 +120,14 @@ class Verdict:
     """Verdict about a run on one GPU, and the margin."""
 
     verdict: Outcome
-    margin_bytes: int
-    """Limit less the need of the run; negative if the run does not fit."""
-
-    limit_bytes: int
-    """Bytes that the caching allocator can reserve on this GPU."""
-
+    margin_bytes: int  # Limit less the need of the run; negative if the run does not fit
+    limit_bytes: int  # Bytes that the caching allocator can reserve on this GPU
     reserved_bytes: int
     """Peak reserved on this GPU, cached blocks included; up to the failure if out of memory."""
 
-    spread_bytes: int = 0
-    """Bytes of the limit that another driver of this GPU may take."""
-
-    at: str = ""
-    """Failed request of an `oom` or a `may`: step, phase, module and operator."""
-
-    decides: str = ""
-    """Blocks of a `may`: the verdict depends on when they are freed."""
-
+    spread_bytes: int = 0  # Bytes of the limit that another driver of this GPU may take
+    at: str = ""  # Failed request of an `oom` or a `may`: step, phase, module and operator
+    decides: str = ""  # Blocks of a `may`: the verdict depends on when they are freed
     needs_bytes: int = field(init=False)
     """The least limit under which the run fits; on several GPUs, the highest over ranks and free
     timings. Of a script that ended out of memory, a lower bound.
@@ -173,8 +156,7 @@ class Term:
     arithmetic: str
     why: str
 
-    source: ClassVar[str] = ""
-    """Empty: only rows of script lines have a source text."""
+    source: ClassVar[str] = ""  # Empty: only rows of script lines have a source text
 
     @property
     def note(self) -> str:
@@ -195,11 +177,8 @@ class ClosedForm:
 
     num_layers: int
     textbook_bytes: int
-    traced_bytes: int
-    """Bytes that the forward pass saves for the backward, the mean over layers."""
-
-    differences: tuple[Term, ...]
-    """Terms whose sum is the simulated bytes less the textbook's."""
+    traced_bytes: int  # Bytes that the forward pass saves for the backward, the mean over layers
+    differences: tuple[Term, ...]  # Terms whose sum is the simulated bytes less the textbook's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,15 +193,9 @@ class StepTime:
     peak_share: float
     """Operations of products, convolutions and attention relative to the peak rate, 0 to 1."""
 
-    bound_by: str
-    """Bound of most of the step: `host`, `compute`, `memory` or `link`."""
-
-    origin: str
-    """GPU whose measured kernel times were used; empty if they are of `gpu` itself."""
-
-    unmeasured_share: float
-    """Share of the step in kernels without measured efficiency."""
-
+    bound_by: str  # Bound of most of the step: `host`, `compute`, `memory` or `link`
+    origin: str  # GPU whose measured kernel times were used; empty if they are of `gpu` itself
+    unmeasured_share: float  # Share of the step in kernels without measured efficiency
     first_seconds: float = 0.0
     """Part of `seconds` in which libraries choose or compile kernels for new sizes."""
 
@@ -319,17 +292,11 @@ class Report(JsonReport):
 
     name: str
     plan: Mapping[str, Any]
-    model: Mapping[str, Any]
-    """`class`, `num_params`, `num_trainable_params`."""
-
-    gpu: str
-    """The GPU that the figures are for."""
-
+    model: Mapping[str, Any]  # `class`, `num_params`, `num_trainable_params`
+    gpu: str  # The GPU that the figures are for
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    process_bytes: int
-    """Bytes in nvidia-smi: reserved and the CUDA context."""
-
+    process_bytes: int  # Bytes in nvidia-smi: reserved and the CUDA context
     host_bytes: int
     """Predicted: host memory that the run holds on purpose, such as paged optimizer state.
     Measured: the process's highest resident size; of a distributed run, what all ranks hold more
@@ -385,9 +352,7 @@ class Prediction(Simulated, Report):
     lines: "ClassVar[tuple[HeldRow, ...]]" = ()
     guesses: "ClassVar[tuple[Guess, ...]]" = ()
     ranks: "ClassVar[tuple[RankRow, ...]]" = ()
-    is_cut_short: ClassVar[bool] = False
-    """False: only scripts can end early."""
-
+    is_cut_short: ClassVar[bool] = False  # False: only scripts can end early
     is_script: ClassVar[bool] = False
 
     unlimited_reserved_bytes: int
@@ -401,9 +366,7 @@ class Prediction(Simulated, Report):
     host_terms: tuple[Term, ...] = ()
     """Host memory of all ranks of a node; the terms add up to `host_bytes`."""
 
-    host_verdict: Verdict | None = None
-    """Verdict about the host memory, if the plan has a limit."""
-
+    host_verdict: Verdict | None = None  # Verdict about the host memory, if the plan has a limit
     closed_form: ClosedForm | None = None
     """The textbook's activations of a layer and the simulated ones; None without a formula."""
 
@@ -419,8 +382,7 @@ class Prediction(Simulated, Report):
     phase_intervals: tuple[Interval, ...] = ()
     """Ranges of the bytes allocated at each of `phases`; empty on one GPU."""
 
-    warnings: tuple[str, ...] = ()
-    """GPUs without a verdict, because the plan fails there."""
+    warnings: tuple[str, ...] = ()  # GPUs without a verdict, because the plan fails there
 
     @property
     def needs_bytes(self) -> int:
@@ -444,15 +406,11 @@ class Measurement(Report):
     device: Mapping[str, Any]
     """Machine: GPU `name` and `memory_bytes`, `driver`, `sm_clock_mhz` after the last step."""
 
-    context_bytes: int
-    """Process less reserved: the CUDA context and libraries."""
-
+    context_bytes: int  # Process less reserved: the CUDA context and libraries
     step_seconds: tuple[float, ...] = ()
     """Seconds of each optimizer step after the first, to the end of its kernels."""
 
-    note: str = ""
-    """Reason of an early end: the out-of-memory error, the crash, the time limit."""
-
+    note: str = ""  # Reason of an early end: the out-of-memory error, the crash, the time limit
     ranks: tuple[Mapping[str, Any], ...] = ()
     """Ranks of a run on several GPUs: `rank`, its peaks, `process_bytes`, `host_bytes`.
 
@@ -468,26 +426,13 @@ class Measurement(Report):
 class Ending(StrEnum):
     """End of a script."""
 
-    FINISHED = "finished"
-    """Ended by itself, with any exit code."""
-
-    STOPPED = "stopped"
-    """Stopped after the requested number of optimizer steps."""
-
-    OOM = "oom"
-    """Ended by a `torch.OutOfMemoryError` that it did not catch."""
-
-    CRASHED = "crashed"
-    """Ended by another error that it did not catch."""
-
-    UNSUPPORTED = "unsupported"
-    """Ended by an operation that cannot be simulated."""
-
-    INTERRUPTED = "interrupted"
-    """Ended by the user."""
-
-    RUNNING = "running"
-    """Still running."""
+    FINISHED = "finished"  # Ended by itself, with any exit code
+    STOPPED = "stopped"  # Stopped after the requested number of optimizer steps
+    OOM = "oom"  # Ended by a `torch.OutOfMemoryError` that it did not catch
+    CRASHED = "crashed"  # Ended by another error that it did not catch
+    UNSUPPORTED = "unsupported"  # Ended by an operation that cannot be simulated
+    INTERRUPTED = "interrupted"  # Ended by the user
+    RUNNING = "running"  # Still running
 
 
 _CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUNNING)
@@ -502,11 +447,8 @@ class HeldRow:
 
     num_bytes: int
     num_tensors: int
-    kinds: Mapping[str, int]
-    """Bytes by kind of memory."""
-
-    source: str = ""
-    """Source text of the line."""
+    kinds: Mapping[str, int]  # Bytes by kind of memory
+    source: str = ""  # Source text of the line
 
     @property
     def kind(self) -> str:
@@ -524,9 +466,7 @@ class HeldRow:
 class RunPhase:
     """The highest level of one phase of the script."""
 
-    name: str
-    """`setup`, `forward`, `backward`, `optimizer`, `evaluation` or `generation`."""
-
+    name: str  # `setup`, `forward`, `backward`, `optimizer`, `evaluation` or `generation`
     peak_allocated_bytes: int
     peak_reserved_bytes: int
 
@@ -535,12 +475,8 @@ class RunPhase:
 class RunStep:
     """Memory of one optimizer step, which begins at the end of the previous step."""
 
-    step: int
-    """Number of the step, from 0."""
-
-    allocated_bytes: int
-    """Bytes allocated after the step."""
-
+    step: int  # Number of the step, from 0
+    allocated_bytes: int  # Bytes allocated after the step
     peak_allocated_bytes: int
     peak_reserved_bytes: int
 
@@ -594,29 +530,17 @@ class RunReport(Simulated, JsonReport):
 
     is_script: ClassVar[bool] = True
 
-    name: str
-    """The script and its arguments, or `a block of code`."""
-
+    name: str  # The script and its arguments, or `a block of code`
     gpu: str
     ending: Ending
-    error: str
-    """Error that ended the script, in a line; empty if the script ended by itself."""
-
+    error: str  # Error that ended the script, in a line; empty if the script ended by itself
     verdict: Outcome
-    limit_bytes: int
-    """Bytes that the caching allocator could reserve."""
-
-    num_steps: int
-    """Optimizer steps."""
-
+    limit_bytes: int  # Bytes that the caching allocator could reserve
+    num_steps: int  # Optimizer steps
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    process_bytes: int
-    """Bytes in nvidia-smi: reserved, the CUDA context, and NCCL on several GPUs."""
-
-    host_bytes: int
-    """Host memory that tensors without data would hold, at its highest."""
-
+    process_bytes: int  # Bytes in nvidia-smi: reserved, the CUDA context, and NCCL on several GPUs
+    host_bytes: int  # Host memory that tensors without data would hold, at its highest
     peak: RunPeak
     terms: tuple[HeldRow, ...]
     """Contents of the peak, by kind; with `rounding` they add up to the peak."""
@@ -633,18 +557,12 @@ class RunReport(Simulated, JsonReport):
     warnings: tuple[str, ...] = ()
     """Reasons to trust the figures less, which the report prints first."""
 
-    notes: tuple[str, ...]
-    """Assumptions and observations that limit what the figures mean."""
-
+    notes: tuple[str, ...]  # Assumptions and observations that limit what the figures mean
     assumptions: tuple[str, ...]
     versions: Mapping[str, str]
     elapsed_s: float
-    rank: int = 0
-    """Rank of the report, if there are several."""
-
-    ranks: tuple[RankRow, ...] = ()
-    """Ranks that were run; empty on one GPU."""
-
+    rank: int = 0  # Rank of the report, if there are several
+    ranks: tuple[RankRow, ...] = ()  # Ranks that were run; empty on one GPU
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     """Ranges of `allocated`, `reserved` and `process` at their peaks, over ranks and free timings.
 
@@ -674,8 +592,7 @@ class RunReport(Simulated, JsonReport):
         return bool(self.ranks)
 
 
-SimulatedReport = Prediction | RunReport
-"""Report of a simulated run: of a plan or of a script."""
+SimulatedReport = Prediction | RunReport  # Report of a simulated run: of a plan or of a script
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -689,8 +606,7 @@ class StoredPeak:
     lines: tuple[HeldRow, ...]
 
 
-MAX_RESULTS_BYTES = 512 << 20
-"""Limit of a file of results; a report has some ten KiB."""
+MAX_RESULTS_BYTES = 512 << 20  # Limit of a file of results; a report has some ten KiB
 
 
 def read_measurements(path: Path) -> list[Measurement]:

@@ -25,7 +25,7 @@ def render_advice(advice: Advice) -> str:
         _heading(advice),
         [] if advice.fits or advice.options else _nothing(advice),
         *(_option(number, option) for number, option in enumerate(advice.options, 1)),
-        _not_enough(advice),
+        _not_enough(advice) if advice.not_enough else [],
         _left_out(advice),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -87,7 +87,7 @@ def _not_enough(advice: Advice) -> list[str]:
         sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)
         time = seconds(option.time.seconds) if option.time else ""
         rows.append([option.title, *map(gib_or_mib, sizes), time])
-    return table(rows, left=1) if advice.not_enough else []
+    return table(rows, left=1)
 
 
 def _left_out(advice: Advice) -> list[str]:
@@ -134,19 +134,18 @@ def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
     by_cell = {(row.technique, row.gpu): row for row in rows}
     cells = [[f"largest {_NOUNS[key]}", *(c for gpu in gpus for c in (gpu, "margin"))]]
     for name in names:
-        cells.append([name, *(c for gpu in gpus for c in _cell(by_cell[name, gpu]))])
+        line = [name]
+        for found in (by_cell[name, gpu].largest for gpu in gpus):
+            if found is None:
+                line += ["n/a", ""]
+                continue
+            value = "OOM" if found.value is None else f"{found.value}{'+' if found.ceiling else ''}"
+            line += [value, f"{found.verdict.margin_bytes / GIB:+.2f} GiB"]
+        cells.append(line)
     lines = table(cells, left=1)
     errors = {row.technique: row.error for row in rows if row.error}
     lines += [f"{name}: {error}" for name, error in errors.items()]
     return "\n".join(lines)
-
-
-def _cell(row: TechniqueRow) -> tuple[str, str]:
-    found = row.largest
-    if found is None:
-        return "n/a", ""
-    value = "OOM" if found.value is None else f"{found.value}{'+' if found.ceiling else ''}"
-    return value, f"{found.verdict.margin_bytes / GIB:+.2f} GiB"
 
 
 def _figures(row: Largest) -> list[str]:

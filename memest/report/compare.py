@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from memest.report import Interval
 from memest.report.text import table
 from memest.units import MIB, gib, gib_or_mib
 from memest.validate.compare import Comparison, Summary
@@ -60,17 +59,15 @@ def _cells(comparison: Comparison) -> list[str]:
     cells = [comparison.name]
     for d in comparison.totals.values():
         error = f"{d.error_percent:+.3f} %"
-        cells += [gib_or_mib(d.measured_bytes), _predicted(d.predicted), error]
+        found, high = d.predicted, gib_or_mib(d.predicted_bytes)
+        is_range = found.low_bytes < found.high_bytes
+        predicted = f"{gib(found.low_bytes)} to {high}" if is_range else high
+        cells += [gib_or_mib(d.measured_bytes), predicted, error]
     worst = comparison.worst_phase
     cells.append(f"{worst.error_percent:+.3f} %" if worst else "")
-    measured, predicted = comparison.measured.verdict, comparison.predicted.verdict
-    cells.append(str(measured) if measured == predicted else f"{measured}, predicted {predicted}")
+    measured, verdict = comparison.measured.verdict, comparison.predicted.verdict
+    cells.append(str(measured) if measured == verdict else f"{measured}, predicted {verdict}")
     return cells
-
-
-def _predicted(found: Interval) -> str:
-    high = gib_or_mib(found.high_bytes)
-    return high if found.low_bytes == found.high_bytes else f"{gib(found.low_bytes)} to {high}"
 
 
 def _summary(summary: Summary) -> list[str]:
@@ -102,9 +99,8 @@ def _residuals(comparisons: Sequence[Comparison]) -> list[str]:
 
 def _others(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
     """Return a line for each library version that differs, and for each broken tolerance."""
-    found = dict.fromkeys(line for c in comparisons for line in c.versions)
-    lines = [f"versions differ: {line}" for line in found]
-    return lines + [f"outside its tolerance: {line}" for line in summary.broken]
+    found = dict.fromkeys(f"versions differ: {line}" for c in comparisons for line in c.versions)
+    return [*found, *(f"outside its tolerance: {line}" for line in summary.broken)]
 
 
 def _difference(difference: Any) -> dict[str, Any]:

@@ -118,6 +118,11 @@ class Difference:
         return {name: (old[name], new[name]) for name in ("allocated", "reserved")}
 
     @property
+    def peak_lines(self) -> list[str]:
+        """A line for each peak: before, after and their difference."""
+        return [peaks_text(name, *pair) for name, pair in self.peaks.items()]
+
+    @property
     def has_grown(self) -> bool:
         """True if a peak is higher than before."""
         return any(after > before for before, after in self.peaks.values())
@@ -146,15 +151,10 @@ class Difference:
     def __str__(self) -> str:
         found = self.changes
         lines = [self.after.name, summary_line(self.after)]
-        lines += peak_changes(self)
+        lines += self.peak_lines
         lines += [f"  {line}" for line in grown(found)]
         shrunk = [f"  {change}" for change in reversed(found) if change.added_bytes < 0]
         return "\n".join([*lines, *shrunk[:MAX_ROWS], *(f"note: {note}" for note in self.notes)])
-
-
-def peak_changes(found: Difference) -> list[str]:
-    """Return a line for each peak: before, after and their difference."""
-    return [peaks_text(name, *pair) for name, pair in found.peaks.items()]
 
 
 def read_reports(path: Path) -> list[SimulatedReport]:
@@ -208,16 +208,11 @@ def markdown(report: SimulatedReport, found: Difference | None, base: str = "") 
         title = "held at the peak"
     if rows:
         lines += ["", f"| line | {title} | |", "|---|---:|---|"]
-        lines += [
-            f"| {name} | {format_bytes(size)} | {_code(source)} |"
-            for name, source, size in rows[:MAX_ROWS]
-        ]
+        for name, source, size in rows[:MAX_ROWS]:
+            code = source.replace("|", "\\|").replace("`", "")
+            lines.append(f"| {name} | {format_bytes(size)} | {f'`{code}`' if source else ''} |")
     lines += [f"\nNote: {note}." for note in (found.notes if found else [])]
     return "\n".join(lines) + "\n"
-
-
-def _code(source: str) -> str:
-    return f"`{source.replace('|', chr(92) + '|').replace('`', '')}`" if source else ""
 
 
 RULES = {

@@ -70,7 +70,18 @@ def explorer_data(
             for plan in presets
             if _choices(plan) in {_choices(point.plan) for point in points}
         },
-        "points": {_key(point.plan, values): _row(point, gpus) for point in points},
+        "points": {
+            ".".join(str(values[name].index(of(p.plan))) for name, (_, of) in _AXES.items()): {
+                "kinds": list(p.kinds.values()),
+                "why": list(p.arithmetic.values()),
+                "phases": p.phases,
+                "gpus": [
+                    [v.word, v.needs_bytes, v.reserved_bytes, v.spread_bytes]
+                    for v in (p.verdicts[gpu] for gpu in gpus)
+                ],
+            }
+            for p in points
+        },
     }
 
 
@@ -87,17 +98,3 @@ def _values(points: Sequence[Explored], of: Any) -> list[Any]:
 
 def _label(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else escape(str(value))
-
-
-def _key(plan: TrainingPlan, values: dict[str, list[Any]]) -> str:
-    return ".".join(str(values[name].index(of(plan))) for name, (_, of) in _AXES.items())
-
-
-def _row(point: Explored, gpus: Sequence[str]) -> dict[str, Any]:
-    verdicts = [point.verdicts[gpu] for gpu in gpus]
-    return {
-        "kinds": list(point.kinds.values()),
-        "why": list(point.arithmetic.values()),
-        "phases": point.phases,
-        "gpus": [[v.word, v.needs_bytes, v.reserved_bytes, v.spread_bytes] for v in verdicts],
-    }

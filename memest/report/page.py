@@ -17,24 +17,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from memest import plots
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay.recording import KINDS, Recording, StepBlocks, kind_of, step_blocks
-from memest.report import HeldRow, Prediction, RunReport, SimulatedReport, Term
-from memest.report.answer import answer, place_in_words, plain
-from memest.report.difference import Change, Difference, changes, peak_changes
-from memest.report.text import (
-    covered,
-    guesses_of,
-    heading,
-    level_rows,
-    module_rows,
-    phase_rows,
-    rank_rows,
-    render_suite,
-    term_cells,
-    unit_in,
-    where,
-)
-from memest.report.times import time_cells, time_notes
-from memest.units import GIB, MIB, Unit, counted, gib, gib_or_mib, gib_that_add_up
+from memest.report import HeldRow, Prediction, RunReport, SimulatedReport, Term, difference, text
+from memest.report.answer import answer, plain
+from memest.report.difference import Change, Difference
+from memest.report.text import heading, term_cells, unit_in
+from memest.units import GIB, MIB, Unit, counted, gib, gib_that_add_up
 
 MAX_BLOCKS = 500_000  # of a step in a page: 5 MB, which a browser reads in a second
 UNIT_BYTES = 512  # unit of blocks in a page: `kMinBlockSize` of CUDACachingAllocator.cpp
@@ -61,8 +48,8 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
     data = step_data(recording, step) | {"limit_bytes": limit_bytes, "gpu": gpu}
     lines = {place[4] for place in data["sites"]} | {place[5] for place in data["sites"]}
     data["sources"] = {line: text for line, text in sources.items() if line in lines}
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return (_FOLDER / "instrument.html").read_text(encoding="utf-8").replace("__DATA__", text)
+    values = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return (_FOLDER / "instrument.html").read_text(encoding="utf-8").replace("__DATA__", values)
 
 
 def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
@@ -172,7 +159,7 @@ class PredictionTable(list[Prediction]):
     """
 
     def __str__(self) -> str:
-        return render_suite(self)
+        return text.render_suite(self)
 
     def _repr_html_(self) -> str:
         style = (
@@ -203,22 +190,13 @@ def limit_of(report: SimulatedReport) -> int:
 
 @cache
 def _parts() -> Any:
-    """Return the macros of `page.jinja`, which is filled by functions of this module."""
+    """Return the macros of `page.jinja`, which call functions of this module and of the text."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER), trim_blocks=True, undefined=StrictUndefined
     )
     environment.filters["e"] = escape
-    environment.globals |= {
-        "answer": answer, "assumed": _assumed, "changes": changes, "facts_of": _facts, "gib": gib,
-        "chart_of_gpus": _chart_of_gpus, "chart_of_phases": _chart_of_phases,
-        "held_rows": _held_rows, "level_rows": level_rows, "line_rows": _line_rows,
-        "module_rows": module_rows, "parts_of": _shares, "peak_changes": peak_changes,
-        "phase_rows": phase_rows, "place_in_words": place_in_words, "plain": plain,
-        "policy": _POLICY, "rank_rows": rank_rows, "scale_of": _scale, "script": SCRIPT,
-        "size": gib_or_mib, "style": (_FOLDER / "page.css").read_text(encoding="utf-8"),
-        "suite_rows": _suite_rows, "time_cells": time_cells, "time_notes": time_notes,
-        "unit_in": unit_in, "where": where,
-    }  # fmt: skip
+    style = (_FOLDER / "page.css").read_text(encoding="utf-8")
+    environment.globals |= {**vars(text), **vars(difference), **globals(), "style": style}
     return environment.get_template("page.jinja").module
 
 
@@ -268,13 +246,13 @@ def _shares(report: SimulatedReport) -> list[tuple[str, float, str]]:
     parts = {name: size for name, size in parts.items() if size}
     parts["rest"] = max(1, report.peak_allocated_bytes) - sum(parts.values())
     whole, sizes = max(1, sum(parts.values())), gib_that_add_up(list(parts.values()))
-    return [(k, n / whole, text) for (k, n), text in zip(parts.items(), sizes, strict=True)]
+    return [(k, n / whole, size) for (k, n), size in zip(parts.items(), sizes, strict=True)]
 
 
 def _assumed(report: SimulatedReport) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    lines = [*guesses_of(report, None), *report.notes, *report.assumptions]
-    return [*lines, *covered(report.coverage), versions]
+    lines = [*text.guesses_of(report, None), *report.notes, *report.assumptions]
+    return [*lines, *text.covered(report.coverage), versions]
 
 
 def _chart_of_phases(report: Prediction) -> str:
@@ -295,8 +273,5 @@ def _chart_of_gpus(reports: Sequence[Prediction]) -> str:
 
 def _chart(draw: Callable[[bool], Any], words: str) -> str:
     svgs = (plots.svg_text(draw(is_dark)).encode() for is_dark in (False, True))
-    return str(_parts().chart(*map(_data_url, svgs), words))
-
-
-def _data_url(svg: bytes) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+    urls = (f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}" for svg in svgs)
+    return str(_parts().chart(*urls, words))

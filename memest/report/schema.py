@@ -41,7 +41,7 @@ def schema_of(name: str) -> dict[str, Any]:
 def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a dataclass; add those of the classes that it uses to `definitions`."""
     hints: dict[str, Any] = get_type_hints(kind)
-    docs = _docs(kind)
+    docs = field_docs(kind)
     if kind is TrainingPlan:  # what a file may have; the fields are what was read
         docs |= {name: row.help_text for name, row in PLAN_KEYS.items() if row.flag}
         hints |= {name: Mapping[str, Any] for name, row in PLAN_KEYS.items() if row.is_mapping}
@@ -84,15 +84,19 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"type": _TYPES[hint]} if hint in _TYPES else {}
 
 
-def _docs(kind: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a class and of its bases."""
+def field_docs(kind: type) -> dict[str, str]:
+    """Return comments or docstrings of the fields of a class and of its bases, by name."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, text in zip(body.body, body.body[1:], strict=False):
+        source = textwrap.dedent(inspect.getsource(each))
+        (made,), lines = ast.parse(source).body, source.splitlines()
+        assert isinstance(made, ast.ClassDef)
+        for field, text in zip(made.body, [*made.body[1:], None], strict=True):
             if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
                 continue
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            comment = lines[(field.end_lineno or 0) - 1].partition("  # ")[2]
+            if comment:
+                found[field.target.id] = f"{comment}."
+            elif isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 found[field.target.id] = inspect.cleandoc(str(text.value.value))
     return found

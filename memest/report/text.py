@@ -5,36 +5,13 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memest import units
 from memest.estimator.hardware.gpus import Gpu, mig_profiles
 from memest.models_meta.registry import ModelEntry
-from memest.report import (
-    ClosedForm,
-    Ending,
-    HeldRow,
-    Interval,
-    Outcome,
-    Prediction,
-    RunReport,
-    SimulatedReport,
-    Term,
-    Verdict,
-)
+from memest.report import Ending, HeldRow, Outcome, Prediction, RunReport, SimulatedReport, Verdict
 from memest.report.answer import BAD, COLOURS, DIM, answer, failures, paint, place_in_words, plain
 from memest.report.times import Training, time_cells, time_notes
-from memest.units import (
-    GIB,
-    MIB,
-    Unit,
-    counted,
-    format_bytes,
-    format_count,
-    gib,
-    gib_or_mib,
-    gib_that_add_up,
-    rounded_to_sum,
-    shares_that_add_up,
-    unit_of,
-)
+from memest.units import GIB, MIB, Unit, counted, format_bytes, gib, gib_or_mib, gib_that_add_up
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option
@@ -69,7 +46,7 @@ def render_text(
         table(module_rows(report, MAX_ROWS), left=1) if report.modules else [],
         _lines(report),
         table(levels, left=1) if len(levels) > 1 or not report.is_script else [],
-        _closed_form(report.closed_form),
+        _closed_form(report),
         verdict_table(report.verdicts),
         _times(report, training),
         guesses_of(report),
@@ -102,7 +79,9 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
 def render_models(entries: Iterable[ModelEntry]) -> str:
     """Return a table of the bundled models."""
     rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
-    rows += [[e.name, e.family, e.modality, format_count(e.num_params), e.hub_id] for e in entries]
+    rows += [
+        [e.name, e.family, e.modality, units.format_count(e.num_params), e.hub_id] for e in entries
+    ]
     return "\n".join(table(rows, left=3, last_left=True))
 
 
@@ -161,7 +140,9 @@ def _heading_of_plan(prediction: Prediction) -> list[str]:
         facts.append(f"accumulation {plan['accumulate_grad_batches']}")
     facts.append(tokens_of(plan))
     if plan["strategy"] != "auto" or plan["devices"] > 1:
-        facts.append(_strategy(plan))
+        name = "ddp" if plan["strategy"] == "auto" else plan["strategy"]
+        sharding = f" {plan['sharding_strategy']}" if name.startswith("fsdp") else ""
+        facts.append(f"{counted(plan['devices'], 'GPU')}, {name}{sharding}")
     if plan["act_ckpt"]:
         facts.append("activation checkpointing")
     if plan["use_qlora"] or plan["use_lora"]:
@@ -171,16 +152,9 @@ def _heading_of_plan(prediction: Prediction) -> list[str]:
     lines = ["  ".join(facts)]
     if prediction.name != plan["model_name"]:
         lines.append(f"model {plan['model_name']}")
-    counts = map(format_count, (model["num_params"], model["num_trainable_params"]))
+    counts = map(units.format_count, (model["num_params"], model["num_trainable_params"]))
     lines.append("{}: {} parameters, {} trained".format(model["class"], *counts))
     return lines
-
-
-def _strategy(plan: Mapping[str, Any]) -> str:
-    gpus = "1 GPU" if plan["devices"] == 1 else f"{plan['devices']} GPUs"
-    name = "ddp" if plan["strategy"] == "auto" else plan["strategy"]
-    sharding = f" {plan['sharding_strategy']}" if name.startswith("fsdp") else ""
-    return f"{gpus}, {name}{sharding}"
 
 
 def term_cells(report: SimulatedReport) -> list[list[str]]:
@@ -188,16 +162,16 @@ def term_cells(report: SimulatedReport) -> list[list[str]]:
 
     The sizes have the unit of the report.
     """
-    terms: Sequence[Term | HeldRow] = report.terms
+    terms: Sequence[Any] = report.terms
     sizes = [term.num_bytes for term in terms]
-    shares = shares_that_add_up(sizes, report.peak_allocated_bytes)
+    shares = units.shares_that_add_up(sizes, report.peak_allocated_bytes)
     figures = zip(terms, unit_in(report).adding_up(sizes), shares, strict=True)
     return [[term.kind, size, share, term.note] for term, size, share in figures]
 
 
 def unit_in(report: SimulatedReport) -> Unit:
     """Return the unit of the report's tables."""
-    return unit_of(report.peak_reserved_bytes)
+    return units.unit_of(report.peak_reserved_bytes)
 
 
 def _terms(report: SimulatedReport) -> list[str]:
@@ -279,13 +253,14 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
     return rows
 
 
-def _closed_form(found: ClosedForm | None) -> list[str]:
+def _closed_form(report: SimulatedReport) -> list[str]:
     """Return lines on the textbook's bytes per layer and their difference to the simulated."""
+    found = report.closed_form
     if found is None:
         return []
     letters = ", ".join(f"{k} = {v}" for k, v in found.letters.items())
     sizes = [found.textbook_bytes, *(t.num_bytes for t in found.differences)]
-    textbook, *others = rounded_to_sum([size / MIB for size in sizes], 2)
+    textbook, *others = units.rounded_to_sum([size / MIB for size in sizes], 2)
     rows = [["textbook", f"{textbook:.2f}", f"{found.formula}, {letters}"]]
     rows += [
         [t.kind, f"{size:+.2f}", f"{t.arithmetic}: {t.why}"]
@@ -303,15 +278,14 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
     unit = unit_in(report)
     rows = [[f"by rank, {unit.name}", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
-        cells = [_range(size, row.intervals.get(name), unit) for name, size in row.levels.items()]
+        cells = []
+        for name, size in row.levels.items():
+            found = row.intervals.get(name)
+            is_range = found is not None and found.low_bytes < found.high_bytes
+            ends = (found.low_bytes, found.high_bytes) if found and is_range else (size,)
+            cells.append(" to ".join(map(unit.of, ends)))
         rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
     return rows
-
-
-def _range(num_bytes: int, interval: Interval | None, unit: Unit) -> str:
-    if interval is None or interval.low_bytes == interval.high_bytes:
-        return unit.of(num_bytes)
-    return f"{unit.of(interval.low_bytes)} to {unit.of(interval.high_bytes)}"
 
 
 def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[str]]:
@@ -344,7 +318,7 @@ def _lines(report: SimulatedReport) -> list[str]:
     if rest:
         sizes.append(sum(row.num_bytes for row in rest))
         names.append((counted(len(rest), "other"), ""))
-    figures = zip(unit.adding_up(sizes), shares_that_add_up(sizes, sum(sizes)), strict=True)
+    figures = zip(unit.adding_up(sizes), units.shares_that_add_up(sizes, sum(sizes)), strict=True)
     cells = [["by line of the script", "", "share", ""]]
     for (name, source), (size, share) in zip(names, figures, strict=True):
         cells.append([name, f"{size} {unit.name}", share, source])
@@ -399,7 +373,9 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
 def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
     """Return lines of the assumptions, all or the first, and of calls that are not modelled."""
     lines = [f"note: {line}" for line in report.notes]
-    lines += brief(report.assumptions, verbose=verbose)
+    lines += [f"assumed: {line}" for line in report.assumptions[: None if verbose else 1]]
+    if not verbose and len(report.assumptions) > 1:
+        lines[-1] += f"; {len(report.assumptions) - 1} more with --verbose"
     lines += covered(report.coverage)
     if report.peak.op:
         lines.append(f"peak allocated in {report.peak.op}")
@@ -419,14 +395,6 @@ def covered(coverage: Mapping[str, Any]) -> list[str]:
             for op, count in coverage["unmodelled"].items()
         ),
     ]
-
-
-def brief(assumptions: Sequence[str], *, verbose: bool) -> list[str]:
-    """A line for each assumption; without `verbose` the first, and how many more there are."""
-    lines = [f"assumed: {line}" for line in assumptions[: None if verbose else 1]]
-    if more := len(assumptions) - len(lines):
-        lines[-1] += f"; {more} more with --verbose"
-    return lines
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
