@@ -329,18 +329,11 @@ class Canvas:
         size = next((s for s in (VALUE, SMALL) if keys_width(handles, s) <= room), SMALL)
         style = {"handlelength": 1.3, "handleheight": 1.0, "columnspacing": 1.2, **style}
         self.figure.legend(
-            handles=list(handles),
-            loc="upper left",
+            handles=list(handles), loc="upper left",
             bbox_to_anchor=(left / WIDTH, 1 - top / self.height),
-            bbox_transform=self.figure.transFigure,
-            ncols=len(handles),
-            fontsize=size,
-            frameon=False,
-            labelcolor=self.theme.ink,
-            handletextpad=0.5,
-            borderaxespad=0.0,
-            **style,
-        )
+            bbox_transform=self.figure.transFigure, ncols=len(handles), fontsize=size,
+            frameon=False, labelcolor=self.theme.ink, handletextpad=0.5, borderaxespad=0.0, **style,
+        )  # fmt: skip
 
 
 @contextmanager

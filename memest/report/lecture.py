@@ -218,13 +218,9 @@ class Lecture:
         )
         limit = self.limit_bytes / GIB
         return Chart(
-            is_upright=is_upright,
-            categories=labels,
-            series=series,
-            limit=limit,
-            limit_name=f"{self.gpu}: {limit:.1f} GiB",
-            has_legend=has_legend,
-        )
+            is_upright=is_upright, categories=labels, series=series, limit=limit,
+            limit_name=f"{self.gpu}: {limit:.1f} GiB", has_legend=has_legend,
+        )  # fmt: skip
 
     def _overview(self) -> Slide:
         rows = self.rows.rows
@@ -509,15 +505,10 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
             point, is_cut = explored(plan, gpus), False
         points.append(point)
         row = Row(
-            plan=point.plan,
-            kinds=point.kinds,
-            arithmetic=point.arithmetic,
-            verdicts=report.verdicts,
-            phases=report.phases,
-            num_params=report.model["num_params"],
-            num_trained=report.model["num_trainable_params"],
-            is_cut=is_cut,
-        )
+            plan=point.plan, kinds=point.kinds, arithmetic=point.arithmetic,
+            verdicts=report.verdicts, phases=report.phases, num_params=report.model["num_params"],
+            num_trained=report.model["num_trainable_params"], is_cut=is_cut,
+        )  # fmt: skip
         rows.append(row)
     limits = {name: find_gpu(name).limit_bytes for name in gpus}
     lengths = {plan.seq_len for plan in plans}

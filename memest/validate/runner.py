@@ -450,22 +450,11 @@ def _unfinished(
     device: Device, plan: TrainingPlan, note: str, elapsed_s: float = 0.0
 ) -> Measurement:
     return Measurement(
-        name=plan.label,
-        plan=plan.to_dict(),
-        model={},
-        gpu=device.catalogue_name,
-        peak_allocated_bytes=0,
-        peak_reserved_bytes=0,
-        process_bytes=0,
-        host_bytes=0,
-        phases=(),
-        verdict=Outcome.FAILED,
-        versions=measured_versions(),
-        elapsed_s=round(elapsed_s, 3),
-        device=device.to_dict(),
-        context_bytes=0,
-        note=note,
-    )
+        name=plan.label, plan=plan.to_dict(), model={}, gpu=device.catalogue_name,
+        peak_allocated_bytes=0, peak_reserved_bytes=0, process_bytes=0, host_bytes=0, phases=(),
+        verdict=Outcome.FAILED, versions=measured_versions(), elapsed_s=round(elapsed_s, 3),
+        device=device.to_dict(), context_bytes=0, note=note,
+    )  # fmt: skip
 
 
 def _logs(results: Path) -> Path:
