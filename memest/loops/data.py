@@ -116,6 +116,11 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     )
 
 
+def moved(inputs: Inputs, device: Any) -> Inputs:
+    """Move the tensors of a micro-batch to `device`."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
 def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
     inputs = {
         name: torch.randn(value.shape) if isinstance(value, Tensor) and value.is_meta else value

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from memest.loops.data import Inputs
+from memest.loops.data import moved
 from memest.loops.job import Listener, Task
 from memest.models_meta.assemble import loss_of
 from memest.models_meta.sharding import (
@@ -121,20 +121,17 @@ class FineTune(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the next micro-batch; `batch` is its number."""
         inputs = self._task.batch(batch_idx)
-        loss: Tensor = self._task.loss(self.model, self._moved(inputs))
+        loss: Tensor = self._task.loss(self.model, moved(inputs, self.device))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the loss of the next validation micro-batch."""
         inputs = self._task.val_batch(batch_idx)
-        loss_of(self.model, self._moved(inputs), self._task.feed.loss_output)
+        loss_of(self.model, moved(inputs, self.device), self._task.feed.loss_output)
 
     def on_validation_end(self) -> None:
         """Record the phase when the module trains again."""
         self._record(Phase.AFTER_VALIDATION)
-
-    def _moved(self, inputs: Inputs) -> Inputs:
-        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Record after the forward and, on the first micro-batch of a step, after `zero_grad`."""

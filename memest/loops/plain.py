@@ -4,9 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from memest.loops.data import Inputs
+from memest.loops.data import moved
 from memest.loops.job import Task
 from memest.models_meta.assemble import half_dtype, loss_of
 from memest.report import Phase
@@ -32,14 +31,13 @@ class _Loop:
         self.task, self.plan, self.where = task, task.job.plan, task.job.where
         self.device_type = torch.device(self.where).type
         self.model, self.optimizer = task.model, task.make_optimizer()
-        self.scaler = torch.amp.GradScaler(
-            self.device_type, enabled=self.plan.precision == "16-mixed"
-        )
+        is_scaled = self.plan.precision == "16-mixed"
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=is_scaled)
 
     def micro_batch(self, number: int) -> None:
         """Run forward and backward."""
         self._record(Phase.BEFORE_FORWARD)
-        inputs = self._moved(self.task.batch(number))
+        inputs = moved(self.task.batch(number), self.where)
         with self._autocast():
             loss = self.task.loss(self.model, inputs)
         loss = loss / self.plan.accumulate_grad_batches
@@ -62,7 +60,7 @@ class _Loop:
         """Compute the losses of the validation."""
         self.model.eval()
         for number in range(self.plan.limit_val_batches):
-            inputs = self._moved(self.task.val_batch(number))
+            inputs = moved(self.task.val_batch(number), self.where)
             with self._autocast():
                 loss_of(self.model, inputs, self.task.feed.loss_output)
         self.model.train()
@@ -72,9 +70,6 @@ class _Loop:
         if not self.plan.precision.endswith("-mixed"):
             return nullcontext()
         return torch.autocast(self.device_type, half_dtype(self.plan))
-
-    def _moved(self, inputs: Inputs) -> Inputs:
-        return {k: v.to(self.where) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _record(self, phase: Phase) -> None:
         self.task.job.recorder.record(phase, self.model, self.optimizer)

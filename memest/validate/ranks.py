@@ -107,25 +107,20 @@ def _collect(children: Sequence[Child], paths: Sequence[Path], folder: Path) -> 
     deadline = float("inf")
     found: dict[int, Measurement] = {}
     while True:
-        for rank, path in enumerate(paths):
+        ended = {rank for rank, child in enumerate(children) if child.poll() is not None}
+        for rank, path in enumerate(paths):  # after it, for reports that they wrote in between
             if rank not in found and (measured := Measurement.read(path)) is not None:
                 found[rank] = measured
         if len(found) == len(paths) or time.monotonic() >= deadline:
             return list(found.values())
         if deadline == float("inf") and any(m.verdict is Outcome.OOM for m in found.values()):
             deadline = time.monotonic() + OOM_GRACE_S
-        for rank, child in enumerate(children):
-            if rank in found or child.poll() is None:
-                continue
-            if Measurement.read(paths[rank]) is not None:
-                continue  # it wrote the report in between
-            if deadline == float("inf"):
-                time.sleep(POLL_S)  # for those whose peer it was, or that were its peers
-                for ended, each in enumerate(children):
-                    if each.poll() is not None and Measurement.read(paths[ended]) is None:
-                        _print_log(ended, folder)
-                return []
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # also for those whose peer an ended rank was, or that were its peers
+        if deadline == float("inf") and ended - found.keys():
+            for rank, child in enumerate(children):
+                if child.poll() is not None and Measurement.read(paths[rank]) is None:
+                    _print_log(rank, folder)
+            return []
 
 
 def _print_log(rank: int, folder: Path) -> None:
