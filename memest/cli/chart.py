@@ -29,7 +29,7 @@ from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.plan.files import read_config, read_suite
 from memest.plots.words import setting_words
-from memest.report import Prediction, RunReport, read_measurements
+from memest.report import RunReport, read_measurements
 from memest.report.difference import read_reports
 from memest.units import TIB
 from memest.validate.compare import comparable, plan_of
@@ -134,29 +134,20 @@ def lab(
     if has_time:
         figure = plots.plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
     else:
+        larger = [  # plans that do not fit, on a GPU that is large enough
+            replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None, beside=None)
+            for plan, report in predicted
+            if report.verdict == "oom"
+        ]
         with progress_bar("what the others would need", with_results=False):
-            unlimited = _needs(predicted, jobs)
+            made, _ = partition(larger, predict_each(larger, jobs=jobs) if larger else [])
+        unlimited = {report.name: report for _, report in made}
         figure = plots.plot_ladder(
             reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
         )
     name = f"{path.stem}-time" if has_time else path.stem
     pictures.save(figure, name, [report.to_dict() for report in reports])
     forget(pictures.folder / path.stem)
-
-
-def _needs(
-    predicted: Sequence[tuple[TrainingPlan, Prediction]], jobs: int | None
-) -> dict[str, Prediction]:
-    """Predict the plans that do not fit, by name, on a GPU that is large enough."""
-    larger = [
-        replace(plan, gpu=(), gpu_memory=TIB, memory_limit=None, beside=None)
-        for plan, report in predicted
-        if report.verdict == "oom"
-    ]
-    if not larger:
-        return {}
-    found, _ = partition(larger, predict_each(larger, jobs=jobs))
-    return {report.name: report for _, report in found}
 
 
 @chart.command()

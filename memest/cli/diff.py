@@ -27,7 +27,7 @@ from memest.report.difference import (
     unpaired,
 )
 from memest.run.base import repository, run_both
-from memest.validate.compare import Comparison, comparable, parse_tolerances, plan_of, summarise
+from memest.validate.compare import comparable, parse_tolerances, plan_of, summarise
 from memest.validate.compare import compare as compare_reports
 from memest.writing import write_output
 
@@ -156,22 +156,14 @@ def compare(
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
     print_or_write(text, output)
-    if charts is not None:
-        _draw_comparisons(comparisons, charts)
+    if charts is not None:  # the scatter of all runs, and the phases of each
+        make_folder(charts)
+        scatter = plots.plot_scatter([(c.predicted, c.measured) for c in comparisons])
+        plots.save(scatter, charts / "scatter")
+        for c in comparisons:
+            limit = c.predicted.verdicts[c.predicted.gpu].limit_bytes
+            figure = plots.plot_phases(c.predicted, c.measured, gpu_limit_bytes=limit)
+            plots.save(figure, charts / f"phases-{re.sub(r'[^A-Za-z0-9.=+-]+', '-', c.name)}")
     if (check or tolerance) and summary.broken:
         fail(f"{len(summary.broken)} outside tolerance: {summary.broken[0]}", "", 4)
     return 0
-
-
-def _draw_comparisons(comparisons: Sequence[Comparison], folder: Path) -> None:
-    """The scatter of all runs, and the phases of each."""
-    make_folder(folder)
-    pairs = [(c.predicted, c.measured) for c in comparisons]
-    plots.save(plots.plot_scatter(pairs), folder / "scatter")
-    for comparison in comparisons:
-        predicted, measured = comparison.predicted, comparison.measured
-        limit = predicted.verdicts[predicted.gpu].limit_bytes
-        name = re.sub(r"[^A-Za-z0-9.=+-]+", "-", comparison.name)
-        plots.save(
-            plots.plot_phases(predicted, measured, gpu_limit_bytes=limit), folder / f"phases-{name}"
-        )

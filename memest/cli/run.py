@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -171,7 +171,9 @@ def run(
     elsewhere = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
     if elsewhere is not None:
         return elsewhere
-    _check_form(output)
+    form = only_one({f"--{name}": output[name] for name in ("summary", "emit")})
+    if form and output["whole"].is_given:
+        raise PlanError(f"hours and prices are not part of `{form}`", hint="leave one out")
     launch, target = _target(module, command)
     nproc_per_node, nnodes = _num_gpus(launch, nproc_per_node, nnodes)
     os.environ.update(launch.environment)
@@ -203,13 +205,6 @@ def run(
         return _not_used(ran)
     _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
     return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
-
-
-def _check_form(output: Mapping[str, Any]) -> None:
-    """Refuse `--summary` with `--emit`, and hours or prices with one of the two."""
-    form = only_one({f"--{name}": output[name] for name in ("summary", "emit")})
-    if form and output["whole"].is_given:
-        raise PlanError(f"hours and prices are not part of `{form}`", hint="leave one out")
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:

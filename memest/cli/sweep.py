@@ -208,7 +208,14 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
             plan = replace(read_plans(None, None, given)[0], gpu=names)
             report = predict(plan, jobs=os.cpu_count() or 1)
     training = whole.of(report.plan)
-    found = _ranked(report, training)
+
+    def cost(gpu: str) -> tuple[float, float]:
+        hours = training.hours(report.times[gpu])[0]
+        price = training.price_of(gpu)
+        return (float("inf") if price is None else price * hours), hours
+
+    fitting = [g for g, v in report.verdicts.items() if v.verdict == "fits" and g in report.times]
+    found = sorted(fitting, key=cost)  # by price, GPUs without one by time
     if not as_json:
         click.echo(folded(_text(report, training, found)))
         return 0
@@ -238,18 +245,6 @@ def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any
     if ran.report is None:
         raise PlanError("the script has not used the GPU", hint="try it with `memest run`")
     return ran.report
-
-
-def _ranked(report: SimulatedReport, training: Training) -> list[str]:
-    """Return names of the GPUs that fit, by price; GPUs without a price follow, by time."""
-
-    def cost(gpu: str) -> tuple[float, float]:
-        hours = training.hours(report.times[gpu])[0]
-        price = training.price_of(gpu)
-        return (float("inf") if price is None else price * hours), hours
-
-    fitting = [g for g, v in report.verdicts.items() if v.verdict == "fits" and g in report.times]
-    return sorted(fitting, key=cost)
 
 
 def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ class LayerGeometry:
 
 def layer_geometry(model: "nn.Module", config: "ModelConfig") -> LayerGeometry | None:
     """Return the geometry of a stack of equal dense transformer layers; None for other models."""
+    from torch import nn
+
     pretrained = config.pretrained
     text = getattr(pretrained, "get_text_config", lambda: pretrained)()
     h, a = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
@@ -45,9 +47,10 @@ def layer_geometry(model: "nn.Module", config: "ModelConfig") -> LayerGeometry |
         or (config.entry is not None and config.entry.modality != "text")
         or getattr(text, "vocab_size", None) is None
     )
-    layer = None if is_other else _first_layer(model)
-    if layer is None or h is None or a is None:
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    if is_other or not stacks or h is None or a is None:
         return None
+    layer = max(stacks, key=len)[0]
     f = _first(text, _MLP_WIDTHS) or 4 * h
     matrices = [tuple(p.shape) for p in layer.parameters() if p.dim() == 2]
     num_wide = sum(sorted(shape) == sorted((h, f)) for shape in matrices)
@@ -69,13 +72,6 @@ def layer_geometry(model: "nn.Module", config: "ModelConfig") -> LayerGeometry |
 def _first(config: Any, names: tuple[str, ...]) -> Any:
     """Return the first attribute that is set and not empty."""
     return next((value for n in names if (value := getattr(config, n, None))), None)
-
-
-def _first_layer(model: "nn.Module") -> "nn.Module | None":
-    from torch import nn
-
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    return max(stacks, key=len)[0] if stacks else None
 
 
 def _is_written_norm(module: "nn.Module", width: int) -> bool:

@@ -1,6 +1,6 @@
 """QLoRA's base: layers that bitsandbytes quantises, while they are loaded or in place."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,26 +61,20 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str,
         PlanError: there are none.
     """
     from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers import quantizers_utils
 
     layers: list[tuple[str, nn.Module]] = [
         (name, module)
         for name, module in model.named_modules()
         if type(module) is nn.Linear or isinstance(module, Conv1D)
     ]
-    converts = _should_convert()
+    converts = getattr(quantizers_utils, "should_convert_module", None)
+    if converts is None:  # before transformers 5 `_replace_with_bnb_linear` had the test inside
+        converts = lambda name, skip: not any(f"{k}." in name or k == name for k in skip)  # noqa: E731
     found = [(name, module) for name, module in layers if converts(name, list(skip))]
     if not found:
         raise _nothing_to_quantize(model, [name for name, _ in layers])
     return found
-
-
-def _should_convert() -> Callable[[str, list[str]], bool]:
-    """Return transformers' test of a name against the modules that stay unquantised."""
-    from transformers.quantizers import quantizers_utils
-
-    found = getattr(quantizers_utils, "should_convert_module", None)
-    # before transformers 5 `_replace_with_bnb_linear` had the test inside
-    return found or (lambda name, skip: not any(f"{k}." in name or k == name for k in skip))
 
 
 def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:

@@ -155,7 +155,11 @@ def _draw_table(
         wide, tall = panel.per_x, panel.per_y
         cells = [[cell(row, column, theme) for column in columns] for row in rows]
         every = list(chain.from_iterable(cells))
-        size = _size_for(every, min(24.0, 0.68 * 72 * tall), wide)
+        # the largest size at which all cells can be written
+        size = min(24.0, 0.68 * 72 * tall)
+        texts = [each.short or each.text for each in every if not each.is_oom and each.text]
+        widest = max((text_width(text, size, bold=True) for text in texts), default=0.0)
+        size = max(float(style.SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
         for i, row in enumerate(rows):
             axes.text(
                 -0.15 / wide, i + 0.5, shortened(row, style.VALUE, left - _LEFT - 0.2),
@@ -172,13 +176,6 @@ def _draw_table(
             )
         canvas.write_legend(handles, top=1.28)
     return canvas.figure
-
-
-def _size_for(cells: Sequence[_Cell], size: float, wide: float) -> float:
-    """Return the largest size at which all cells can be written, all in one size."""
-    texts = [cell.short or cell.text for cell in cells if not cell.is_oom and cell.text]
-    widest = max((text_width(text, size, bold=True) for text in texts), default=0.0)
-    return max(float(style.SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
 
 
 def _draw_cell(panel: Panel, place: tuple[int, int], cell: _Cell, size: float) -> None:

@@ -298,7 +298,16 @@ def _write_title(
     several = any((r.plan.get("devices") or 1) > 1 for r in reports)
     noun = "experiment" if len(reports) == 1 else "experiments"
     of_suite = f" of {suite}" if suite else ""
-    taken = max((_taken_bytes(report, limits) for report in reports), default=0)
+    taken = max(  # by which libraries of several GPUs lower a GPU's limit
+        (
+            limits[gpu] - verdict.limit_bytes
+            for report in reports
+            if not report.plan.get("memory_limit")
+            for name, verdict in report.verdicts.items()
+            if (gpu := gpu_label(name)) in limits
+        ),
+        default=0,
+    )
     subtitle = dotted(
         f"{len(reports)} {noun}{of_suite}, predicted for {gpu_words(reports)}",
         token_words(reports),
@@ -307,14 +316,6 @@ def _write_title(
     )
     own = "each GPU" if several else "the GPU"
     canvas.write_title(f"What {own} has to hold at the peak, GiB", subtitle)
-
-
-def _taken_bytes(report: Prediction, limits: Mapping[str, int]) -> int:
-    """Return the bytes of a GPU's limit that communication libraries take."""
-    if report.plan.get("memory_limit"):
-        return 0
-    usable = {gpu_label(name): verdict.limit_bytes for name, verdict in report.verdicts.items()}
-    return max((limits[gpu] - n for gpu, n in usable.items() if gpu in limits), default=0)
 
 
 def _write_keys(

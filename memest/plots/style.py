@@ -326,7 +326,10 @@ class Canvas:
     ) -> None:
         """Write one row of keys across the slide, its upper edge `top` inches under the slide's."""
         room = WIDTH - 0.7
-        size = next((s for s in (VALUE, SMALL) if keys_width(handles, s) <= room), SMALL)
+        # each key has a swatch, its label and the space to the next
+        labels = [str(handle.get_label()) for handle in handles]
+        width = sum(text_width(label, VALUE) + 3.0 * VALUE / 72 for label in labels)
+        size = VALUE if width <= room else SMALL
         style = {"handlelength": 1.3, "handleheight": 1.0, "columnspacing": 1.2, **style}
         self.figure.legend(
             handles=list(handles), loc="upper left",
@@ -380,11 +383,6 @@ def retitle(figure: Figure, title: str) -> Figure:
         if title and text.get_gid() == "title":
             text.set(**_title(title))
     return figure
-
-
-def keys_width(handles: Sequence[Artist], size: float) -> float:
-    """Return inches of a row of keys: each has a swatch, its label and the space to the next."""
-    return sum(text_width(str(h.get_label()), size) + 3.0 * size / 72 for h in handles)
 
 
 def require(reports: Sequence[object]) -> None:

@@ -158,14 +158,25 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
     kinds = [(term.kind, term.num_bytes) for term in report.terms]
     first = verdict_line(verdict, report.gpu, so_far=report.is_cut_short)
     if is_oom and report.is_script:  # later requests of the script are unknown
-        first = _refusal_line(verdict, report.gpu)
+        reserved, limit = gib_or_mib(verdict.reserved_bytes), gib_or_mib(verdict.limit_bytes)
+        first = (
+            f"{paint('does not fit', BAD)} {report.gpu}: {reserved} of {limit} usable are reserved,"
+            f" and the next request needs {gib_or_mib(-verdict.margin_bytes)} more than is left"
+        )
     lead = "runs out" if is_oom and not report.is_script else "the peak is"
     lines = [first, f"{lead} {moment(peak.step, peak.phase)}: {shares(kinds)}"]
     lines += [] if report.is_script else _others(report)
     if verdict.decides:
         lines.append(f"what decides: {verdict.decides}")
+    if is_oom and not report.is_script and change is not None:
+        found = change.verdict
+        lines.append(
+            f"would fit with {paint(change.title, BOLD)}: needs {gib_or_mib(found.needs_bytes)},"
+            f" {gib_or_mib(found.margin_bytes)} to spare{', tight' if found.is_tight else ''}"
+            f" ({change.cost.words})"
+        )
     if is_oom and not report.is_script:
-        lines += [*_change_lines(change), f"more: {advise_command(report)}"]
+        lines.append(f"more: {advise_command(report)}")
     host = report.host_verdict
     if host is not None and host.verdict is Outcome.OOM:
         held, there = gib_or_mib(host.reserved_bytes), gib_or_mib(host.limit_bytes)
@@ -185,15 +196,6 @@ def kernels_line(versions: Mapping[str, str]) -> list[str]:
     return [f"warning: {line}, which has no rules of its own" if is_newer(torch) else line]
 
 
-def _refusal_line(verdict: Verdict, gpu: str) -> str:
-    head = paint("does not fit", BAD)
-    return (
-        f"{head} {gpu}: {gib_or_mib(verdict.reserved_bytes)} of {gib_or_mib(verdict.limit_bytes)}"
-        f" usable are reserved, and the next request needs {gib_or_mib(-verdict.margin_bytes)}"
-        " more than is left"
-    )
-
-
 def _others(report: SimulatedReport) -> list[str]:
     """Return a line with the verdicts of the other GPUs."""
     by_word: dict[str, list[str]] = {each: [] for each in COLOURS}
@@ -202,17 +204,6 @@ def _others(report: SimulatedReport) -> list[str]:
             by_word[verdict.word].append(name)
     words = [f"{word} {', '.join(names)}" for word, names in by_word.items() if names]
     return [f"other GPUs: {'; '.join(words)}"] if words else []
-
-
-def _change_lines(change: "Option | None") -> list[str]:
-    if change is None:
-        return []
-    tight = ", tight" if change.verdict.is_tight else ""
-    title = paint(change.title, BOLD)
-    return [
-        f"would fit with {title}: needs {gib_or_mib(change.verdict.needs_bytes)},"
-        f" {gib_or_mib(change.verdict.margin_bytes)} to spare{tight} ({change.cost.words})"
-    ]
 
 
 def advise_command(prediction: SimulatedReport) -> str:

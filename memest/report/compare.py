@@ -16,7 +16,15 @@ _HEADER = [
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
     """Return the table of totals, the summary, and the phases in which large errors begin."""
     lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
-    lines += ["", *_summary(summary), *_residuals(comparisons), *_others(comparisons, summary)]
+    residuals = [  # of the runs that are off by more than half a per cent, or 256 MiB
+        f"residual of {c.name}: {c.residual}"
+        for c in comparisons
+        if c.residual
+        and any(
+            abs(d.error_percent) > 0.5 or abs(d.error_bytes) > 256 * MIB for d in c.totals.values()
+        )
+    ]
+    lines += ["", *_summary(summary), *residuals, *_others(comparisons, summary)]
     return "\n".join(lines)
 
 
@@ -83,18 +91,6 @@ def _summary(summary: Summary) -> list[str]:
     )
     lines += [f"measured {m}, predicted {p}: {n}" for (m, p), n in sorted(summary.verdicts.items())]
     return lines
-
-
-def _residuals(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return lines on runs whose error is more than 0.5 %, or 256 MiB."""
-    return [
-        f"residual of {c.name}: {c.residual}"
-        for c in comparisons
-        if c.residual
-        and any(
-            abs(d.error_percent) > 0.5 or abs(d.error_bytes) > 256 * MIB for d in c.totals.values()
-        )
-    ]
 
 
 def _others(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:

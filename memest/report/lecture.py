@@ -474,20 +474,21 @@ def stored_rows(path: Path) -> Rows | None:
     if not stored.is_file():
         return None
     values = json.loads(gzip.decompress(stored.read_bytes()))
-    rows = tuple(_read_row(row) for row in values["rows"])
+    rows = tuple(
+        Row(
+            **row
+            | {
+                "plan": TrainingPlan.from_dict(row["plan"]),
+                "phases": tuple(read_as(PhaseRow, phase) for phase in row["phases"]),
+                "verdicts": {gpu: read_as(Verdict, v) for gpu, v in row["verdicts"].items()},
+            }
+        )
+        for row in values["rows"]
+    )
     if [row.plan for row in rows] != read_suite(path, {}):
         return None  # the suite has changed
     names = ("versions", "limits", "explorer", "failed")
     return Rows(name=path.stem, rows=rows, **{n: values[n] for n in names})
-
-
-def _read_row(values: Mapping[str, Any]) -> Row:
-    read = {
-        "plan": TrainingPlan.from_dict(values["plan"]),
-        "phases": tuple(read_as(PhaseRow, phase) for phase in values["phases"]),
-        "verdicts": {gpu: read_as(Verdict, v) for gpu, v in values["verdicts"].items()},
-    }
-    return Row(**{**values, **read})
 
 
 def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:

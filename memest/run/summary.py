@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.history import Held, History
-from memest.estimator.hardware.gpus import DEFAULT_GPUS, Gpu, find_gpu
+from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.hardware.pace import estimate
 from memest.estimator.ops.convolution import describe_source
 from memest.estimator.replay.closed_form import LAYER
@@ -36,29 +36,21 @@ _SCALAR = re.compile(r"^scalar_dense of (\w+)$")
 
 
 def report_of(
-    virtual: VirtualGpu,
-    *,
-    name: str,
-    ending: Ending,
-    error: str = "",
-    elapsed_s: float = 0.0,
-    others: Sequence[str] = DEFAULT_GPUS,
-) -> RunReport:
+    virtual: VirtualGpu, *, name: str, ending: Ending, error: str, elapsed_s: float,
+    others: Sequence[str],
+) -> RunReport:  # fmt: skip
     """Report the run on `virtual` so far, with verdicts on the GPUs `others`."""
     mode, gpu = virtual.mode, virtual.gpu
+    outside_bytes = gpu.context_bytes + virtual.communicators_bytes
     if VirtualGpu._active is virtual:
         mode.memory.settle()
         mode.attribution.labels.of_models()
     history = mode.memory.history
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
-    limit, of_nccl = virtual.allocator.limit_bytes, virtual.communicators_bytes
-    usable = gpu.limit_bytes - of_nccl
-    has_own_limit = limit is not None and limit < min(usable, virtual.limit_bytes or usable)
-    share = limit / gpu.memory_bytes if limit is not None and has_own_limit else None
-    verdicts, notes = verdicts_of(virtual, outcome, share, others)
-    gpus = (find_gpu(name) if name != gpu.name else gpu for name in verdicts)
-    times = {each.name: estimate(mode.work, each) for each in gpus}
+    verdicts, notes = verdicts_of(virtual, outcome, _own_share(virtual), others)
+    gpus = {each: gpu if each == gpu.name else find_gpu(each) for each in verdicts}
+    times = {each: estimate(mode.work, kind) for each, kind in gpus.items()}
     return RunReport(
         name=name,
         gpu=gpu.name,
@@ -69,7 +61,7 @@ def report_of(
         num_steps=virtual.num_steps,
         peak_allocated_bytes=history.peak_allocated_bytes,
         peak_reserved_bytes=history.peak_reserved_bytes,
-        process_bytes=history.peak_reserved_bytes + gpu.context_bytes + of_nccl,
+        process_bytes=history.peak_reserved_bytes + outside_bytes,
         host_bytes=mode.host.peak_bytes,
         peak=_peak(history),
         terms=_terms(held, history.peak_allocated_bytes),
@@ -78,7 +70,7 @@ def report_of(
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
-        intervals=intervals_of(virtual, outside_bytes=gpu.context_bytes + of_nccl),
+        intervals=intervals_of(virtual, outside_bytes=outside_bytes),
         verdicts=verdicts,
         times={name: step for name, step in times.items() if step is not None},
         guesses=_guesses(mode.guesses),
@@ -102,6 +94,15 @@ def held_for(kind: MemKind, site: Site) -> str:
     if site.phase in ("backward", "optimizer"):
         return "temporaries"
     return "other" if site.phase == "setup" else "activations"
+
+
+def _own_share(virtual: VirtualGpu) -> float | None:
+    """Return the share of a GPU's memory that the script allows itself; None if it set none."""
+    limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
+    usable = gpu.limit_bytes - virtual.communicators_bytes
+    if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
+        return None
+    return limit / gpu.memory_bytes
 
 
 def _guesses(guesses: Guesses) -> tuple[Guess, ...]:

@@ -305,7 +305,9 @@ def run_experiment(
     run = _Run(job, device, used_before, started, rank=rank, samples=at_start)
     recorder.on_row = run.note_end_of_step
     run.sample("after CUDA's start")
-    limit_memory(plan.memory_limit, device.memory_bytes, rank)
+    if plan.memory_limit is not None and plan.memory_limit < device.memory_bytes:
+        fraction = memory_fraction(plan.memory_limit, device.memory_bytes)
+        torch.cuda.set_per_process_memory_fraction(fraction, rank)
     if options.snapshots is not None and rank == 0:
         deliver = _recorded(run, options.snapshots / f"{file_stem(plan.label)}.npy.gz", deliver)
     execute(run, where=f"cuda:{rank}", deliver=deliver)
@@ -367,13 +369,6 @@ def execute(
         on_error(error)
         if not delivered:
             raise
-
-
-def limit_memory(limit_bytes: int | None, total_bytes: int, index: int = 0) -> None:
-    """Cap the caching allocator's reserved memory; a limit of the whole device is none."""
-    if limit_bytes is None or limit_bytes >= total_bytes:
-        return
-    torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total_bytes), index)
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
