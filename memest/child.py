@@ -230,6 +230,28 @@ def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
     return Child(process.pid, process=process)
 
 
+def begin(work: Callable[[], object], output: Path, *, is_copy: bool) -> Child:
+    """Start `work` in a session of its own: in a copy of this process, or in a fresh one.
+
+    It has no input, and its output goes to a file.
+    """
+    if not is_copy:
+        descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
+        os.close(descriptor)
+        child = spawn(command_of(work, file), output)
+        child._answer_file = file
+        return child
+
+    def run() -> None:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        write_to(output)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        work()
+
+    return fork(run)
+
+
 def write_to(path: str | Path) -> None:
     """Redirect stdout and stderr of this process to a file."""
     _redirect(path, 1)

@@ -14,16 +14,8 @@ from memest import __version__
 from memest.cli.group import main
 from memest.cli.terminal import folded
 from memest.errors import PlanError, shown
+from memest.estimator import versions
 from memest.estimator.hardware.gpus import list_gpus
-from memest.estimator.versions import (
-    KERNELS,
-    MEASURED,
-    STACK,
-    is_nightly,
-    library_versions,
-    other_kernels,
-    simulated,
-)
 from memest.models_meta.registry import list_models
 from memest.report.text import evidence, render_gpus, render_models
 
@@ -46,9 +38,9 @@ def doctor() -> int:
     Exits with 1 if torch cannot be imported.
     """
     build, is_broken = _torch()
-    found = library_versions(*STACK)
-    libraries = [f"{name} {number}" for name, number in found.items() if name in STACK]
-    missing = [name for name in STACK if name not in found]
+    found = versions.library_versions(*versions.STACK)
+    libraries = [f"{name} {number}" for name, number in found.items() if name in versions.STACK]
+    missing = [name for name in versions.STACK if name not in found]
     rows = {
         "memest": f"{__version__} in {Path(__file__).parents[1]}",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -71,20 +63,21 @@ def _torch() -> tuple[str, bool]:
         torch = import_module("torch")
     except Exception as error:
         return f"cannot be imported: {type(error).__name__}: {error}", True
-    cuda, other = torch.version.cuda, other_kernels(torch)
+    cuda, other = torch.version.cuda, versions.other_kernels(torch)
     if other:
         return f"{torch.__version__}, built for {other}; CUDA kernels are simulated", False
     build = f"{torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'a CPU build'}"
-    build += ", a nightly" if is_nightly(torch.__version__) else ""
+    build += ", a nightly" if versions.is_nightly(torch.__version__) else ""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU, none is needed"
     return f"{build}; {gpu}", False
 
 
 def _release() -> str:
     """Return the simulated release of torch and its evidence."""
-    release = simulated()
-    how = "measured" if release.is_measured else f"read from its sources; measured is {MEASURED}"
-    return f"{KERNELS} {release.name}, {how}"
+    release = versions.simulated()
+    sources = f"read from its sources; measured is {versions.MEASURED}"
+    how = "measured" if release.is_measured else sources
+    return f"{versions.KERNELS} {release.name}, {how}"
 
 
 def _extra(name: str, package: str) -> str:

@@ -16,14 +16,8 @@ from torch import Tensor, nn
 
 from memest.loops.data import moved
 from memest.loops.job import Listener, Task
+from memest.models_meta import sharding
 from memest.models_meta.assemble import loss_of
-from memest.models_meta.sharding import (
-    checkpointed_class_names,
-    classes_named,
-    fully_shard_layers,
-    hybrid_shape,
-    wrap_class_names,
-)
 from memest.plan import TrainingPlan
 from memest.report import Phase
 
@@ -48,17 +42,17 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
         from lightning.pytorch.strategies import FSDPStrategy
 
         options = {"sharding_strategy": plan.sharding_strategy}
-        if shape := hybrid_shape(plan):
+        if shape := sharding.hybrid_shape(plan):
             options["device_mesh"] = shape
-        if checkpointed := checkpointed_class_names(model, plan):
-            options["activation_checkpointing_policy"] = classes_named(model, checkpointed)
-        wrapped = classes_named(model, wrap_class_names(model, plan))
+        if checkpointed := sharding.checkpointed_class_names(model, plan):
+            options["activation_checkpointing_policy"] = sharding.classes_named(model, checkpointed)
+        wrapped = sharding.classes_named(model, sharding.wrap_class_names(model, plan))
         return FSDPStrategy(auto_wrap_policy=wrapped, **options)
     if plan.strategy == "fsdp2":
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         # replicas by shards, for HSDP's `fully_shard` in `shard_model`
-        return ModelParallelStrategy(*(hybrid_shape(plan) or (plan.world_size, 1)))
+        return ModelParallelStrategy(*(sharding.hybrid_shape(plan) or (plan.world_size, 1)))
     return _deepspeed(plan) if plan.is_deepspeed else "auto"
 
 
@@ -85,8 +79,8 @@ def _deepspeed(plan: TrainingPlan) -> Any:
 
 def shard_model(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     """Divide the model over the mesh of Lightning's `ModelParallelStrategy`, in place."""
-    is_hybrid = hybrid_shape(plan) is not None
-    fully_shard_layers(model, plan, mesh if is_hybrid else mesh["data_parallel"])
+    is_hybrid = sharding.hybrid_shape(plan) is not None
+    sharding.fully_shard_layers(model, plan, mesh if is_hybrid else mesh["data_parallel"])
 
 
 NUM_SANITY_STEPS = 2  # validation batches that Lightning runs before the first step, by default

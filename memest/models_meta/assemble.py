@@ -11,21 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from memest.errors import PlanError, UnsupportedError
+from memest.models_meta import build, quantized
 from memest.models_meta.batch import num_image_tokens, unwrapped
-from memest.models_meta.build import (
-    BuiltModel,
-    build_model,
-    freeze,
-    num_positions,
-    set_tied_embeddings,
-)
+from memest.models_meta.build import BuiltModel, build_model
 from memest.models_meta.flash_attention import mark_quantized
-from memest.models_meta.quantized import (
-    compute_dtype,
-    layers_to_quantize,
-    quantize,
-    skipped_modules,
-)
 from memest.models_meta.registry import ModelConfig
 from memest.plan import TrainingPlan
 from memest.plan.keys import ALL_LINEAR, FLASH_ATTENTION_2, IN_PLACE
@@ -65,14 +54,14 @@ def assemble(
             " its default; `kbit_ckpt: false` leaves it off"
         )
     if plan.use_qlora:  # an error if there are none; transformers only logs a warning
-        layers_to_quantize(built.module, skipped_modules(built.module, plan))
+        quantized.layers_to_quantize(built.module, quantized.skipped_modules(built.module, plan))
     model = built.module if load is None else load(built)
     if plan.tie_word_embeddings is not None:
-        set_tied_embeddings(model, plan.tie_word_embeddings)
+        build.set_tied_embeddings(model, plan.tie_word_embeddings)
     if initialise is not None:
         initialise(model)
     if plan.quant_load == IN_PLACE:
-        quantize(model, plan, skipped_modules(model, plan))
+        quantized.quantize(model, plan, quantized.skipped_modules(model, plan))
         mark_quantized(model)
     if plan.use_qlora:
         _prepare_for_kbit_training(model, plan)
@@ -81,7 +70,7 @@ def assemble(
         targets = ALL_LINEAR if is_every else plan.lora_target_modules or lora_targets(model)
         model = apply_lora(model, plan, targets)
     if plan.freeze:
-        freeze(model, plan.freeze)
+        build.freeze(model, plan.freeze)
     if input_dtype(plan) is not None:
         model = model.to(input_dtype(plan))
     model.train()
@@ -134,7 +123,7 @@ def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
     if plan.quant_load == IN_PLACE or (
         plan.attn_implementation == FLASH_ATTENTION_2 and not is_half
     ):
-        return input_dtype(plan) or compute_dtype(plan)
+        return input_dtype(plan) or quantized.compute_dtype(plan)
     return config.saved_dtype
 
 
@@ -144,7 +133,7 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
     Raises:
         PlanError: the model has fewer positions.
     """
-    positions = num_positions(config.pretrained)
+    positions = build.num_positions(config.pretrained)
     modality = config.entry.modality if config.entry is not None else "text"
     requested = max(plan.lengths, default=plan.seq_len)
     if requested is None:

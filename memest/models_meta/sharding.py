@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 from memest.errors import PlanError
 from memest.models_meta.assemble import half_dtype
@@ -217,7 +215,9 @@ def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     if names := checkpointed_class_names(model, plan):
         stop_caching(model)
         kinds = tuple(classes_named(model, names))
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kinds))
+        checkpoint_wrapper.apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, kinds)
+        )
     options: dict[str, Any] = {"mesh": mesh}
     if plan.precision.endswith("-mixed"):
         options["mp_policy"] = MixedPrecisionPolicy(

@@ -14,17 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from memest.child import (
-    CAN_FORK,
-    Child,
-    DiedError,
-    command_of,
-    fork,
-    leave,
-    spawn,
-    submit,
-    write_to,
-)
+from memest.child import CAN_FORK, Child, DiedError, begin, leave, submit
 from memest.engines import Engine, Event, Local, find_engine, watched
 from memest.errors import MemestError, PlanError
 from memest.estimator.predict import packages_of
@@ -68,31 +58,12 @@ T = TypeVar("T")
 Experiment = Callable[[TrainingPlan, RunOptions, Callable[[Measurement], Any]], None]
 
 
-def fork_experiment(
-    plan: TrainingPlan,
-    options: RunOptions,
-    *,
-    report: Path,
-    log: Path,
-    experiment: Experiment = run_experiment,
-) -> Child:
-    """Run the experiment in a fork of this process, which must not have opened CUDA."""
-
-    def run() -> None:
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        write_to(log)
-        sys.stdout = os.fdopen(1, "w", buffering=1)
-        sys.stderr = os.fdopen(2, "w", buffering=1)
-        run_and_exit(plan, options, report, experiment)
-
-    return fork(run)
-
-
-def spawn_experiment(plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path) -> Child:
-    """Run the experiment in a fresh interpreter, where a fork is not possible."""
-    work = partial(run_and_exit, plan, options, report, run_experiment)
-    return spawn(command_of(work, str(report.with_name("work.pickle"))), log)
+def start_experiment(
+    plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path,
+    experiment: Experiment = run_experiment, is_copy: bool = True,
+) -> Child:  # fmt: skip
+    """Run the experiment in a copy of this process without CUDA, or in a fresh interpreter."""
+    return begin(partial(run_and_exit, plan, options, report, experiment), log, is_copy=is_copy)
 
 
 def run_and_exit(
@@ -218,7 +189,7 @@ def validate(
         device=device,
         timeout_s=timeout_s,
         options=options,
-        start=start or (None if engine == "local" else spawn_experiment),
+        start=start or (None if engine == "local" else partial(start_experiment, is_copy=False)),
     )
     found = {m.name: m for m in done}
 
@@ -362,7 +333,7 @@ def _measure(
     log.parent.mkdir(parents=True, exist_ok=True)
     if start is None:
         can_fork = CAN_FORK and _import_all(plan, options) and _reaches_gpu_by_fork()
-        start = fork_experiment if can_fork else spawn_experiment
+        start = partial(start_experiment, is_copy=can_fork)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         report = Path(folder, "report.json")

@@ -14,6 +14,7 @@ import torch
 
 import memest
 from memest.cli import doctor, main
+from memest.estimator import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -43,7 +44,7 @@ def test_doctor_shows_the_stack_and_the_simulated_release(
 def test_doctor_names_missing_libraries_and_extras(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "STACK", (*doctor.STACK, "no-such-package"))
+    monkeypatch.setattr(versions, "STACK", (*versions.STACK, "no-such-package"))
     monkeypatch.setitem(doctor.EXTRAS, "validate", "no-such-package")
 
     found = rows(capsys)

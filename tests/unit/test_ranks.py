@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> Callable[..., Measurement]:
     def run(name: str, **options: Any) -> Measurement:
         (measured,) = validate(
             [plan(name)], results=tmp_path / "results.jsonl", device=TWO_GPUS,
-            start=partial(runner.fork_experiment, experiment=by_name),
+            start=partial(runner.start_experiment, experiment=by_name),
             **options,
         )  # fmt: skip
         return measured
@@ -126,7 +126,7 @@ def test_ranks_that_hang_are_ended_by_the_time_limit(run: Run) -> None:
 def test_more_gpus_than_there_are_is_a_reason_to_skip(tmp_path: Path) -> None:
     (skipped,) = validate(
         [plan("large", devices=4)], results=tmp_path / "results.jsonl", device=TWO_GPUS,
-        start=partial(runner.fork_experiment, experiment=by_name),
+        start=partial(runner.start_experiment, experiment=by_name),
     )  # fmt: skip
 
     assert skipped.note == "skipped: it needs 4 GPUs, and the machine has 2"

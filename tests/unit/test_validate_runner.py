@@ -74,7 +74,7 @@ def by_name(of: TrainingPlan, options: RunOptions, deliver: Callable[[Measuremen
     deliver(report(of, Outcome.OOM if of.name == "is too large" else Outcome.FITS))
 
 
-fork = partial(runner.fork_experiment, experiment=by_name)
+fork = partial(runner.start_experiment, experiment=by_name)
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_every_gpu_of_the_machine_measures_and_the_file_has_the_order_of_the_sui
     with watched(seen.append):
         found = run(
             rows, device=replace(H200, num_devices=2),
-            start=partial(runner.fork_experiment, experiment=experiment),
+            start=partial(runner.start_experiment, experiment=experiment),
         )  # fmt: skip
 
     stored = read_measurements(tmp_path / "results.jsonl")
@@ -416,9 +416,10 @@ def test_what_a_child_returns_or_raises_comes_back() -> None:
 
 def test_a_spawned_experiment_reads_its_request_and_leaves_a_log(tmp_path: Path) -> None:
     """Without a GPU it ends with the reason in its log."""
-    child = runner.spawn_experiment(
-        plan("a"), RunOptions(data=Path("d")), report=tmp_path / "report", log=tmp_path / "log"
-    )
+    child = runner.start_experiment(
+        plan("a"), RunOptions(data=Path("d")), report=tmp_path / "report", log=tmp_path / "log",
+        is_copy=False,
+    )  # fmt: skip
     while (code := child.poll()) is None:
         time.sleep(0.05)
 
@@ -488,7 +489,7 @@ def test_a_kill_of_the_runner_loses_the_running_experiment_alone(tmp_path: Path)
 
     pid = os.fork()
     if not pid:
-        start = partial(runner.fork_experiment, experiment=experiment)
+        start = partial(runner.start_experiment, experiment=experiment)
         validate(
             [plan("first"), plan("second")], results=path, device=H200, start=start,
         )  # fmt: skip
