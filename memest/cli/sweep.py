@@ -62,22 +62,21 @@ def max_batch(
     plan = read_plans(config, None, given, tries_lora=all_techniques)[0]
     gpus = target_gpus(plan)
     check_name(plan.model_name)
-    if all_techniques:
-        from memest.estimator.search.largest import largest_of_all
+    from memest.estimator.search.largest import largest, largest_of_all
 
+    rows: Any
+    if all_techniques:
         with progress_bar():
             rows = largest_of_all(plan, gpus, key, jobs=jobs)
         nothing_fits = all(r.largest is None or r.largest.value is None for r in rows)
-        as_rows = [r.to_dict() for r in rows]
-        text = json_lines(as_rows) if as_json else render_techniques(rows, key)
     else:
-        from memest.estimator.search.largest import largest
-
         with progress_bar(f"{plan.label}: looking for the largest"):
-            found = largest(plan, gpus, key)
-        nothing_fits = any(row.value is None for row in found)
-        as_rows = [row.to_dict() for row in found]
-        text = json_lines(as_rows) if as_json else render_largest(found)
+            rows = largest(plan, gpus, key)
+        nothing_fits = any(row.value is None for row in rows)
+    if as_json:
+        text = json_lines([row.to_dict() for row in rows])
+    else:
+        text = render_techniques(rows, key) if all_techniques else render_largest(rows)
     print_or_write(text, output, is_folded=not as_json)
     return OOM_EXIT_CODE if check and nothing_fits else 0
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memest.errors import PlanError
+from memest.loops import data
 from memest.loops.probe import PhaseRecorder
+from memest.models_meta.assemble import assemble, describe_model, loss_of, trained_parameters
+from memest.models_meta.registry import resolve_config
 from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
-
-if TYPE_CHECKING:
-    from memest.loops.data import Feed, Inputs
 
 LEARNING_RATE = 1e-4  # learning rate of every optimizer; it has no effect on memory
 
@@ -91,12 +91,6 @@ class Listener:
     on_model: Callable[[Any], None] = lambda model: None  # the model is built and described
 
 
-def _loss_of(model: Any, inputs: "Inputs", output: str) -> Any:
-    from memest.models_meta.assemble import loss_of
-
-    return loss_of(model, inputs, output)
-
-
 @dataclass(slots=True)
 class Job:
     """One training run and its state so far."""
@@ -110,7 +104,7 @@ class Job:
     is_alone: bool = False  # True if this process represents all ranks and contacts no others
     num_ahead: int = 0  # micro-batches of a step that are loaded and not run
     rank: int = 0  # rank of this process where it represents all
-    loss_of: Callable[..., Any] = _loss_of  # of a model in training; see `assemble.loss_of`
+    loss_of: Callable[..., Any] = loss_of  # of a model in training; see `assemble.loss_of`
     values: dict[str, Any] = field(default_factory=dict)  # plan with the sizes that were used
     model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
     notes: list[str] = field(default_factory=list)  # decisions made during the run
@@ -124,26 +118,23 @@ class Task:
     job: Job
     model: Any  # module on the device, in training mode
     make_optimizer: Callable[[], Any]  # called after a strategy has divided the model
-    feed: "Feed"
+    feed: data.Feed
 
-    def loss(self, model: Any, inputs: "Inputs") -> Any:
+    def loss(self, model: Any, inputs: data.Inputs) -> Any:
         """Return the loss of the running micro-batch, on the device."""
         return self.job.loss_of(model, inputs, self.feed.loss_output)
 
-    def batch(self, number: int) -> "Inputs":
+    def batch(self, number: int) -> data.Inputs:
         """Return the micro-batch of this number."""
         return self.feed.batches[number % len(self.feed.batches)]
 
-    def val_batch(self, number: int) -> "Inputs":
+    def val_batch(self, number: int) -> data.Inputs:
         """Return the validation micro-batch of this number."""
         return self.feed.val_batches[number % len(self.feed.val_batches)]
 
 
 def run_job(job: Job) -> None:
     """Build the model of `job.plan`, and train it for the plan's steps."""
-    from memest.loops import data
-    from memest.models_meta.registry import resolve_config
-
     plan, options = job.plan, job.options
     torch.manual_seed(SEED)
     config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
@@ -173,10 +164,6 @@ def run_job(job: Job) -> None:
 
 def _build_model(job: Job, config: Any) -> Any:
     """Build the plan's model on the device, ready to train and described."""
-    from memest.loops import data
-    from memest.models_meta.assemble import assemble, describe_model, trained_parameters
-    from memest.models_meta.sharding import stop_caching
-
     plan = job.plan
     is_random = job.options.weights == "random"
     load = partial(data.load_base, plan, config, is_random=is_random, device=job.where)
@@ -190,7 +177,7 @@ def _build_model(job: Job, config: Any) -> Any:
     job.notes.extend(assembled.notes)
     model = assembled.module
     if plan.activation_checkpointing_policy:
-        stop_caching(model)
+        import_module("memest.models_meta.sharding").stop_caching(model)  # imports FSDP
     job.model = describe_model(model)
     trained_parameters(model)  # an error where there are none, before anything else is made
     return model
@@ -198,6 +185,4 @@ def _build_model(job: Job, config: Any) -> Any:
 
 def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
     """Make the optimizer over the parameters trained now, which a strategy may have replaced."""
-    from memest.models_meta.assemble import trained_parameters
-
     return make_optimizer(plan, trained_parameters(model))
