@@ -93,12 +93,10 @@ def chart() -> None:
 
 @chart.command()
 @click.option(
-    "--suite",
-    default="lab-a100",
-    show_default=True,
+    "--suite", default="lab-a100", show_default=True,
     help="lab-a100, lab-h100, lab-multi, or a file of plans.",
     shell_complete=completes(list_suites),
-)
+)  # fmt: skip
 @options.gpus("GPU of a line; the bars are of the first. By default the suite's own.")
 @options.jobs
 @click.option("--resume", is_flag=True, help="Continue after an interruption.")
@@ -257,11 +255,9 @@ _OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that define no sweep
 @click.argument("file", required=False, type=PATH)
 @grid_options
 @click.option(
-    "--across",
-    default="",
-    metavar="KEY",
+    "--across", default="", metavar="KEY",
     help="Key of the columns; by default the one with most values.",
-)
+)  # fmt: skip
 @chart_options
 def sweep_chart(
     file: Path | None, across: str, jobs: int | None, pictures: Pictures, **flags: Any
@@ -288,12 +284,9 @@ def sweep_chart(
         rows = rows or sweep_grid(points, jobs=jobs)
     table = fits_table(rows, across)
     figure = plots.plot_fits(
-        table.verdicts,
-        across=table.across,
-        gpu=", ".join(table.gpus),
-        dark=pictures.dark,
+        table.verdicts, across=table.across, gpu=", ".join(table.gpus), dark=pictures.dark,
         said=_in_common(rows, points),
-    )
+    )  # fmt: skip
     pictures.save(figure, "sweep", rows)
 
 

@@ -164,11 +164,9 @@ def write_files(
 @options.plan
 @options.config
 @click.option(
-    "--max-predictions",
-    type=click.IntRange(1),
-    default=40,
+    "--max-predictions", type=click.IntRange(1), default=40,
     help="Largest number of predictions of the search.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("-o", "--output", type=OUT, help="Write the advice to a file.")
 @click.option("--check", is_flag=True, help=f"Exit with {OOM_EXIT_CODE} if nothing fits.")

@@ -28,11 +28,9 @@ from memest.validate.results import find_suite, suite_for_device
 @click.option("--results", type=PATH, help="JSON Lines to append to.")
 @click.option("--resume", is_flag=True, help="Skip experiments that are in the results.")
 @click.option(
-    "--timeout",
-    type=click.FloatRange(1),
-    default=600.0,
+    "--timeout", type=click.FloatRange(1), default=600.0,
     help="Time limit of an experiment, seconds.",
-)
+)  # fmt: skip
 @click.option(
     "--weights", type=click.Choice(["random", "pretrained"]), default="random", help="Weights."
 )

@@ -106,14 +106,10 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     if plan.image_size is not None and batch.image_size is None:
         notes.append(f"`image_size` is passed over: `{config.name}` takes no images")
     return Feed(
-        batches=[made[length] for length in plan.lengths or (seq_len,)],
-        val_batches=val_batches,
-        loss_output=batch.loss_output,
-        seq_len=seq_len,
-        padded=plan.is_padded,
-        image_size=batch.image_size,
-        notes=tuple(notes),
-    )
+        batches=[made[length] for length in plan.lengths or (seq_len,)], val_batches=val_batches,
+        loss_output=batch.loss_output, seq_len=seq_len, padded=plan.is_padded,
+        image_size=batch.image_size, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def moved(inputs: Inputs, device: Any) -> Inputs:
@@ -165,12 +161,9 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
             [row["image"].convert("RGB") for row in chosen], return_tensors="pt"
         )
         text = processor.tokenizer(
-            [row["text"] for row in chosen],
-            padding="longest",
-            max_length=MAX_CAPTION_TOKENS,
-            truncation=True,
-            return_tensors="pt",
-        )
+            [row["text"] for row in chosen], padding="longest", max_length=MAX_CAPTION_TOKENS,
+            truncation=True, return_tensors="pt",
+        )  # fmt: skip
         inputs = {
             "pixel_values": pixels["pixel_values"],
             "input_ids": text["input_ids"],

@@ -68,13 +68,11 @@ def _deepspeed(plan: TrainingPlan) -> Any:
 
     stage = int(plan.strategy.removeprefix("deepspeed_stage_")[0])
     return DeepSpeedStrategy(
-        stage=stage,
-        offload_optimizer=plan.offloads,
-        offload_parameters=plan.offloads and stage == 3,
-        reduce_bucket_size=plan.reduce_bucket_size,
+        stage=stage, offload_optimizer=plan.offloads,
+        offload_parameters=plan.offloads and stage == 3, reduce_bucket_size=plan.reduce_bucket_size,
         allgather_bucket_size=plan.allgather_bucket_size,
         logging_batch_size_per_gpu=plan.batch_size,
-    )
+    )  # fmt: skip
 
 
 def shard_model(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:

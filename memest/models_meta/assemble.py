@@ -42,11 +42,9 @@ def assemble(
         MemestError: the model class, the adapters or the patterns do not go together.
     """
     built = build_model(
-        config,
-        dtype=load_dtype(plan, config),
-        attn_implementation=plan.attn_implementation,
+        config, dtype=load_dtype(plan, config), attn_implementation=plan.attn_implementation,
         device=device if load is None else "meta",
-    )
+    )  # fmt: skip
     notes = list(built.notes)
     if plan.kbit_checkpoints and not (plan.kbit_ckpt or plan.act_ckpt):
         notes.append(

@@ -344,15 +344,11 @@ def make_batch(
         )
     inner = unwrapped(model)
     request = Request(
-        config=inner.config,
-        class_name=type(inner).__name__,
-        forward=frozenset(inspect.signature(inner.forward).parameters),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        image_size=image_size,
-        padded=padded,
+        config=inner.config, class_name=type(inner).__name__,
+        forward=frozenset(inspect.signature(inner.forward).parameters), batch_size=batch_size,
+        seq_len=seq_len, image_size=image_size, padded=padded,
         generator=torch.Generator().manual_seed(SEED),
-    )
+    )  # fmt: skip
     try:
         return _recipe(request, inner)(request)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -32,12 +32,9 @@ def quantization_config(plan: TrainingPlan) -> Any:
     if plan.quant == "int8":
         return config(load_in_8bit=True, llm_int8_skip_modules=skip)
     return config(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute_dtype(plan),
-        bnb_4bit_use_double_quant=plan.double_quant,
-        llm_int8_skip_modules=skip,
-    )
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype(plan),
+        bnb_4bit_use_double_quant=plan.double_quant, llm_int8_skip_modules=skip,
+    )  # fmt: skip
 
 
 def skipped_modules(model: Any, plan: TrainingPlan) -> list[str]:

@@ -318,12 +318,9 @@ def parse_config(
                 hint="`trust_remote_code` runs it; without `auto_map` transformers' class is used",
             )
         return ModelConfig(
-            name=name,
-            source=source,
-            pretrained=_load_remote(remote_from),
-            architecture="",
+            name=name, source=source, pretrained=_load_remote(remote_from), architecture="",
             remote_code=remote_from,
-        )
+        )  # fmt: skip
     names = raw.get("architectures")
     if names is not None and not (
         isinstance(names, list) and all(isinstance(item, str) for item in names)
@@ -334,12 +331,9 @@ def parse_config(
         )
     pretrained = _to_pretrained(raw, name)
     return ModelConfig(
-        name=name,
-        source=source,
-        pretrained=pretrained,
-        architecture=_architecture(raw, pretrained, name),
-        entry=entry,
-    )
+        name=name, source=source, pretrained=pretrained,
+        architecture=_architecture(raw, pretrained, name), entry=entry,
+    )  # fmt: skip
 
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:

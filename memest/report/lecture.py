@@ -162,11 +162,9 @@ class Lecture:
             f"Try it: {predict_command(replace(after.plan, gpu=(self.gpu,), name=''))}",
         ]
         return Slide(
-            title=self.title_of(step),
-            subtitle=f"{pairs}  ({after.plan.label})",
-            notes=self._notes(notes),
-            chart=self._bars((before, after)),
-        )
+            title=self.title_of(step), subtitle=f"{pairs}  ({after.plan.label})",
+            notes=self._notes(notes), chart=self._bars((before, after)),
+        )  # fmt: skip
 
     def title_of(self, step: Step) -> str:
         """Return the finding of a change: `8-bit Adam saves 22 GiB: flan-t5-xxl fits`."""

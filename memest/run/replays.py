@@ -144,13 +144,10 @@ def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
         margin = limit - reserved - num_bytes
         at = where_failed(virtual.num_steps, site)
     return Verdict(
-        verdict=outcome,
-        margin_bytes=margin,
-        limit_bytes=limit,
+        verdict=outcome, margin_bytes=margin, limit_bytes=limit,
         reserved_bytes=history.peak_reserved_bytes,
-        spread_bytes=_spread_bytes(virtual, virtual.gpu, limit),
-        at=at,
-    )
+        spread_bytes=_spread_bytes(virtual, virtual.gpu, limit), at=at,
+    )  # fmt: skip
 
 
 def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
@@ -196,12 +193,9 @@ class _Verdicts:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)
             return self._over_scenarios(latest, limit_bytes, spread_bytes)
         fits = Verdict(
-            verdict=Outcome.FITS,
-            margin_bytes=limit_bytes - max(self._reserved, self._allocated),
-            limit_bytes=limit_bytes,
-            reserved_bytes=self._reserved,
-            spread_bytes=spread_bytes,
-        )
+            verdict=Outcome.FITS, margin_bytes=limit_bytes - max(self._reserved, self._allocated),
+            limit_bytes=limit_bytes, reserved_bytes=self._reserved, spread_bytes=spread_bytes,
+        )  # fmt: skip
         if is_enough:
             return fits if self._outcome is Outcome.FITS else None
         oom = replace(fits, verdict=Outcome.OOM, margin_bytes=min(-1, fits.margin_bytes))

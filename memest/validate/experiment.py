@@ -355,12 +355,10 @@ def execute(
             deliver(run.report(Outcome.OOM, note or type(error).__name__))
 
     run.job.listener = Listener(
-        on_end=on_end,
-        on_error=on_error,
-        on_ready=run.begin_training,
+        on_end=on_end, on_error=on_error, on_ready=run.begin_training,
         on_step=lambda: run.sample("after a micro-batch"),
         on_model=lambda model: run.sample("after the model"),
-    )
+    )  # fmt: skip
     run.job.where, run.job.accelerator = where, accelerator
     try:
         run.sample(BEFORE_MODEL)

@@ -201,11 +201,9 @@ def validate(
     with watched(store):
         for made, members in _parts(pending, engine, workers, device):
             made.map(
-                measure,
-                members,
-                died=lambda plan, error: _unfinished(device, plan, str(error)),
+                measure, members, died=lambda plan, error: _unfinished(device, plan, str(error)),
                 label=lambda plan: plan.label,
-            )
+            )  # fmt: skip
     with suppress(OSError):  # it is not there, or has logs of failed runs
         _logs(results).rmdir()
     labels = [plan.label for plan in plans]
