@@ -75,14 +75,9 @@ class Engine(ABC):
         self.gpus = gpus
 
     def map(
-        self,
-        one: Callable[[T], R],
-        tasks: Sequence[T],
-        *,
-        died: Callable[[T, DiedError], Any],
-        label: Callable[[T], str] = str,
-        weight: Callable[[T], int] = lambda task: 1,
-    ) -> list[R]:
+        self, one: Callable[[T], R], tasks: Sequence[T], *, died: Callable[[T, DiedError], Any],
+        label: Callable[[T], str] = str, weight: Callable[[T], int] = lambda task: 1,
+    ) -> list[R]:  # fmt: skip
         """Return `one(task)` of each task, in order; raise the first error that `one` raises.
 
         `died` returns the result of a task whose workers died. Watchers get a task's `label`, and

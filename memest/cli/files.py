@@ -70,13 +70,9 @@ def print_or_write(text: str, output: Path | None, *, is_folded: bool = False) -
 
 
 def write_pages(
-    reports: Sequence[SimulatedReport],
-    recording: "Recording | None",
-    *,
-    html: Path | None,
-    snapshot: Path | None,
-    chrome_trace: Path | None,
-) -> None:
+    reports: Sequence[SimulatedReport], recording: "Recording | None", *, html: Path | None,
+    snapshot: Path | None, chrome_trace: Path | None,
+) -> None:  # fmt: skip
     """Write reports as a page, and a recording as PyTorch's snapshot and as Chrome's trace."""
     if html is not None:
         from memest.report.page import render_page

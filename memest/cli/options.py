@@ -208,13 +208,9 @@ def training(*, has_epochs: bool) -> Option:
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
         def run(
-            *args: Any,
-            train_steps: int | None,
-            price: str | None,
-            epochs: float | None = None,
-            samples: int | None = None,
-            **rest: Any,
-        ) -> Any:
+            *args: Any, train_steps: int | None, price: str | None, epochs: float | None = None,
+            samples: int | None = None, **rest: Any,
+        ) -> Any:  # fmt: skip
             if epochs is not None and samples is None:
                 raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
             if samples is not None and train_steps is not None:

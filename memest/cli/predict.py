@@ -102,14 +102,9 @@ def predict(
 
 
 def _check_output(
-    as_json: bool,
-    summary: bool,
-    emit: str | None,
-    suite: Path | None,
-    output: Path | None,
-    resume: bool,
-    whole: WholeTraining,
-) -> None:
+    as_json: bool, summary: bool, emit: str | None, suite: Path | None, output: Path | None,
+    resume: bool, whole: WholeTraining,
+) -> None:  # fmt: skip
     """Refuse options of the output that exclude each other, or would do nothing."""
     form = only_one({"--json": as_json, "--summary": summary, "--emit": emit})
     if resume and (suite is None or output is None):

@@ -238,17 +238,10 @@ def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
 
 
 def _run_one(
-    target: Target,
-    make: Callable[..., Session],
-    files: _Files | None,
-    rank: Rank,
-    *,
-    limit_s: float | None,
-    has_input: bool,
-    has_stdout: bool,
-    is_immediate: bool = False,
+    target: Target, make: Callable[..., Session], files: _Files | None, rank: Rank, *,
+    limit_s: float | None, has_input: bool, has_stdout: bool, is_immediate: bool = False,
     folder: str = "",
-) -> RunResult:
+) -> RunResult:  # fmt: skip
     from memest.run.launcher import run_target
     from memest.run.ranks import rows_of
 
@@ -424,15 +417,9 @@ class _Files:
 
 
 def _print(
-    report: RunReport,
-    out: TextIO,
-    *,
-    verbose: bool,
-    summary: bool,
-    emit: str | None,
-    whole: WholeTraining,
-    **nodes: int,
-) -> None:
+    report: RunReport, out: TextIO, *, verbose: bool, summary: bool, emit: str | None,
+    whole: WholeTraining, **nodes: int,
+) -> None:  # fmt: skip
     print_any_text(out)
     if emit or summary:
         line = resource_lines(report, emit, **nodes) if emit else summary_line(report)

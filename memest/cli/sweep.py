@@ -105,15 +105,9 @@ grid_options = combined(
 
 
 def grid_points(
-    *,
-    gpu: tuple[str, ...],
-    gpu_memory: str | None,
-    vary: tuple[str, ...],
-    config: Path | None,
-    max_points: int,
-    trust_remote_code: bool,
-    **flags: str | None,
-) -> Grid:
+    *, gpu: tuple[str, ...], gpu_memory: str | None, vary: tuple[str, ...], config: Path | None,
+    max_points: int, trust_remote_code: bool, **flags: str | None,
+) -> Grid:  # fmt: skip
     """Every combination of the flags' values."""
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}

@@ -70,12 +70,9 @@ class ProbedTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False,
         num_items_in_batch: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Return the plan's loss."""
         if not model.training:
             loss = loss_of(model, inputs, self.task.feed.loss_output)

@@ -26,13 +26,10 @@ lab's captions; the others are assumed. Every report prints the value used.
 
 
 def assemble(
-    plan: TrainingPlan,
-    config: ModelConfig,
-    *,
-    device: torch.device | str,
+    plan: TrainingPlan, config: ModelConfig, *, device: torch.device | str,
     load: Callable[[BuiltModel], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
-) -> BuiltModel:
+) -> BuiltModel:  # fmt: skip
     """Assemble the module as Lightning trains it, in training mode, on `device`.
 
     `load` loads the module that is built on meta, quantised if the plan quantises while loading;

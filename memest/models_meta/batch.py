@@ -315,13 +315,9 @@ MAX_TOKENS = 2**27  # limit of tokens: real ids of 1 GiB on the host, 3 GiB with
 
 
 def make_batch(
-    model: nn.Module,
-    *,
-    batch_size: int,
-    seq_len: int,
-    image_size: int | None = None,
+    model: nn.Module, *, batch_size: int, seq_len: int, image_size: int | None = None,
     padded: bool = False,
-) -> Batch:
+) -> Batch:  # fmt: skip
     """Make the micro-batch on which `model` (a transformers class, or adapters around one) trains.
 
     Ids are random under a fixed seed, and never a special id of the config. `padded` keeps the

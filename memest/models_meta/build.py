@@ -61,12 +61,9 @@ class BuiltModel:
 
 
 def build_model(
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
+    config: ModelConfig, *, dtype: torch.dtype, attn_implementation: str | None = None,
     device: torch.device | str = "meta",
-) -> BuiltModel:
+) -> BuiltModel:  # fmt: skip
     """Build the model class of `config` in training mode, with all parameters in one `dtype`.
 
     Weights are not initialised. `attn_implementation` None is transformers' default, `sdpa`; a
@@ -136,14 +133,9 @@ def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
 
 
 def _instantiate(
-    config: ModelConfig,
-    cls: Any,
-    pretrained: Any,
-    *,
-    dtype: torch.dtype,
-    attn: str | None,
+    config: ModelConfig, cls: Any, pretrained: Any, *, dtype: torch.dtype, attn: str | None,
     device: torch.device | str,
-) -> Any:
+) -> Any:  # fmt: skip
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # before transformers 5

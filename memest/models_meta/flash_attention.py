@@ -205,11 +205,9 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _packed(
-    query: Tensor | None,
-    packed: Tensor,
-    options: _Options,
+    query: Tensor | None, packed: Tensor, options: _Options,
     texts: tuple[Any, tuple[int, int]] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     parts = packed.unbind(-3)
     first, key, value = parts if query is None else (query, *parts)
     _check_call(first, key, value, options.dropout_p, options.softcap)

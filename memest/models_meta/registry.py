@@ -291,13 +291,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def parse_config(
-    raw: object,
-    *,
-    name: str,
-    source: str = "",
-    entry: ModelEntry | None = None,
+    raw: object, *, name: str, source: str = "", entry: ModelEntry | None = None,
     remote_from: str = "",
-) -> ModelConfig:
+) -> ModelConfig:  # fmt: skip
     """Return the checked config of a dict as `json.load` returns it."""
     if not isinstance(raw, dict):
         kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}

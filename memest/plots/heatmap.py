@@ -31,12 +31,9 @@ class _Cell:
 
 
 def plot_largest_batch(
-    table: Mapping[str, Mapping[str, int | None]],
-    *,
-    gpu: str,
-    dark: bool = False,
+    table: Mapping[str, Mapping[str, int | None]], *, gpu: str, dark: bool = False,
     said: Sequence[str] = (),
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Draw the largest batch that fits `gpu`: models by techniques, either as rows.
 
     0 is a model that does not fit at all, None a combination that does not exist.
@@ -71,13 +68,9 @@ def plot_largest_batch(
 
 
 def plot_fits(
-    verdicts: Mapping[tuple[str, str], Verdict],
-    *,
-    across: str,
-    gpu: str,
-    dark: bool = False,
+    verdicts: Mapping[tuple[str, str], Verdict], *, across: str, gpu: str, dark: bool = False,
     said: Sequence[str] = (),
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Draw the verdicts of a sweep by (row, column); `across` names the columns.
 
     A cell that fits is coloured by the share of the GPU that it needs.
@@ -134,13 +127,9 @@ def _shades(dark: bool) -> list[str]:
 
 
 def _draw_table(
-    names: tuple[Sequence[str], Sequence[str]],
-    cell: Callable[[str, str, Theme], _Cell],
-    *,
-    words: tuple[str, str],
-    keys: Sequence[tuple[str, str]],
-    dark: bool,
-) -> Figure:
+    names: tuple[Sequence[str], Sequence[str]], cell: Callable[[str, str, Theme], _Cell], *,
+    words: tuple[str, str], keys: Sequence[tuple[str, str]], dark: bool,
+) -> Figure:  # fmt: skip
     rows, columns = names
     inches = (style.HEIGHT - _TOP - _BOTTOM) * max(1.0, len(rows) / MAX_ROWS)
     height = inches + _TOP + _BOTTOM

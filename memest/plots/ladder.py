@@ -79,11 +79,9 @@ class _Layout:
     """
 
     def __init__(
-        self,
-        reports: Sequence[Prediction],
-        words: Sequence[tuple[str, str]],
+        self, reports: Sequence[Prediction], words: Sequence[tuple[str, str]],
         gpus: Sequence[tuple[str, int]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         longest = max(report.needs_bytes for report in reports)
         self.gpus = gpus
         self.drawn = [gpu for gpu in gpus if gpu[1] <= _FAR * longest] or gpus[:1]
@@ -109,13 +107,9 @@ class _Layout:
 
 
 def plot_ladder(
-    reports: Sequence[Prediction],
-    *,
-    limits: Mapping[str, int],
-    dark: bool = False,
-    unlimited: Mapping[str, Prediction] | None = None,
-    suite: str = "",
-) -> Figure:
+    reports: Sequence[Prediction], *, limits: Mapping[str, int], dark: bool = False,
+    unlimited: Mapping[str, Prediction] | None = None, suite: str = "",
+) -> Figure:  # fmt: skip
     """Draw every experiment as a stacked bar of its need, against the lines of the GPUs.
 
     `limits` are the bytes that the allocator can reserve on each GPU. `unlimited` has predictions

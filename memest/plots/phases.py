@@ -57,12 +57,9 @@ def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
 
 
 def plot_phases(
-    predicted: Prediction | None,
-    measured: Measurement | None,
-    *,
-    gpu_limit_bytes: int,
+    predicted: Prediction | None, measured: Measurement | None, *, gpu_limit_bytes: int,
     dark: bool = False,
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Draw params, gradients, optimizer state and activations at the four phases of a step.
 
     The dashed outline is the highest allocation since the phase before. Predicted and measured

@@ -319,11 +319,9 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
 
 
 def _stacked(
-    parts: Mapping[tuple[str, str], Sequence[int]],
-    under: Iterable[str],
-    limit_bytes: int,
+    parts: Mapping[tuple[str, str], Sequence[int]], under: Iterable[str], limit_bytes: int,
     limit_name: str,
-) -> Chart:
+) -> Chart:  # fmt: skip
     """Return upright bars of `parts`, bytes by name and colour, with the words `under` each bar."""
     series = (
         Series(name=name, color=color, values=tuple(size / GIB for size in sizes))

@@ -290,14 +290,9 @@ class Canvas:
         return self.figure.get_figheight()
 
     def panel(
-        self,
-        left: float,
-        bottom: float,
-        width: float,
-        height: float,
-        *,
+        self, left: float, bottom: float, width: float, height: float, *,
         grid: Literal["", "x", "y"] = "",
-    ) -> Panel:
+    ) -> Panel:  # fmt: skip
         """Add axes; with `grid`, without a frame and with a light grid along that axis."""
         tall = self.height
         axes = self.figure.add_axes((left / WIDTH, bottom / tall, width / WIDTH, height / tall))

@@ -31,14 +31,9 @@ _DRAWN = {
 
 
 def plot_timeline(
-    timeline: Timeline,
-    *,
-    name: str,
-    gpu: str,
-    gpu_limit_bytes: int | None = None,
-    dark: bool = False,
-    plan: Mapping[str, Any] | None = None,
-) -> Figure:
+    timeline: Timeline, *, name: str, gpu: str, gpu_limit_bytes: int | None = None,
+    dark: bool = False, plan: Mapping[str, Any] | None = None,
+) -> Figure:  # fmt: skip
     """Draw memory over the events of one step, as stacked areas under the line of reserved memory.
 
     The horizontal axis counts allocations and frees; it is not time. `rest` is buffers, the batch

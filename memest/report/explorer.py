@@ -38,12 +38,9 @@ def explorer_page(data: dict[str, Any]) -> str:
 
 
 def explorer_data(
-    points: Sequence[Explored],
-    limits: dict[str, int],
-    *,
-    tokens: str,
+    points: Sequence[Explored], limits: dict[str, int], *, tokens: str,
     presets: Sequence[TrainingPlan] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the choices and figures of a page as JSON values.
 
     `limits` has the allocator's limit on each GPU, `tokens` describes the inputs, and `presets`

@@ -201,13 +201,9 @@ class Lecture:
         return self._chart(labels, [row.parts for row in rows])
 
     def _chart(
-        self,
-        labels: tuple[str, ...],
-        columns: Sequence[Mapping[str, int]],
-        *,
-        is_upright: bool = False,
-        has_legend: bool = True,
-    ) -> Chart:
+        self, labels: tuple[str, ...], columns: Sequence[Mapping[str, int]], *,
+        is_upright: bool = False, has_legend: bool = True,
+    ) -> Chart:  # fmt: skip
         kinds = dict.fromkeys(kind for column in columns for kind in column)
         series = tuple(
             Series(name=_NAMES.get(kind, kind), color=kind, values=values)

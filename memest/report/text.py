@@ -23,13 +23,9 @@ COLUMNS = ("params", "grads", "optimizer", "activations")  # kinds with a column
 
 
 def render_text(
-    report: SimulatedReport,
-    *,
-    change: "Option | None" = None,
-    training: Training | None = None,
-    colour: bool = False,
-    verbose: bool = False,
-) -> str:
+    report: SimulatedReport, *, change: "Option | None" = None, training: Training | None = None,
+    colour: bool = False, verbose: bool = False,
+) -> str:  # fmt: skip
     """Return the whole report: the answer, what filled the peak, levels, verdicts, assumptions.
 
     `change` is the cheapest change with which a plan fits, `training` the whole training with hours

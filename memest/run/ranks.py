@@ -59,12 +59,9 @@ def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = 
 
 
 def run_together(
-    chosen: Sequence[Rank],
-    run: Callable[[Rank], RunResult],
-    *,
-    is_silent: bool = False,
+    chosen: Sequence[Rank], run: Callable[[Rank], RunResult], *, is_silent: bool = False,
     has_peers: bool = True,
-) -> list[tuple[Rank, RunResult]]:
+) -> list[tuple[Rank, RunResult]]:  # fmt: skip
     """Run ranks and all ranks that exchange messages with them; return results by rank.
 
     The output of the first of `chosen` comes first. If it fails and needs none of the others,

@@ -86,12 +86,9 @@ def run_and_exit(
 
 
 def _run(
-    plan: TrainingPlan,
-    options: RunOptions,
-    report: Path,
-    experiment: Experiment,
+    plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment,
     end: Callable[[], NoReturn],
-) -> NoReturn:
+) -> NoReturn:  # fmt: skip
     def deliver(measurement: Measurement) -> NoReturn:
         write_whole(report, measurement.to_json())
         end()
@@ -142,17 +139,10 @@ def detect_device() -> Device:
 
 
 def validate(
-    plans: Sequence[TrainingPlan],
-    *,
-    results: Path,
-    device: Device,
-    resume: bool = False,
-    timeout_s: float = 600.0,
-    options: RunOptions | None = None,
-    start: Callable[..., Child] | None = None,
-    engine: str = "local",
-    workers: int | None = None,
-) -> list[Measurement]:
+    plans: Sequence[TrainingPlan], *, results: Path, device: Device, resume: bool = False,
+    timeout_s: float = 600.0, options: RunOptions | None = None,
+    start: Callable[..., Child] | None = None, engine: str = "local", workers: int | None = None,
+) -> list[Measurement]:  # fmt: skip
     """Run every plan, append its measured report to `results`, and return the reports in order.
 
     Plans for one GPU run at the same time, one per GPU. Plans for several GPUs, and those that hold
@@ -315,14 +305,9 @@ def _without_bitsandbytes() -> Iterator[None]:
 
 
 def _measure(
-    plan: TrainingPlan,
-    *,
-    logs: Path,
-    device: Device,
-    timeout_s: float,
-    options: RunOptions,
+    plan: TrainingPlan, *, logs: Path, device: Device, timeout_s: float, options: RunOptions,
     start: Callable[..., Child] | None,
-) -> Measurement:
+) -> Measurement:  # fmt: skip
     """Run one experiment in a process of its own, whose output is a file in `logs`."""
     refusal = _refusal(device, plan)
     if refusal:
