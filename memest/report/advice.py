@@ -21,12 +21,23 @@ if TYPE_CHECKING:
 
 def render_advice(advice: Advice) -> str:
     """Return the advice as text: verdict, changes that fit, that do not, and not tried."""
+    small = [["not enough alone", "needs", "margin", "a step"]]
+    for option in advice.not_enough:
+        sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)
+        time = seconds(option.time.seconds) if option.time else ""
+        small.append([option.title, *map(gib_or_mib, sizes), time])
+    left_out = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
+    if not advice.fits:
+        left_out += [f"not tried: {what}" for what in advice.not_tried]
+    count = counted(advice.num_predictions, "prediction")
+    if not advice.is_complete:
+        count += ", all that were allowed: there may be more (`--max-predictions`)"
     sections = [
         _heading(advice),
         [] if advice.fits or advice.options else _nothing(advice),
         *(_option(number, option) for number, option in enumerate(advice.options, 1)),
-        _not_enough(advice) if advice.not_enough else [],
-        _left_out(advice),
+        table(small, left=1) if advice.not_enough else [],
+        [*left_out, count],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -79,25 +90,6 @@ def _option(number: int, option: Option) -> list[str]:
     rows.append(("check", option.command))
     rows += [("train", line) for line in option.training_lines]
     return [f"{number}. {option.title}", *(f"   {word:<5}  {text}" for word, text in rows)]
-
-
-def _not_enough(advice: Advice) -> list[str]:
-    rows = [["not enough alone", "needs", "margin", "a step"]]
-    for option in advice.not_enough:
-        sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)
-        time = seconds(option.time.seconds) if option.time else ""
-        rows.append([option.title, *map(gib_or_mib, sizes), time])
-    return table(rows, left=1)
-
-
-def _left_out(advice: Advice) -> list[str]:
-    lines = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
-    if not advice.fits:
-        lines += [f"not tried: {what}" for what in advice.not_tried]
-    count = counted(advice.num_predictions, "prediction")
-    if not advice.is_complete:
-        count += ", all that were allowed: there may be more (`--max-predictions`)"
-    return [*lines, count]
 
 
 _NOUNS = {"batch_size": "batch size", "seq_len": "sequence length"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memest.errors import PlanError, UnknownModelError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.plan import TrainingPlan
-from memest.report import Interval, Measurement, Outcome, PhaseRow, Prediction, Report
+from memest.report import Interval, Measurement, Outcome, PhaseRow, Prediction
 
 TOTALS = {
     "allocated": "peak_allocated_bytes",
@@ -164,6 +164,12 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
         for key in STATES
         if getattr(p, key) != getattr(m, key)
     )
+    old, new = measured.versions, predicted.versions
+    versions = tuple(
+        f"{name} {old[name]} measured, {new[name]} predicted with"
+        for name in sorted(old.keys() & new.keys())
+        if old[name].split("+")[0] != new[name].split("+")[0]
+    )
     return Comparison(
         name=measured.name,
         measured=measured,
@@ -172,7 +178,7 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
         phases=phases,
         states=states,
         residual=_residual(pairs),
-        versions=_version_differences(measured, predicted),
+        versions=versions,
     )
 
 
@@ -207,15 +213,6 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
     if not where:
         return ""
     return f"{largest / 2**20:+.1f} MiB in {part.removesuffix('_bytes')} from {where} on"
-
-
-def _version_differences(measured: Report, predicted: Report) -> tuple[str, ...]:
-    both = measured.versions.keys() & predicted.versions.keys()
-    return tuple(
-        f"{name} {measured.versions[name]} measured, {predicted.versions[name]} predicted with"
-        for name in sorted(both)
-        if measured.versions[name].split("+")[0] != predicted.versions[name].split("+")[0]
-    )
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
