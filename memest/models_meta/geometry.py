@@ -1,12 +1,11 @@
 """Widths and counts of a model's layers, where they are a stack of equal transformer layers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
 
-    from memest.models_meta.registry import ModelConfig
+from memest.models_meta.registry import ModelConfig
 
 _MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "encoder_ffn_dim")
 _HIDDEN_DROPOUTS = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout")
@@ -32,10 +31,8 @@ class LayerGeometry:
     num_weights: int  # elements of the matrices of one layer
 
 
-def layer_geometry(model: "nn.Module", config: "ModelConfig") -> LayerGeometry | None:
+def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | None:
     """Return the geometry of a stack of equal dense transformer layers; None for other models."""
-    from torch import nn
-
     pretrained = config.pretrained
     text = getattr(pretrained, "get_text_config", lambda: pretrained)()
     h, a = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
@@ -74,7 +71,7 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
     return next((value for n in names if (value := getattr(config, n, None))), None)
 
 
-def _is_written_norm(module: "nn.Module", width: int) -> bool:
+def _is_written_norm(module: nn.Module, width: int) -> bool:
     """Return whether the module is an RMS norm other than torch's."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
