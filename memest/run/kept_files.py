@@ -121,8 +121,7 @@ class KeptFiles:
             self.not_kept.append(path)
             return
         try:
-            # on the file's system, where the script began or in the outermost folder that it has:
-            # the script hardly deletes these
+            # on the file's system: where the script began, or the outermost folder above the file
             folders = (p for p in (*Path(path).parents, self._start) if os.access(p, os.W_OK))
             folder = [p for p in folders if p.stat().st_dev == info.st_dev][-1]
             kept = folder / f".{PREFIX}{entry.name}"

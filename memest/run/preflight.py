@@ -466,7 +466,7 @@ def _of_callers(frame: FrameType | None) -> Command | None:
             continue
         path = Path(file).resolve()
         if is_in_packages(path) or path.is_relative_to(_MEMEST) or _LIBRARY in path.parents:
-            continue
+            continue  # the code of a library
         if name == "__main__":
             return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
         if _runs_by_itself(file):
