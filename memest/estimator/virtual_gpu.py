@@ -93,6 +93,7 @@ class VirtualGpu:
         self.limit_bytes = limit_bytes
         self.max_steps = max_steps
         self.num_steps = 0
+        self._has_backward = False  # a backward ran since the last step
         self._has_stepped = False  # hooks of weights took steps in the running backward
         usable = gpu.limit_bytes - rank.communicator_bytes
         self.allocator = CountingAllocator(
@@ -268,7 +269,9 @@ class VirtualGpu:
             mode.work.is_in_optimizer = False
             mode.memory.settle()
             mode.attribution.labels.of_optimizer(optimizer, with_grads=False)
-            mode.work.stepped(id(optimizer), len(_grads_of(optimizer)))
+            num_params, has_backward = len(_grads_of(optimizer)), self._has_backward
+            mode.work.stepped(id(optimizer), num_params, has_backward=has_backward)
+            self._has_backward = False
             if _in_backward():  # by a hook of each weight: one step, which ends with the backward
                 self._has_stepped = True
                 return
@@ -297,6 +300,7 @@ class VirtualGpu:
         self._count_step()
 
     def _after_backward(self, outputs: Any) -> None:
+        self._has_backward = True
         self._own_steps.follow(outputs)
         if self._has_stepped:
             self._has_stepped = False

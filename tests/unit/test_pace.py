@@ -755,6 +755,16 @@ def test_a_step_has_one_step_of_each_optimizer() -> None:
     assert [len(step) for step in log.steps] == [2, 2, 2, 2]
 
 
+def test_an_optimizer_that_steps_for_each_group_takes_one_step() -> None:
+    log = WorkLog()
+    for _ in range(4):
+        for has_backward in (True, False):
+            log.add(LARGE)
+            log.stepped(1, has_backward=has_backward)
+
+    assert [len(step) for step in log.steps] == [2, 2, 2, 2]
+
+
 ATTENTION = Work("cudnn float16", (64, 1024, 1024, 64), "float16", 10**9, 10**8)
 
 

@@ -439,13 +439,16 @@ class WorkLog:
             if us >= MIN_HOST_US and self.has_host and current_thread() is main_thread():
                 self.events.append(HOST - us)
 
-    def stepped(self, optimizer: int = 0, num_params: int = 0) -> None:
+    def stepped(
+        self, optimizer: int = 0, num_params: int = 0, *, has_backward: bool = True
+    ) -> None:
         """End a step of an optimizer, by its id; its second step begins another training step.
 
-        `num_params` counts the parameters with gradients.
+        `num_params` counts the parameters with gradients. `has_backward` is False if no backward
+        ran since the last step: DeepSpeed steps once for each group of parameters.
         """
         self.run_python(STEP, num_params)
-        if optimizer in self._stepped or not self.steps:
+        if not self.steps or (optimizer in self._stepped and has_backward):
             self.steps.append(array("q"))
             self.num_known.append(self._end)
             self._stepped.clear()
