@@ -129,7 +129,8 @@ def time_cells(
     report: SimulatedReport, training: Training | None = None, gpus: Sequence[str] | None = None
 ) -> list[list[str]]:
     """Return the header and one row per GPU; `training` adds its hours, `gpus` selects GPUs."""
-    tokens = _tokens(report.plan)
+    plan = {} if report.plan.get("lengths") else report.plan  # tokens are those of equal lengths
+    tokens = int(plan["seq_len"]) * _samples(plan) if plan.get("seq_len") else 0
     has_price = training is not None and any(training.price_of(g) for g in report.times)
     rows = []
     for gpu in report.times if gpus is None else gpus:
@@ -165,16 +166,9 @@ def _figure(number: float) -> str:
     return f"{number:,.2f}" if number >= 0.1 or not number else f"{number:.2g}"
 
 
-def _tokens(plan: Mapping[str, Any]) -> int:
-    """Return tokens of a step, padding included; 0 if lengths differ."""
-    if plan.get("lengths") or not plan.get("seq_len"):
-        return 0
-    return int(plan["seq_len"]) * _samples(plan)
-
-
 def _samples(plan: Mapping[str, Any]) -> int:
-    samples: int = plan["batch_size"] * plan["accumulate_grad_batches"]
-    return samples * int(plan.get("devices", 1) * plan.get("num_nodes", 1))
+    gpus = plan.get("devices", 1) * plan.get("num_nodes", 1)
+    return int(plan["batch_size"] * plan["accumulate_grad_batches"] * gpus)
 
 
 def time_notes(report: SimulatedReport) -> list[str]:

@@ -211,6 +211,31 @@ def test_groups_of_a_convolution_are_a_kind_of_their_own(
     assert work(aten.convolution.default, meta(8, 16, 10), meta(*shape), None, *rest).kind == kind
 
 
+@pytest.mark.parametrize(
+    ("mask", "forms"),
+    [(None, [(128, 32, 16)]), ([True, True, False], [(128, 16, 32), (32, 16, 128)])],
+)
+def test_a_convolution_of_single_positions_in_channels_last_is_products(
+    mask: list[bool] | None, forms: list[tuple[int, ...]]
+) -> None:
+    layout = torch.channels_last
+    x, weight = meta(2, 16, 8, 8).to(memory_format=layout), meta(32, 16, 1, 1)
+    rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    if mask is None:
+        found = work(aten.convolution.default, x, weight, None, *rest)
+    else:
+        grad = meta(2, 32, 8, 8).to(memory_format=layout)
+        found = work(aten.convolution_backward.default, grad, x, weight, None, *rest, mask)
+
+    assert found.kind == "convolution products"
+    assert [(each.kind, each.size[1:]) for each in found.more] == [
+        ("matmul float16", form) for form in forms
+    ]
+    table = table_of(H100)
+    assert table.kernel_s(found) == sum(map(table.kernel_s, found.more))
+    assert table.host_s(found, 0) > table.host_s(found.more[0], 0)
+
+
 def test_views_and_empty_tensors_are_no_work() -> None:
     assert work(aten.view.default, meta(4, 4), [16]) is NOTHING
     assert work(aten.empty_like.default, meta(4, 4)) is NOTHING

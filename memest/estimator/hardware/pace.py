@@ -31,6 +31,7 @@ from memest.estimator.hardware.work import (
     IN_PYTHON,
     LINK,
     NUM_HOSTS,
+    PRODUCTS,
     VIEW,
     WAITS,
     Work,
@@ -191,19 +192,19 @@ class Clocks:
 class Table:
     """Times of kernels and of the host on one GPU.
 
-    `host` and `first_us` are from a file in `pace/`. `kinds` has the file's kernels, measured on
-    `origin`. `file` names a user's file in place of the package's.
+    `times` are those of a file in `pace/`, of which `kinds` has the kernels, measured on `origin`.
+    `file` names a user's file in place of the package's.
     """
 
     def __init__(
         self,
         gpu: Gpu,
-        host: dict[str, float],
-        first_us: dict[str, float],
+        times: dict[str, Any],
         kinds: "dict[str, Calls]",
         origin: Gpu,
         file: str = "",
     ) -> None:
+        host, first_us = times["host"], times["first_us"]
         self.file, self._gpu, self._measured, self._kinds = file, gpu, origin, kinds
         self._us, self._first_us = host, first_us
         self.nearest = cache(lambda kind: nearest(kind, kinds))  # kind that was measured
@@ -231,8 +232,8 @@ class Table:
         """Return seconds of the kernels of a call."""
         if (rate := self._us.get(f"{work.kind}_gb_s")) is not None:  # a copy
             return float(1e-9 * work.num_bytes / rate)
-        if work.kind in (LINK, *IN_PYTHON) or work == VIEW:
-            return 0.0
+        if work.kind in (LINK, PRODUCTS, *IN_PYTHON) or work == VIEW:
+            return sum(map(self.kernel_s, work.more))
         kind = self.nearest(work.kind)
         size = work.size if kind else (work.num_bytes,)
         efficiency = self._kinds[kind or ELSEWHERE].efficiency(size)
@@ -331,15 +332,15 @@ def _table_of(gpu: Gpu, path: str) -> Table:
     measured = [find_gpu(path.stem) for path in sorted(_MEASURED.glob("*.json"))]
     chip = gpu.chip or gpu.name
     origin = min(measured, key=lambda g: (g.name != chip, abs(g.capability[0] - gpu.capability[0])))
-    file = _MEASURED / f"{origin.name}.json"
-    host, first_us, label = _read(file)["host"], _read(file)["first_us"], ""
+    file, label = _MEASURED / f"{origin.name}.json", ""
+    times = _read(file)
     if path:
         own = _read(Path(path))
-        host, label = own["host"], f"{Path(path).name} (host only)"
+        times, label = times | {"host": own["host"]}, f"{Path(path).name} (host only)"
         found = match_device(own["device"], own["memory_bytes"])
         if found is not None and (found.chip or found.name) == chip:
-            file, first_us, origin, label = Path(path), own["first_us"], found, Path(path).name
-    return Table(gpu, host, first_us, _kinds_of(file, origin), origin, label)
+            file, times, origin, label = Path(path), own, found, Path(path).name
+    return Table(gpu, times, _kinds_of(file, origin), origin, label)
 
 
 @cache

@@ -23,6 +23,7 @@ from memest.estimator.versions import allows_tf32
 from memest.plan.reading import read_table
 
 Strides = Sequence[int]
+Sizes = tuple[int, ...]
 
 
 class Work(NamedTuple):
@@ -83,8 +84,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return _convolution(values, out, num_bytes)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(values)
-    given = [*tensors_in(args)]
-    if not given:
+    if not (given := [*tensors_in(args)]):
         return by_bytes(f"{name} 4", num_bytes)
     x, more = given[-1 if name in _NAMES["copies"] else 0], tuple[Work, ...]()
     if _NAMES["size"].get(name) == "row":
@@ -206,11 +206,7 @@ def _copied(x: Tensor) -> Work:
 
 
 def _layout(x: Tensor) -> str:
-    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return " nhwc" * is_last
-
-
-MAX_THREADS = 1024  # threads of a block
+    return " nhwc" * (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
 def _apart(name: str, x: Tensor, dim: int) -> Work:
@@ -222,15 +218,13 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
     inner, num = prod(x.shape[dim + 1 or x.dim() :]), x.shape[dim]
     sharing = 1  # threads that read one row
     if inner <= 64 <= num:
-        while inner * sharing * 2 <= MAX_THREADS and sharing * 2 <= num:
+        while inner * sharing * 2 <= 1024 and sharing * 2 <= num:
             sharing *= 2
     size = (x.numel() // max(1, num) * sharing, -(-num // sharing))
     return Work(f"{name}-apart {x.element_size()} float32", size, "float32", prod(size), 0)
 
 
-def _with_rate(
-    kind: str, rate: str, size: tuple[int, ...], num_flops: float, num_bytes: int
-) -> Work:
+def _with_rate(kind: str, rate: str, size: Sizes, num_flops: float, num_bytes: int) -> Work:
     """Return the work of a kernel by its operations and bytes; both halves take the same time."""
     measured = "float16" if rate == "bfloat16" else rate
     return Work(f"{kind} {measured}", size, rate, int(num_flops), num_bytes)
@@ -244,15 +238,11 @@ def _rate_of(dtype: torch.dtype, operation: str = "") -> str:
     return name if name in ("float16", "bfloat16", "float32", "float64", "int8") else "float8"
 
 
-LAYOUTS = ("", "-one", "-both")
-"""Marks of products by how many of the matrices are not adjacent along the summed dimension.
-
-Kernels of TF32 read only that layout fast. Those of other precisions take the same time for all.
-"""
-
-
 def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
-    """Work of a product: matrices, rows, columns and the length of the sums."""
+    """Work of a product: matrices, rows, columns and the length of the sums.
+
+    Kernels of TF32 are fast only if both matrices are adjacent along the summed dimension.
+    """
     if name == "int8_linear_matmul":  # of bitsandbytes: rows of any number of dimensions
         left, right = left.flatten(0, -2), right.t()
     *batch, rows, inner = left.shape
@@ -261,7 +251,7 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
     size = (prod(batch), rows, right.shape[-1], inner)
     rate, kind = _rate_of(left.dtype, "matmul"), "matmul"
     if rate == "tf32":
-        kind += LAYOUTS[(left.stride(-1) != 1) + (right.stride(-2) != 1)]
+        kind += ("", "-one", "-both")[(left.stride(-1) != 1) + (right.stride(-2) != 1)]
     leading = size[2], *(max((1, *t.stride()[-2:])) for t in (left, right))
     is_odd = left.element_size() == 2 and any(n % 8 for n in leading)
     return _with_rate(kind + "-odd" * is_odd, rate, size, 2 * prod(size), num_bytes)
@@ -292,7 +282,7 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     weight: Tensor = values["weight"]
     made = values.get("grad_output", out)
     data, weights, bias = values.get("output_mask", (False, False, values.get("bias") is not None))
-    more = by_bytes("pointwise 4", made.nbytes * (1 if "grad_output" in values else 2))
+    more = [by_bytes("pointwise 4", made.nbytes * (1 if "grad_output" in values else 2))] * bias
     kind = "convolution" + "-data" * (data and weights) + "-weight" * weights
     ends = (x, made) if values.get("transposed") else (made, x)
     positions = [t.numel() // max(1, t.shape[1]) for t in ends]
@@ -302,11 +292,24 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     kind += " 3d" * (x.dim() == 5) + _layout(x)
     flops = 2 * positions[0] * weight.numel() * max(1, data + weights)
     found = _with_rate(kind, _rate_of(x.dtype, "conv"), size, flops, num_bytes)
-    return found._replace(more=(more,) if bias else ())
+    if kind.split()[1:] == ["nhwc"] and size[0] == size[1] and size[4] == 1:
+        found = found._replace(kind=PRODUCTS)
+        more = [*_products(size, found.rate, x.element_size(), data, weights), *more]
+    return found._replace(more=(*more,))
 
 
-_GATES = {2: 4, 3: 3}
-"""Gates of an LSTM and a GRU by cuDNN's number of the mode; other networks have one."""
+PRODUCTS = "convolution products"  # kind of a convolution whose kernels are those of products
+
+
+def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> list[Work]:
+    """Return the products that a convolution of single positions in channels-last is."""
+    rows, _, made, given, _ = size
+    forms = [(rows, given, made)] * data + [(made, given, rows)] * weights or [(rows, made, given)]
+    kind = "matmul" + "-odd" * (item == 2 and bool(made % 8 or given % 8))
+    return [
+        _with_rate(kind, rate, (1, m, n, k), 2 * m * n * k, item * (m * n + m * k + n * k))
+        for m, n, k in forms
+    ]
 
 
 def _recurrent(values: dict[str, Any]) -> Work:
@@ -318,7 +321,8 @@ def _recurrent(values: dict[str, Any]) -> Work:
     x, lengths, hidden = values["input"], values["batch_sizes"], values["hidden_size"]
     num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))
-    size = (num_steps, values["num_layers"], samples, hidden, _GATES.get(values["mode"], 1))
+    gates = {2: 4, 3: 3}.get(values["mode"], 1)  # of an LSTM and a GRU by cuDNN's numbers, and RNNs
+    size = (num_steps, values["num_layers"], samples, hidden, gates)
     is_backward, both = "grad_output" in values, bool(values["bidirectional"])
     flops = 2 * prod(size) * (values["proj_size"] or hidden) * (1 + both) * (1 + is_backward)
     kind = "rnn" + "-both" * both + "-backward" * is_backward
