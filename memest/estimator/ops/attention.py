@@ -35,7 +35,7 @@ from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.random import DRAWS
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import cpp_type
-from memest.estimator.ops.registry import Args, KernelCall, when
+from memest.estimator.ops.registry import Args, KernelCall
 from memest.estimator.ops.strides import strided
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -647,16 +647,14 @@ def cudnn_output(args: Args, out: Any) -> Any:
     return (strided(first, torch.empty_like(query).stride()), *rest) if is_alike else out
 
 
-_BY_CUDNN = when(
-    "the GPU has compute capability 9.0: the workspace of cuDNN's attention engines was not "
-    "measured on others",
-    lambda c: c.gpu.capability == (9, 0),
-)
+def _is_measured(c: KernelCall) -> bool:
+    """Return whether the GPU has compute capability 9.0; cuDNN was not measured on others."""
+    return c.gpu.capability == (9, 0)
 
 
 @registry.requests(
     "_scaled_dot_product_cudnn_attention",
-    modelled=_BY_CUDNN, random_offset=_scores_step,
+    modelled=_is_measured, random_offset=_scores_step,
     layout=lambda c: cudnn_output(c.args, c.out),
 )  # fmt: skip
 def cudnn_forward(c: KernelCall) -> Events:
@@ -670,7 +668,7 @@ def cudnn_forward(c: KernelCall) -> Events:
     return outputs({6: 8, 7: 8, 0: shape.out_bytes, 1: lse_bytes}) + passing(workspace)
 
 
-@registry.requests("_scaled_dot_product_cudnn_attention_backward", modelled=_BY_CUDNN)
+@registry.requests("_scaled_dot_product_cudnn_attention_backward", modelled=_is_measured)
 def cudnn_backward(c: KernelCall) -> Events:
     """Requests of `run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
 

@@ -33,7 +33,7 @@ from memest.estimator.ops.cudnn_library import (
 from memest.estimator.ops.cudnn_rules import DTYPES, ConvolutionShapes, workspace_bytes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import same_type, tensor_type
-from memest.estimator.ops.registry import KernelCall, when
+from memest.estimator.ops.registry import KernelCall
 from memest.estimator.ops.temporaries import (
     TRIED,
     Events,
@@ -397,7 +397,8 @@ _KNOWN = (
 
 @registry.requests(
     "convolution",
-    modelled=when(_KNOWN, _is_forward_known),
+    when=_KNOWN,
+    modelled=_is_forward_known,
     layout=convolution_outputs,
     is_convolution=True,
     refuse=same_type(  # native/Convolution.cpp
@@ -423,7 +424,8 @@ def convolution(c: KernelCall) -> Events:
 
 @registry.requests(
     "convolution_backward",
-    modelled=when(_KNOWN, _is_backward_known),
+    when=_KNOWN,
+    modelled=_is_backward_known,
     layout=convolution_outputs,
     is_convolution=True,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.refusals import fits, overflow
-from memest.estimator.ops.registry import Args, KernelCall, Kwargs, register, when
+from memest.estimator.ops.registry import Args, KernelCall, Kwargs, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import (
@@ -111,7 +111,8 @@ def repeat_interleave(c: KernelCall) -> Events:
 
 register(
     "_efficientzerotensor",
-    requests=when("no memory: `ZeroTensorAllocator` (TensorFactories.cpp)", lambda c: []),
+    about="no memory: `ZeroTensorAllocator` (TensorFactories.cpp)",
+    requests=lambda c: [],
 )
 register(  # cuda/FillKernel.cu
     "full", refuse=lambda c: "" if c.dtype is None else overflow(c.fill_value, c.dtype)

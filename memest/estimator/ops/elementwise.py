@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of
-from memest.estimator.ops.registry import KernelCall, op, register, when
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous, elementwise
 from memest.estimator.ops.temporaries import Scratch, contiguous_copy
 from memest.units import ceil_div
@@ -90,7 +90,8 @@ def softmax_backward(c: KernelCall) -> Scratch:
 
 register(
     "log_sigmoid_forward",
-    requests=when("the result, and no buffer (cuda/Activation.cpp)", lambda c: c.outputs(0)),
+    about="the result, and no buffer (cuda/Activation.cpp)",
+    requests=lambda c: c.outputs(0),
 )
 register(
     "softplus_backward elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
-from memest.estimator.ops.registry import KernelCall, register, requests, when
+from memest.estimator.ops.registry import KernelCall, register, requests
 from memest.estimator.ops.temporaries import Events, passing
 from memest.units import ceil_div, round_up
 
@@ -135,11 +135,9 @@ def _is_measured(c: KernelCall) -> bool:
 
 register(
     "_fft_c2c _fft_r2c _fft_c2r",
-    modelled=when(
-        "similar transforms were measured: of one dimension, or two or three of few points, "
-        "and not too many of them at once", _is_measured,
-    ),
-)  # fmt: skip
+    when="similar transforms were measured: one dimension, or two or three of few points",
+    modelled=_is_measured,
+)
 
 
 @requests("_fft_c2c _fft_r2c")

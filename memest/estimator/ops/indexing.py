@@ -20,7 +20,7 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
-from memest.estimator.ops.registry import Args, KernelCall, ValueOf, op, register, when
+from memest.estimator.ops.registry import Args, KernelCall, ValueOf, op, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_bytes
 from memest.estimator.ops.temporaries import (
@@ -87,18 +87,17 @@ def index_tensors(args: Args) -> list[Tensor]:
     return [index for index in args[1] if index is not None]
 
 
-_WITHOUT_MASK = when(
-    "the indices have no mask, whose true entries are not known here, or a mask for a single "
-    "number, which is a `masked_fill`",
-    lambda c: _is_fill(c.args) or not any(i.dtype in MASK_DTYPES for i in index_tensors(c.args)),
-)
+def _has_no_mask(c: KernelCall) -> bool:
+    """Return whether there is no mask, whose entries are unknown here, or it is a `masked_fill`."""
+    return _is_fill(c.args) or not any(i.dtype in MASK_DTYPES for i in index_tensors(c.args))
+
 
 # Two or more indices are broadcast. One index is used in place.
 op(
     "index.Tensor",
     "int64 copies of indices of unlike strides (`AdvancedIndex` of TensorAdvancedIndexing.cpp)",
     before=lambda c: _copies_of_unlike_strides(index_tensors(c.args)),
-    modelled=_WITHOUT_MASK,
+    modelled=_has_no_mask,
     shaped_by=lambda args: [i for i in index_tensors(args) if i.dtype in MASK_DTYPES],
 )
 
@@ -114,10 +113,8 @@ def masked_scatter(c: KernelCall) -> Scratch:
 
 @registry.requests(
     "embedding_renorm_",
-    modelled=when(
-        "one block finds the indices that differ, as was measured",
-        lambda c: c.indices.numel() <= SMALL_SORT,
-    ),
+    when="one block finds the indices that differ, as was measured",
+    modelled=lambda c: c.indices.numel() <= SMALL_SORT,
 )
 def embedding_renorm(c: KernelCall) -> Events:
     """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices."""
@@ -132,12 +129,10 @@ _MAXIMUM = 2  # `EmbeddingBagMode::MAX`
 
 @registry.requests(
     "embedding_dense_backward",
-    modelled=when(
-        "the gradient is not scaled by the count of an index, and no int32 indices are sorted",
-        lambda c: (
-            not c.scale_grad_by_freq
-            and not (c.indices.numel() > FEW_INDICES and c.indices.dtype == torch.int32)
-        ),
+    when="the gradient is not scaled by the count of an index, and no int32 indices are sorted",
+    modelled=lambda c: (
+        not c.scale_grad_by_freq
+        and not (c.indices.numel() > FEW_INDICES and c.indices.dtype == torch.int32)
     ),
 )
 def embedding_backward(c: KernelCall) -> Events:
@@ -198,20 +193,15 @@ def index_reduce(c: KernelCall) -> Events:
 
 register(
     "_embedding_bag",
-    requests=when(
-        "sizes of bags, the bag of each index, the result, and the row of each maximum in mode "
-        "`max` (EmbeddingBag.cu)",
-        lambda c: c.outputs(2, 1, 0, 3),
-    ),
+    about="sizes of bags, bag of each index, result, rows of maxima (EmbeddingBag.cu)",
+    requests=lambda c: c.outputs(2, 1, 0, 3),
 )
 
 
 @registry.requests(
     "_embedding_bag_backward",
-    modelled=when(
-        "the gradient is dense and not scaled by the count of an index",
-        lambda c: not c.scale_grad_by_freq and not c.sparse and c.indices.numel() > 0,
-    ),
+    when="the gradient is dense and not scaled by the count of an index",
+    modelled=lambda c: not c.scale_grad_by_freq and not c.sparse and c.indices.numel() > 0,
 )
 def embedding_bag_backward(c: KernelCall) -> Events:
     """Requests of `_embedding_bag_backward` (EmbeddingBag.cu): sorted, except of a maximum."""
@@ -224,10 +214,8 @@ def embedding_bag_backward(c: KernelCall) -> Events:
 register(
     "nonzero",
     shaped_by=lambda args: args,
-    requests=when(
-        "the count and its sum, positions, a selection (Nonzero.cu)",
-        lambda c: _selection(c.self, c.outputs(), c.gpu),
-    ),
+    about="the count and its sum, positions, a selection (Nonzero.cu)",
+    requests=lambda c: _selection(c.self, c.outputs(), c.gpu),
 )
 
 
@@ -267,7 +255,7 @@ def masked_scatter_backward(c: KernelCall) -> Events:
     return finding + around((chosen,), gathered)
 
 
-@registry.requests(*INDEX_PUT, modelled=_WITHOUT_MASK)
+@registry.requests(*INDEX_PUT, modelled=_has_no_mask)
 def index_put(c: KernelCall) -> Scratch | Events:
     """Requests of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import has_gradient
-from memest.estimator.ops.registry import KernelCall, Rule, op, when
+from memest.estimator.ops.registry import KernelCall, Rule, op
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.units import ceil_div, round_up
 
@@ -76,21 +76,20 @@ def _of(tensor: Tensor) -> _Matrices:
     return _Matrices(m, n, prod(tensor.shape[:-2]), tensor.itemsize, tensor.dim() == 2)
 
 
-_MODELLED = when(
-    "the workspaces were measured: float32 and float64, compute capability 9.0",
-    lambda c: c.gpu.capability == (9, 0) and c.args[0].dtype in (torch.float32, torch.float64),
-)
+def _is_measured(c: KernelCall) -> bool:
+    """Return whether workspaces were measured: float32 and float64, compute capability 9.0."""
+    return c.gpu.capability == (9, 0) and c.args[0].dtype in (torch.float32, torch.float64)
 
 
 def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
-    return registry.requests(names, modelled=_MODELLED, **parts)
+    return registry.requests(names, modelled=_is_measured, **parts)
 
 
 def _row(
     names: str, about: str, then: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
     """Register operators by their requests after the outputs, with the matrices that are given."""
-    op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_MODELLED, **parts)
+    op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_is_measured, **parts)
 
 
 @_measured("_linalg_eigh")

@@ -16,7 +16,7 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import accepts, same_type
-from memest.estimator.ops.registry import KernelCall, op, register, when
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -134,11 +134,8 @@ def multilabel_margin(c: KernelCall) -> Events:
 
 register(
     "_ctc_loss _ctc_loss.Tensor",
-    requests=when(
-        "lengths of input and target and start of the target, int64 for each sample; the forward "
-        "variables, then the losses (LossCTC.cu)",
-        lambda c: around((c.out[0].numel() * 8,) * 3, c.outputs(1, 0)),
-    ),
+    about="lengths and start of the target of each sample, forward variables, losses (LossCTC.cu)",
+    requests=lambda c: around((c.out[0].numel() * 8,) * 3, c.outputs(1, 0)),
 )
 
 

@@ -40,7 +40,7 @@ from torch._ops import OpOverload
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.refusals import cpp_type, expects, same_type, type_name
-from memest.estimator.ops.registry import KernelCall, op_of, register, when
+from memest.estimator.ops.registry import KernelCall, op_of, register
 from memest.estimator.ops.strides import is_dense
 from memest.estimator.ops.temporaries import Scratch
 from memest.estimator.versions import TorchRelease, simulated
@@ -89,10 +89,8 @@ def _is_fused(c: KernelCall) -> bool:
 
 @registry.requests(
     "_grouped_mm",
-    modelled=when(
-        "the product is a loop without memory of its own, or was recorded",
-        lambda c: not _is_fused(c) or c.gpu.capability == _RECORDED,
-    ),
+    when="the product is a loop without memory of its own, or was recorded",
+    modelled=lambda c: not _is_fused(c) or c.gpu.capability == _RECORDED,
 )
 def grouped_mm(c: KernelCall) -> Scratch:
     """Requests of a grouped product: a table and descriptors in the fused kernel, or `mm` per

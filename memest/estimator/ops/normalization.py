@@ -20,7 +20,7 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of, sum_bytes
 from memest.estimator.ops.refusals import expects, type_name
-from memest.estimator.ops.registry import KernelCall, op, register, when
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous, like
 from memest.estimator.ops.temporaries import (
     OLDEST,
@@ -84,20 +84,17 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
 
 
 def _is_workspace_known(c: KernelCall) -> bool:
+    """Return whether it is known: NCHW, and channels-last on Hopper except float64."""
     is_measured = c.input.dtype in FORWARD_ROWS and c.gpu.capability == (9, 0)
     return is_measured or not _is_channels_last(c.input)
 
 
-_BY_CUDNN = when(
-    "the workspace is known: NCHW, and channels-last on Hopper except float64", _is_workspace_known
-)
-_BY_TORCH = when(
-    "no sequence has gaps, in which torch's own kernels (bfloat16) were not recorded",
-    lambda c: c.input.dim() != 3 or c.input.is_contiguous(),
-)
+def _has_no_gaps(c: KernelCall) -> bool:
+    """Return whether no sequence has gaps: torch's own kernels (bfloat16) were recorded without."""
+    return c.input.dim() != 3 or c.input.is_contiguous()
 
 
-@registry.requests("cudnn_batch_norm", modelled=_BY_CUDNN)
+@registry.requests("cudnn_batch_norm", modelled=_is_workspace_known)
 def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
     """Requests of `cudnn_batch_norm`: partial sums in channels-last training, a flag per block."""
     if not c.training or not _is_channels_last(c.input):
@@ -106,7 +103,7 @@ def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
     return Scratch(after=(_workspace(c.input, rows, SUMS_BYTES + 4, FORWARD_HEADER),))
 
 
-@registry.requests("cudnn_batch_norm_backward", modelled=_BY_CUDNN)
+@registry.requests("cudnn_batch_norm_backward", modelled=_is_workspace_known)
 def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
     """Requests of `cudnn_batch_norm_backward`: copied gradient, partial sums in channels-last."""
     is_last = _is_channels_last(c.input)
@@ -142,7 +139,7 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     return sums_per_channel * channels * blocks * 4, ceil_div(channels, width) * 4
 
 
-@registry.requests("native_batch_norm", modelled=_BY_TORCH)
+@registry.requests("native_batch_norm", modelled=_has_no_gaps)
 def native_batch_norm(c: KernelCall) -> Scratch:
     """Requests of `batch_norm_cuda` by torch's own kernels: in training, staged sums if channels
     are contiguous.
@@ -165,7 +162,7 @@ op(
 )  # fmt: skip
 
 
-@registry.requests("native_batch_norm_backward", modelled=_BY_TORCH, layout=like(1))
+@registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=like(1))
 def native_batch_norm_backward(c: KernelCall) -> Events:
     """Requests of `batch_norm_backward_cuda`: gradients by one kernel.
 

@@ -27,7 +27,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import reduce_bytes, sum_bytes
-from memest.estimator.ops.registry import Args, KernelCall, Kwargs, op, register, when
+from memest.estimator.ops.registry import Args, KernelCall, Kwargs, op, register
 from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, passing, temporaries
 from memest.estimator.tensors.placement import CPU
@@ -444,11 +444,9 @@ def randperm_bits(num_items: int) -> int:
 
 @registry.requests(
     "randperm randperm.generator",
-    modelled=when(
-        "the numbers are int64, for which the sort's tunings are known",
-        # the default, `long`, is a number here
-        lambda c: c.dtype is torch.int64 or not isinstance(c.dtype, torch.dtype),
-    ),
+    when="the numbers are int64, for which the sort's tunings are known",
+    # the default, `long`, is a number here
+    modelled=lambda c: c.dtype is torch.int64 or not isinstance(c.dtype, torch.dtype),
 )
 def randperm(c: KernelCall) -> Events:
     """Requests of `randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, a sort.
@@ -467,14 +465,11 @@ def randperm(c: KernelCall) -> Events:
 
 @registry.requests(
     "multinomial",
-    modelled=when(
-        "the samples need no more than one block of `topk`; samples with replacement come from "
-        "several rows, or from one of float32",
-        lambda c: (
-            c.self.dim() > 1 or c.self.dtype == torch.float32
-            if c.replacement and c.num_samples > 1
-            else c.num_samples <= 1024
-        ),
+    when="up to 1024 samples; with replacement, of several rows or of one in float32",
+    modelled=lambda c: (
+        c.self.dim() > 1 or c.self.dtype == torch.float32
+        if c.replacement and c.num_samples > 1
+        else c.num_samples <= 1024
     ),
 )
 def multinomial(c: KernelCall) -> Events:
@@ -535,10 +530,8 @@ def normal(c: KernelCall) -> Events:
 
 register(
     "native_dropout",
-    requests=when(
-        "the mask first, if anything is drawn (Dropout.cu)",
-        lambda c: c.outputs(*((1, 0) if c.train is not False and 0 < c.p < 1 else (0, 1))),
-    ),
+    about="the mask first, if anything is drawn (Dropout.cu)",
+    requests=lambda c: c.outputs(*((1, 0) if c.train is not False and 0 < c.p < 1 else (0, 1))),
 )
 register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu
 

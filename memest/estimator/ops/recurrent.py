@@ -17,7 +17,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.reductions import sum_bytes
-from memest.estimator.ops.registry import KernelCall, register, when
+from memest.estimator.ops.registry import KernelCall, register
 from memest.estimator.ops.temporaries import (
     Events,
     KernelEvent,
@@ -266,10 +266,8 @@ def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
 
 @registry.requests(
     "_cudnn_rnn",
-    modelled=when(
-        "a call of `_cudnn_rnn` has sizes that were measured",
-        lambda c: is_measured(_layers(c), is_training=c.train),
-    ),
+    when="a call of `_cudnn_rnn` has sizes that were measured",
+    modelled=lambda c: is_measured(_layers(c), is_training=c.train),
 )
 def recurrent(c: KernelCall) -> Events:
     """Requests of `_cudnn_rnn` (RNN.cpp): copies, outputs and last states, workspace, reserve
@@ -325,7 +323,7 @@ for _name, _about, _requests in (
     ("_thnn_fused_gru_cell_backward", "gradients, each gate's sum over samples",
      lambda c: c.outputs(0, 1, 2) + _sums_over_samples(c, 0, 3) + _sums_over_samples(c, 1, 4)),
 ):  # fmt: skip
-    register(_name, requests=when(f"{_about} (cuda/RNN.cu)", _requests))
+    register(_name, about=f"{_about} (cuda/RNN.cu)", requests=_requests)
 
 
 # ------------------------------------------------------------------ layers and cells

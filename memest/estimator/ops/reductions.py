@@ -23,7 +23,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
-from memest.estimator.ops.registry import KernelCall, op, register, when
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.temporaries import Events, Scratch, around, contiguous_copy, passing
 from memest.units import ceil_div, last_power_of_2
 
@@ -335,10 +335,8 @@ op(  # `WelfordData` of ReduceMomentKernel.cu, which loads 2 values at once
 
 @registry.requests(
     "renorm",
-    modelled=when(
-        "the norms have the type of the result",
-        lambda c: c.self.dtype in (torch.float32, torch.float64),
-    ),
+    when="the norms have the type of the result",
+    modelled=lambda c: c.self.dtype in (torch.float32, torch.float64),
 )
 def renorm(c: KernelCall) -> Events:
     """Requests of `renorm_out` (Normalization.cpp): the result, then the norms of its slices."""

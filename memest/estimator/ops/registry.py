@@ -279,8 +279,15 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
             yield getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def register(*operators: OpOverload | str, **parts: Any) -> None:
-    """Set parts of operators (as in `named`) by fields of `Op`; `ValueError` if set twice."""
+def register(*operators: OpOverload | str, about: str = "", when: str = "", **parts: Any) -> None:
+    """Set parts of operators (as in `named`) by fields of `Op`; `ValueError` if set twice.
+
+    `about` says what `requests` allocates and names the source, `when` says when `modelled` holds;
+    both are for docs/kernels.md.
+    """
+    for part, text in (("requests", about), ("modelled", when)):
+        if text:
+            parts[part].__doc__ = text
     for func in named(*operators):
         known = _parts.setdefault(func, {})
         if twice := known.keys() & parts.keys():
@@ -293,7 +300,8 @@ def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Call
     """Decorate a function that becomes `part` of `operators`; `others` are further parts."""
 
     def set_part(rule: Rule) -> Rule:
-        register(*operators, **{part: rule}, **others)
+        others[part] = rule
+        register(*operators, **others)
         return rule
 
     return set_part
@@ -331,18 +339,12 @@ def op(
             return call.outputs() + then(call)
         return Scratch(_sizes(before(call)), _sizes(after(call)))
 
-    rule.__doc__, rule.__module__ = about, sys._getframe(1).f_globals["__name__"]
-    register(operators, requests=rule, **parts)
+    rule.__module__ = sys._getframe(1).f_globals["__name__"]
+    register(operators, about=about, requests=rule, **parts)
 
 
 def _sizes(given: Sizes) -> tuple[int, ...]:
     return tuple(filter(None, (given,) if isinstance(given, int) else given))
-
-
-def when(text: str, rule: Callable[[KernelCall], Any]) -> Callable[[KernelCall], Any]:
-    """Return `rule`, which is given as `modelled`, with its text for docs/kernels.md."""
-    rule.__doc__ = text
-    return rule
 
 
 def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:

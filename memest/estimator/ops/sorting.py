@@ -16,7 +16,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import reduce_bytes
-from memest.estimator.ops.registry import KernelCall, op, register, when
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -62,9 +62,9 @@ op(
     "sort sort.stable",
     "up to 4096 elements an int64 range, else a radix sort (Sort.cpp)",
     after=lambda c: sort_bytes(c.self, c.dim, c.gpu),
-    modelled=when("slices have up to 4096 elements, or are rows in order of 2, 4 or 8 bytes each",
-                  _is_sort_known),
-)  # fmt: skip
+    when="slices have up to 4096 elements, or are rows in order of 2, 4 or 8 bytes each",
+    modelled=_is_sort_known,
+)
 
 
 def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
@@ -99,10 +99,8 @@ def _has_gaps(tensor: Tensor) -> bool:
 
 @registry.requests(
     "topk",
-    modelled=when(
-        "the results are sorted in place: k of up to 4096 (TensorTopK.cpp)",
-        lambda c: c.k <= SMALL_SORT,
-    ),
+    when="the results are sorted in place: k of up to 4096 (TensorTopK.cpp)",
+    modelled=lambda c: c.k <= SMALL_SORT,
 )
 def topk(c: KernelCall) -> Events:
     """Requests of `topk` (TensorTopK.cu): a contiguous input, and shared counters if many blocks
@@ -167,20 +165,17 @@ op(
     "logcumsumexp",
     "a contiguous copy of the input (`scan_dim` of ScanUtils.cuh)",
     after=lambda c: _scanned(c, c.out.dtype)[0],
-    modelled=when("the tensor has several rows: CUB scans a single row",
-                  lambda c: not _scanned(c, c.self.dtype)[1]),
+    when="the tensor has several rows: CUB scans a single row",
+    modelled=lambda c: not _scanned(c, c.self.dtype)[1],
     layout=contiguous,  # ScanKernels.cpp
-)  # fmt: skip
+)
 
 op(
     "isin.Tensor_Tensor",
     "compared pairs, then `any` (`isin_default_kernel_gpu` of TensorCompare.cpp)",
     after=lambda c: (c.elements.numel() * c.test_elements.numel(), c.elements.numel()),
-    modelled=when(
-        "so few elements are searched that the kernel compares them one by one (`isin` of "
-        "TensorCompare.cpp)",
-        lambda c: c.test_elements.numel() < int(10 * c.elements.numel() ** 0.145),
-    ),
+    when="so few elements are searched that each is compared (`isin` of TensorCompare.cpp)",
+    modelled=lambda c: c.test_elements.numel() < int(10 * c.elements.numel() ** 0.145),
 )
 
 
@@ -190,18 +185,18 @@ def _searched_copies(values: Tensor, boundaries: Tensor) -> tuple[int, ...]:
     return tuple(t.numel() * dtype.itemsize for t in copied)
 
 
-_PLAIN_SEARCH = when(
-    "no tensor is both copied and cast, and no `sorter` is tested",
-    lambda c: (
-        c.get("sorter") is None
-        and (c.args[0].dtype == c.args[1].dtype or all(t.is_contiguous() for t in c.args[:2]))
-    ),
-)
+def _is_plain_search(c: KernelCall) -> bool:
+    """Return whether no tensor is both copied and cast, and no `sorter` is tested."""
+    first, second = c.args[:2]
+    are_plain = first.dtype == second.dtype or (first.is_contiguous() and second.is_contiguous())
+    return are_plain and c.get("sorter") is None
+
+
 _COPIES = "contiguous copies or casts of the values, then of the boundaries (BucketizationUtils.h)"
 op("bucketize.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.boundaries),
-   modelled=_PLAIN_SEARCH)  # fmt: skip
+   modelled=_is_plain_search)  # fmt: skip
 op("searchsorted.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.sorted_sequence),
-   modelled=_PLAIN_SEARCH)  # fmt: skip
+   modelled=_is_plain_search)  # fmt: skip
 
 UNALIGNED = 255  # storage of CUB's algorithms that need none, for its alignment
 SHARED_BYTES_PER_BLOCK = 48 << 10  # on every GPU; CUDA Programming Guide 13, table 30
@@ -209,10 +204,8 @@ SHARED_BYTES_PER_BLOCK = 48 << 10  # on every GPU; CUDA Programming Guide 13, ta
 
 @registry.requests(
     "bincount",
-    modelled=when(
-        "the requested bins are few enough to be counted in shared memory",
-        lambda c: c.minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK,
-    ),
+    when="the requested bins are few enough to be counted in shared memory",
+    modelled=lambda c: c.minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK,
 )
 def bincount(c: KernelCall) -> Events:
     """Requests of `bincount` (cuda/SummaryOps.cu): smallest and largest number, then the bins."""
@@ -223,10 +216,8 @@ def bincount(c: KernelCall) -> Events:
 op(
     "histc",
     "none if the bounds are given and bins few (SummaryOps.cu)",
-    modelled=when(
-        "the bounds differ, so that none are searched, and bins are few",
-        lambda c: c.min != c.max and c.bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK,
-    ),
+    when="the bounds differ, so that none are searched, and bins are few",
+    modelled=lambda c: c.min != c.max and c.bins * INDEX_BYTES < SHARED_BYTES_PER_BLOCK,
 )
 
 
@@ -262,6 +253,11 @@ register(
 
 
 def _is_unique_known(c: KernelCall) -> bool:
+    """Return whether sizes were measured: 4 and 8 bytes or bool, or rows, compute capability 9.0.
+
+    Evidence (CUDA 13.0), every request exact: 196 calls of up to a million elements on an H100, 504
+    of up to 100,000 rows on an H200.
+    """
     if c.get("dim") is not None:
         return c.gpu.capability == (9, 0)
     sizes = (1, 2, 4, 8) if "dim" in c else (4, 8)
@@ -269,16 +265,7 @@ def _is_unique_known(c: KernelCall) -> bool:
     return is_measured and (c.gpu.capability == (9, 0) or not c.self.numel())
 
 
-_UNIQUE = when(
-    "the sizes were measured: 4 and 8 bytes or bool, or rows, compute capability 9.0",
-    _is_unique_known,
-)
-"""Evidence (CUDA 13.0), every request exact: 196 calls of up to a million elements on an H100, 504
-of up to 100,000 rows on an H200.
-"""
-
-
-@registry.requests("_unique2", modelled=_UNIQUE)
+@registry.requests("_unique2", modelled=_is_unique_known)
 def unique(c: KernelCall) -> Events:
     """Requests of `_unique2` (cuda/UniqueCub.cu): sorted values, and positions for the inverse."""
     values: Tensor = c.self
@@ -298,7 +285,7 @@ def unique(c: KernelCall) -> Events:
     return around(kept, ordering + _unique(c, row))
 
 
-@registry.requests("unique_consecutive", modelled=_UNIQUE)
+@registry.requests("unique_consecutive", modelled=_is_unique_known)
 def unique_consecutive(c: KernelCall) -> Events:
     """Requests of `unique_consecutive` (cuda/UniqueCub.cu), which sorts nothing."""
     if c.dim is not None:
@@ -347,9 +334,9 @@ def _sorted_rows(c: KernelCall) -> Events:
     return _unique_rows(c, passing(cub.keys_merge_sort_bytes(c.self.size(c.dim))))
 
 
-register("unique_dim", requests=when("positions of rows, sorted (cuda/Unique.cu)", _sorted_rows),
-         modelled=_UNIQUE)  # fmt: skip
-register("unique_dim_consecutive", requests=_unique_rows, modelled=_UNIQUE)
+register("unique_dim", about="positions of rows, sorted (cuda/Unique.cu)", requests=_sorted_rows,
+         modelled=_is_unique_known)  # fmt: skip
+register("unique_dim_consecutive", requests=_unique_rows, modelled=_is_unique_known)
 
 
 @registry.above_autograd("cumprod_backward")

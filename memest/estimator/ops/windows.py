@@ -12,7 +12,7 @@ from torch._prims_common import suggest_memory_format
 
 from memest.estimator.ops import registry
 from memest.estimator.ops.refusals import expects
-from memest.estimator.ops.registry import KernelCall, register, when
+from memest.estimator.ops.registry import KernelCall, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -28,11 +28,15 @@ from memest.estimator.ops.temporaries import (
 
 aten = torch.ops.aten
 
-# Kernels for channels-last differ by the number of channels.
-_CONTIGUOUS = when(
-    "the first argument is not channels-last",
-    lambda c: suggest_memory_format(c.args[0]) is torch.contiguous_format,
-)
+
+def _is_in_order(c: KernelCall) -> bool:
+    """Return whether the first argument is not channels-last.
+
+    Kernels for channels-last differ by the number of channels.
+    """
+    return suggest_memory_format(c.args[0]) is torch.contiguous_format
+
+
 register(
     "upsample_nearest1d upsample_nearest1d_backward _upsample_nearest_exact1d "
     "_upsample_nearest_exact1d_backward upsample_linear1d_backward upsample_nearest3d "
@@ -41,7 +45,7 @@ register(
     "_upsample_bicubic2d_aa_backward avg_pool3d avg_pool3d_backward adaptive_max_pool3d_backward "
     "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward reflection_pad2d "
     "reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward",
-    requests=registry.copying(0), modelled=_CONTIGUOUS,
+    requests=registry.copying(0), modelled=_is_in_order,
 )  # fmt: skip
 register("upsample_bicubic2d_backward", requests=registry.copying(0))
 register(
@@ -78,7 +82,7 @@ _copy_of_image = _copies_like(0, 0)
 register(
     "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d "
     "_upsample_nearest_exact2d_backward",
-    requests=_copy_of_image, modelled=_CONTIGUOUS,
+    requests=_copy_of_image, modelled=_is_in_order,
 )  # fmt: skip
 register("avg_pool2d max_pool2d_with_indices max_pool3d_with_indices", requests=_copy_of_image)
 register("max_pool3d_with_indices_backward", requests=_copies_like(1, 0, 7))
@@ -88,7 +92,7 @@ register(
 )
 
 
-@registry.requests("upsample_bilinear2d_backward", modelled=_CONTIGUOUS)
+@registry.requests("upsample_bilinear2d_backward", modelled=_is_in_order)
 def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
     """Requests of `upsample_nearest2d`; a gradient of the input's own size is copied at once."""
     return Scratch() if c.grad_output.shape == c.out.shape else _copy_of_image(c)
