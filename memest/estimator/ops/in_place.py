@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.ops.registry import Args, register
@@ -44,36 +43,33 @@ def in_nodes(
             return func, args
         if is_possible is not None and not is_possible(*args):
             return func, args
-        return instead or _form_in_place(func), (*args, *more)
+        packet = getattr(aten, f"{func._schema.name.removeprefix('aten::')}_")
+        return instead or getattr(packet, func._overloadname), (*args, *more)
 
     return rule
 
 
-def _form_in_place(func: OpOverload) -> OpOverload:
-    packet = getattr(aten, f"{func._schema.name.removeprefix('aten::')}_")
-    return getattr(packet, func._overloadname)
-
-
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
-    """Add the second gradient of a tensor to the first, where `InputBuffer` does."""
-    is_sum = not torch.is_grad_enabled() and _is_sum_of_gradients(*args) and not _is_in_cholesky()
-    return (aten.add_.Tensor if is_sum and _can_be_overwritten(args[0]) else func), args
+    """Add the second gradient of a tensor to the first, where `InputBuffer` does.
+
+    It does if the gradient is dense and has no other owner (`can_accumulate_inplace`). The formula
+    of a Cholesky decomposition's gradient has a sum too. Left out: the sum of two such gradients of
+    one matrix (`cholesky_backward`).
+    """
+    if torch.is_grad_enabled() or not _are_alike(*args):
+        return func, args
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name().startswith("LinalgCholesky"):
+        return func, args
+    is_free = _owners(args[0]) == owners_of_a_sole_gradient() and is_dense(args[0])
+    return (aten.add_.Tensor if is_free else func), args
 
 
 register("add.Tensor", in_backward=_sum_of_gradients)
 
 
-def _is_in_cholesky() -> bool:
-    """Return whether the gradient of a Cholesky decomposition runs, whose formula has a sum.
-
-    Left out: the sum of two such gradients of one matrix (`cholesky_backward`).
-    """
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name().startswith("LinalgCholesky")
-
-
-def _is_sum_of_gradients(left: Any, right: Any) -> bool:
-    """Return whether `left + right` can be a sum of two gradients by autograd's `InputBuffer`."""
+def _are_alike(left: Any, right: Any) -> bool:
+    """Return whether two summands can be gradients of one tensor."""
     return (
         isinstance(left, Tensor)
         and isinstance(right, Tensor)
@@ -81,11 +77,6 @@ def _is_sum_of_gradients(left: Any, right: Any) -> bool:
         and left.shape == right.shape
         and left.dtype == right.dtype
     )
-
-
-def _can_be_overwritten(gradient: Tensor) -> bool:
-    """Return whether the gradient is dense and has no other owner (`can_accumulate_inplace`)."""
-    return _owners(gradient) == owners_of_a_sole_gradient() and is_dense(gradient)
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:

@@ -338,12 +338,6 @@ def _normal_of(
     return _typed(np.choose(part, made) * np.float32(std) + np.float32(mean), dtype)
 
 
-def _exponential_of(
-    words: list[Words], part: Parts, dtype: torch.dtype, rate: float = 1.0
-) -> Tensor:
-    return _typed(_exponential(words, part, dtype == torch.float64) / rate, dtype)
-
-
 def _bernoulli_of(words: list[Words], part: Parts, dtype: torch.dtype, odds: float = 0.5) -> Tensor:
     return _typed(_uniform(words, part, dtype == torch.float64) < odds, dtype)
 
@@ -351,7 +345,10 @@ def _bernoulli_of(words: list[Words], part: Parts, dtype: torch.dtype, odds: flo
 _NUMBERS: dict[str, Callable[..., Tensor]] = {
     "rand": _uniform_of, "rand_like": _uniform_of, "uniform_": _uniform_of,
     "randn": _normal_of, "randn_like": _normal_of, "normal_": _normal_of,
-    "exponential_": _exponential_of, "bernoulli_": _bernoulli_of, "bernoulli": _bernoulli_of,
+    "bernoulli_": _bernoulli_of, "bernoulli": _bernoulli_of,
+    "exponential_": lambda words, part, dtype, rate=1.0: _typed(
+        _exponential(words, part, dtype == torch.float64) / rate, dtype
+    ),
 }  # fmt: skip
 _NORMALS = ("randn", "randn_like", "normal_")
 _OF_INTEGERS = ("randint", "randint_like", "random_")

@@ -282,8 +282,8 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
 def register(*operators: OpOverload | str, about: str = "", when: str = "", **parts: Any) -> None:
     """Set parts of operators (as in `named`) by fields of `Op`; `ValueError` if set twice.
 
-    `about` says what `requests` allocates and names the source, `when` says when `modelled` holds;
-    both are for docs/kernels.md.
+    `about` describes what `requests` allocates and names the source. `when` is the condition of
+    `modelled`. Both are text for docs/kernels.md.
     """
     for part, text in (("requests", about), ("modelled", when)):
         if text:
