@@ -113,7 +113,7 @@ _ERROR_HINTS = {
     "(EOFError: EOF when|.*lost sys.stdin)": "it reads stdin: `echo ANSWER | memest run train.py`",
     r"(\S*\.)?(URLError|gaierror|ConnectionError|Connect(Error|Timeout)|LocalEntryNotFoundError)\b"
     r"|OSError: .* couldn't connect|\S*CalledProcessError: Command '(\[')?(curl|wget|git)\b": (
-        "a download failed: give it a local copy; `memest checkpoint` writes one of a model"
+        "a download failed: give the script a local file; `memest checkpoint` writes a dummy model"
     ),
 }
 
