@@ -238,3 +238,29 @@ def test_a_sparse_gradient_on_the_host_is_refused_by_name(name: str, virtual: Vi
     loss = embedding(torch.tensor([[1, 2]])).sum()
     with pytest.raises(UnsupportedError, match="sparse gradient of an embedding on the host"):
         loss.backward()
+
+
+def test_a_batch_of_one_sparse_matrix_copies_its_indices(virtual: VirtualGpu) -> None:
+    """As DiffusionNet adds and selects a batch dimension; 100 entries of 40 by 50."""
+    places = torch.stack([torch.arange(100) % 40, torch.arange(100) // 2])
+    matrix = torch.sparse_coo_tensor(places, torch.ones(100), (40, 50)).to("cuda")
+    requests = Requests(virtual)
+    batch = matrix.unsqueeze(0)
+    chosen = batch[0]
+
+    assert batch.shape == (1, 40, 50)
+    assert chosen.shape == (40, 50)
+    assert chosen._nnz() == 100
+    assert requests.of(lambda: matrix.unsqueeze(0))[:2] == [100 * 8, 3 * 100 * 8]
+    with pytest.raises(UnsupportedError, match=r"`aten\.select\.int` with"):
+        torch.sparse_coo_tensor(places[:1], torch.ones(100, 3), (40, 3)).to("cuda")[0]
+
+
+def test_a_product_with_a_selected_matrix_has_a_gradient(virtual: VirtualGpu) -> None:
+    places = torch.stack([torch.arange(40), torch.arange(40)])
+    batch = torch.sparse_coo_tensor(places, torch.ones(40), (40, 50)).to("cuda").unsqueeze(0)
+    dense = torch.ones(50, 3, device="cuda", requires_grad=True)
+    torch.mm(batch[0], dense).sum().backward()
+
+    assert dense.grad is not None
+    assert dense.grad.shape == (50, 3)

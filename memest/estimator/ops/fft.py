@@ -1,9 +1,10 @@
 """Fourier transforms: results, the copy that cuFFT overwrites, and its workspace.
 
 `_fft_c2c`, `_fft_r2c` and `_fft_c2r` of ATen/native/cuda/SpectralOps.cpp (torch 2.11). Workspaces
-of cuFFT were measured on an H100 and an H200 (CUDA 13.0), all but 6 of 5,719 exactly: one to three
-dimensions, 2 to 1,048,576 points, batches of 1 to 65,536. `tests/data/fft.json.gz` has 2,739. Other
-calls are reported as not modelled. Shapes: n points of `item` bytes in each of `batch` transforms.
+of cuFFT were measured on an H100 and an H200 (CUDA 13.0), all of 12,291 exactly: one to three
+dimensions, 2 to 1,048,576 points, batches of 1 to 65,536. The lengths of `SHARES` were measured one
+by one. `tests/data/fft.json.gz` has 4,239 calls. Others are reported as not modelled. Shapes: n
+points of `item` bytes in each of `batch` transforms.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch._prims_common import make_contiguous_strides_for
 
 from memest.estimator.ops.registry import KernelCall, register, requests
 from memest.estimator.ops.temporaries import Events, passing
+from memest.plan.reading import read_table
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -30,6 +32,12 @@ WIDE_DOUBLE = frozenset((6000, 22050))  # real float64 transforms with the last 
 LONGEST = (1 << 30, 1024, 128)  # largest measured length of each dimension, of one, two and three
 MOST = (65536, 9000, 1024)  # largest measured batches
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # measured
+
+SHARES: dict[str, dict[int, str]] = {
+    name: dict(zip(map(int, lengths.split()), shares, strict=True))
+    for name, (lengths, shares) in read_table(__file__, "fft_lengths.json").items()
+}
+"""Workspace by transform and length: none (-), half the points (h), one more (g) or all (a)."""
 
 
 def _largest_prime(n: int) -> int:
@@ -58,8 +66,10 @@ def _is_split(n: int, item: int = 16) -> bool:
     return (FEW_PRIMES if item == 8 else FEWER_PRIMES) < _largest_prime(n) < n
 
 
-def complex_bytes(n: int, batch: int, item: int) -> int:
+def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
     """The workspace of complex transforms over one dimension."""
+    if item == 8 and n in SHARES[kind]:
+        return n * item * batch * (SHARES[kind][n] == "a")
     if _is_convolved(n, item):
         return 2 * round_up(_convolved(n) * item * batch, 1024)
     if n == 32768 and batch >= 256:
@@ -68,23 +78,26 @@ def complex_bytes(n: int, batch: int, item: int) -> int:
     return n * item * batch if is_long or _is_split(n, item) else 0
 
 
-def real_bytes(n: int, batch: int, item: int) -> int:
+def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
     """The workspace of transforms between n real points and n // 2 + 1 complex ones."""
-    if n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
+    share = SHARES[kind].get(n, "") if item == 8 else ""
+    if share and share in "-hg":
+        return {"-": 0, "h": n // 2, "g": n // 2 + 1}[share] * item * batch
+    if share or n % 2 or _largest_prime(n) > 7:  # two of them make a complex one
         pairs = ceil_div(batch, 2)
         whole = n * item * pairs
         if _is_convolved(n, item):
             return whole + 2 * (_convolved(n) * item * pairs // 1024 + 1) * 1024
         if _is_split(n, item):
             return whole + round_up(max(whole, (n // 2 + 1) * item * 2 * pairs), 1024)
-        return whole + round_up(whole, 1024) if n > 128 and _largest_prime(n) > 7 else 0
+        return whole + round_up(whole, 1024) if share or (n > 128 and _largest_prime(n) > 7) else 0
     if n in (32768, 65536) and batch >= 256 and item == 8:
         return 0
     if complex_bytes(n // 2, batch, item) or (item == 16 and n in WIDE_DOUBLE):
         return (n // 2 + 1) * item * batch
     is_power = n & (n - 1) == 0 and n <= (16384 if item == 8 else 4096)
     is_one_pass = n <= 400 or n in ONE_PASS or is_power
-    return 0 if is_one_pass or (n == 3072 and item == 8) else n * item // 2 * batch
+    return 0 if is_one_pass else n * item // 2 * batch
 
 
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
@@ -93,19 +106,19 @@ def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
     return sizes, tensor.numel() // max(1, prod(sizes))
 
 
-def _workspace(tensor: Tensor, dims: Any, *, is_real: bool, is_back: bool = False) -> int:
+def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
     sizes, batch = _split(tensor, dims)
     item = tensor.itemsize * (1 if tensor.is_complex() else 2)
     if len(sizes) == 1:
-        return (real_bytes if is_real else complex_bytes)(sizes[0], batch, item)
+        return (real_bytes if "r" in kind[:2] else complex_bytes)(sizes[0], batch, item, kind)
     if len(sizes) != 2:
         return 0
     m, n = sizes
-    if is_real:
+    if "r" in kind[:2]:
         if not (_is_split(n) or (n > 128 and _largest_prime(n) > 7)):
             return 0
         whole = m * n * item * ceil_div(batch, 2)
-        is_halved = is_back and (_is_split(m) or _is_split(n))
+        is_halved = kind[0] == "i" and (_is_split(m) or _is_split(n))
         half = m * (n // 2 + 1) * item * batch if is_halved else 0
         return whole + round_up(max(whole, half), 1024)
     return m * n * item * batch if any(_is_split(k) for k in sizes) else 0
@@ -143,13 +156,16 @@ register(
 @requests("_fft_c2c _fft_r2c")
 def forward(c: KernelCall) -> Events:
     """Requests of `_fft_c2c` and `_fft_r2c`: the result, a copy of the input and the workspace."""
-    work = _workspace(c.self, c.dim, is_real=not c.self.is_complex())
-    return c.outputs() + passing(_gathered(c.self, c.self.stride(), c.dim), work)
+    copied = _gathered(c.self, c.self.stride(), c.dim)
+    is_apart = not copied and c.self.stride(c.dim[-1]) != 1
+    kind = ("fft" if c.self.is_complex() else "rfft") + " by strides" * is_apart
+    return c.outputs() + passing(copied, _workspace(c.self, c.dim, kind))
 
 
 @requests("_fft_c2r")
 def to_real(c: KernelCall) -> Events:
     """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
-    work = _workspace(c.out, c.dim, is_real=True, is_back=True)
     strides = make_contiguous_strides_for(c.self.shape)  # those of the copy
-    return c.outputs() + passing(c.self.nbytes, _gathered(c.self, strides, c.dim), work)
+    copied = _gathered(c.self, strides, c.dim)
+    kind = "irfft" + " by strides" * (not copied and strides[c.dim[-1]] != 1)
+    return c.outputs() + passing(c.self.nbytes, copied, _workspace(c.out, c.dim, kind))

@@ -15,32 +15,16 @@ import torch
 from torch import Tensor
 
 from memest.errors import UnsupportedError
-from memest.estimator.ops import cub
+from memest.estimator.ops import cub, sparse_rows
 from memest.estimator.ops.autograd_ops import decisions_again
 from memest.estimator.ops.refusals import type_name
 from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.ops.sparse_rows import (
-    VIEWS,
-    as_it_is,
-    filled,
-    is_compressed,
-    of_dense,
-    rows_of_coordinates,
-    vector_workspace,
-)
+from memest.estimator.ops.sparse_rows import VIEWS, as_it_is, filled, is_compressed, of_dense
+from memest.estimator.tensors import placement
 from memest.estimator.tensors.lines import LARGEST
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import (
-    CPU,
-    INSIDE,
-    META,
-    Place,
-    is_meta,
-    operators,
-    refused,
-    sample_tensors,
-)
+from memest.estimator.tensors.placement import CPU, INSIDE, META, Place, is_meta, refused
 from memest.units import ceil_div
 
 aten = torch.ops.aten
@@ -312,17 +296,11 @@ def _addmm(
         given = dense if is_by_columns or is_by_rows else dense.contiguous()
         size = 4 * ceil_div(num_entries, _ENTRIES_OF_A_BLOCK) + 7
         if num_columns == 1:
-            size = vector_workspace(num_rows, num_entries, starts.itemsize, dtype)
+            size = sparse_rows.vector_workspace(num_rows, num_entries, starts.itemsize, dtype)
         mode.pass_workspaces(aten.addmm.default, size)
         del given
     del transposed, columns, starts, zeros
     return result
-
-
-@on_sparse("mm")
-def _mm(mode: SimMode, sparse: Tensor, dense: Tensor) -> Tensor:
-    zeros = dense.new_zeros((sparse.size(0), dense.size(1)))
-    return _addmm(mode, zeros, sparse, dense)
 
 
 @on_sparse("_to_dense")
@@ -366,6 +344,32 @@ def _transpose(mode: SimMode, tensor: Tensor, first: int, second: int) -> Tensor
     return _made(copied, values, shape, is_coalesced=False)
 
 
+@on_sparse("unsqueeze")
+def _unsqueeze(mode: SimMode, tensor: Tensor, dim: int) -> Tensor:
+    """Copy the indices with a row of zeros (`unsqueeze_sparse`, TensorShape.cpp)."""
+    (indices, values), dim = _parts(tensor), dim % (tensor.dim() + 1)
+    if dim > indices.size(0):
+        raise NotImplementedError
+    zeros = indices.new_zeros((1, indices.size(1)))
+    indices = torch.cat([indices[:dim], zeros, indices[dim:]])
+    shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
+    return _made(indices, values, shape, is_coalesced=False)
+
+
+@on_sparse("select.int")
+def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
+    """Copy the entries at one place of a dimension (`select_sparse`, TensorShape.cpp)."""
+    (indices, values), dim = _parts(tensor), dim % tensor.dim()
+    if not dim < indices.size(0) > 1:
+        raise NotImplementedError
+    chosen = (indices[dim] == index % tensor.size(dim)).nonzero().view(-1)
+    values = values.index_select(0, chosen)
+    others = (torch.arange(indices.size(0), device="cuda") != dim).nonzero().view(-1)
+    indices = indices.index_select(1, chosen).index_select(0, others)
+    shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    return _made(indices, values, shape, is_coalesced=False)
+
+
 @on_sparse("_to_sparse")
 def _to_sparse(mode: SimMode, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the entries that are not zero, each with an index for every dimension."""
@@ -388,7 +392,7 @@ def _to_sparse_csr(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) 
     if not is_sparse(tensor):
         return of_dense(mode, tensor, torch.sparse_csr)
     coalesced = _coalesced(mode, tensor)
-    return rows_of_coordinates(mode, *_parts(coalesced), tensor.shape)
+    return sparse_rows.rows_of_coordinates(mode, *_parts(coalesced), tensor.shape)
 
 
 @on_sparse("_to_sparse_csc")
@@ -422,6 +426,7 @@ def _each(function: Callable[..., Any]) -> SparseRule:
 
 
 register("t", on_sparse=lambda mode, tensor: _transpose(mode, tensor, 0, 1))
+register("mm", on_sparse=lambda mode, a, b: _addmm(mode, b.new_zeros(len(a), b.size(1)), a, b))
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
 register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
 register("pow.Tensor_Scalar", on_sparse=_elementwise(torch.pow))
@@ -432,12 +437,12 @@ for _name in ("zero_", "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "den
     register(_name, on_sparse=as_it_is(getattr(torch.Tensor, _name)))
 
 _MADE = "_sparse_coo_tensor_with_dims_and_tensors"
-_FROM_DENSE = operators(
+_FROM_DENSE = placement.operators(
     f"{_MADE} _to_sparse _to_sparse_csr _to_sparse_csc _sparse_compressed_tensor_unsafe "
     "sparse_compressed_tensor.comp_plain_value sparse_compressed_tensor.comp_plain_value_size"
 )
-_ON_HOST_TOO = operators(f"{_MADE} addmm _sparse_addmm")
-_OF_EMBEDDINGS = operators(f"{_MADE} _embedding_bag_backward")
+_ON_HOST_TOO = placement.operators(f"{_MADE} addmm _sparse_addmm")
+_OF_EMBEDDINGS = placement.operators(f"{_MADE} _embedding_bag_backward")
 _MAKERS = frozenset(map(id, (*_FROM_DENSE, *_OF_EMBEDDINGS, aten._to_copy.default)))
 """Operators that make sparse tensors on the GPU, by identity, as in `registry`."""
 
@@ -454,7 +459,7 @@ class SparseTensors:
         """Return whether `func` uses sparse GPU tensors; `UnsupportedError` without a rule."""
         if not self._is_any and id(func) not in _MAKERS:
             return False
-        tensors, mode = sample_tensors(args, kwargs), self._mode
+        tensors, mode = placement.sample_tensors(args, kwargs), self._mode
         if func is aten._embedding_bag_backward.default:
             is_one = bool(args[9])
         elif func in _FROM_DENSE:
@@ -487,13 +492,13 @@ class SparseTensors:
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
             with self._mode, torch.no_grad(), decisions_again():
-                rule = self._rule(func, sample_tensors(args, kwargs))
+                rule = self._rule(func, placement.sample_tensors(args, kwargs))
                 assert rule is not None
                 return rule(self._mode, *args, **kwargs)
         except NotImplementedError as error:
             if error.args:
                 raise
-            raise self._refused(func, sample_tensors(args, kwargs)) from None
+            raise self._refused(func, placement.sample_tensors(args, kwargs)) from None
         finally:
             INSIDE.depth = depth
 

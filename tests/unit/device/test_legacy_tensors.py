@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import memest
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.virtual_gpu import VirtualGpu
 
@@ -133,3 +135,20 @@ def test_a_subclass_is_made_of_numbers(gpu: VirtualGpu) -> None:
 
     assert type(Points([1, 2])) is Points
     assert Points([1, 2]).tolist() == [1, 2]
+
+
+def test_a_tensor_without_names_is_renamed_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Brevitas calls it up to torch 2.12, whose `rename` refuses tensors on meta."""
+
+    def refuse(tensor: torch.Tensor, *names: Any) -> torch.Tensor:
+        raise RuntimeError("NYI: named tensors only support CPU, CUDA")
+
+    monkeypatch.setattr(torch.Tensor, "rename", refuse, raising=False)
+    with memest.virtual_gpu("h100-80gb"):
+        x: Any = torch.ones(4, 64, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        x.t().rename(None).sum().backward()
+
+        assert torch.cuda.memory_allocated() - before == 64 * 4 * 4
+        with pytest.raises(RuntimeError, match="named tensors"):
+            x.rename("rows", "columns")

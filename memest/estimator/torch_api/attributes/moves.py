@@ -10,22 +10,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.tensors import placement
 from memest.estimator.tensors.patches import Patches, setting
-from memest.estimator.tensors.placement import (
-    CPU,
-    GPU,
-    INSIDE,
-    META,
-    PLAIN,
-    Place,
-    host_storages,
-    is_meta,
-    local_part,
-    refused,
-    resolve,
-    storage_key,
-    true_device,
-)
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, META, Place, is_meta, resolve
 from memest.estimator.tensors.storages import Site
 from memest.estimator.torch_api.attributes.constructors import install_legacy
 
@@ -43,6 +30,15 @@ def install_places(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(
         Tensor, "get_device", lambda t: GPU.device.index if device(t).type == "cuda" else -1
     )
+    rename: Any = getattr(Tensor, "rename", None)  # torch 2.13 has none
+
+    def without_names(tensor: Tensor, *names: Any) -> Any:
+        """Return a view where `internal_set_names_inplace` (NamedTensor.cpp) refuses meta."""
+        is_view = names == (None,) and is_meta(tensor)
+        return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
+
+    if rename is not None:
+        patches.set(Tensor, "rename", without_names)
     install_legacy(patches, device)
     _install_wrappers(patches)
     _install_addresses(patches, mode)
@@ -53,18 +49,18 @@ def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
     live = mode.memory.live
 
     def device(tensor: Tensor) -> torch.device:
-        tensor = local_part(tensor)
+        tensor = placement.local_part(tensor)
         if not is_meta(tensor):
-            return true_device(tensor)
+            return placement.true_device(tensor)
         if INSIDE.depth:
             return META
         try:
-            key = storage_key(tensor)
+            key = placement.storage_key(tensor)
         except (NotImplementedError, RuntimeError):  # a subclass without a storage
             return META
         if key in live:
             return GPU.device
-        return CPU if key in host_storages else META
+        return CPU if key in placement.host_storages else META
 
     return device
 
@@ -92,10 +88,10 @@ def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:
     def data_ptr(tensor: Tensor) -> int:
         if not is_meta(tensor):
             return true_address(tensor)
-        if local_part(tensor) is not tensor:  # a DTensor has no storage of its own
+        if placement.local_part(tensor) is not tensor:  # a DTensor has no storage of its own
             return 0
         try:
-            start = _address_of(mode, storage_key(tensor))
+            start = _address_of(mode, placement.storage_key(tensor))
         except (NotImplementedError, RuntimeError):
             start = 0
         return start + int(tensor.storage_offset()) * tensor.itemsize
@@ -111,12 +107,12 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
     def device(storage: torch.UntypedStorage) -> torch.device:
         key = storage._cdata
-        place = GPU.device if key in live else CPU if key in host_storages else None
+        place = GPU.device if key in live else CPU if key in placement.host_storages else None
         return true_device_of.__get__(storage) if INSIDE.depth or place is None else place
 
     def data_ptr(storage: torch.UntypedStorage) -> int:
         key = storage._cdata
-        is_placed = key in live or key in host_storages
+        is_placed = key in live or key in placement.host_storages
         return _address_of(mode, key) if is_placed else int(true_address_of(storage))
 
     def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
@@ -171,11 +167,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(Tensor, "cuda", cuda)
     patches.set(Tensor, "cpu", cpu)
     patches.set(Tensor, "type_as", lambda tensor, other: to(tensor, other))
-    patches.set(
-        Tensor,
-        "pin_memory",
-        lambda tensor, device=None: tensor if mode.is_off else mode.host.pinned(tensor),
-    )
+    pinned = mode.host.pinned
+    patches.set(Tensor, "pin_memory", lambda t, device=None: t if mode.is_off else pinned(t))
     patches.set(Tensor, "is_pinned", lambda tensor, device=None: mode.host.is_pinned(tensor))
     patches.set(Tensor, "record_stream", record_stream)
 
@@ -230,7 +223,7 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
         elif torch.device(device).type == "cuda":
             device = GPU.device
             if tensor.is_nested:
-                raise refused("Tensor.to", "nested", mode.attribution.lines.current())
+                raise placement.refused("Tensor.to", "nested", mode.attribution.lines.current())
             if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.GPU:
                 run = functools.partial(to_, **kwargs)
                 return _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
@@ -238,7 +231,7 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
             return _empty(tensor, META, _dtype_of(tensor, rest, kwargs))
         if place is Place.GPU and device == META and not rest and not kwargs:
             return tensor
-        if type(tensor) in PLAIN:
+        if type(tensor) in placement.PLAIN:
             return to_(tensor, device, *rest, **kwargs)
         with setting(INSIDE, "moves", True):
             return to_(tensor, device, *rest, **kwargs)
@@ -290,8 +283,8 @@ def install_parameters(patches: Patches, mode: CudaSimMode) -> None:
     make = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        is_real = type(data) in PLAIN and not is_meta(data)
-        if is_real and not mode.is_off and true_device(data).type == "cpu":
+        is_real = type(data) in placement.PLAIN and not is_meta(data)
+        if is_real and not mode.is_off and placement.true_device(data).type == "cpu":
             data = _without_data(data, mode)
         return make(cls, data, requires_grad)
 
@@ -375,8 +368,8 @@ def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
 
 def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
     """Return the gradient of a host weight, with data if and only if the weight has data."""
-    part, has_no_data = local_part(grad), is_meta(local_part(weight))
-    if is_meta(part) == has_no_data or mode.host.place(local_part(weight)) is Place.META:
+    part, has_no_data = placement.local_part(grad), is_meta(placement.local_part(weight))
+    if is_meta(part) == has_no_data or mode.host.place(placement.local_part(weight)) is Place.META:
         return grad
     made = _without_data(part, mode) if has_no_data else _empty(part, CPU)
     return made if part is grad else type(grad)(made, grad._spec, requires_grad=False)  # type: ignore
