@@ -86,6 +86,13 @@ FRESH = (
 )
 """Words of the row of `field/fresh.py`: its estimates were committed before its steps ran."""
 
+PUBLIC = (
+    "54 further public repositories, without three whose optimizers step unevenly, on an H200",
+    "2026-11-29",
+    "none yet",
+)
+"""Words of the row of short loops of public repositories, estimated before they were measured."""
+
 FIELDS = {"estimated_s": "seconds", "first_s": "first_seconds", "bound_by": "bound_by"}
 """Fields of an estimate that are stored, and their names in the report."""
 
@@ -110,6 +117,15 @@ measured. The misses led to new measurements of kernels, which these estimates d
 timed by itself. Here *bound by* is by an older rule: what takes most of a step.
 """
 
+
+PUBLIC_HEAD = """
+## Blind, of further repositories
+
+Short loops on a model of a public repository and random data, on an NVIDIA H200. They were
+estimated before they were measured. `validation/scripts/public.json` has their memory. The measured
+figure is the median of three to five steps. Each ran alone on the GPU during these steps. Some draw
+their data on one thread of the host.
+"""
 
 UNSEEN_HEAD = """
 ## Blind, of public libraries
@@ -195,6 +211,7 @@ def cases_page(data: Mapping[str, Any]) -> str:
     tables = ((CASES_HEAD, named), (BLIND_HEAD, data["blind"]))
     lines = [line for head, cases in tables for line in case_table(head, cases)]
     lines += [*unseen_table(data["unseen"]), *fresh_table(data["fresh"])]
+    lines += ["", *case_table(PUBLIC_HEAD.strip("\n") + "\n", data["public"])]
     return "\n".join(lines) + "\n"
 
 
@@ -264,6 +281,7 @@ def summary(data: Mapping[str, Any]) -> str:
         ("the same later", later(data["unseen"]), ("", "", "")),
         ("blind, last", fresh, FRESH),
         ("the same later", later(fresh), ("", "", "")),
+        ("blind, public", data["public"], PUBLIC),
     ):
         longer = [case for case in some.values() if measured_s(case) > LEAST_S]
         num, *errors = errors_of(longer, SPREAD_ELSEWHERE)
