@@ -196,6 +196,12 @@ def test_the_workspace_of_cublaslt_comes_with_the_first_bias_not_the_first_produ
     assert after_first_use().bytes_for(aten.addmm.default, args, {}, MAIN) == ((LT,), ())
 
 
+def test_a_product_of_one_row_calls_cublaslt() -> None:
+    """As MUNIT's first layer did on an H200: 1 x 8 by 8 x 256."""
+    args = (meta(256), meta(1, 8), meta(8, 256))
+    assert after_first_use().bytes_for(aten.addmm.default, args, {}, MAIN) == ((LT,), ())
+
+
 def test_newer_torch_shares_one_workspace() -> None:
     args = (meta(16), meta(4, 8), meta(8, 16))
     assert after_first_use(TORCH_2_12).bytes_for(aten.addmm.default, args, {}, MAIN) == ((), ())
@@ -208,7 +214,6 @@ def test_newer_torch_shares_one_workspace() -> None:
         ((meta(16), meta(4, 8), meta(8, 16)), {"beta": 2}),
         ((meta(1), meta(4, 8), meta(8, 16)), {}),  # broadcast along the row
         ((meta(16, 2)[:, 0], meta(4, 8), meta(8, 16)), {}),  # not contiguous
-        ((meta(16), meta(1, 8), meta(8, 16)), {}),  # one row
         ((meta(1), meta(4, 8), meta(8, 1)), {}),  # one column
         ((meta(16), meta(4, 1), meta(1, 16)), {}),  # nothing to sum
     ],

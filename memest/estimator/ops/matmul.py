@@ -334,8 +334,8 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """Return whether `addmm` goes to cuBLASLt, which adds the bias in its epilogue.
 
     `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
-    contiguous matrix, every dimension is above 1, and the summand a contiguous row. With a fused
-    activation the summand may be a matrix.
+    contiguous matrix, the second factor has rows and columns, and the summand is a contiguous row.
+    With a fused activation it may be a matrix. One row called cuBLASLt on an H200 (torch 2.11.0).
     """
     if not product.fused or product.fused == "scaled":
         return bool(product.fused)
@@ -345,7 +345,7 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return False
     if out is not None and not (out.dim() == 2 and out.is_contiguous()):
         return False
-    if min(*left.shape, *right.shape) <= 1:
+    if min(right.shape) <= 1:
         return False
     is_vector = bias.dim() == 1 or bias.squeeze().dim() == 1
     if is_vector and bias.is_contiguous() and bias.shape[-1] == right.shape[1]:
