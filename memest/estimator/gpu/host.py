@@ -20,21 +20,10 @@ from memest.estimator.gpu.guesses import GuessedValues
 from memest.estimator.ops.indexing import MASK_DTYPES
 from memest.estimator.ops.random import skip_mt19937
 from memest.estimator.ops.registry import op_of
+from memest.estimator.tensors import placement
 from memest.estimator.tensors.known_values import KnownValues, map_tensors
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import (
-    CPU,
-    INSIDE,
-    META,
-    PLAIN,
-    Place,
-    host_storages,
-    is_meta,
-    local_part,
-    operators,
-    storage_key,
-    tensors_in,
-)
+from memest.estimator.tensors.placement import CPU, META, Place, is_meta, operators, tensors_in
 
 aten = torch.ops.aten
 
@@ -164,29 +153,29 @@ class HostTensors:
 
     def place(self, tensor: Tensor) -> Place:
         """Return the place of `tensor` in the simulated run."""
-        tensor = local_part(tensor)
+        tensor = placement.local_part(tensor)
         if not is_meta(tensor):
             return Place.REAL
-        if INSIDE.compiles and type(tensor) not in PLAIN:  # a fake or functional tensor
+        if placement.INSIDE.compiles and type(tensor) not in placement.PLAIN:  # a fake tensor
             return Place.GPU
-        key = storage_key(tensor)
+        key = placement.storage_key(tensor)
         if key in self._live:
             return Place.GPU
-        return Place.HOST if key in host_storages else Place.META
+        return Place.HOST if key in placement.host_storages else Place.META
 
     def put(self, tensor: Tensor) -> None:
         """Place the storage of `tensor`, which has no data, on the host."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in host_storages or key in self._live:
+        if key in placement.host_storages or key in self._live:
             return
         num_bytes = storage.nbytes()
-        host_storages[key] = num_bytes
+        placement.host_storages[key] = num_bytes
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
         def died(reference: Any) -> None:
-            if host_storages.pop(key, None) is not None:
+            if placement.host_storages.pop(key, None) is not None:
                 self.num_bytes -= num_bytes
             self._references.pop(key, None)
             self._values.forget(key)
@@ -195,7 +184,9 @@ class HostTensors:
 
     def held(self) -> Iterator[tuple[int, bool]]:
         """Yield (bytes, is pinned) of every larger tensor on the host, with and without data."""
-        sizes = host_storages | {key: storage().nbytes() for key, storage in self._real.items()}
+        sizes = placement.host_storages | {
+            key: storage().nbytes() for key, storage in self._real.items()
+        }
         for key, num_bytes in sizes.items():
             yield num_bytes, key in self._pinned
 
@@ -205,10 +196,10 @@ class HostTensors:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is pinned: `Tensor.is_pinned`."""
-        return storage_key(tensor) in self._pinned
+        return placement.storage_key(tensor) in self._pinned
 
     def _pin(self, tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
+        key = placement.storage_key(tensor)
         self._pinned[key] = weakref.ref(
             tensor.untyped_storage(), lambda reference: self._pinned.pop(key, None)
         )

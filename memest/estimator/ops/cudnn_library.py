@@ -39,17 +39,12 @@ from typing import Any
 from torch._prims_common import make_channels_last_strides_for, make_contiguous_strides_for
 
 from memest.estimator.hardware import gpus
+from memest.estimator.ops import cudnn_rules
 from memest.estimator.ops.cudnn_rules import (
-    DTYPES,
     ConvolutionShapes,
     compiled_bytes,
-    fourier_bytes,
-    is_fourier,
-    is_product,
-    is_winograd,
     planar,
     product_bytes,
-    winograd_bytes,
 )
 
 OLDEST, MEASURED = 90800, range(91900, 92000)  # with device properties; measured on Hopper
@@ -70,7 +65,7 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 """`cudnnCallback_t`: severity, user data, debug information, message."""
 
 FIRST_OF = {"forward": 700, "input": 706, "weight": 712}  # attributes: two factors, then x, w, y
-DATA_TYPES = dict(zip(DTYPES, (0, 2, 9, 1), strict=True))  # `cudnnDataType_t`
+DATA_TYPES = dict(zip(cudnn_rules.DTYPES, (0, 2, 9, 1), strict=True))  # `cudnnDataType_t`
 CROSS_CORRELATION, INSTANT, FALLBACK = 1, 0, 2
 
 INFO_MASK, SUPPORT_CHECKS = 8, b"engine_config_support_checks"
@@ -397,17 +392,17 @@ def _on_a_gpu(
 ) -> Iterator[Plan]:
     """Yield the plan of a rejected configuration if a GPU accepts it."""
     if engine == FOURIER_ENGINES[direction]:
-        if is_fourier(shapes, direction):
-            yield Plan(fourier_bytes(shapes, direction), frozenset({FOURIER}))
+        if cudnn_rules.is_fourier(shapes, direction):
+            yield Plan(cudnn_rules.fourier_bytes(shapes, direction), frozenset({FOURIER}))
     elif WITHOUT_DRIVER in reasons and engine in COMPILED_ENGINES[direction]:
         num_bytes = compiled_bytes(shapes, direction) if engine == SUMS_IN_PARTS else 0
         yield Plan(num_bytes, frozenset())
-    elif WITHOUT_CUBLASLT in reasons and is_product(shapes):
+    elif WITHOUT_CUBLASLT in reasons and cudnn_rules.is_product(shapes):
         num_bytes = product_bytes(shapes, direction, gpus.find_gpu(gpu).num_sms)
         is_estimated = direction == "weight" and shapes.is_channels_last
         yield Plan(num_bytes, frozenset({TENSOR_CORES}), is_estimated)
-    elif WITHOUT_WINOGRAD in reasons and is_winograd(shapes, direction):
-        yield Plan(winograd_bytes(shapes, direction), frozenset())
+    elif WITHOUT_WINOGRAD in reasons and cudnn_rules.is_winograd(shapes, direction):
+        yield Plan(cudnn_rules.winograd_bytes(shapes, direction), frozenset())
 
 
 def _array(of_type: int, values: Sequence[Any]) -> Any:
