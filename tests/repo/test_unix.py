@@ -17,10 +17,10 @@ NAMES = frozenset(
     " signal.SIGALRM signal.SIGHUP signal.SIGKILL signal.SIGUSR1 socket.AF_UNIX".split()
 )
 GUARDED = {
-    "child.py": {"os.fork", "os.killpg", "os.WNOHANG", "signal.SIGKILL"},
+    "child.py": {"os.fork", "os.killpg", "os.setsid", "os.WNOHANG", "signal.SIGKILL"},
     "estimator/virtual_gpu.py": {"os.register_at_fork"},
     "run/launcher.py": {"signal.setitimer"},
-    "validate/runner.py": {"os.setsid", "os.sysconf"},
+    "validate/runner.py": {"os.sysconf"},
 }
 """Uses behind `CAN_FORK` or `hasattr`; tests/unit/test_portable.py runs without these names."""
 
