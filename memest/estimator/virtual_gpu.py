@@ -260,7 +260,8 @@ class VirtualGpu:
             given = (*args, kwargs.get("closure"))
             mode.attribution.has_closure = any(a is not None and a is not optimizer for a in given)
             # A closure runs forward and backward within the step; hooks step within a backward.
-            if not (mode.attribution.has_closure or _in_backward()):
+            is_group = mode.work.is_in_engine and not self._has_backward
+            if not (mode.attribution.has_closure or is_group or _in_backward()):
                 mode.memory.log.mark("before_optimizer_step")
             mode.attribution.has_started = True
 
@@ -276,7 +277,8 @@ class VirtualGpu:
                 self._has_stepped = True
                 return
             stepped[threading.get_ident()] = weakref.ref(optimizer)
-            self._count_step()
+            if has_backward or not mode.work.is_in_engine:  # else another group of parameters
+                self._count_step()
 
         self._stack.callback(register_optimizer_step_pre_hook(before).remove)
         self._stack.callback(register_optimizer_step_post_hook(after).remove)

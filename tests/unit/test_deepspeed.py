@@ -192,3 +192,27 @@ def test_buckets_of_releases_before_0_17_5_are_one_list() -> None:
 
     assert list(_buckets(SimpleNamespace(ipg_buffer=buffers))) == buffers
     assert list(_buckets(SimpleNamespace(ipg_buffer=None))) == []
+
+
+def test_a_step_of_the_engine_calls_its_optimizer_once_per_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The training takes one step, whose log of launches holds those of all groups."""
+    module = pytest.importorskip("deepspeed.runtime.engine")
+
+    def step(engine: Any) -> None:
+        for _ in range(2):
+            engine.inner.step()
+
+    monkeypatch.setattr(module.DeepSpeedEngine, "step", step)
+    with virtual_gpu("h200") as gpu:
+        weight = nn.Parameter(torch.ones(2, device="cuda"))
+        engine = SimpleNamespace(optimizer=None, inner=torch.optim.SGD([weight]))
+        for _ in range(3):
+            (weight * 2).sum().backward()
+            module.DeepSpeedEngine.step(engine)
+        steps = gpu.virtual.mode.work.steps
+        engine.inner.step()
+
+    assert gpu.num_steps == 4
+    assert len(steps) == 3

@@ -396,6 +396,7 @@ class WorkLog:
         self.num_known: deque[int] = deque(maxlen=MAX_STEPS)  # works that occurred before each
         self.events = array("q")  # since the last step of an optimizer
         self.is_in_optimizer = False  # True within `Optimizer.step`
+        self.is_in_engine = False  # True within the step of DeepSpeed's engine
         self.has_host = True  # False if operators on the host are not of the training
         self._stepped: set[int] = set()
         self._end = 0

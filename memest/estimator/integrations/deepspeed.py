@@ -28,17 +28,12 @@ from memest.models_meta.sharding import States
 
 Maker = Callable[..., Tensor]
 
-KERNELS = frozenset((
-    "fused_adam", "cpu_adam", "fused_lion", "cpu_lion", "cpu_adagrad",
-))  # fmt: skip
+KERNELS = frozenset("fused_adam cpu_adam fused_lion cpu_lion cpu_adagrad".split())
 """Extensions by the names of their builders in deepspeed/ops/op_builder."""
 
 _MAKERS = "tensor empty zeros ones full arange eye randn".split()  # wrapped by `zero.Init`
-_WITH_STATE = (
-    "deepspeed.comm.comm",
-    "deepspeed.utils.groups",
-    "deepspeed.runtime.zero.partition_parameters",
-)
+_PARTITION = "deepspeed.runtime.zero.partition_parameters"
+_WITH_STATE = ("deepspeed.comm.comm", "deepspeed.utils.groups", _PARTITION)
 """Modules that store groups and contexts of a run in global variables."""
 
 
@@ -143,9 +138,12 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
         def labelled_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
             _label(mode, engine)
-            done = step(engine, *args, **kwargs)
-            _label(mode, engine)
-            return done
+            mode.work.is_in_engine = True
+            try:
+                return step(engine, *args, **kwargs)
+            finally:
+                mode.work.is_in_engine = False
+                _label(mode, engine)
 
         patches.set(module.DeepSpeedEngine, "step", labelled_step)
 
@@ -170,17 +168,14 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         hooks.after(name, restore_afterwards)
     patches.set(functional, "linear", functional.linear)  # `zero.Init` replaces it for good
     hooks.after("deepspeed.runtime.engine", after_engine)
-    hooks.after(
-        "deepspeed.runtime.zero.stage_1_and_2", partial(_watch_stages_1_and_2, mode, patches)
-    )
+    watch = partial(_watch_stages_1_and_2, mode, patches)
+    hooks.after("deepspeed.runtime.zero.stage_1_and_2", watch)
     hooks.after("deepspeed.ops.op_builder.builder", after_builder)
     hooks.after(
         "cpuinfo",
         lambda module: patches.set(module, "get_cpu_info", partial(_cpu_info, module.get_cpu_info)),
     )
     hooks.after("deepspeed.utils.nvtx", lambda module: patches.set(module, "enable_nvtx", False))
-    hooks.after(  # it looks for a GPU once
-        "deepspeed.accelerator.real_accelerator",
-        lambda module: patches.set(module, "ds_accelerator", None),
-    )
-    hooks.after("deepspeed.runtime.zero.partition_parameters", after_parameters)
+    real = "deepspeed.accelerator.real_accelerator"  # it looks for a GPU once
+    hooks.after(real, lambda module: patches.set(module, "ds_accelerator", None))
+    hooks.after(_PARTITION, after_parameters)
