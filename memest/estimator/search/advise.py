@@ -291,16 +291,13 @@ class _Search:
                 if self.num_predictions >= self.max_predictions:
                     raise _Spent
                 self.num_predictions += 1
-                task: dict[str, Any] = {"label": title, "weight": 1, "task": plan}
-                task["total"] = self.max_predictions
-                notify(Event(is_done=False, **task))
                 if plan not in self.ahead:
+                    notify(Event(label=title, is_done=False, weight=0, total=0, task=plan))
                     self.ahead[plan] = result_or_error(predict, plan)
                 prediction = self.ahead[plan]
                 if isinstance(prediction, MemestError):
                     raise prediction
                 self.known[plan] = self._option(plan, ordered, prediction)
-                notify(Event(is_done=True, result=self.known[plan], **task))
             known = self.known[plan]
             if len(ordered) < len(known.changes):  # the rest had no effect with these
                 known = self.known[plan] = replace(known, changes=ordered)
