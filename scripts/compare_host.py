@@ -264,7 +264,7 @@ Causes of what is outside:
   of blocks that are too small to split off differ. Addresses of the driver decide between equal
   blocks. The simulated allocator was given the recorded events and the driver's addresses of the
   segments. It then places each of the 3,706 and 3,797 blocks as the GPU did, and both peaks are
-  exact.
+  exact ([test_allocator.py](../tests/unit/test_allocator.py)).
 - `pp4.zb`: blocks of messages return when the neighbour has taken them.
 - `blip2-fsdp`: ranks 0 and 1 reserve more than under the latest free times that are simulated.
 
