@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from memest.child import SILENT, Child, DiedError, Terminated, signals_once, submit, wait_any
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.gpu.worlds import Mailbox, Rank
-from memest.report import Interval, Outcome, RankRow, RunReport
+from memest.report import Ending, Interval, Outcome, RankRow, RunReport
 from memest.run.launcher import RunResult
 
 MAX_RANKS = 1 << 14  # limit on ranks, as in plans
@@ -162,6 +162,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     """Return the report of the worst rank, with a row for each that was run.
 
     A rank out of memory is worse than others. Of several, the rank that reserved most is the worst.
+    The report ends as the first rank that was cut short, if memory sufficed.
     """
 
     def need(pair: tuple[Rank, RunReport]) -> tuple[int, int, int]:
@@ -178,6 +179,12 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
         f"{', '.join(others) or 'none'}; collectives gave each rank what it would get if all ranks"
         " had the same values"
     )
+    ending, error = worst.ending, worst.error
+    if ending is not Ending.OOM:
+        for rank, report in reports:
+            if report.is_cut_short:
+                ending, error = report.ending, f"{report.error} (rank {rank.rank})"
+                break
     every = [report.intervals for _, report in reports if report.intervals]
     intervals = {
         name: Interval(
@@ -196,7 +203,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     return replace(
         worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes),
         warnings=tuple(dict.fromkeys(line for _, report in reports for line in report.warnings)),
-        verdicts=verdicts,
+        verdicts=verdicts, ending=ending, error=error,
     )  # fmt: skip
 
 

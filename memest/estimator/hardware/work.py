@@ -121,7 +121,7 @@ _SIZES: dict[str, Callable[[Tensor, dict[str, Any], Any], tuple[int, ...]]] = {
         prod(values.get("normalized_shape") or [_length(x, values["dim"])]),
     ),
     "reduced": lambda x, values, out: (_num_reduced(x, values.get("dim")),),
-    "joined": lambda x, values, out: (_num_joined(**values, out=out),),
+    "joined": lambda x, values, out: (_num_joined(**values | {"out": out}),),
     "listed": lambda x, values, out: (len(next(iter(values.values()))),),
 }
 """Sizes on which the time of a kernel depends apart from its bytes."""

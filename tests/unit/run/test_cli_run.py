@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from memest.cli import main
+from memest.report import RunReport
 from memest.report.text import error_hint
 from tests import forked
 
@@ -422,6 +423,20 @@ def test_a_rank_that_crashes_ends_the_run(folder: Path) -> None:
     assert ran.returncode == 1
     assert ran.stderr.count("ValueError: ") == 1
     assert "ValueError: 0" in ran.stderr
+
+
+def test_the_error_of_the_last_rank_is_that_of_the_run(folder: Path) -> None:
+    (folder / "last.py").write_text(
+        "import os, torch\ntorch.zeros(1, device='cuda')\nif os.environ['RANK'] == '1':\n"
+        "    raise ValueError('odd')\n"
+    )
+
+    ran = run_in_a_process("--nproc-per-node", "2", "--json", "report.json", "last.py")
+    report = RunReport.from_dict(json.loads((folder / "report.json").read_text()))
+
+    assert ran.returncode == 1
+    assert report.is_cut_short
+    assert report.error == "ValueError: odd (rank 1)"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
