@@ -113,7 +113,7 @@ def test_fsdp2_has_a_mesh_of_replicas_by_shards(
 def test_fsdp2_shards_over_one_axis_and_hybrid_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
     meshes: list[Any] = []
     monkeypatch.setattr(
-        lightning, "fully_shard_layers", lambda model, plan, mesh: meshes.append(mesh)
+        lightning.sharding, "fully_shard_layers", lambda model, plan, mesh: meshes.append(mesh)
     )
     mesh = {"data_parallel": "one axis"}
 

@@ -362,6 +362,8 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _bytes_of(tensor: Tensor) -> int:
     """Return the bytes of distinct elements: an expanded dimension counts once."""
+    if tensor.is_contiguous():  # also a lazy parameter, which has no shape yet
+        return tensor.nbytes
     count = prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step or n == 1)
     return (count if tensor.numel() else 0) * tensor.element_size()
 
