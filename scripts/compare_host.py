@@ -284,7 +284,7 @@ come from `torchrun --nproc-per-node 2 watch.py --out FILE --max-steps 4 paralle
 """
 
 LATER = ", except ranks 1 and 2 of `lit-llama` and `blip2-fsdp`"
-"""What was simulated after it was measured."""
+"""Cases that were simulated after they were measured."""
 
 VERSIONS = (
     "torch 2.11.0+cu130, transformers 5.17.0, lightning 2.6.6, accelerate 1.15.0, peft 0.21.0,"

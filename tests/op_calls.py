@@ -41,7 +41,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def requested(func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, gpu: Gpu) -> Any:
-    """What the rule of an operator returns for a call with result `out`."""
+    """Return the result of an operator's rule for a call with result `out`."""
     op = op_of(func)
     assert op.requests is not None
     return op.requests(op.call(args, kwargs, out, gpu))

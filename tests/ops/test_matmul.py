@@ -197,7 +197,7 @@ def test_the_workspace_of_cublaslt_comes_with_the_first_bias_not_the_first_produ
 
 
 def test_a_product_of_one_row_calls_cublaslt() -> None:
-    """As MUNIT's first layer did on an H200: 1 x 8 by 8 x 256."""
+    """The first layer of MUNIT, 1 x 8 by 8 x 256, did so on an H200."""
     args = (meta(256), meta(1, 8), meta(8, 256))
     assert after_first_use().bytes_for(aten.addmm.default, args, {}, MAIN) == ((LT,), ())
 

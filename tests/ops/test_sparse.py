@@ -241,7 +241,7 @@ def test_a_sparse_gradient_on_the_host_is_refused_by_name(name: str, virtual: Vi
 
 
 def test_a_batch_of_one_sparse_matrix_copies_its_indices(virtual: VirtualGpu) -> None:
-    """As DiffusionNet adds and selects a batch dimension; 100 entries of 40 by 50."""
+    """DiffusionNet adds and selects a batch dimension; 100 entries of 40 by 50."""
     places = torch.stack([torch.arange(100) % 40, torch.arange(100) // 2])
     matrix = torch.sparse_coo_tensor(places, torch.ones(100), (40, 50)).to("cuda")
     requests = Requests(virtual)

@@ -4,7 +4,7 @@ measure_parallel.py --root FOLDER --out FILE [--seconds N] [CASES...]
 
 FOLDER has the folders of the cases, as `compare_parallel.py --prepare FOLDER` makes them. Each rank
 is forked from this process, which has imported the libraries, with the environment of `torchrun`.
-It runs under watch.py. Where a forked process cannot use the GPU, each rank is started anew.
+It runs under watch.py. Where a forked process cannot use the GPU, each rank is a new process.
 """
 
 import argparse

@@ -327,9 +327,8 @@ class Finder(StubFinder, importlib.metadata.DistributionFinder):
 
 
 MILLISECONDS = 1.0  # assumed time of every kernel that a script times
-CLEARED_BYTES = (
-    256 * 2**20
-)  # array that is cleared before a timed kernel (backends/nvidia/driver.py)
+CLEARED_BYTES = 256 * 2**20
+"""Array that is cleared before a timed kernel (triton/backends/nvidia/driver.py)."""
 
 
 def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:

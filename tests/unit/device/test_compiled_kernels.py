@@ -6,6 +6,7 @@ import json
 import struct
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,27 +65,33 @@ def test_the_kernels_of_a_graph_that_is_compiled_again_are_not_timed_again() -> 
     assert peaks == [2 * x.nbytes + cleared_bytes - x.nbytes, x.nbytes]
 
 
-def test_a_reduction_of_many_registers_is_timed_with_half_of_its_block(
-    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given", "registers", "timed"),
+    [
+        ([2048], {2048: 32}, [2048]),
+        ([2048], {2048: 33, 1024: 32}, [2048, 1024]),
+        ([2048], {2048: 64, 1024: 40, 512: 32}, [2048, 1024, 512]),
+        ([2048, 1024], {2048: 40, 1024: 32}, [2048, 1024]),  # the half is timed already
+        ([64], {}, [64]),  # too small to be halved
+    ],
+)
+def test_a_reduction_of_many_registers_is_timed_with_halves_of_its_block(
+    gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch, given: Any, registers: Any, timed: Any
 ) -> None:
     """The largest number of registers with which all threads of an SM run is 32."""
-    ways: list[int] = []
-    init = compiler.Kernel.__init__
+    kernel = compiler.Declaration(size_hints={"x": 4096, "r0_": 4096}, is_reduction=True)
+    configs = [
+        SimpleNamespace(kwargs={"XBLOCK": 1, "R0_BLOCK": size}, num_warps=16) for size in given
+    ]
 
-    def note(self: Any, *args: Any) -> None:
-        init(self, *args)
-        ways.extend([self._num_ways] if "red" in self.name else [])
+    def num_registers(kernel: Any, config: Any, gpu: Any) -> int:
+        found: int = registers[config.kwargs["R0_BLOCK"]]
+        return found
 
-    monkeypatch.setattr(compiler.Kernel, "__init__", note)
-    x = torch.zeros(4096, 4096, device="cuda")
-    for registers in (32, 33):
-        monkeypatch.setattr(compiler, "num_registers", lambda *args, n=registers: n)
-        torch._dynamo.reset()
-        gpu.mode.timed.clear()
-        torch.compile(lambda x: (x - x.mean(-1, keepdim=True)).exp())(x)
+    monkeypatch.setattr(compiler, "num_registers", num_registers)
+    found = compiler.timed_configs(kernel, configs, gpu.mode.gpu)
 
-    assert len(ways) == 2
-    assert ways[1] == 2 * ways[0]
+    assert [config.kwargs["R0_BLOCK"] for config in found] == timed
 
 
 def test_registers_are_read_from_the_section_of_a_cubin() -> None:

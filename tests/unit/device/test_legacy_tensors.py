@@ -138,7 +138,7 @@ def test_a_subclass_is_made_of_numbers(gpu: VirtualGpu) -> None:
 
 
 def test_a_tensor_without_names_is_renamed_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Brevitas calls it up to torch 2.12, whose `rename` refuses tensors on meta."""
+    """Brevitas calls it. Up to torch 2.12 `rename` refuses tensors on meta."""
 
     def refuse(tensor: torch.Tensor, *names: Any) -> torch.Tensor:
         raise RuntimeError("NYI: named tensors only support CPU, CUDA")

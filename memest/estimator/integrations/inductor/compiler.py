@@ -1,5 +1,6 @@
 """Inductor without a GPU: its graphs are on `cuda`, and no pass runs a kernel."""
 
+import copy
 import importlib
 import inspect
 import linecache
@@ -209,7 +210,10 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(compile_fx, "compile_fx", compile_graph)
     patches.set(compile_fx, "_recursive_joint_graph_passes", on_gpu_passes)
     _install_folder(patches)
-    patches.set(async_compile.AsyncCompile, "triton", kernels_for(mode))
+    patches.set(
+        async_compile.AsyncCompile, "triton",
+        lambda self, name, source, *args, **options: Kernel(name, source, mode),
+    )  # fmt: skip
     patches.set(
         torch._C, "_conv_determine_backend_memory_format",
         lambda tensor, weight, backend: convolution_format(tensor, weight),
@@ -358,9 +362,10 @@ class Kernel:
         self._mode = mode
         declared = Declaration.load(source)
         self._changes, self._saves_memory = declared.changes, declared.saves_memory
+        # which way is the fastest is not known: the first is taken
         configs = declared.configs[:1] if source in mode.timed else declared.configs
         try:
-            self._num_ways = len(configs) + sum(is_scaled(declared, c, mode.gpu) for c in configs)
+            self._num_ways = len(timed_configs(declared, configs, mode.gpu))
         except Exception as error:
             self._num_ways = len(configs)
             mode.notes.add(UNCOUNTED.format(why=why(error)))
@@ -399,11 +404,6 @@ class Kernel:
                 copied.append(tensor)
                 budget -= tensor.nbytes
         return copied
-
-
-def kernels_for(mode: CudaSimMode) -> Callable[..., Kernel]:
-    """Return the replacement of `AsyncCompile.triton`, whose kernels add their work to a log."""
-    return lambda self, name, source, *args, **options: Kernel(name, source, mode)
 
 
 @dataclass(slots=True)
@@ -469,12 +469,25 @@ class Declaration:
         return found
 
 
-def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
-    """Return whether Inductor also times `config` with half of its largest block.
+def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
+    """Return `configs`, and those with half of the largest block that Inductor times as well.
 
-    It does so if a thread of a reduction takes more registers than allow all threads to run
-    (`CachingAutotuner._dynamic_scale_rblock`).
+    It halves a block again as long as `is_scaled` (`CachingAutotuner._dynamic_scale_rblock`).
     """
+    timed = list(configs)
+    for config in timed:
+        if is_scaled(kernel, config, gpu):
+            blocks = {name: size for name, size in config.kwargs.items() if name.startswith("R")}
+            largest = max(blocks, key=lambda name: blocks[name])
+            smaller = copy.copy(config)
+            smaller.kwargs = config.kwargs | {largest: blocks[largest] // 2}
+            if all(vars(smaller) != vars(other) for other in timed):
+                timed.append(smaller)
+    return timed
+
+
+def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
+    """Return whether a thread of a reduction takes more registers than allow all threads to run."""
     meta = kernel.inductor_meta
     if not kernel.is_reduction or meta.get("persistent_reduction"):
         return False
@@ -523,7 +536,7 @@ def _registers_of(cubin: bytes) -> int:
                 if (kind, attribute) == (4, 0x2F):
                     return _read(cubin, "<II", offset + 4)[1]
                 offset += 4 + (length if kind == 4 else 0)
-    return 0
+    raise NotSimulated("the machine code of a kernel does not name its registers", hint="")
 
 
 def _read(data: bytes, form: str, offset: int) -> tuple[int, ...]:
