@@ -278,7 +278,7 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
     made["triton.knobs"]["__getattr__"] = _each_as(lambda name: SimpleNamespace())
     active = SimpleNamespace(active=driver(GPUTarget), set_active=constant(None))
     made["triton.runtime.driver"]["driver"] = active
-    made["triton.testing"] |= {"do_bench": do_bench, "do_bench_cudagraph": do_bench}
+    made["triton.testing"] |= {"do_bench": do_bench, "do_bench_cudagraph": do_bench_cudagraph}
     return made
 
 
@@ -367,12 +367,20 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
     return made
 
 
-def do_bench(fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs: Any) -> Any:
+def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     """Run `fn` as `triton.testing.do_bench` does, twice, and return a constant time."""
     fn()
     cleared = torch.empty(CLEARED_BYTES, dtype=torch.uint8, device="cuda")
-    fn()
+    found = do_bench_cudagraph(fn, **kwargs)
     del cleared
+    return found
+
+
+def do_bench_cudagraph(
+    fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs: Any
+) -> Any:
+    """Run `fn` and return a constant time; `triton.testing.do_bench_cudagraph` clears no array."""
+    fn()
     return MILLISECONDS if quantiles is None else [MILLISECONDS] * len(quantiles)
 
 
@@ -419,7 +427,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def with_bench(module: ModuleType) -> None:
         patches.set(module, "do_bench", do_bench)
-        patches.set(module, "do_bench_cudagraph", do_bench)
+        patches.set(module, "do_bench_cudagraph", do_bench_cudagraph)
 
     hooks.after("triton.runtime.jit", without_launches)
     hooks.after("triton.runtime.driver", with_driver)
