@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from memest.errors import UnsupportedError
 from memest.estimator.ops import cub, sparse_rows
 from memest.estimator.ops.autograd_ops import decisions_again
 from memest.estimator.ops.refusals import type_name
-from memest.estimator.ops.registry import Args, Kwargs, on_sparse, op_of, register
+from memest.estimator.ops.registry import Args, Kwargs, named, on_sparse, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sparse_rows import VIEWS, as_it_is, filled, is_compressed, of_dense
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.lines import LARGEST
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import CPU, INSIDE, META, Place, is_meta, refused
 from memest.units import ceil_div
 
@@ -233,22 +234,6 @@ def _joined(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tenso
     return _coalesce(mode, joined) if both.size(1) > tensor.numel() else joined
 
 
-@on_sparse("cat")
-def _cat(mode: SimMode, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate along a dimension that has indices (`cat_sparse_impl`, SparseTensor.cpp)."""
-    parts, first = list(map(_parts, tensors)), tensors[0]
-    dim %= first.dim()
-    if not all(map(is_sparse, tensors)) or dim >= parts[0][0].size(0):
-        raise NotImplementedError
-    shape = list(first.shape)
-    shape[dim] = sum(tensor.size(dim) for tensor in tensors)
-    indices = torch.cat([indices for indices, _ in parts], 1)
-    values = torch.cat([values for _, values in parts])
-    if all(mode.memory.id_of(each) in mode.sparse.distinct for each, _ in parts):
-        mode.sparse.distinct.add(mode.memory.id_of(indices))
-    return _made(indices, values, shape, is_coalesced=False)
-
-
 @on_sparse("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
     """Return the entries of `dense` at the indices of `mask`: gathered values times ones."""
@@ -326,36 +311,6 @@ def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
     return _on_host(copied, made, tensor.shape, is_coalesced=is_coalesced)
 
 
-@on_sparse("transpose.int")
-def _transpose(mode: SimMode, tensor: Tensor, first: int, second: int) -> Tensor:
-    """Return a transposed copy: two rows of the indices are exchanged."""
-    first, second = first % tensor.dim(), second % tensor.dim()
-    indices, values = _parts(tensor)
-    if max(first, second) >= indices.size(0):
-        raise NotImplementedError
-    shape = list(tensor.shape)
-    shape[first], shape[second] = shape[second], shape[first]
-    values = values.clone()
-    copied = _copied_indices(mode, indices)
-    row = copied[first].clone()
-    copied[first].copy_(copied[second])
-    copied[second].copy_(row)
-    del row
-    return _made(copied, values, shape, is_coalesced=False)
-
-
-@on_sparse("unsqueeze")
-def _unsqueeze(mode: SimMode, tensor: Tensor, dim: int) -> Tensor:
-    """Copy the indices with a row of zeros (`unsqueeze_sparse`, TensorShape.cpp)."""
-    (indices, values), dim = _parts(tensor), dim % (tensor.dim() + 1)
-    if dim > indices.size(0):
-        raise NotImplementedError
-    zeros = indices.new_zeros((1, indices.size(1)))
-    indices = torch.cat([indices[:dim], zeros, indices[dim:]])
-    shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
-    return _made(indices, values, shape, is_coalesced=False)
-
-
 @on_sparse("select.int")
 def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
     """Copy the entries at one place of a dimension (`select_sparse`, TensorShape.cpp)."""
@@ -368,20 +323,6 @@ def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
     indices = indices.index_select(1, chosen).index_select(0, others)
     shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
     return _made(indices, values, shape, is_coalesced=False)
-
-
-@on_sparse("_to_sparse")
-def _to_sparse(mode: SimMode, dense: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the entries that are not zero, each with an index for every dimension."""
-    if args or any(value is not None for value in kwargs.values()):
-        raise NotImplementedError
-    found = dense.nonzero()
-    indices = found.t().contiguous()
-    chosen = dense.new_empty(indices.size(1))
-    values = filled(mode, torch.empty_like(chosen))
-    mode.sparse.distinct.add(mode.memory.id_of(indices))
-    del chosen, found
-    return _made(indices, values, dense.shape, is_coalesced=True)
 
 
 @on_sparse("_to_sparse_csr")
@@ -414,6 +355,23 @@ def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _by_torch(func: OpOverload, key: Any) -> SparseRule:
+    """Return a rule that runs torch's C++ kernel for `key`, which calls operators on the parts.
+
+    Entries that were distinct are so in the result.
+    """
+
+    def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
+        given = [t for t in placement.sample_tensors(args, kwargs) if is_sparse(t)]
+        with setting(INSIDE, "composite", True):
+            made: Tensor = func._op_dk(key, *args, **kwargs)
+        if all(mode.memory.id_of(_parts(t)[0]) in mode.sparse.distinct for t in given):
+            mode.sparse.distinct.add(mode.memory.id_of(_parts(made)[0]))
+        return made
+
+    return rule
+
+
 def _each(function: Callable[..., Any]) -> SparseRule:
     """Return a rule for `_foreach` operators on sparse tensors: one tensor after the other."""
 
@@ -425,7 +383,14 @@ def _each(function: Callable[..., Any]) -> SparseRule:
     return rule
 
 
-register("t", on_sparse=lambda mode, tensor: _transpose(mode, tensor, 0, 1))
+for _names, _key in (
+    # SparseTensor.cpp, TensorShape.cpp, TensorConversions.cpp, each the same for CUDA
+    ("cat unsqueeze", torch._C.DispatchKey.SparseCPU),
+    ("transpose.int t", torch._C.DispatchKey.CompositeExplicitAutograd),
+    ("_to_sparse", torch._C.DispatchKey.CPU),
+):
+    for _func in named(_names):
+        register(_func, on_sparse=_by_torch(_func, _key))
 register("mm", on_sparse=lambda mode, a, b: _addmm(mode, b.new_zeros(len(a), b.size(1)), a, b))
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
 register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
