@@ -16,7 +16,7 @@ import torch
 from memest.errors import PlanError
 from memest.loops import data
 from memest.loops.probe import PhaseRecorder
-from memest.models_meta.assemble import assemble, describe_model, loss_of, trained_parameters
+from memest.models_meta.assemble import assemble, describe_model, trained_parameters
 from memest.models_meta.registry import resolve_config
 from memest.packages import require
 from memest.plan import TrainingPlan
@@ -104,7 +104,6 @@ class Job:
     is_alone: bool = False  # True if this process represents all ranks and contacts no others
     num_ahead: int = 0  # micro-batches of a step that are loaded and not run
     rank: int = 0  # rank of this process where it represents all
-    loss_of: Callable[..., Any] = loss_of  # of a model in training; see `assemble.loss_of`
     values: dict[str, Any] = field(default_factory=dict)  # plan with the sizes that were used
     model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
     notes: list[str] = field(default_factory=list)  # decisions made during the run
@@ -119,10 +118,6 @@ class Task:
     model: Any  # module on the device, in training mode
     make_optimizer: Callable[[], Any]  # called after a strategy has divided the model
     feed: data.Feed
-
-    def loss(self, model: Any, inputs: data.Inputs) -> Any:
-        """Return the loss of the running micro-batch, on the device."""
-        return self.job.loss_of(model, inputs, self.feed.loss_output)
 
     def batch(self, number: int) -> data.Inputs:
         """Return the micro-batch of this number."""

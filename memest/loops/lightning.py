@@ -113,8 +113,7 @@ class FineTune(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the next micro-batch; `batch` is its number."""
         inputs = self._task.batch(batch_idx)
-        loss: Tensor = self._task.loss(self.model, moved(inputs, self.device))
-        return loss
+        return loss_of(self.model, moved(inputs, self.device), self._task.feed.loss_output)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the loss of the next validation micro-batch."""

@@ -74,10 +74,8 @@ class ProbedTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
         """Return the plan's loss."""
-        if not model.training:
-            loss = loss_of(model, inputs, self.task.feed.loss_output)
-        else:
-            loss = self.task.loss(model, inputs)
+        loss = loss_of(model, inputs, self.task.feed.loss_output)
+        if model.training:
             self.record(Phase.AFTER_FORWARD)
         return (loss, {"loss": loss}) if return_outputs else loss
 

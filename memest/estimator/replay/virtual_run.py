@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from types import FunctionType
@@ -34,7 +34,6 @@ from memest.estimator.replay.program import (
     find_shifts,
     within_model,
 )
-from memest.estimator.replay.repeat import StepRepeater
 from memest.estimator.tensors.lines import ScriptLines
 from memest.estimator.tensors.storages import MemKind, StorageTable
 from memest.estimator.torch_api.distributed.ddp import NotFinished
@@ -300,8 +299,7 @@ def rank_of(plan: TrainingPlan) -> Rank:
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
     try:
-        repeating = _repeating(job, virtual, watch.calls)
-        with _environment_restored(), _without_messages(), compiling_late(), repeating, virtual:
+        with _environment_restored(), _without_messages(), compiling_late(), virtual:
             run_job(job)
     except MemestError:
         raise
@@ -319,18 +317,6 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
             f"a step of `{job.plan.label}` has too many events to be kept",
             hint="reduce `accumulate_grad_batches` to 1",
         )
-
-
-def _repeating(
-    job: Job, virtual: VirtualGpu, calls: CallRecorder | None
-) -> AbstractContextManager[None]:
-    """Let later steps repeat the first one if all of them have the same micro-batches."""
-    plan = job.plan
-    if _is_whole(plan) or plan.is_distributed:
-        return nullcontext()
-    repeater = StepRepeater(virtual, calls, plan.accumulate_grad_batches)
-    job.loss_of = repeater.loss_of
-    return repeater.watching()
 
 
 @contextmanager
