@@ -45,21 +45,6 @@ CHECKPOINTS = (
 TOKENS = (("nanoGPT", "data/synth", 50_000), ("lit-llama", "data/shakespeare", 100))
 """Checkout, its data folder, and the number of different tokens."""
 
-ALL_RANKS = """
-import sys
-from dataclasses import replace
-from memest.run import ranks
-
-def chosen(num_local, num_nodes, first=ranks.chosen_ranks):
-    found = first(num_local, num_nodes)
-    return [replace(found[0], rank=rank) for rank in range(found[0].world_size)]
-
-ranks.chosen_ranks = chosen
-from memest.__main__ import main
-main()
-"""
-"""`memest`, with all ranks in place of the first and the last."""
-
 
 def main() -> int:
     """Do what is asked for; 1 if a case failed."""
@@ -140,8 +125,8 @@ def simulate(case: dict[str, Any], root: Path, more: tuple[str, ...] = ()) -> di
     folder = root / case["folder"]
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "report.json")
-        memest = ["-c", ALL_RANKS] if case.get("has_all_ranks") else ["-m", "memest"]
-        command = [sys.executable, *memest, "run", "--torch", "2.11", "--gpu", GPU]
+        command = [sys.executable, "-m", "memest", "run", "--torch", "2.11", "--gpu", GPU]
+        command += ["--ranks", "all"] if case.get("has_all_ranks") else []
         command += ["--nproc-per-node", str(case.get("world", 4)), "--json", str(path)]
         command += ["--max-steps", str(case["max_steps"]), *more]
         if "limit_gib" in case:
@@ -283,8 +268,8 @@ them on the GPUs, and `compare_host.py --measured FILE` adds what it wrote. The 
 come from `torchrun --nproc-per-node 2 watch.py --out FILE --max-steps 4 parallel.py CASE`.
 """
 
-LATER = ", except ranks 1 and 2 of `lit-llama` and `blip2-fsdp`"
-"""Cases that were simulated after they were measured."""
+LATER = ", except ranks 1 and 2 of twelve cases"
+"""Ranks that were simulated after they were measured, those of cases with `has_all_ranks`."""
 
 VERSIONS = (
     "torch 2.11.0+cu130, transformers 5.17.0, lightning 2.6.6, accelerate 1.15.0, peft 0.21.0,"

@@ -116,8 +116,13 @@ def _printed_table(rows: Sequence[Row], figures: Figures) -> str:
 MEASURED = {
     "litgpt-fsdp-421": "7B, FSDP, batches of 4, rows of up to 421 tokens",
     "litgpt-ddp-421": "7B, DDP, the same rows, under the A100's 77.83 GiB",
+    "litgpt-fsdp": "7B, FSDP, batches of 4",
+    "litgpt-fsdp-8": "7B, FSDP, batches of 8",
+    "litgpt-finetune_full": "`litgpt finetune_full`, OpenLLaMA 3B, FSDP",
+    "litgpt-finetune_lora": "`litgpt finetune_lora`, OpenLLaMA 3B, FSDP",
     "blip2-ddp": "BLIP-2 opt-2.7b, DDP",
     "blip2-fsdp": "BLIP-2 opt-2.7b, FSDP",
+    "blip2-zero2": "BLIP-2 opt-2.7b, ZeRO-2",
 }
 """Cases of validation/parallel.md that are commands of the labs."""
 

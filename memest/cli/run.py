@@ -116,6 +116,13 @@ MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for one th
 @click.option("--nproc-per-node", type=click.IntRange(1), help="GPUs per node, as in `torchrun`.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, as in `torchrun`.")
 @click.option(
+    "--ranks",
+    "numbers",
+    metavar="LIST",
+    default="",
+    help="Ranks to run: 0,5 or `all`. [the first and the last; up to 8 if these differ]",
+)
+@click.option(
     "--time-limit",
     type=click.FloatRange(min=0, max=1e9, min_open=True),
     help="End the script after this time, seconds. [several GPUs: 1800]",
@@ -153,8 +160,8 @@ MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for one th
 def run(
     ctx: click.Context, /, gpu_names: tuple[str, ...], python: Path | None, gpu_memory: int | None,
     memory_limit: int | None, beside: int | None, nproc_per_node: int | None, nnodes: int,
-    time_limit: float | None, max_steps: int | None, batch_parts: int, strict: bool, no_input: bool,
-    check: bool, module: str | None, command: tuple[str, ...], **output: Any,
+    numbers: str, time_limit: float | None, max_steps: int | None, batch_parts: int, strict: bool,
+    no_input: bool, check: bool, module: str | None, command: tuple[str, ...], **output: Any,
 ) -> int:  # fmt: skip
     """Run an unmodified script on a virtual GPU.
 
@@ -188,14 +195,14 @@ def run(
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 
-    chosen = chosen_ranks(nproc_per_node, nnodes)
+    chosen = chosen_ranks(nproc_per_node, nnodes, numbers)
     settings["others"] = tuple(NAMES) if output["emit"] else others
     make = partial(Session, target_gpu, name=target.label, roots=target.roots, **settings)
     out = sys.stdout
-    limit_s = time_limit or (MAX_SECONDS_OF_RANK if len(chosen) > 1 else None)
+    limit_s = time_limit or (MAX_SECONDS_OF_RANK if chosen[0].world_size > 1 else None)
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
-    ran = _run_chosen(chosen, run_one, files)
+    ran = _run_chosen(chosen, run_one, files, runs_others=not numbers)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     sys.stderr.write(ran.error_text)
@@ -272,31 +279,39 @@ def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
 
 @signals_once(signal.SIGTERM)
 def _run_chosen(
-    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files
+    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
 ) -> RunResult:
     """Run one rank in this process, or several in processes of their own."""
     from memest.run.ranks import environment
 
-    if len(chosen) == 1:
+    if chosen[0].world_size == 1:
         if chosen[0].is_launched:
             os.environ.update(environment(chosen[0]))
         return run_one(files, chosen[0])
     with TemporaryDirectory(prefix="memest-files-") as folder:
-        return _run_ranks(chosen, run_one, files, folder)
+        return _run_ranks(chosen, run_one, files, folder, runs_others)
 
 
 def _run_ranks(
-    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str
-) -> RunResult:
-    """Run the ranks at the same time; write the files of the worst rank."""
+    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str,
+    runs_others: bool,
+) -> RunResult:  # fmt: skip
+    """Run the ranks at the same time; write the files of the worst rank.
+
+    `runs_others` runs the others too if they may differ.
+    """
     from memest.estimator.gpu.worlds import PeerEnded
     from memest.run.kept_files import kept_files
-    from memest.run.ranks import merge_ranks, open_verdict, run_rank, run_together
+    from memest.run.ranks import merge_ranks, open_verdict, other_ranks, run_rank, run_together
 
     reports: list[tuple[Rank, RunReport]] = []
     interrupted = []
     with kept_files():
         every = run_together(chosen, partial(run_one, files, folder=folder))
+        if runs_others and (more := other_ranks(every)):
+            later = run_together(more, partial(run_one, files, folder=folder))
+            # the script may not bear that its first rank has ended
+            every += [pair for pair in later if _is_whole(pair[1])]
         for rank, ran in every:
             report = ran.report
             if report is None:
@@ -317,6 +332,12 @@ def _run_ranks(
         return ran
     report = merge_ranks(reports)
     return _write_after(replace(ran, report=report), partial(files.keep_of, report, folder))
+
+
+def _is_whole(ran: RunResult) -> bool:
+    """Return whether the script ended by itself or by lack of memory."""
+    is_out_of_memory = ran.report is not None and ran.report.verdict is Outcome.OOM
+    return not ran.exit_code or is_out_of_memory
 
 
 def _not_used(ran: RunResult) -> int:

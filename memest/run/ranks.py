@@ -1,6 +1,7 @@
 """A script as `torchrun` would start it: some of its ranks, each in a process of its own.
 
 The first and the last rank run at the same time, with all ranks that they exchange messages with.
+If they differ, the others of a small world run too.
 A collective gives each rank what it would get if the other ranks had the same values.
 """
 
@@ -22,29 +23,66 @@ from memest.run.launcher import RunResult
 
 MAX_RANKS = 1 << 14  # limit on ranks, as in plans
 MAX_TOGETHER = 64  # ranks that run at the same time, since each takes about 0.5 GB of this machine
+MAX_ALL = 8  # ranks of a world whose ranks all run if the first and the last differ
 POLL_SECONDS = 0.05  # interval between polls for ranks that other ranks have requested, seconds
 _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
-def chosen_ranks(num_local: int | None, num_nodes: int) -> list[Rank]:
-    """Return the first and the last rank; without `num_local`, one rank without a launcher."""
-    is_launched = num_local is not None or num_nodes > 1
-    num_local = num_local or 1
-    size = num_local * num_nodes
+def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> list[Rank]:
+    """Return the ranks to run; without `num_local`, one rank without a launcher.
+
+    `numbers` is `all` or a list such as `0,5`. By default the first and the last rank run.
+
+    Raises:
+        PlanError: too many ranks, or a number that is no rank.
+    """
+    size = (num_local or 1) * num_nodes
     if size > MAX_RANKS:
         raise PlanError(f"{size} ranks are too many", hint=f"simulate at most {MAX_RANKS}")
     mailbox = Mailbox()
     mailbox.open()
-    return [
-        Rank(
-            rank=rank,
-            world_size=size,
-            num_local=num_local,
-            is_launched=is_launched,
-            mailbox=mailbox,
-        )
-        for rank in sorted({0, size - 1})
-    ]
+    first = Rank(
+        rank=0,
+        world_size=size,
+        num_local=num_local or 1,
+        is_launched=num_local is not None or num_nodes > 1,
+        mailbox=mailbox,
+    )
+    return [replace(first, rank=rank) for rank in _numbers(numbers, size)]
+
+
+def _numbers(numbers: str, size: int) -> list[int]:
+    """Return the ranks that `--ranks` names, in order."""
+    if not numbers:
+        return sorted({0, size - 1})
+    try:
+        found = set(range(size) if numbers == "all" else map(int, numbers.split(",")))
+    except ValueError:
+        found = {-1}
+    if not found <= set(range(size)):
+        hint = "`all`, or a list of numbers: " + ",".join(map(str, sorted({0, size - 1})))
+        raise PlanError(f"`--ranks {numbers}` does not name ranks of 0 to {size - 1}", hint=hint)
+    if len(found) > MAX_TOGETHER:
+        hint = f"name at most {MAX_TOGETHER}: all of them run at the same time"
+        raise PlanError(f"{len(found)} ranks are too many", hint=hint)
+    return sorted(found)
+
+
+def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[Rank]:
+    """Return the ranks that have not run, if those that have differ and the world is small.
+
+    Ranks differ by their data, by uneven shards, or by what they store for others.
+    """
+    first, ran = results[0]
+    peaks = {_peaks(each.report) for _, each in results if each.report}
+    if ran.exit_code or len(peaks) < 2 or first.world_size > MAX_ALL:
+        return []
+    known = {rank.rank for rank, _ in results}
+    return [replace(first, rank=rank) for rank in range(first.world_size) if rank not in known]
+
+
+def _peaks(report: RunReport) -> tuple[int, int]:
+    return report.peak_reserved_bytes, report.peak_allocated_bytes
 
 
 def environment(rank: Rank) -> dict[str, str]:
@@ -168,7 +206,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
     def need(pair: tuple[Rank, RunReport]) -> tuple[int, int, int]:
         report = pair[1]
         is_bad = _BADNESS.index(report.verdict)
-        return is_bad, report.peak_reserved_bytes, report.peak_allocated_bytes
+        return is_bad, *_peaks(report)
 
     worst_of, worst = max(reports, key=need)
     rows = tuple(rows_of(reports))
@@ -179,6 +217,8 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
         f"{', '.join(others) or 'none'}; collectives gave each rank what it would get if all ranks"
         " had the same values"
     )
+    if len({_peaks(report) for _, report in reports}) > 1 and len(reports) < size:
+        note += "; ranks differ, and one that was not run may need more: `--ranks` names others"
     ending, error = worst.ending, worst.error
     if ending is not Ending.OOM:
         for rank, report in reports:

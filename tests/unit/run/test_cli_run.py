@@ -385,10 +385,45 @@ def run_in_a_process(*args: str) -> subprocess.CompletedProcess[str]:
         signal.signal(signal.SIGINT, before)
 
 
-def test_the_first_and_the_last_rank_are_run_and_the_worst_is_reported(folder: Path) -> None:
+def test_the_other_ranks_run_if_the_first_and_the_last_differ(folder: Path) -> None:
+    (folder / "together.py").write_text(TRAIN_TOGETHER)
+
+    ran = run_in_a_process("--nproc-per-node", "4", "--json", "report.json", "together.py", "3")
+    report = json.loads((folder / "report.json").read_text())
+
+    assert ran.returncode == 0, ran.stderr
+    assert [line[:6] for line in ran.stdout.splitlines()[:4]] == [f"rank {n}" for n in (0, 3, 1, 2)]
+    assert [row["rank"] for row in report["ranks"]] == [0, 1, 2, 3]
+    assert report["notes"][0].startswith("the figures are those of rank 3 of 4; also run: rank 0, ")
+    assert "--ranks" not in report["notes"][0]
+
+
+def test_ranks_that_end_without_the_first_one_are_named_as_not_run(folder: Path) -> None:
+    (folder / "together.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "if os.environ['RANK'] in '12':\n    Path('made').read_text()\n" + TRAIN_TOGETHER
+    )
+
+    ran = run_in_a_process("--nproc-per-node", "4", "--json", "report.json", "together.py", "3")
+    report = json.loads((folder / "report.json").read_text())
+
+    assert ran.returncode == 0, ran.stderr
+    assert [row["rank"] for row in report["ranks"]] == [0, 3]
+    assert "one that was not run may need more: `--ranks` names others" in report["notes"][0]
+
+
+@pytest.mark.parametrize("numbers", ["4", "-1", "x", "0,", "1-2"])
+def test_numbers_that_are_no_ranks_are_refused(
+    numbers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--nproc-per-node", "4", "--ranks", numbers, "train.py") == 2
+    assert f"`--ranks {numbers}` does not name ranks of 0 to 3" in capsys.readouterr().err
+
+
+def test_the_named_ranks_are_run_and_the_worst_is_reported(folder: Path) -> None:
     """Two nodes of two: ranks 0 and 3, of which the last makes 12 MiB more."""
     (folder / "together.py").write_text(TRAIN_TOGETHER)
-    files = ("--json", "report.json", "--html", "page.html")
+    files = ("--ranks", "0,3", "--json", "report.json", "--html", "page.html")
 
     ran = run_in_a_process("--nproc-per-node", "2", "--nnodes=2", *files, "together.py", "3")
     assert ran.returncode == 0, ran.stderr
@@ -676,7 +711,7 @@ def test_processes_that_a_script_starts_are_its_ranks(folder: Path) -> None:
 
     assert done.returncode == 0
     assert "share GPU 0" not in done.stdout
-    assert [row["peak_allocated_bytes"] for row in ranks] == [4 << 20, 12 << 20]
+    assert [row["peak_allocated_bytes"] for row in ranks] == [4 << 20, 8 << 20, 12 << 20]
     assert "this is rank 0 of 2" in memest("--nproc-per-node", "2", "own.py").stderr
 
 
