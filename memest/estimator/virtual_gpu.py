@@ -233,8 +233,8 @@ class VirtualGpu:
 
     @property
     def communicators_bytes(self) -> int:
-        """Bytes of NCCL for the group of all ranks and for other groups that communicated."""
-        return self.rank.communicator_bytes + self.mode.works.library_bytes
+        """Bytes of NCCL for groups that communicated."""
+        return self.mode.works.library_bytes(self.rank)
 
     def _install_steps(self) -> None:
         mode = self.mode

@@ -195,12 +195,11 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
     if virtual.mode.kernels.coverage.has_convolutions:
         yield describe_source(gpu)
     yield context_assumed(gpu)
-    if virtual.rank.may_wait:
+    if virtual.communicators_bytes:
         where = "H100s and H200s of one host" if virtual.rank.world_size > 1 else "one H100"
-        other_communicators = virtual.mode.works.other_communicators
-        pairs = [pair for _, pair in other_communicators if pair is not None]
-        count = 1 + len(other_communicators) - len(pairs)
-        named = "one group of all ranks" if count == 1 else f"{count} groups"
+        pairs = [each for each in virtual.mode.works.communicators if each[1] is not None]
+        count = max(1, len(virtual.mode.works.communicators) - len(pairs))
+        named = "one group" if count == 1 else f"{count} groups"
         named += f" and {counted(len(pairs), 'pair')} of ranks" if pairs else ""
         yield (
             f"{format_bytes(virtual.communicators_bytes)} of NCCL for {named}, as measured on"

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from memest.estimator.gpu.memory import Memory
 from memest.estimator.gpu.timeline import START, Time, Timeline
+from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import (
+    COMMUNICATOR_OF_ONE_BYTES,
     MESSAGES_BYTES,
+    NCCL_KERNELS_BYTES,
     RECEIVING_BYTES,
     SENDING_BYTES,
     SUBGROUP_BYTES,
@@ -129,19 +132,22 @@ class PendingWorks:
         return stream
 
     @property
-    def other_communicators(self) -> set[Communicator]:
-        """Communicators besides that of the default group."""
-        return (self.collectives | set(self.messages)) - {DEFAULT}
+    def communicators(self) -> set[Communicator]:
+        """Communicators of several ranks: each is created by its first collective or message.
 
-    @property
-    def library_bytes(self) -> int:
-        """Bytes of NCCL besides the default group's communicator."""
+        `init_process_group` with a `device_id` creates that of the default group.
+        """
+        return self.collectives | set(self.messages) | ({DEFAULT} if self.is_eager else set())
+
+    def library_bytes(self, rank: Rank) -> int:
+        """Bytes of NCCL: its kernels, communicators and their buffers."""
         total = SUBGROUP_OF_ONE_BYTES * len(self._alone)
+        if rank.world_size == 1:
+            return total + (COMMUNICATOR_OF_ONE_BYTES if rank.is_launched else 0)
+        total += NCCL_KERNELS_BYTES if self.communicators else 0
         total += MESSAGES_BYTES if self.messages else 0
-        for each in self.other_communicators:
+        for each in self.communicators:
             total += SUBGROUP_BYTES if each in self.collectives else WITHOUT_COLLECTIVES_BYTES
-        if DEFAULT in self.messages and DEFAULT not in self.collectives:
-            total -= SUBGROUP_BYTES - WITHOUT_COLLECTIVES_BYTES
         for messages in self.messages.values():
             total += sum(SENDING_BYTES if sends else RECEIVING_BYTES for _, sends in messages)
         return total

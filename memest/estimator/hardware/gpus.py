@@ -280,6 +280,7 @@ COMMUNICATOR_BYTES = 846 * MIB  # first communicator of a process, with NCCL's k
 FURTHER_COMMUNICATOR_BYTES = 388 * MIB  # over the same GPUs: the device mesh of FSDP2
 COMMUNICATOR_OF_ONE_BYTES = 564 * MIB  # of a single rank: H100, torch 2.11, `all_reduce`
 SUBGROUP_BYTES = 485 * MIB  # of any further group: 484 to 486 MiB on four H100s, torch 2.11
+NCCL_KERNELS_BYTES = COMMUNICATOR_BYTES - SUBGROUP_BYTES  # of a process with a communicator
 SUBGROUP_OF_ONE_BYTES = 388 * MIB  # of a further group of one rank: two and four H200s
 WITHOUT_COLLECTIVES_BYTES = 198 * MIB  # of a communicator that only sends and receives
 SENDING_BYTES = 64 * MIB

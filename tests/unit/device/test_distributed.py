@@ -489,10 +489,11 @@ def test_a_sent_tensor_returns_when_its_stream_has_passed(
 
 
 def test_a_group_without_collectives_has_a_smaller_communicator(rank: VirtualGpu) -> None:
-    x, before = torch.ones(8, device="cuda"), rank.communicators_bytes
+    x = torch.ones(8, device="cuda")
+    assert rank.communicators_bytes == 0
 
     dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])
-    received = before - COLLECTIVES_BYTES + MESSAGES_BYTES + RECEIVING_BYTES
+    received = COMMUNICATOR_BYTES - COLLECTIVES_BYTES + MESSAGES_BYTES + RECEIVING_BYTES
     assert rank.communicators_bytes == received
     dist.barrier()
     assert rank.communicators_bytes == received + COLLECTIVES_BYTES
@@ -503,6 +504,7 @@ def test_a_group_without_collectives_has_a_smaller_communicator(rank: VirtualGpu
 def test_a_pair_that_sends_outside_of_a_batch_has_a_communicator(rank: VirtualGpu) -> None:
     """Measured on two GPUs: 324 MiB for the sender, 580 MiB for the receiver of a first message."""
     x, group = torch.ones(8, device="cuda"), dist.new_group([0, RANK])
+    dist.all_reduce(x)
     before = rank.communicators_bytes
 
     dist.send(x, 1)
@@ -514,7 +516,27 @@ def test_a_pair_that_sends_outside_of_a_batch_has_a_communicator(rank: VirtualGp
     assert rank.communicators_bytes >> 20 == (before >> 20) + 326 + 320 + 2 * (198 + 64)
 
 
-def test_pairs_share_the_communicator_of_a_group_that_is_made_at_once() -> None:
+def test_a_group_with_a_device_has_a_communicator_at_once() -> None:
+    with gpu_of_rank(RANK, WORLD_SIZE) as virtual:
+        device = torch.device("cuda", RANK)
+        dist.init_process_group("nccl", rank=RANK, world_size=WORLD_SIZE, device_id=device)
+        x = torch.ones(8, device="cuda")
+        created = COMMUNICATOR_BYTES - COLLECTIVES_BYTES
+        assert virtual.communicators_bytes == created
+        dist.all_reduce(x, group=dist.new_group([0, RANK]))
+        assert virtual.communicators_bytes == created + SUBGROUP_BYTES
+        dist.destroy_process_group()
+
+
+def test_functions_have_the_signatures_of_torch(rank: VirtualGpu) -> None:
+    """DeepSpeed gives a device only if there is a parameter for it."""
+    for name in ("init_process_group", "new_group", "barrier", "broadcast_object_list"):
+        patched = getattr(dist, name)
+        assert inspect.signature(patched) == inspect.signature(patched.__wrapped__)
+    assert "device_id" in inspect.signature(dist.init_process_group).parameters
+
+
+def test_pairs_share_the_communicator_of_a_group_with_a_device() -> None:
     with gpu_of_rank(RANK, WORLD_SIZE) as virtual:
         device = torch.device("cuda", RANK)
         dist.init_process_group("nccl", rank=RANK, world_size=WORLD_SIZE, device_id=device)

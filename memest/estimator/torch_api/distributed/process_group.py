@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -93,7 +94,11 @@ def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
     mode.works.install(patches)
     patches.set(sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
 
-    def set_both(name: str, value: Any) -> None:
+    def set_both(name: str, function: Callable[..., Any]) -> None:
+        @wraps(getattr(c10d, name))  # libraries read the signature: DeepSpeed that of `device_id`
+        def value(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
         patches.set(c10d, name, value)
         for owner in (dist, device_mesh):  # a mesh calls `init_process_group` if the script did not
             if hasattr(owner, name):
