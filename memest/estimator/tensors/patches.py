@@ -1,8 +1,9 @@
 """Attributes that are replaced while something runs, and restored afterwards."""
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -56,7 +57,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
-        self._afterwards: list[Callable[[], None]] = []
+        self._afterwards: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value`."""
@@ -71,7 +72,25 @@ class Patches:
             for owner in owners:
                 self.set(owner, name, value)
 
-    def on_undo(self, action: Callable[[], None]) -> None:
+    def set_methods(self, functions: Any, *owners: Any, prefix: str = "") -> None:
+        """Replace functions of `owners` by the public methods of `functions` with their names.
+
+        `prefix` is the part of the owners' names that the methods lack.
+        """
+        for name in [name for name in vars(type(functions)) if not name.startswith("_")]:
+            self.set_all({prefix + name: getattr(functions, name)}, *owners)
+
+    def set_item(self, owner: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """Set `owner[key]` to `value`."""
+        before = owner.get(key, _ABSENT)
+        owner[key] = value
+        self.on_undo(
+            partial(owner.pop, key, None)
+            if before is _ABSENT
+            else partial(owner.__setitem__, key, before)
+        )
+
+    def on_undo(self, action: Callable[[], object]) -> None:
         """Run `action` after everything has been restored."""
         self._afterwards.append(action)
 

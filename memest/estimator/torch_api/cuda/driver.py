@@ -93,29 +93,16 @@ class CudaError(IntEnum):
 class Cudart:
     """Functions of CUDA's runtime that torch exposes to Python (`torch/csrc/cuda/shared`).
 
-    `memory` returns (free, total) bytes of a device.
+    No call fails. Host memory is not pinned, and behaves as if it were.
     """
 
     cudaError = CudaError
+    cudaGetErrorString = constant("no error")
+    cudaProfilerStart = cudaProfilerStop = constant(CudaError.success)
+    cudaHostRegister = cudaHostUnregister = constant(CudaError.success)
 
-    def __init__(self, memory: Callable[[Any], tuple[int, int]]) -> None:
-        self.cudaMemGetInfo = memory
-
-    def cudaGetErrorString(self, error: int) -> str:
-        """Return the text of success; no call fails."""
-        return "no error"
-
-    def cudaProfilerStart(self) -> CudaError:
-        """Do nothing."""
-        return CudaError.success
-
-    cudaProfilerStop = cudaProfilerStart
-
-    def cudaHostRegister(self, *args: Any) -> CudaError:
-        """Do nothing: host memory is not pinned, and behaves as if it were."""
-        return CudaError.success
-
-    cudaHostUnregister = cudaHostRegister
+    def cudaMemGetInfo(self, device: Any) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -126,35 +113,21 @@ class Cudart:
 def _install_comm(patches: Patches) -> None:
     """Replace the C++ functions of `torch.nn.parallel.comm` for one device."""
 
-    def scatter(tensor: Tensor, devices: Sequence[int], *options: Any) -> list[Tensor]:
-        _only_one(devices)
-        return [tensor.to(GPU.device)]
+    def on_one(send: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+        def send_to(tensors: Any, devices: Sequence[int], *options: Any) -> list[Any]:
+            if len(devices) > 1:
+                raise UnsupportedError(
+                    f"`nn.DataParallel` on {len(devices)} GPUs cannot be simulated",
+                    hint="run the script on one device",
+                )
+            return [send(tensors)]
 
-    def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
-        _only_one(devices)
-        return [tensor]
+        return send_to
 
-    def broadcast_coalesced(
-        tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
-    ) -> list[list[Tensor]]:
-        _only_one(devices)
-        return [[*tensors]]
-
-    def gather(tensors: Sequence[Tensor], dim: int, destination: int | None = None) -> Tensor:
-        return torch.cat([*tensors], dim)
-
-    patches.set(torch._C, "_scatter", scatter)
-    patches.set(torch._C, "_gather", gather)
-    patches.set(torch._C, "_broadcast", broadcast)
-    patches.set(torch._C, "_broadcast_coalesced", broadcast_coalesced)
-
-
-def _only_one(devices: Sequence[int]) -> None:
-    if len(devices) > 1:
-        raise UnsupportedError(
-            f"`nn.DataParallel` on {len(devices)} GPUs cannot be simulated",
-            hint="run the script on one device",
-        )
+    patches.set(torch._C, "_scatter", on_one(lambda tensor: tensor.to(GPU.device)))
+    patches.set(torch._C, "_broadcast", on_one(lambda tensor: tensor))
+    patches.set(torch._C, "_broadcast_coalesced", on_one(list))
+    patches.set(torch._C, "_gather", lambda tensors, dim, *options: torch.cat([*tensors], dim))
 
 
 Lists = list[list[Tensor | None]]
@@ -166,31 +139,18 @@ def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
 
     def grouped(lists: Lists, with_indices: bool = False) -> dict[Any, tuple[Lists, list[int]]]:
         found: dict[Any, tuple[Lists, list[int]]] = {}
+        devices = {Place.GPU: GPU.device, Place.META: META}
         for (device, dtype), (members, indices) in group(lists, with_indices).items():
-            if device.type != "meta":
-                _join(found, (device, dtype), members, indices)
-                continue
-            positions: dict[Any, list[int]] = {}
             for position, tensor in enumerate(members[0]):
                 place = Place.META if tensor is None else mode.host.place(tensor)
-                where = {Place.GPU: GPU.device, Place.META: META}.get(place, CPU)
-                positions.setdefault(where, []).append(position)
-            for where, chosen in positions.items():
-                picked = [[one[i] for i in chosen] if one else one for one in members]
-                _join(found, (where, dtype), picked, [indices[i] for i in chosen if indices])
+                where = devices.get(place, CPU) if device.type == "meta" else device
+                into, numbers = found.setdefault((where, dtype), ([[] for _ in members], []))
+                for column, member in zip(into, members, strict=True):
+                    column += member[position : position + 1]
+                numbers += indices[position : position + 1]
         return found
 
     patches.set(torch._C, "_group_tensors_by_device_and_dtype", grouped)
-
-
-def _join(found: dict[Any, Any], key: Any, members: Lists, indices: list[int]) -> None:
-    """Merge the groups of real host tensors and of host tensors without data."""
-    if key not in found:
-        found[key] = members, indices
-        return
-    for one, more in zip(found[key][0], members, strict=True):
-        one.extend(more)
-    found[key][1].extend(indices)
 
 
 CUDA_VERSION = "13.0"  # `torch.version.cuda` on a CPU build: that of torch 2.11.0+cu130
@@ -299,7 +259,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
     switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
     cudnn = {"is_available": True, "version": simulated().cudnn_version, "is_acceptable": True}
     patches.set_all(constants(cudnn), torch.backends.cudnn)
-    cudart = Cudart(lambda device: torch.cuda.mem_get_info(device))
+    cudart = Cudart()
     patches.set(c, "_cudart", cudart)
     patches.set(torch.cuda, "_cudart", cudart)
     patches.set(torch.cuda, "cudart", lambda: cudart)

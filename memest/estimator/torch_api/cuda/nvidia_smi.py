@@ -29,32 +29,24 @@ def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
         gpus = [g for g in gpus if str(g["index"]) in given.split(",") or g["uuid"] in given]
     query = options.get("query-gpu") or options.get("query-compute-apps")
     if not query:
-        rows = [f"| {g['index']}  {g['name']:<32} {_used(g):>24} |" for g in gpus]
+        rows = []
+        for gpu in gpus:
+            used = f"{gpu['memory.used']}MiB / {gpu['memory.total']}MiB"
+            rows.append(f"| {gpu['index']}  {gpu['name']:<32} {used:>24} |")
         head = f"| NVIDIA-SMI {gpus[0]['driver_version']}, of a simulated GPU"
         rule = f"+{'-' * 62}+"
         return "\n".join([rule, f"{head:<63}|", rule, *rows, rule])
     formats = options.get("format", "csv").split(",")
     fields = [field.strip() for field in query.split(",")]
-    lines = [] if "noheader" in formats else [", ".join(map(_titled, fields))]
-    lines += [", ".join(_value(g, field, "nounits" in formats) for field in fields) for g in gpus]
+    found = [(field, UNITS.get(field.partition(".")[0], "")) for field in fields]
+    titles = [f"{field} [{unit}]" if unit else field for field, unit in found]
+    lines = [] if "noheader" in formats else [", ".join(titles)]
+    if "nounits" in formats:
+        found = [(field, "") for field in fields]
+    for gpu in gpus:
+        values = [f"{gpu[name]} {unit}" if name in gpu else NOT_AVAILABLE for name, unit in found]
+        lines.append(", ".join(map(str.strip, values)))
     return "\n".join(lines)
-
-
-def _used(gpu: Mapping[str, Any]) -> str:
-    return f"{gpu['memory.used']}MiB / {gpu['memory.total']}MiB"
-
-
-def _titled(field: str) -> str:
-    unit = UNITS.get(field.partition(".")[0])
-    return f"{field} [{unit}]" if unit else field
-
-
-def _value(gpu: Mapping[str, Any], field: str, is_bare: bool) -> str:
-    value = gpu.get(field)
-    unit = UNITS.get(field.partition(".")[0])
-    if value is None:
-        return NOT_AVAILABLE
-    return f"{value} {unit}" if unit and not is_bare else str(value)
 
 
 def install(patches: Any, module: Any) -> None:

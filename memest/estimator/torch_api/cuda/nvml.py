@@ -17,7 +17,7 @@ import torch
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.tensors.patches import Patches, constant, constants
+from memest.estimator.tensors.patches import Patches, constants
 from memest.estimator.tensors.placement import GPU
 from memest.estimator.torch_api.cuda import nvidia_smi
 from memest.estimator.torch_api.cuda.driver import FACTS, UUID, driver_version
@@ -43,27 +43,18 @@ class _Error(Exception):
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Answer `pynvml` and torch's queries to NVML for the virtual GPU."""
     found = sys.modules.get("pynvml")
-    module = _stub() if found is None or not hasattr(found, "NVMLError") else found
-    if module is not found:
-        sys.modules["pynvml"] = module
-        patches.on_undo(lambda: _put_back(found))
-    functions = _answers(mode, module)
+    module = found if found is not None and hasattr(found, "NVMLError") else _stub()
+    patches.set_item(sys.modules, "pynvml", module)
     for name, value in list(vars(module).items()):
         if name.startswith("nvml") and callable(value) and not isinstance(value, type):
             patches.set(module, name, _not_supported(module))
-    patches.set_all(functions, module)
+    patches.set_all(constants(_facts(mode.gpu)), module)
+    patches.set_methods(_Functions(mode, module), module)
     nvidia_smi.install(patches, module)
     patches.set(torch.cuda, "pynvml", module)
     patches.set(torch.cuda, "_HAS_PYNVML", True)
     patches.set(torch.cuda, "_raw_device_uuid_nvml", lambda: [f"GPU-{UUID}"])
     patches.set_all({"_get_nvml_device_index": _index_of}, torch.cuda, torch.cuda.memory)
-
-
-def _put_back(found: ModuleType | None) -> None:
-    if found is None:
-        sys.modules.pop("pynvml", None)
-    else:
-        sys.modules["pynvml"] = found
 
 
 def _index_of(device: Any) -> int:
@@ -101,53 +92,48 @@ def _not_supported(module: ModuleType) -> Any:
     return refused
 
 
-def _answers(mode: CudaSimMode, module: ModuleType) -> dict[str, Any]:
-    gpu, allocator = mode.gpu, mode.memory.allocator
-    handle = object()
+class _Functions:
+    """Functions of NVML that read the virtual GPU or an argument; all GPUs have one handle."""
 
-    def process_bytes() -> int:
-        mode.memory.settle()
-        return gpu.context_bytes + allocator.reserved_bytes
+    def __init__(self, mode: CudaSimMode, module: ModuleType) -> None:
+        self._mode, self._error, self._handle = mode, module.NVMLError, object()
 
-    def by_index(index: int) -> object:
+    def _process_bytes(self) -> int:
+        self._mode.memory.settle()
+        return self._mode.gpu.context_bytes + self._mode.memory.allocator.reserved_bytes
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
         # a script may name GPUs of its own machine
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if index not in range(GPU.num_visible) and str(index) not in named:
-            raise module.NVMLError(_INVALID_ARGUMENT)
-        return handle
+            raise self._error(_INVALID_ARGUMENT)
+        return self._handle
 
-    def by_uuid(uuid: Any) -> object:
-        text = uuid.decode() if isinstance(uuid, bytes) else uuid
-        if text != f"GPU-{UUID}":
-            raise module.NVMLError(_NOT_FOUND)
-        return handle
+    def nvmlDeviceGetHandleByUUID(self, uuid: Any) -> object:
+        if (uuid.decode() if isinstance(uuid, bytes) else uuid) != f"GPU-{UUID}":
+            raise self._error(_NOT_FOUND)
+        return self._handle
 
-    def memory(handle: Any, version: Any = None) -> Any:
-        used = gpu.beside_bytes + process_bytes()
-        return SimpleNamespace(
-            version=version, total=gpu.memory_bytes, reserved=0, used=used,
-            free=max(0, gpu.memory_bytes - used),
-        )  # fmt: skip
+    def nvmlDeviceGetHandleByPciBusId(self, pci_bus_id: Any) -> object:
+        return self._handle
 
-    def processes(handle: Any) -> list[Any]:
-        return [
-            SimpleNamespace(
-                pid=os.getpid(), usedGpuMemory=process_bytes(),
-                gpuInstanceId=None, computeInstanceId=None,
-            )
-        ]  # fmt: skip
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: Any = None) -> Any:
+        total = self._mode.gpu.memory_bytes
+        used = self._mode.gpu.beside_bytes + self._process_bytes()
+        free = max(0, total - used)
+        return SimpleNamespace(version=version, total=total, reserved=0, used=used, free=free)
 
-    return constants(_facts(gpu)) | {
-        "nvmlDeviceGetHandleByIndex": by_index,
-        "nvmlDeviceGetHandleByIndex_v2": by_index,
-        "nvmlDeviceGetHandleByUUID": by_uuid,
-        "nvmlDeviceGetHandleByPciBusId": constant(handle),
-        "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetComputeRunningProcesses": processes,
-        "nvmlDeviceGetComputeRunningProcesses_v2": processes,
-        "nvmlDeviceGetComputeRunningProcesses_v3": processes,
-        "nvmlErrorString": lambda number: f"NVML error {number}",
-    }
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        instances = dict.fromkeys(("gpuInstanceId", "computeInstanceId"))
+        process = SimpleNamespace(pid=os.getpid(), usedGpuMemory=self._process_bytes(), **instances)
+        return [process]
+
+    def nvmlErrorString(self, number: int) -> str:
+        return f"NVML error {number}"
+
+    nvmlDeviceGetHandleByIndex_v2 = nvmlDeviceGetHandleByIndex
+    nvmlDeviceGetComputeRunningProcesses_v2 = nvmlDeviceGetComputeRunningProcesses
+    nvmlDeviceGetComputeRunningProcesses_v3 = nvmlDeviceGetComputeRunningProcesses
 
 
 def _facts(gpu: Gpu) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.autograd import profiler
 from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.timeline import MAIN, START, Time
-from memest.estimator.tensors.patches import Patches, refusing, setting, unsupported
+from memest.estimator.tensors.patches import Patches, constant, refusing, setting, unsupported
 from memest.estimator.tensors.placement import GPU, resolve
 
 PRIORITIES = (0, -3)  # least, greatest (`max_compile_time_stream_priorities`)
@@ -37,17 +37,14 @@ class CudaStream:
         self.cuda_stream = self.stream_id = self.native_handle = self.number
         self._contexts: list[StreamContext] = []
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """Return the least and the greatest priority."""
-        return PRIORITIES
+    priority_range = staticmethod(constant(PRIORITIES))
 
     def wait_stream(self, other: "CudaStream") -> None:
         timeline = self.session.timeline
         timeline.stream_waits(self.number, timeline.event(other.number))
 
     def wait_event(self, event: "CudaEvent") -> None:
-        self.session.timeline.stream_waits(self.number, event.time)
+        event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
         event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -179,12 +176,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         patches.set(torch, name, generic)
 
     def current_stream(device: Any = None) -> Any:
-        resolve(device)
-        return stream(number=mode.timeline.stream)
-
-    def default_stream(device: Any = None) -> Any:
-        resolve(device)
-        return stream(number=MAIN)
+        return stream(device, number=mode.timeline.stream)
 
     def set_stream(chosen: Any) -> None:
         if chosen is not None:
@@ -192,7 +184,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     functions = {"current_stream": current_stream, "set_stream": set_stream}
     patches.set_all(functions, tc, getattr(torch, "accelerator", tc))  # not in torch 2.5
-    patches.set(tc, "default_stream", default_stream)
+    patches.set(tc, "default_stream", lambda device=None: stream(device, number=MAIN))
     patches.set(tc, "get_stream_from_external", tc.ExternalStream)
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index=0: mode.timeline.stream)
 
@@ -252,10 +244,7 @@ class CudaGraph:
             raise RuntimeError(NOT_BEGUN)
         self.captures.mode.timeline.capture_into(None)
 
-    def instantiate(self, *args: Any) -> None:
-        """Do nothing: no memory is requested."""
-
-    replay = enable_debug_mode = debug_dump = instantiate
+    replay = instantiate = enable_debug_mode = debug_dump = constant(None)  # request no memory
 
     def reset(self) -> None:
         """Free the memory of the graph; that of other graphs in its pool stays."""
@@ -310,21 +299,19 @@ def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
         with setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1]):
             yield
 
+    members = {"captures": captures, "__module__": "torch.cuda"}
     of_pools = {
-        "MemPool": type("MemPool", (MemPool,), {"captures": captures, "__module__": "torch.cuda"}),
+        "MemPool": type("MemPool", (MemPool,), members),
         "use_mem_pool": use_mem_pool,
         "MemPoolContext": refusing("torch.cuda.memory.MemPoolContext"),
     }
-    for name, value in of_pools.items():
-        for owner in (torch.cuda, torch.cuda.memory):
-            if hasattr(owner, name):
-                patches.set(owner, name, value)
-    graph = type("CUDAGraph", (CudaGraph,), {"captures": captures, "__module__": "torch.cuda"})
+    for owner in (torch.cuda, torch.cuda.memory):
+        patches.set_all({k: v for k, v in of_pools.items() if hasattr(owner, k)}, owner)
+    graphs = torch.cuda.graphs
+    graph = type("CUDAGraph", (CudaGraph,), members)
     of_graphs = {"CUDAGraph": graph, "graph_pool_handle": captures.new_pool}
-    patches.set_all(of_graphs, torch.cuda, torch.cuda.graphs)
-    patches.set(
-        torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing
-    )
+    patches.set_all(of_graphs, torch.cuda, graphs)
+    patches.set(graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing)
     patches.set(torch.cuda.graph, "default_capture_stream", None)
 
 
@@ -340,42 +327,31 @@ _IN_ITS_PLACE = (
 def install_profiler(patches: Patches, mode: CudaSimMode) -> None:
     """Let profilers with CUDA activity record the CPU; print once that kernels have no times."""
 
-    def note_once() -> None:
-        if NOTE not in mode.notes.texts:
-            mode.notes.add(NOTE)
-            sys.stderr.write(f"memest: {NOTE}\n")
-
     init = profiler.profile.__init__
 
     @functools.wraps(init)
     def without_cuda(self: Any, *args: Any, **options: Any) -> None:
         device = options.pop("use_device", None)
-        is_requested = bool(options.pop("use_cuda", False)) or device == "cuda"
-        is_enabled = args[0] if args else options.get("enabled", True)
-        if is_requested and is_enabled:
-            note_once()
-        if is_requested:
-            options["use_cpu"] = True
-            device = None
+        if options.pop("use_cuda", False) or device == "cuda":
+            is_enabled = args[0] if args else options.get("enabled", True)
+            if is_enabled and NOTE not in mode.notes.texts:
+                mode.notes.add(NOTE)
+                sys.stderr.write(f"memest: {NOTE}\n")
+            options["use_cpu"], device = True, None
         init(self, *args, use_device=device, **options)
 
     patches.set(profiler.profile, "__init__", without_cuda)
     refused = refusing("a profiler's memory timeline", _IN_ITS_PLACE)
     patches.set(torch.profiler.profile, "export_memory_timeline", refused)
     supported = torch.autograd._supported_activities  # type: ignore[attr-defined]
-
-    def activities() -> set[Any]:
-        return {*supported(), torch.profiler.ProfilerActivity.CUDA}
-
-    patches.set(torch.autograd, "_supported_activities", activities)
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    patches.set(torch.autograd, "_supported_activities", lambda: {*supported(), cuda})
 
     def enter(self: Any) -> Any:
-        if not self.enabled:
-            return None
-        if self.entered:
+        if self.enabled and self.entered:
             raise RuntimeError("NVTX annotation context manager is not reentrant")
-        self.entered = True
-        return self
+        self.entered |= self.enabled
+        return self if self.enabled else None
 
     patches.set(profiler.emit_nvtx, "__enter__", enter)
     patches.set(profiler.emit_nvtx, "__exit__", lambda self, *exception: False)
