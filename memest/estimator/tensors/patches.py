@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -79,6 +79,17 @@ class Patches:
         """
         for name in [name for name in vars(type(functions)) if not name.startswith("_")]:
             self.set_all({prefix + name: getattr(functions, name)}, *owners)
+
+    def within(self, owner: Any, name: str, context: Callable[..., Any]) -> None:
+        """Run the function `owner.name` within `context(*args)`, with its positional arguments."""
+        function = getattr(owner, name)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with context(*args):
+                return function(*args, **kwargs)
+
+        self.set(owner, name, call)
 
     def set_item(self, owner: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Set `owner[key]` to `value`."""

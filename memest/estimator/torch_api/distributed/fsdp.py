@@ -79,12 +79,6 @@ def _on_meta() -> Iterator[None]:
         yield
 
 
-def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Install freeing and allocating of GPU storages for FSDP1 and FSDP2."""
-    _install_first(patches, mode)
-    _install_second(patches, mode)
-
-
 def _install_states(patches: Patches) -> None:
     """Add optimizer states of parameters that only other ranks hold to FSDP1's checkpoints.
 
@@ -117,7 +111,7 @@ def _install_states(patches: Patches) -> None:
     patches.set(utils, "_allgather_state_info", gather_all)
 
 
-def _resizer(mode: CudaSimMode) -> Any:
+def _resizer(mode: CudaSimMode) -> Callable[..., None]:
     def resize(tensor: Tensor, num_bytes: int) -> None:
         """Resize the storage of `tensor`, which is on the GPU, to `num_bytes`."""
         storage = tensor.untyped_storage()
@@ -131,11 +125,17 @@ def _resizer(mode: CudaSimMode) -> Any:
     return resize
 
 
-def _install_first(patches: Patches, mode: CudaSimMode) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Install freeing and allocating of GPU storages for FSDP1 and FSDP2."""
     from torch.distributed.fsdp import _flat_param, _init_utils, _runtime_utils
 
     resize = _resizer(mode)
     free = partial(resize, num_bytes=0)
+
+    def of_node(state: Any, handle: Any, *args: Any) -> Any:
+        """Run a hook on the stream of its autograd node."""
+        timeline = mode.timeline
+        return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
         mode.memory.record_stream(tensor, stream.number)
@@ -155,16 +155,7 @@ def _install_first(patches: Patches, mode: CudaSimMode) -> None:
 
     patches.set(_init_utils, "_need_to_materialize_module", needs_to_be_made)
     _install_handle(patches, mode, _flat_param.FlatParamHandle, free)
-    post_backward_hook = _runtime_utils._post_backward_hook
-
-    def after_backward(state: Any, handle: Any, *args: Any) -> None:
-        """Run the hook on the stream of its autograd node."""
-        with mode.timeline.on_stream(
-            mode.timeline.leaf_streams.get(handle.flat_param, mode.timeline.stream)
-        ):
-            post_backward_hook(state, handle, *args)
-
-    patches.set(_runtime_utils, "_post_backward_hook", after_backward)
+    patches.within(_runtime_utils, "_post_backward_hook", of_node)
     for owner in (_flat_param, _runtime_utils):
         patches.set(owner, "_no_dispatch_record_stream", record_stream)
     _install_states(patches)
@@ -172,14 +163,14 @@ def _install_first(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(_flat_param, "_free_storage", free)
     patches.set(_flat_param, "_data_ptr_allocated", lambda t: t.untyped_storage().nbytes() > 0)
     patches.set(_flat_param, "_same_storage", lambda a, b: storage_key(a) == storage_key(b))
+    _install_second(patches, resize)
 
 
 def _install_handle(
     patches: Patches, mode: CudaSimMode, handle_type: Any, free: Callable[[Tensor], None]
 ) -> None:
     """Install the resizes of a handle that run without an operator."""
-    get_shard, use_sharded_views = handle_type._get_shard, handle_type._use_sharded_views
-    use_unsharded_views = handle_type._use_unsharded_views
+    get_shard, use_unsharded_views = handle_type._get_shard, handle_type._use_unsharded_views
 
     def own_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
         """Run `_get_shard`; if called by `shard`, free the source, as `_typed_storage` does."""
@@ -193,17 +184,14 @@ def _install_handle(
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 
-    def sharded_views(handle: Any) -> None:
-        """Set the sharded views outside inference mode, where torch refuses their data on meta."""
-        with torch.inference_mode(False), torch.no_grad():
-            use_sharded_views(handle)
-
     patches.set(handle_type, "_get_shard", staticmethod(own_shard))
-    patches.set(handle_type, "_use_sharded_views", sharded_views)
+    # outside of inference mode, where torch refuses the data of the views on meta
+    patches.within(handle_type, "_use_sharded_views", lambda handle: torch.no_grad())
+    patches.within(handle_type, "_use_sharded_views", lambda handle: torch.inference_mode(False))
     patches.set(handle_type, "_use_unsharded_views", views)
 
 
-def _install_second(patches: Patches, mode: CudaSimMode) -> None:
+def _install_second(patches: Patches, resize: Callable[..., None]) -> None:
     """Install FSDP2: buffers of gathered parameters."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
@@ -213,7 +201,6 @@ def _install_second(patches: Patches, mode: CudaSimMode) -> None:
             _fsdp_param_group,
         )
 
-    resize = _resizer(mode)
     for module in (_fsdp_param, _fsdp_param_group):
         patches.set(module, "alloc_storage", lambda tensor: resize(tensor, tensor.nbytes))
     patches.set(_fsdp_param, "free_storage", partial(resize, num_bytes=0))

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -24,19 +24,22 @@ FAKE = "fake"  # torch's own backend that sends nothing
 NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
 
 
-class _Groups:
-    """Process groups of torch's `fake` backend, which report the backend of the script.
+class _Functions:
+    """Groups of torch's `fake` backend, which report the backend of the script, and messages.
 
-    Each public method replaces the function of torch with its name.
+    Each public method replaces the function of torch with its name. Other ranks are assumed to
+    have equal objects, unless they have posted some.
     """
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
-        self._mode, self._rank = mode, rank
+        self._mode, self._works, self._rank, self._mailbox = mode, mode.works, rank, rank.mailbox
         self._join: Any = c10d.init_process_group
         self._make, self._true_backend = c10d.new_group, c10d.get_backend
+        self._send_all = c10d.batch_isend_irecv
         self._names: dict[int, str] = {}
         self._default = "nccl"
         self._store: Any = None  # store of the default group, kept alive for its C++ object
+        self._of_barrier: list[Tensor] = []
 
     def init_process_group(
         self, backend: str | None = None, init_method: str | None = None, timeout: Any = None,
@@ -53,11 +56,11 @@ class _Groups:
                 f" {own.rank} of {own.world_size}",
                 hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
             )
-        self._mode.works.is_eager = kwargs.get("device_id") is not None
+        self._works.is_eager = kwargs.get("device_id") is not None
         self._store = Store(own, self._mode.attribution.lines.current)
         self._join(backend=FAKE, rank=own.rank, world_size=size, store=self._store)
         self._default = self._record(c10d._get_default_group(), backend)
-        own.mailbox.arrive("init_process_group", range(size))
+        self._mailbox.arrive("init_process_group", range(size))
 
     def new_group(
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None,
@@ -78,6 +81,105 @@ class _Groups:
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
         return name
 
+    def batch_isend_irecv(self, operations: Any) -> Any:
+        with setting(self._works, "is_batch", True):
+            return self._send_all(operations)
+
+    def is_nccl_available(self) -> bool:
+        return True
+
+    def barrier(self, group: Any = None, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        """Sum a tensor of one element and block the host, as NCCL's barrier does.
+
+        Simulated ranks wait here for each other, so that files written before it exist after it.
+        The tensor lives until the next barrier (`ProcessGroup::barrier` in ProcessGroup.hpp,
+        `ProcessGroupNCCL::barrier`, torch 2.11).
+        """
+        group = group or c10d._get_default_group()
+        self._works.communicate(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._mailbox.arrive(("barrier", ranks), ranks)
+        self._of_barrier[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
+        torch.zeros(1, device=GPU.device)
+        self._mode.timeline.synchronize()
+        return DoneWork() if async_op else None
+
+    monitored_barrier = barrier
+
+    def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
+        """Return `what` on the source rank; on others the object that the source has posted."""
+        if group_src is not None:
+            src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
+        key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
+        if self._rank.rank == (src or 0):
+            self._mailbox.post(key, what)
+            return what
+        return self._mailbox.fetch(key, src or 0)
+
+    def broadcast_object_list(
+        self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
+        group_src: Any = None,
+    ) -> None:  # fmt: skip
+        posted = self._of_source(object_list, src, group, group_src)
+        if posted is not None:
+            object_list[:] = posted
+
+    def all_gather_object(self, object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * dist.get_world_size(group)
+
+    def gather_object(
+        self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None,
+        group_dst: Any = None,
+    ) -> None:  # fmt: skip
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * dist.get_world_size(group)
+
+    def scatter_object_list(
+        self, scatter_object_output_list: Any, scatter_object_input_list: Any = None,
+        src: Any = None, group: Any = None, group_src: Any = None,
+    ) -> None:  # fmt: skip
+        objects = self._of_source(scatter_object_input_list, src, group, group_src)
+        if not objects:
+            raise UnsupportedError(
+                f"rank {self._rank.rank} waits for an object that another rank has",
+                hint="give every rank the list, or simulate the rank that sends it",
+            )
+        scatter_object_output_list[0] = objects[dist.get_rank(group)]
+
+    def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
+        """Return the global rank of the peer, and request that it runs at the same time."""
+        group = group or c10d._get_default_group()
+        if group_rank is None:
+            group_rank = dist.get_group_rank(group, rank)
+        rank = dist.get_global_rank(group, group_rank)
+        with setting(self._works, "is_batch", is_batch):
+            self._works.communicate(group, name, group_rank)
+        self._mailbox.meet(rank)
+        return int(rank)
+
+    def send_object_list(
+        self, object_list: Any, dst: Any = None, group: Any = None, device: Any = None,
+        group_dst: Any = None, use_batch: bool = False,
+    ) -> None:  # fmt: skip
+        target = self._peer("send", dst, group, group_dst, use_batch)
+        self._mailbox.post(("object", self._rank.rank, target), object_list)
+
+    def recv_object_list(
+        self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
+        group_src: Any = None, use_batch: bool = False,
+    ) -> int:  # fmt: skip
+        if src is None and group_src is None:
+            raise UnsupportedError(
+                "`recv_object_list` from any rank: which one sends first is not known",
+                hint="name the rank: `recv_object_list(object_list, src=...)`",
+            )
+        source = self._peer("recv", src, group, group_src, use_batch)
+        received = self._mailbox.fetch(("object", source, self._rank.rank), source)
+        if received is None:
+            raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
+        object_list[:] = received
+        return source
+
 
 def check(rank: Rank) -> None:
     """Check that this process can be `rank`; `UnsupportedError` if it is in a group already."""
@@ -94,30 +196,13 @@ def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
     mode.works.install(patches)
     patches.set(sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
 
-    def set_both(name: str, function: Callable[..., Any]) -> None:
-        @wraps(getattr(c10d, name))  # libraries read the signature: DeepSpeed that of `device_id`
-        def value(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-        patches.set(c10d, name, value)
-        for owner in (dist, device_mesh):  # a mesh calls `init_process_group` if the script did not
+    functions = _Functions(mode, rank)
+    for name in [name for name in vars(_Functions) if not name.startswith("_")]:
+        # libraries read the signature: DeepSpeed that of `device_id`
+        function = wraps(getattr(c10d, name))(partial(getattr(functions, name)))
+        for owner in (c10d, dist, device_mesh):  # a mesh may call `init_process_group`
             if hasattr(owner, name):
-                patches.set(owner, name, value)
-
-    send_all = c10d.batch_isend_irecv
-
-    def batch_isend_irecv(operations: Any) -> Any:
-        with setting(mode.works, "is_batch", True):
-            return send_all(operations)
-
-    set_both("barrier", _barrier(mode, rank))
-    set_both("monitored_barrier", _barrier(mode, rank))
-    set_both("batch_isend_irecv", batch_isend_irecv)
-    for functions in (_Groups(mode, rank), _Objects(mode, rank)):
-        for name in vars(type(functions)):
-            if not name.startswith("_"):
-                set_both(name, getattr(functions, name))
-    set_both("is_nccl_available", lambda: True)
+                patches.set(owner, name, function)
     patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
     if not was_initialized:
         patches.on_undo(_leave)
@@ -168,111 +253,3 @@ class Store(c10d.Store):
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
-
-
-class _Objects:
-    """Object collectives and messages of `torch.distributed`, by the names of its functions.
-
-    Other ranks are assumed to have equal objects, unless they have posted some. Ranks that exchange
-    messages run at the same time. Left out: NCCL's temporary GPU memory for pickled objects.
-    """
-
-    def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
-        self._works = mode.works
-        self._rank = rank
-
-    def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
-        """Return `what` on the source rank; on others the object that the source has posted."""
-        if group_src is not None:
-            src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
-        key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
-        if self._rank.rank == (src or 0):
-            self._rank.mailbox.post(key, what)
-            return what
-        return self._rank.mailbox.fetch(key, src or 0)
-
-    def broadcast_object_list(
-        self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
-        group_src: Any = None,
-    ) -> None:  # fmt: skip
-        posted = self._of_source(object_list, src, group, group_src)
-        if posted is not None:
-            object_list[:] = posted
-
-    def all_gather_object(self, object_list: Any, obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * dist.get_world_size(group)
-
-    def gather_object(
-        self, obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None,
-        group_dst: Any = None,
-    ) -> None:  # fmt: skip
-        if object_gather_list is not None:
-            object_gather_list[:] = [obj] * dist.get_world_size(group)
-
-    def scatter_object_list(
-        self, scatter_object_output_list: Any, scatter_object_input_list: Any = None,
-        src: Any = None, group: Any = None, group_src: Any = None,
-    ) -> None:  # fmt: skip
-        objects = self._of_source(scatter_object_input_list, src, group, group_src)
-        if not objects:
-            raise UnsupportedError(
-                f"rank {self._rank.rank} waits for an object that another rank has",
-                hint="give every rank the list, or simulate the rank that sends it",
-            )
-        scatter_object_output_list[0] = objects[dist.get_rank(group)]
-
-    def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
-        """Return the global rank of the peer, and request that it runs at the same time."""
-        group = group or c10d._get_default_group()
-        if group_rank is None:
-            group_rank = dist.get_group_rank(group, rank)
-        rank = dist.get_global_rank(group, group_rank)
-        with setting(self._works, "is_batch", is_batch):
-            self._works.communicate(group, name, group_rank)
-        self._rank.mailbox.meet(rank)
-        return int(rank)
-
-    def send_object_list(
-        self, object_list: Any, dst: Any = None, group: Any = None, device: Any = None,
-        group_dst: Any = None, use_batch: bool = False,
-    ) -> None:  # fmt: skip
-        target = self._peer("send", dst, group, group_dst, use_batch)
-        self._rank.mailbox.post(("object", self._rank.rank, target), object_list)
-
-    def recv_object_list(
-        self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
-        group_src: Any = None, use_batch: bool = False,
-    ) -> int:  # fmt: skip
-        if src is None and group_src is None:
-            raise UnsupportedError(
-                "`recv_object_list` from any rank: which one sends first is not known",
-                hint="name the rank: `recv_object_list(object_list, src=...)`",
-            )
-        source = self._peer("recv", src, group, group_src, use_batch)
-        received = self._rank.mailbox.fetch(("object", source, self._rank.rank), source)
-        if received is None:
-            raise UnsupportedError(f"rank {source} sent an object that cannot be pickled", hint="")
-        object_list[:] = received
-        return source
-
-
-def _barrier(mode: CudaSimMode, rank: Rank) -> Callable[..., Any]:
-    """Return NCCL's barrier, which sums a tensor of one element and blocks the host.
-
-    Simulated ranks wait there for each other, so that files written before it exist after it. The
-    tensor lives until the next barrier (`ProcessGroup::barrier` in ProcessGroup.hpp,
-    `ProcessGroupNCCL::barrier`, torch 2.11).
-    """
-    kept: list[Tensor] = []
-
-    def barrier(group: Any = None, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        group = group or c10d._get_default_group()
-        mode.works.communicate(group)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        rank.mailbox.arrive(("barrier", ranks), ranks)
-        kept[:] = [torch.empty(1, dtype=torch.uint8, device=GPU.device)]
-        torch.zeros(1, device=GPU.device)
-        mode.timeline.synchronize()
-        return DoneWork() if async_op else None
-
-    return barrier

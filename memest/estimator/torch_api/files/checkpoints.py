@@ -13,6 +13,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from os import SEEK_END
 from pathlib import Path
@@ -67,14 +68,16 @@ class Checkpoints:
         self._mode = mode
         self._state = _State()
 
-    def within(self, function: Any, name: str, make: Callable[[], Any]) -> Any:
-        """Wrap a function of torch to set the state `name` to `make()` during its calls."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with setting(self._state, name, make()):
-                return function(*args, **kwargs)
-
-        return call
+    def install(self, patches: Patches) -> None:
+        """Set the state of a thread while torch saves, or loads a file of the old format."""
+        serialization = torch.serialization
+        placeholders = partial(setting, self._state, "placeholders")
+        patches.within(serialization, "save", lambda *_: placeholders({}))
+        patches.set(torch, "save", serialization.save)
+        old = partial(setting, self._state, "is_old", True)
+        patches.within(serialization, "_legacy_load", lambda *_: old())
+        patches.set(serialization, "load", self._loading(serialization.load))
+        patches.set(torch, "load", serialization.load)
 
     # --- writing
 
@@ -110,7 +113,7 @@ class Checkpoints:
 
     # --- reading
 
-    def loading(self, load: Any) -> Any:
+    def _loading(self, load: Any) -> Any:
         """Wrap `torch.load`, so that it maps a large file."""
 
         def call(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,6 +232,7 @@ def _pickled(
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Install reading and writing for the virtual GPU."""
     checkpoints = Checkpoints(mode)
+    checkpoints.install(patches)
     _install_writing(patches, mode, checkpoints)
     _install_reading(patches, checkpoints)
     _install_storages(patches, mode, checkpoints)
@@ -258,9 +262,6 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
     patches.set(Tensor, "_reduce_ex_internal", reduced)
     patches.set(Tensor, "__copy__", copied)
     module: Any = torch.serialization
-    patches.set(torch, "save", checkpoints.within(module.save, "placeholders", dict))
-    patches.set(module, "save", torch.save)
-
     packages = module._package_registry
     own = (_PRIORITY, lambda storage: getattr(storage, _LOCATION, None), checkpoints.restored)
     patches.set(module, "_package_registry", [own, *packages])
@@ -292,10 +293,6 @@ def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
 
     allowed: Any = _weights_only_unpickler._get_allowed_globals
     patches.set(_weights_only_unpickler, "_get_allowed_globals", allowed.__wrapped__)
-    patches.set(torch, "load", checkpoints.loading(torch.load))
-    patches.set(torch.serialization, "load", torch.load)
-    old = checkpoints.within(torch.serialization._legacy_load, "is_old", lambda: True)
-    patches.set(torch.serialization, "_legacy_load", old)
 
 
 def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
@@ -313,20 +310,15 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
             return storage
         return checkpoints.restored(storage, str(resolve(GPU.device if device is None else device)))
 
-    def to(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
-        if torch.device(device).type == "cuda":
-            return to_gpu(storage, device)
-        return true_to(storage, device=device, non_blocking=non_blocking)
+    def to(storage: Any, *, device: Any, **options: Any) -> Any:
+        move = to_gpu if torch.device(device).type == "cuda" else true_to
+        return move(storage, device=device, **options)
 
     patches.set(storage_class, "clone", cloned)
     patches.set(storage_class, "cuda", to_gpu)
     patches.set(storage_class, "to", to)
     share: Any = Tensor.share_memory_
-
-    def share_memory_(tensor: Tensor) -> Tensor:
-        return tensor if is_meta(tensor) else share(tensor)
-
-    patches.set(Tensor, "share_memory_", share_memory_)
+    patches.set(Tensor, "share_memory_", lambda t: t if is_meta(t) else share(t))
 
 
 def _bare(num_bytes: int) -> torch.UntypedStorage:
@@ -401,12 +393,10 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             self, filename: Any, framework: str, device: Any = "cpu", **options: Any
         ) -> None:
             self._device = resolve(device)
-            is_cuda = isinstance(self._device, torch.device) and self._device.type == "cuda"
+            self._moves = isinstance(self._device, torch.device) and self._device.type == "cuda"
             self._is_torch = framework in ("pt", "torch", "pytorch")
-            self._file = true_open(
-                filename, framework, device="cpu" if is_cuda else device, **options
-            )
-            self._moves = is_cuda
+            true_device = "cpu" if self._moves else device
+            self._file = true_open(filename, framework, device=true_device, **options)
             self.keys, self.metadata = self._file.keys, self._file.metadata
             self.offset_keys = self._file.offset_keys
 
@@ -470,22 +460,23 @@ class Writer:
 
     def _write(self, file: Any, tensors: dict[str, Tensor], metadata: Any) -> None:
         """Write a file of safetensors, with zeros for values that are not known."""
-        header, total, offsets = self._header(tensors, metadata)
+        header, places = self._header(tensors, metadata)
         file.write(header)
-        for name, offset in offsets.items():
+        for name, (begin, _) in places.items():
             data = self._data(tensors[name])
             if data is not None:
-                file.seek(len(header) + offset)
+                file.seek(len(header) + begin)
                 file.write(data)
-        if file.seek(0, SEEK_END) < len(header) + total:
-            file.seek(len(header) + total - 1)
+        total = len(header) + max(end for _, end in places.values())
+        if file.seek(0, SEEK_END) < total:
+            file.seek(total - 1)
             file.write(b"\0")
         self._mode.notes.add(HOLDS_ZEROS)
 
     def _header(
         self, tensors: dict[str, Tensor], metadata: Any
-    ) -> tuple[bytes, int, dict[str, int]]:
-        """Return the header, the bytes after it, and the offset of each tensor in them."""
+    ) -> tuple[bytes, dict[str, tuple[int, int]]]:
+        """Return the header, and begin and end of each tensor in the bytes after it."""
         if hasattr(self._module, "_evaluate_tensors_for_save"):
             self._module._evaluate_tensors_for_save(tensors)
         else:  # safetensors up to 0.6 has the checks in `_flatten`, which then reads the data
@@ -504,18 +495,14 @@ class Writer:
             empty = {name: torch.empty(0, dtype=t.dtype, device=CPU) for name, t in tensors.items()}
             written = self._save(empty, metadata=metadata)  # its names of dtypes, and its order
         described = json.loads(written[_LENGTH_BYTES:].rstrip(b"\0"))
-        offset, offsets = 0, {}
-        for name, entry in described.items():
-            if name == "__metadata__":
-                continue
-            tensor = tensors[name]
-            offsets[name] = offset
-            end = offset + tensor.nbytes
-            entry["shape"], entry["data_offsets"] = list(tensor.shape), [offset, end]
-            offset = end
+        offset, places = 0, {}
+        for name in [name for name in described if name != "__metadata__"]:
+            places[name] = offset, offset + tensors[name].nbytes
+            described[name] |= {"shape": list(tensors[name].shape), "data_offsets": places[name]}
+            offset = places[name][1]
         text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _LENGTH_BYTES)
-        return len(text).to_bytes(_LENGTH_BYTES, "little") + text, offset, offsets
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text, places
 
     def _data(self, tensor: Tensor) -> bytes | None:
         with _disable_current_modes():
