@@ -12,7 +12,7 @@ K key heads, E head width.
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
@@ -328,7 +328,7 @@ def replace_functions() -> Iterator[None]:
 
     is_old = not hasattr(utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX")  # before transformers 5
     if is_old and not hasattr(utils, "_lazy_imports"):
-        raise too_old()
+        refuse_old_release()
     lazy_imports = utils._lazy_imports
     functions: list[Any] = [flash_attn_func, flash_attn_varlen_func]
     functions += [] if is_old else [flash_attn_with_kvcache]
@@ -361,9 +361,9 @@ def replace_functions() -> Iterator[None]:
         yield
 
 
-def too_old() -> UnsupportedError:
-    """Return the error for releases of transformers whose FlashAttention is not simulated."""
-    return UnsupportedError(
+def refuse_old_release(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse releases of transformers that look for the package otherwise."""
+    raise UnsupportedError(
         "the installed transformers is too old for FlashAttention here",
         hint="take `sdpa`, whose kernel saves the same tensors, or install transformers 5",
     )

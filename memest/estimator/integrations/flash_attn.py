@@ -7,7 +7,7 @@ that imports it. Libraries that only check for the package find the installed st
 import contextlib
 from functools import cache
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from memest.estimator.gpu.imports import ImportHooks, StubFinder
 from memest.estimator.gpu.mode import CudaSimMode
@@ -43,7 +43,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     def after(module: ModuleType) -> None:
         kind = module.PreTrainedModel
         if not hasattr(kind, "_check_and_adjust_attn_implementation"):
-            patches.set(kind, "_check_and_enable_flash_attn_2", staticmethod(refuse_old_release))
+            refused = staticmethod(flash_attention.refuse_old_release)
+            patches.set(kind, "_check_and_enable_flash_attn_2", refused)
             return
         check = kind._check_and_adjust_attn_implementation
 
@@ -55,11 +56,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         patches.set(kind, "_check_and_adjust_attn_implementation", checked)
 
     hooks.after("transformers.modeling_utils", after)
-
-
-def refuse_old_release(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse FlashAttention in releases of transformers that look for its package otherwise."""
-    raise flash_attention.too_old()
 
 
 class Finder(StubFinder):

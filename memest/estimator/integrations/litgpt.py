@@ -24,7 +24,9 @@ OFFER = (
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Offer dummy checkpoints where LitGPT misses a checkpoint; refuse Thunder."""
 
-    def checked(check: Any) -> Any:
+    def after_utils(module: ModuleType) -> None:
+        check = module.check_valid_checkpoint_dir
+
         def check_valid_checkpoint_dir(*args: Any, **kwargs: Any) -> Any:
             try:
                 return check(*args, **kwargs)
@@ -35,11 +37,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
                 sys.stderr.write(f"{OFFER}\n")
                 raise
 
-        return check_valid_checkpoint_dir
-
-    def after_utils(module: ModuleType) -> None:
-        original = module.check_valid_checkpoint_dir
-        replace_everywhere(patches, [(original, checked(original))])
+        replace_everywhere(patches, [(check, check_valid_checkpoint_dir)])
 
     def after_import(module: ModuleType) -> None:
         release = installed_versions("litgpt").get("litgpt")

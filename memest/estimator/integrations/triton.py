@@ -10,7 +10,7 @@ import importlib.metadata
 import inspect
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.machinery import PathFinder
@@ -40,8 +40,6 @@ _NAMES: dict[str, Any] = read_table(__file__, "triton.json")
 
 Other names do not exist. `triton.testing` has the names that bitsandbytes before 0.49 imports.
 """
-
-_LANGUAGE = frozenset(_NAMES["language"])
 
 
 class Symbol:
@@ -84,7 +82,13 @@ class Constexpr:
 
 
 class KernelInterface:
-    """Kernel that takes a grid in brackets."""
+    """Kernel that takes a grid in brackets; `fn` is a function, or a kernel that is wrapped."""
+
+    def __init__(self, fn: Any, **options: Any) -> None:
+        self.fn = fn
+        self.arg_names: list[str] = getattr(fn, "arg_names", [])
+        self.__name__ = getattr(fn, "__name__", "kernel")
+        vars(self).update(options)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Launch nothing."""
@@ -102,12 +106,11 @@ class JITFunction(KernelInterface):
     """`triton.JITFunction`: a kernel that is never compiled."""
 
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
-        self.fn = fn
-        self.__name__ = getattr(fn, "__name__", "kernel")
+        super().__init__(fn)
         self.__doc__ = fn.__doc__
         self.__module__ = fn.__module__
-        self.arg_names = list(inspect.signature(fn).parameters)
         self.signature = inspect.signature(fn)
+        self.arg_names = list(self.signature.parameters)
         self.device_caches: dict[int, Any] = {}
         self.cache: dict[Any, Any] = {}
 
@@ -138,15 +141,13 @@ class Autotuner(KernelInterface):
     """Result of `triton.autotune`, which times every config at the first call of each kind."""
 
     def __init__(self, fn: Any, configs: Sequence[Config], **options: Any) -> None:
-        self.fn = fn
+        super().__init__(fn)
         self.base_fn = getattr(fn, "base_fn", None) or getattr(fn, "fn", fn)
-        self.arg_names = getattr(fn, "arg_names", [])
         self.configs = list(configs) or [Config({})]
         self.keys = list(options.get("key") or ())
         self.restore_value = list(options.get("restore_value") or ())
         self.cache: dict[Any, Config] = {}
         self.best_config = self.configs[0]
-        self.__name__ = getattr(fn, "__name__", "kernel")
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Time the configs if arguments in `key`, or types, are new; then launch nothing."""
@@ -163,12 +164,6 @@ class Autotuner(KernelInterface):
 class Heuristics(KernelInterface):
     """Result of `triton.heuristics`."""
 
-    def __init__(self, fn: Any, values: dict[str, Any]) -> None:
-        self.fn = fn
-        self.arg_names = getattr(fn, "arg_names", [])
-        self.values = values
-        self.__name__ = getattr(fn, "__name__", "kernel")
-
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`triton.jit`, with options or without."""
@@ -184,7 +179,7 @@ def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any)
 
 def heuristics(values: dict[str, Any]) -> Any:
     """`triton.heuristics`."""
-    return lambda fn: Heuristics(fn, values)
+    return lambda fn: Heuristics(fn, values=values)
 
 
 def cdiv(x: int, y: int) -> int:
@@ -224,21 +219,15 @@ class _TensorDescriptor:
         return _TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, padding)
 
 
-def _each_as(made: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` that makes any name by `made`."""
+def _each_as(make: Callable[[str], Any], known: Container[str] | None = None) -> Any:
+    """Return a module's `__getattr__` that makes any name by `make`, or any `known` one."""
 
     def look_up(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return made(name)
+        if name.startswith("__") if known is None else name not in known:
+            raise AttributeError(f"the stub of triton has no attribute '{name}'")
+        return make(name)
 
     return look_up
-
-
-def _symbol_of_language(name: str) -> Any:
-    if name not in _LANGUAGE:
-        raise AttributeError(f"module 'triton.language' has no attribute '{name}'")
-    return Symbol(name)
 
 
 _ERRORS: dict[str, type] = {"TritonError": _name_of_class("TritonError", Exception)}
@@ -263,14 +252,15 @@ _OWN: dict[str, Any] = {
 """Objects by their names in modules; all other names are empty classes."""
 
 
-def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str, Any]]:
+def _contents(driver: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {
         module: {name: _OWN[name] if name in _OWN else _name_of_class(name) for name in names}
         for module, names in _NAMES["modules"].items()
     }
     dtype = type("dtype", (Symbol,), {"__doc__": "`dtype` of triton.", **_NAMES["dtypes"]})
+    language = _each_as(Symbol, _NAMES["language"])
     for name in ("triton.language", "triton.language.core"):
-        made[name] = {"constexpr": Constexpr, "__getattr__": _symbol_of_language, "dtype": dtype}
+        made[name] = {"constexpr": Constexpr, "__getattr__": language, "dtype": dtype}
     for name in ("extra.cuda", "extra.cuda.libdevice", "extra.libdevice", "math", "random",
                  "standard"):  # fmt: skip
         made[f"triton.language.{name}"] = {"__getattr__": _each_as(Symbol)}
@@ -278,7 +268,7 @@ def _contents(driver: Callable[[Any], Any], do_bench: Any) -> dict[str, dict[str
     made["triton.knobs"]["__getattr__"] = _each_as(lambda name: SimpleNamespace())
     active = SimpleNamespace(active=driver(GPUTarget), set_active=constant(None))
     made["triton.runtime.driver"]["driver"] = active
-    made["triton.testing"] |= {"do_bench": do_bench, "do_bench_cudagraph": do_bench_cudagraph}
+    made["triton.testing"] |= _BENCHES
     return made
 
 
@@ -299,12 +289,11 @@ class _Distribution(importlib.metadata.Distribution):
 class Finder(StubFinder, importlib.metadata.DistributionFinder):
     """Finder that serves the stub for `import triton`.
 
-    `driver` returns `triton.runtime.driver.active` for a target class; `do_bench` is that of
-    Triton.
+    `driver` returns `triton.runtime.driver.active` for a target class.
     """
 
-    def __init__(self, driver: Callable[[Any], Any], do_bench: Any) -> None:
-        self._contents = _contents(driver, do_bench)
+    def __init__(self, driver: Callable[[Any], Any]) -> None:
+        self._contents = _contents(driver)
 
     def serves(self, fullname: str) -> bool:
         return fullname in self._contents
@@ -384,6 +373,9 @@ def do_bench_cudagraph(
     return MILLISECONDS if quantiles is None else [MILLISECONDS] * len(quantiles)
 
 
+_BENCHES = {"do_bench": do_bench, "do_bench_cudagraph": do_bench_cudagraph}
+
+
 def _renew(patches: Patches) -> None:
     """Update modules of Inductor that were imported without Triton with the stub's names."""
     compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
@@ -410,14 +402,12 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     is_installed = "triton" in sys.modules or PathFinder.find_spec("triton") is not None
     if not is_installed:
         patches.set(KernelInterface, "run", launch)
-        finder = Finder(partial(driver_of, mode), do_bench)
-        finder.install(patches, is_first=False)
+        Finder(partial(driver_of, mode)).install(patches, is_first=False)
         _renew(patches)
         return
 
     def without_launches(module: Any) -> None:
-        patches.set(module.JITFunction, "run", launch)
-        patches.set(module.JITFunction, "warmup", constant(None))
+        patches.set_all({"run": launch, "warmup": constant(None)}, module.JITFunction)
 
     def with_driver(module: ModuleType) -> None:
         target = __import__("triton.backends.compiler", fromlist=["GPUTarget"]).GPUTarget
@@ -425,10 +415,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         name = "_active" if "_active" in vars(module.driver) else "active"
         patches.set(module.driver, name, driver_of(mode, target))
 
-    def with_bench(module: ModuleType) -> None:
-        patches.set(module, "do_bench", do_bench)
-        patches.set(module, "do_bench_cudagraph", do_bench_cudagraph)
-
     hooks.after("triton.runtime.jit", without_launches)
     hooks.after("triton.runtime.driver", with_driver)
-    hooks.after("triton.testing", with_bench)
+    hooks.after("triton.testing", lambda module: patches.set_all(_BENCHES, module))

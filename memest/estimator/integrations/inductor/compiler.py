@@ -88,9 +88,7 @@ def install_fakes(patches: Patches) -> None:
         patches.set(kind, f"is_{name}", is_on(name))
     no_gpu = property(lambda mode: True)  # `torch.tensor` makes its data on the host first
     patches.set(fake_tensor.FakeTensorMode, "avoid_device_init", no_gpu)
-    before = handlers[_DEVICE]
-    handlers[_DEVICE] = device_in_c
-    patches.on_undo(lambda: handlers.update({_DEVICE: before}))
+    patches.set_item(handlers, _DEVICE, device_in_c)
     _lay_out_attention(patches)
 
 
@@ -105,8 +103,7 @@ def _lay_out_attention(patches: Patches) -> None:
     meta_kernel = _meta_registrations.meta__scaled_dot_product_cudnn_attention
     is_older = "alloc_with_matching_layout" not in meta_kernel.__code__.co_names
     if is_older and simulated().version >= _LAID_OUT:
-        op_implementations_dict[_ATTENTION] = attention_as_on_cuda
-        patches.on_undo(lambda: op_implementations_dict.pop(_ATTENTION))
+        patches.set_item(op_implementations_dict, _ATTENTION, attention_as_on_cuda)
 
 
 def attention_as_on_cuda(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,33 +223,20 @@ def _install_folder(patches: Patches) -> None:
     """Make Inductor fold constants on the host."""
     from torch._inductor.fx_passes import joint_graph
 
-    def fold(self: Any) -> Any:
-        with _constants_on_the_host(self.module):
-            return run(self)
-
-    def find_zeros_on_host(self: Any) -> None:
-        with _OnHost():
-            find_zeros(self)
-
     folder: Any = joint_graph.UniformValueConstantFolder
-    run = folder.run
-    find_zeros: Any = getattr(folder, "_add_peephole_patterns", None)
-    patches.set(folder, "run", fold)
-    if find_zeros is not None:
-        patches.set(folder, "_add_peephole_patterns", find_zeros_on_host)
+    patches.within(folder, "run", lambda self: _constants_on_the_host(self.module))
+    if hasattr(folder, "_add_peephole_patterns"):
+        patches.within(folder, "_add_peephole_patterns", lambda self: _OnHost())
 
 
 def _install_waits(patches: Patches, mode: CudaSimMode) -> None:
     """Activate the GPU's mode where torch waits for a graph's `AsyncCollectiveTensor` arguments."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    trigger: Any = AsyncCollectiveTensor.trigger_wait
+    def context(pending: Any) -> Any:
+        return mode if type(pending.elem) is Tensor else nullcontext()
 
-    def trigger_wait(pending: Any) -> Any:
-        with mode if type(pending.elem) is Tensor else nullcontext():
-            return trigger(pending)
-
-    patches.set(AsyncCollectiveTensor, "trigger_wait", trigger_wait)
+    patches.within(AsyncCollectiveTensor, "trigger_wait", context)
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:

@@ -29,24 +29,25 @@ BROKEN = "`torch.compile` broke a graph where it breaks none on a GPU: {why}"
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Let Dynamo compile code that runs on the virtual GPU."""
     modules = mode.attribution.modules
-    has_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", None)  # since 2.10
-
-    def has_other_hook() -> bool:
-        """Return whether the script has global hooks, of which torch warns."""
-        with modules.without_hooks():
-            return bool(has_hook())
 
     def after_import(dynamo: Any) -> None:
         _install_frames(patches, mode, dynamo)
-        _install_guards(patches, mode, dynamo.guards)
+        # guards are built under the hooks and the mode under which they are evaluated
+        manager = dynamo.guards.CheckFunctionManager
+        patches.within(manager, "__init__", lambda *_: modules.with_hooks())
+        patches.within(manager, "__init__", lambda *_: mode)
         patches.on_undo(dynamo.reset)
         _install_functions(patches, dynamo)
-        _install_optimizers(patches, mode, dynamo)
+        states = dynamo.variables.optimizer.OptimizerVariable  # made while a step is traced
+        patches.within(
+            states, "call_method",
+            lambda self, tx, name, *_: mode if name == "_init_group" else nullcontext(),
+        )  # fmt: skip
         _install_device(patches, dynamo.device_interface)
         _install_breaks(patches, mode, dynamo.exc.Unsupported)
 
-    if has_hook is not None:
-        patches.set(torch.nn.modules.module, "_has_any_global_hook", has_other_hook)
+    if hasattr(torch.nn.modules.module, "_has_any_global_hook"):  # torch warns of a script's hooks
+        patches.within(torch.nn.modules.module, "_has_any_global_hook", modules.without_hooks)
     hooks.within("torch._dynamo", patches.suspended)  # its tables name functions of torch
     hooks.within("torch._inductor.cudagraph_trees", patches.suspended)  # requires a CUDA build
     hooks.after("torch._dynamo", after_import)
@@ -131,18 +132,6 @@ def _is_of_dynamo(error: Exception) -> bool:
     return not isinstance(error, ours)
 
 
-def _install_guards(patches: Patches, mode: CudaSimMode, guards: Any) -> None:
-    """Build guards under the dispatch mode and the hooks under which they are evaluated."""
-    init = guards.CheckFunctionManager.__init__
-
-    @wraps(init)
-    def init_as_at_run_time(self: Any, *args: Any, **kwargs: Any) -> None:
-        with mode, mode.attribution.modules.with_hooks():
-            init(self, *args, **kwargs)
-
-    patches.set(guards.CheckFunctionManager, "__init__", init_as_at_run_time)
-
-
 def _install_functions(patches: Patches, dynamo: Any) -> None:
     """Make Dynamo trace functions that memest replaced; constants come from replacements."""
     rules, functions = dynamo.trace_rules, dynamo.variables.torch
@@ -153,8 +142,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
     folded = [made for made, original in originals.items() if original in constants]
     for made in folded:
         del originals[made]
-        constants[made] = None
-        patches.on_undo(partial(constants.pop, made))
+        patches.set_item(constants, made, None)
     make_table = rules.get_torch_obj_rule_map
 
     @cache
@@ -182,19 +170,6 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
 
     patches.set(builder, "_wrap", lambda self, value: wrap(self, original(value)))
     patches.set(sourceless, "create", staticmethod(lambda tx, value: create(tx, original(value))))
-
-
-def _install_optimizers(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
-    """Allocate the states of an optimizer, which Dynamo makes while it traces a step."""
-    kind = dynamo.variables.optimizer.OptimizerVariable
-    call = kind.call_method
-
-    @wraps(call)
-    def call_method(self: Any, tx: Any, name: str, *args: Any) -> Any:
-        with mode if name == "_init_group" else nullcontext():
-            return call(self, tx, name, *args)
-
-    patches.set(kind, "call_method", call_method)
 
 
 def _install_device(patches: Patches, module: Any) -> None:
