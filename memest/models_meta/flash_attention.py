@@ -11,7 +11,8 @@ K key heads, E head width.
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -124,48 +125,12 @@ class FlashAttention(torch.autograd.Function):
         return *cut, *(None,) * 6
 
 
-def _is_kept(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
 def _padded(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(tensor, [0, -tensor.shape[-1] % 8])
 
 
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the attention of (B, L, H, E) with (B, S, K, E), called as `flash_attn`."""
-    _check_call(q, k, v, dropout_p, softcap)
-    window = any(0 <= n < k.shape[1] for n in window_size) or (causal and q.shape[1] > 1)
-    return FlashAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, None, None, (q.shape[1], k.shape[1]), dropout_p, window, deterministic,
-        _is_kept(q, k, v),
-    )  # fmt: skip
-
-
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any,
-    max_seqlen_k: Any, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the attention of texts packed into one row, (N, H, E), with bounds `cu_seqlens`."""
-    _check_call(q, k, v, dropout_p, softcap)
-    queries, keys = int(max_seqlen_q), int(max_seqlen_k)
-    window = max(window_size) >= 0 or (causal and queries > 1)
-    return FlashAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, None, (cu_seqlens_q, cu_seqlens_k), (queries, keys), dropout_p, window,
-        deterministic, _is_kept(q, k, v),
-    )  # fmt: skip
-
-
 class _Options(NamedTuple):
-    """Options of the functions for packed tensors, in the order of the package."""
+    """Last parameters of the functions, in the order of the package."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -175,48 +140,76 @@ class _Options(NamedTuple):
     alibi_slopes: Tensor | None = None
     deterministic: bool = False
     return_attn_probs: bool = False
+    block_table: Tensor | None = None
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
+def _with_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Add the options to the signature of `function`, in which transformers looks for them."""
+    own = [p for p in signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    options = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in _Options._fields]
+    vars(function)["__signature__"] = Signature([*own, *options])
+    return function
+
+
+@_with_options
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Tensor:
+    """Return the attention of (B, L, H, E) with (B, S, K, E), called as `flash_attn`."""
+    return _attend(q, k, v, None, _Options(*options, **named))
+
+
+@_with_options
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any,
+    max_seqlen_k: Any, *options: Any, **named: Any,
+) -> Tensor:  # fmt: skip
+    """Return the attention of texts packed into one row, (N, H, E), with bounds `cu_seqlens`."""
+    texts = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _attend(q, k, v, None, _Options(*options, **named), *texts)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Tensor:
     """Return the attention of (B, L, 3, H, E): query, key and value."""
-    return _packed(None, qkv, _Options(*options, **named))
+    return _attend(None, None, None, qkv, _Options(*options, **named))
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Tensor:
     """Return the attention of (B, L, H, E) with (B, S, 2, K, E): key and value."""
-    return _packed(q, kv, _Options(*options, **named))
+    return _attend(q, None, None, kv, _Options(*options, **named))
 
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Any, *options: Any, **named: Any
-) -> Any:
+) -> Tensor:
     """Return the attention of texts packed into one row, (N, 3, H, E)."""
-    texts = ((cu_seqlens, cu_seqlens), (int(max_seqlen), int(max_seqlen)))
-    return _packed(None, qkv, _Options(*options, **named), texts)
+    texts = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return _attend(None, None, None, qkv, _Options(*options, **named), *texts)
 
 
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any,
     max_seqlen_k: Any, *options: Any, **named: Any,
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the attention of texts packed into one row, (N, H, E) with (S, 2, K, E)."""
-    texts = ((cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k)))
-    return _packed(q, kv, _Options(*options, **named), texts)
+    texts = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _attend(q, None, None, kv, _Options(*options, **named), *texts)
 
 
-def _packed(
-    query: Tensor | None, packed: Tensor, options: _Options,
-    texts: tuple[Any, tuple[int, int]] | None = None,
-) -> Any:  # fmt: skip
-    parts = packed.unbind(-3)
-    first, key, value = parts if query is None else (query, *parts)
-    _check_call(first, key, value, options.dropout_p, options.softcap)
-    cu_seqlens, lengths = texts or (None, (first.shape[1], key.shape[1]))
-    is_windowed = any(0 <= n < lengths[1] for n in options.window_size)
-    is_windowed = is_windowed or (options.causal and lengths[0] > 1)
+def _attend(
+    query: Tensor | None, key: Tensor | None, value: Tensor | None, packed: Tensor | None,
+    options: _Options, *texts: Any,
+) -> Tensor:  # fmt: skip
+    """Run the attention; `texts` are the bounds and longest lengths of queries and of keys."""
+    parts = () if packed is None else packed.unbind(-3)
+    given = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
+    _check_call(*given, options)
+    cu_seqlens = texts[:2] or None
+    longest = (int(texts[2]), int(texts[3])) if texts else (given[0].shape[1], given[1].shape[1])
+    is_windowed = any(0 <= n < longest[1] for n in options.window_size)
+    is_windowed = is_windowed or (options.causal and longest[0] > 1)
+    is_kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
-        query, None, None, packed, cu_seqlens, lengths, options.dropout_p, is_windowed,
-        options.deterministic, _is_kept(first, key, value),
+        query, key, value, packed, cu_seqlens, longest, options.dropout_p, is_windowed,
+        options.deterministic, is_kept,
     )  # fmt: skip
 
 
@@ -225,9 +218,7 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
     raise UnsupportedError("attention with a cache is generation, not training", hint=INSTEAD)
 
 
-def _check_call(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, softcap: float
-) -> None:
+def _check_call(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> None:
     """Check the conditions of `mha_fwd` in flash_api.cpp; `PlanError` if a real run would fail."""
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (query, key, value)}
     if len(dtypes) > 1 or query.dtype not in _HALF:
@@ -248,7 +239,7 @@ def _check_call(
             f"{key.shape[-2]}",
             hint="use `sdpa`",
         )
-    if softcap > 0 and dropout_p > 0:
+    if options.softcap > 0 and options.dropout_p > 0:
         raise PlanError(
             f"`{FLASH_ATTENTION_2}` caps scores or drops them, and the model requests both",
             hint="use `eager`",

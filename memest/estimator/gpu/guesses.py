@@ -122,52 +122,44 @@ class Guesses:
 
 
 _SELECTIONS = operators("gather index.Tensor index_select take")
-
-
-def selected_value(func: Any, source: Tensor | None, out: Tensor) -> Tensor | None:
-    """Return values selected at unknown positions, if all values of `source` are equal."""
-    if func not in _SELECTIONS or source is None or not source.numel():
-        return None
-    first = source.flatten()[0]
-    return first.expand(out.shape) if bool((source == first).all()) else None
-
-
 _ABOVE = operators("gt.Scalar ge.Scalar")
 _BELOW = operators("lt.Scalar le.Scalar")
 
 
-def guessed_comparison(func: Any, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+def guessed_comparison(func: Any, args: tuple[Any, ...]) -> bool | None:
     """Return the guessed result of a comparison of unknown operands; None for other operators."""
     if func in _ABOVE or func in _BELOW:
         size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
-        is_true = 0 < size <= TOLERANCE if is_upward else size >= LARGE
-        return torch.full(out.shape, is_true, device=CPU)
+        return 0 < size <= TOLERANCE if is_upward else size >= LARGE
     if func in _REDUCTIONS and args[0].is_floating_point():  # numbers differ from 0
-        return torch.ones(out.shape, dtype=torch.bool, device=CPU)
+        return True
     if func in _ALL_FALSE:
-        return torch.zeros(out.shape, dtype=torch.bool, device=CPU)
-    if func in _ALL_TRUE:
-        return torch.ones(out.shape, dtype=torch.bool, device=CPU)
-    return None
+        return False
+    return True if func in _ALL_TRUE else None
 
 
 MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
 
-def guess_booleans(values: Any, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
-    """Store the guessed values of booleans `out` in `values`, unless they are known."""
+def guess_booleans(values: KnownValues, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    """Store the guessed values of booleans `out` in `values`, unless they are known.
+
+    Values selected at unknown positions are known if all values of the source are equal.
+    """
+    guess: bool | None = None
     if func in PASSING_CHECKS and (not values.is_known(out) or values.is_guessed([out])):
-        guess: Tensor | None = torch.ones(out.shape, dtype=torch.bool, device=CPU)
+        guess = True
     elif values.is_known(out) or out.numel() > MAX_MASK:
         return
+    elif func in _SELECTIONS:
+        source = values.value_of(args[0])
+        if source is not None and source.numel():
+            first = bool(source.flatten()[0])
+            guess = first if bool((source == first).all()) else None
     else:
-        guess = guessed_comparison(func, args, out)
-        if guess is None:
-            source = args[0] if args else None
-            known = values.value_of(source) if isinstance(source, Tensor) else None
-            guess = selected_value(func, known, out)
+        guess = guessed_comparison(func, args)
     if guess is not None:
-        values.adopt_guess(out, guess)
+        values.adopt_guess(out, torch.full(out.shape, guess, device=CPU))
 
 
 def guessed_bincount(
