@@ -11,7 +11,7 @@ K key heads, E head width.
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
@@ -201,7 +201,7 @@ def _attend(
     """Run the attention; `texts` are the bounds and longest lengths of queries and of keys."""
     parts = () if packed is None else packed.unbind(-3)
     given = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
-    _check_call(*given, options)
+    _check_call(given, options)
     cu_seqlens = texts[:2] or None
     longest = (int(texts[2]), int(texts[3])) if texts else (given[0].shape[1], given[1].shape[1])
     is_windowed = any(0 <= n < longest[1] for n in options.window_size)
@@ -218,9 +218,10 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
     raise UnsupportedError("attention with a cache is generation, not training", hint=INSTEAD)
 
 
-def _check_call(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> None:
+def _check_call(given: Sequence[Tensor], options: _Options) -> None:
     """Check the conditions of `mha_fwd` in flash_api.cpp; `PlanError` if a real run would fail."""
-    dtypes = {str(t.dtype).removeprefix("torch.") for t in (query, key, value)}
+    query, key, _ = given
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in given}
     if len(dtypes) > 1 or query.dtype not in _HALF:
         raise PlanError(
             f"`{FLASH_ATTENTION_2}` takes fp16 or bf16, and a layer of the model gives it "

@@ -118,8 +118,8 @@ def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> Al
     given = common if common == cuda else f"{common}; {cuda}"
     unknown = [name for name, since in NEWER.items() if since > simulated().version]
     try:
-        common_fields = dict(_fields(_tokens(common, large_bytes), unknown, is_cuda=False))
-        cuda_fields = dict(_fields(_tokens(cuda), unknown, is_cuda=True))
+        common_fields = dict(_fields(_Tokens(common, large_bytes), unknown, is_cuda=False))
+        cuda_fields = dict(_fields(_Tokens(cuda), unknown, is_cuda=True))
     except _RefusedError as error:
         raise PlanError(
             f"`{VARIABLES[0]}={given}` is refused by torch: {error}",
@@ -140,8 +140,8 @@ def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> Al
 class _Tokens:
     """Tokens of a settings text, split as by torch's `ConfigTokenizer`."""
 
-    def __init__(self, words: list[str], large_bytes: int) -> None:
-        self.words = words
+    def __init__(self, text: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> None:
+        self.words: list[str] = _TOKEN.findall("".join(text.split()))
         self.large_bytes = large_bytes
 
     def __getitem__(self, at: int) -> str:
@@ -190,10 +190,6 @@ class _Tokens:
         return at
 
 
-def _tokens(text: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> _Tokens:
-    return _Tokens(_TOKEN.findall("".join(text.split())), large_bytes)
-
-
 def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
@@ -207,60 +203,55 @@ def _fields(
         tokens[at + 2]
         is_host = key in WITHOUT_EFFECT and key not in unknown
         if key in own:
-            name, value, end = own[key](tokens, at + 2)
-            yield name, value
+            name, read = own[key]
+            yield name, read(tokens, at + 2)
         elif is_cuda and key not in others and not is_host:
             raise _RefusedError(f"Unrecognized key '{key}' in CUDA allocator config.")
         elif is_host and not is_cuda and key in _OF_HOST:
             _OF_HOST[key](tokens, at + 2)
-            end = at + 2
-        else:
-            end = tokens.end_of_value(at + 2)
-            if is_cuda and is_host:
-                yield key, True
-        at = end + 2
+        elif is_cuda and is_host:
+            yield key, True
+        at = tokens.end_of_value(at + 2) + 2
 
 
-_Read = Callable[[_Tokens, int], tuple[str, object, int]]
+_Read = Callable[[_Tokens, int], object]  # reads the value at an index
 
 
-def _megabytes(key: str, field: str) -> _Read:
-    def read(tokens: _Tokens, at: int) -> tuple[str, object, int]:
-        value, least = tokens.integer(at), tokens.large_bytes // MIB
-        if value < least:
-            raise _RefusedError(f"CachingAllocator option {key} too small, must be >= {least}")
-        return field, value * MIB, at
-
-    return read
+def _megabytes(tokens: _Tokens, at: int) -> int:
+    value, least = tokens.integer(at), tokens.large_bytes // MIB
+    if value < least:
+        key = tokens[at - 2]
+        raise _RefusedError(f"CachingAllocator option {key} too small, must be >= {least}")
+    return value * MIB
 
 
-def _collection(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+def _collection(tokens: _Tokens, at: int) -> float:
     value = tokens.number(at)
     if not 0 < value < 1:
         raise _RefusedError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
-    return "garbage_collection_threshold", value, at
+    return value
 
 
-def _fraction(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+def _fraction(tokens: _Tokens, at: int) -> float:
     value = tokens.number(at)
     if not 0 <= value <= 1:
         raise _RefusedError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
-    return "memory_fraction", value, at
+    return value
 
 
-def _backend(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+def _backend(tokens: _Tokens, at: int) -> str:
     if tokens[at] not in ("native", "cudaMallocAsync"):
         raise _RefusedError("Unknown allocator backend, options are native and cudaMallocAsync")
-    return "backend", tokens[at], at
+    return tokens[at]
 
 
-def _roundup(tokens: _Tokens, at: int) -> tuple[str, object, int]:
+def _roundup(tokens: _Tokens, at: int) -> tuple[int, ...]:
     divisions = [0] * NUM_INTERVALS
     if tokens[at] != "[":
         value = tokens.integer(at)
         if not _is_power_of_2(value):
             raise _RefusedError("For roundups, the divisions has to be power of 2")
-        return "roundup_divisions", (value,) * NUM_INTERVALS, at
+        return (value,) * NUM_INTERVALS
     last, is_first, at = 0, True, at + 1
     while at < len(tokens.words) and tokens[at] != "]":
         value = tokens.integer(at + 2)  # after its boundary and a colon
@@ -282,25 +273,28 @@ def _roundup(tokens: _Tokens, at: int) -> tuple[str, object, int]:
         at += 3 if tokens[at + 3] == "]" else 4  # a comma
     if at >= len(tokens.words):
         raise _RefusedError(_NOT_CLOSED)
-    return "roundup_divisions", tuple(divisions), at
+    return tuple(divisions)
 
 
 def _is_power_of_2(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
-_COMMON: dict[str, _Read] = {
-    "expandable_segments": lambda tokens, at: ("expandable_segments", tokens.boolean(at), at),
-    "max_split_size_mb": _megabytes("max_split_size_mb", "max_split_bytes"),
-    "max_non_split_rounding_mb": _megabytes(
-        "max_non_split_rounding_mb", "max_non_split_rounding_bytes"
-    ),
-    "garbage_collection_threshold": _collection,
-    "roundup_power2_divisions": _roundup,
-    _LARGE_SEGMENT: lambda tokens, at: ("large_segment_bytes", tokens.large_bytes, at),
+_COMMON: dict[str, tuple[str, _Read]] = {
+    "expandable_segments": ("expandable_segments", _Tokens.boolean),
+    "max_split_size_mb": ("max_split_bytes", _megabytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _megabytes),
+    "garbage_collection_threshold": ("garbage_collection_threshold", _collection),
+    "roundup_power2_divisions": ("roundup_divisions", _roundup),
+    _LARGE_SEGMENT: ("large_segment_bytes", lambda tokens, at: tokens.large_bytes),
 }
-_OF_CUDA: dict[str, _Read] = {"per_process_memory_fraction": _fraction, "backend": _backend}
-_OF_HOST: dict[str, Callable[[_Tokens, int], object]] = {
+"""Options of all devices: their fields in `AllocatorSettings`, and how torch reads them."""
+
+_OF_CUDA: dict[str, tuple[str, _Read]] = {
+    "per_process_memory_fraction": ("memory_fraction", _fraction),
+    "backend": ("backend", _backend),
+}
+_OF_HOST: dict[str, _Read] = {
     "pinned_use_background_threads": _Tokens.boolean,
     "pinned_max_round_threshold_mb": _Tokens.integer,
     "pinned_max_cached_size_mb": _Tokens.integer,
@@ -325,17 +319,12 @@ def describe(settings: AllocatorSettings) -> str:
     return f"PyTorch's allocator with {shown(settings.text)}{note}"
 
 
-_KEPT = {
-    "expandable_segments": "expandable_segments",
-    "max_non_split_rounding_mb": "max_non_split_rounding_bytes",
-    _LARGE_SEGMENT: "large_segment_bytes",
-}
+_KEPT = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
 """Options that a later text without them leaves unchanged (`parseArgs`)."""
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
     """Return `before` after `_set_allocator_settings(text)`; raises like `parse_settings`."""
     after = _parse(text, text, large_bytes=before.large_segment_bytes)
-    named = set(_tokens(text).words)
-    kept = {field: getattr(before, field) for key, field in _KEPT.items() if key not in named}
-    return replace(after, **kept)
+    fields = [_COMMON[key][0] for key in _KEPT if key not in _Tokens(text).words]
+    return replace(after, **{field: getattr(before, field) for field in fields})
