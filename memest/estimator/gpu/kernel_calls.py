@@ -17,7 +17,7 @@ from memest.estimator.ops.matmul import LT_WORKSPACE_BYTES, CublasWorkspaces
 from memest.estimator.ops.registry import Op, ValueOf
 from memest.estimator.ops.temporaries import OLDEST, TRIED, Scratch
 from memest.estimator.tensors.lines import Notes
-from memest.estimator.tensors.storages import Coverage, Site
+from memest.estimator.tensors.storages import NEW_HANDLE, Coverage, Site
 
 aten = torch.ops.aten
 
@@ -149,7 +149,7 @@ class KernelCalls:
                 temporary.append(memory.allocate_workspace(num_bytes, self._site_of(op.func)))
             if (kept or passing) and handle[0] not in self._threads_with_handle:
                 self._threads_with_handle.add(handle[0])
-                memory.create_cublas_handle()
+                memory.use_driver(NEW_HANDLE)
             for num_bytes in kept:
                 index = memory.allocate_workspace(num_bytes, self._site_of(op.func))
                 self._cublas_ids.append(index)

@@ -24,7 +24,6 @@ from memest.estimator.hardware.speed import segment_us
 from memest.estimator.tensors.placement import storage_key
 from memest.estimator.tensors.storages import (
     FIRST_KERNEL,
-    NEW_HANDLE,
     MemKind,
     Site,
     StorageTable,
@@ -219,39 +218,35 @@ class Memory:
         A storage that had memory keeps the operator and module of its site.
         """
         with self.lock:
-            storage = tensor.untyped_storage()
-            index = self.live.pop(storage._cdata, None)
+            index = self.id_of(tensor)
             if index is not None and num_bytes:
                 before = self.storages.sites[index]
                 site = Site(before.op, before.module, site.phase)
-            storage.resize_(num_bytes)
-            self.allocate(tensor, site if num_bytes else Site("", "", site.phase), kind)
-            if index is not None:
-                self._references.pop(index, None)
-                self._release(index)
+            tensor.untyped_storage().resize_(num_bytes)
+            self.move(tensor, site if num_bytes else Site("", "", site.phase), kind)
 
-    def grow(self, tensor: Tensor, site: Site) -> None:
-        """Move a storage that an operator enlarged to a larger block (cuda/Resize.cpp)."""
+    def move(self, tensor: Tensor, site: Site, kind: MemKind | None = None) -> None:
+        """Move a storage of another size than its block to a new block (cuda/Resize.cpp).
+
+        `kind` None leaves the kind as it was.
+        """
         with self.lock:
             index = self.live.pop(tensor.untyped_storage()._cdata, None)
-            self.allocate(tensor, site, self.kind if index is None else self.storages.kinds[index])
+            if kind is None:
+                kind = self.kind if index is None else self.storages.kinds[index]
+            self.allocate(tensor, site, kind)
             if index is not None:
                 self._references.pop(index, None)
                 self._release(index)
 
-    def load_first_kernel(self) -> None:
-        """Launch the first kernel of the process."""
+    def use_driver(self, event: int) -> None:
+        """Log `FIRST_KERNEL` or `NEW_HANDLE`, for which the driver takes memory of its own."""
         if self.logs_driver:
             self.settle()
-            self.allocator.addresses.load_first_kernel()
-            self.log.open.append(FIRST_KERNEL)
-
-    def create_cublas_handle(self) -> None:
-        """Create a handle of cuBLAS."""
-        if self.logs_driver:
-            self.settle()
-            self.allocator.addresses.create_cublas_handle()
-            self.log.open.append(NEW_HANDLE)
+            addresses = self.allocator.addresses
+            is_first = event == FIRST_KERNEL
+            addresses.load_first_kernel() if is_first else addresses.create_cublas_handle()
+            self.log.open.append(event)
 
     # --- frees
 

@@ -73,7 +73,7 @@ from memest.estimator.tensors.placement import (
     storage_key,
     tensors_in,
 )
-from memest.estimator.tensors.storages import MemKind, Site
+from memest.estimator.tensors.storages import FIRST_KERNEL, MemKind, Site
 
 aten = torch.ops.aten
 
@@ -127,7 +127,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timed: dict[str, bool] = {}  # kernels and products that Inductor has timed
         self.is_off = False  # flag: operators run as without the simulated GPU
         self.memory.on_free = self.guessed.forget
-        self.memory.on_fold = self._before_fold
+        self.memory.on_fold = self.attribution.labels.of_models
         self._has_own_dispatch = cache(_has_own_dispatch)
         self._decomposes_under = cache(decomposition_key)
         self._last_recipe: Recipe | None = None
@@ -154,8 +154,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_off:
             refuse_in_child(kwargs)
             return func(*args, **kwargs)
-        if not types and isinstance(func, HigherOrderOperator):
-            return self._higher_order(func, args, kwargs)
+        if not types and isinstance(func, HigherOrderOperator):  # its kernel calls operators
+            kernels = func.py_kernels
+            kernel = kernels.get(DispatchKey.CUDA) or kernels[DispatchKey.CompositeExplicitAutograd]
+            with self:
+                return kernel(*args, **kwargs)
         for kind in types:
             if self._has_own_dispatch(kind):
                 return local_foreach(self, func, args, kwargs)
@@ -168,13 +171,6 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._dispatch(func, args, kwargs)
         finally:
             INSIDE.depth -= 1
-
-    def _higher_order(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator that calls operators, with its kernel for CUDA."""
-        kernels = func.py_kernels
-        kernel = kernels.get(DispatchKey.CUDA) or kernels[DispatchKey.CompositeExplicitAutograd]
-        with self:
-            return kernel(*args, **kwargs)
 
     def _dispatch(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator where its tensors are: on the GPU, on the host, or between the two."""
@@ -410,7 +406,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work.launch(func, args, kwargs, out, recipe)
         if not self._has_kernels and recipe.work != -1 and func not in _COPIES:
             self._has_kernels = True
-            self.memory.load_first_kernel()
+            self.memory.use_driver(FIRST_KERNEL)
         return out
 
     def _result(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -437,7 +433,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._result(op, args, kwargs)
         for tensor, num_bytes in zip(written, before, strict=True):
             if tensor.untyped_storage().nbytes() > num_bytes:
-                self.memory.grow(tensor, self.attribution.site(op.func))
+                self.memory.move(tensor, self.attribution.site(op.func))
         return out
 
     def _on_meta(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
@@ -492,8 +488,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow_values(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the known or guessed values of `out`."""
         func, values = op.func, self.values
-        if op.is_random and self._draw(op, args, kwargs, out):
-            return
+        if op.is_random:
+            given = values.value_of(args[0]) if func is aten.multinomial.default else None
+            numbers = self.rng.draw(op, args, kwargs, out, given)
+            if numbers is not None and values.overwrite(out, numbers):
+                return
         in_step = self.attribution.phase_given == "optimizer" and not torch.is_grad_enabled()
         if (
             in_step  # and no closure runs
@@ -513,13 +512,3 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if compared is not None:
                 values.adopt(out, compared)
             guess_booleans(values, func, args, out)
-
-    def _draw(self, op: Op, args: Any, kwargs: Any, out: Any) -> bool:
-        """Advance the GPU's generator; return whether `out` has its numbers as known values."""
-        given = self.values.value_of(args[0]) if op.func is aten.multinomial.default else None
-        numbers = self.rng.draw(op, args, kwargs, out, given)
-        return numbers is not None and self.values.overwrite(out, numbers)
-
-    def _before_fold(self) -> None:
-        self.attribution.labels.of_models()
-        self.timeline.forget_switches()

@@ -200,12 +200,9 @@ class Timeline:
         if torch._C._current_autograd_node() is None:
             self._starts.append(torch._C._autograd._get_sequence_nr())
             self._streams.append(stream)
-
-    def forget_switches(self) -> None:
-        """Drop the older half of recorded stream switches; their nodes have run backward."""
-        if len(self._starts) > MAX_SWITCHES:
-            half = len(self._starts) // 2
-            del self._starts[:half], self._streams[:half]
+            if len(self._starts) > MAX_SWITCHES:  # nodes of the older half have run backward
+                half = len(self._starts) // 2
+                del self._starts[:half], self._streams[:half]
 
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
         """Return the stream of an operator that is called now.
