@@ -41,7 +41,10 @@ from memest.estimator.tensors.placement import (
     local_part,
     tensors_in,
 )
-from memest.estimator.torch_api import attributes, cuda, distributed, files, saved_hooks
+from memest.estimator.torch_api import distributed, saved_hooks
+from memest.estimator.torch_api.attributes import constructors, host_values, moves
+from memest.estimator.torch_api.cuda import driver, memory, nvml, streams
+from memest.estimator.torch_api.files import checkpoints, pretrained
 
 GRADS_LIVE_ON = (
     "gradients live through the forward of the next step, since the script frees them after it: "
@@ -134,14 +137,12 @@ class VirtualGpu:
     @property
     def peak_allocated_bytes(self) -> int:
         """The highest number of bytes allocated since the start, whatever the script resets."""
-        history = self.mode.memory.history
-        return max(history.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
+        return self.allocator.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
         """The highest number of bytes reserved since the start, whatever the script resets."""
-        history = self.mode.memory.history
-        return max(history.peak_reserved_bytes, self.allocator.peak_reserved_bytes)
+        return self.allocator.peak_reserved_bytes
 
     def __enter__(self) -> "VirtualGpu":
         if VirtualGpu._active is not None:
@@ -163,9 +164,8 @@ class VirtualGpu:
         named = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # or hidden: real GPUs, not this one
         if named is not None:
             patches.on_undo(partial(os.environ.__setitem__, "CUDA_VISIBLE_DEVICES", named))
-        attributes.install(patches, mode)
-        cuda.install(patches, mode)
-        encoder.install(patches, mode)
+        for part in (moves, constructors, host_values, driver, streams, memory, nvml, encoder):
+            part.install(patches, mode)
         follow_autocast(patches)
         install_layouts(patches, mode.attribution.lines.current)
         recurrent.install(patches)
@@ -178,10 +178,10 @@ class VirtualGpu:
         hooks.install()
         self._stack.callback(hooks.remove)
         processes.install(patches, mode.notes.add, self.rank)
-        files.install(patches, mode, hooks)
-        integrations.install(patches, mode, hooks)
+        for part in (checkpoints, pretrained, integrations):
+            part.install(patches, mode, hooks)
         distributed.install(patches, mode, hooks, self.rank)
-        self._install_threads()
+        patches.within(threading.Thread, "_bootstrap_inner", self.in_this_thread)
         self._install_steps()
         patches.set(torch, "clear_autocast_cache", CASTS.clear)
         for handle in mode.attribution.modules.hooks():
@@ -215,21 +215,10 @@ class VirtualGpu:
             VirtualGpu._active = None
 
     @contextlib.contextmanager
-    def in_this_thread(self) -> Iterator[None]:
+    def in_this_thread(self, *thread: Any) -> Iterator[None]:
         """Run this thread on the virtual GPU."""
         with decisions_of(self.gpu), self.mode:
             yield
-
-    def _install_threads(self) -> None:
-        """Install the GPU in every thread of the script; a forked process does not see it."""
-        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
-        virtual = self
-
-        def bootstrap_inner(thread: threading.Thread) -> None:
-            with virtual.in_this_thread():
-                bootstrap(thread)
-
-        self._patches.set(threading.Thread, "_bootstrap_inner", bootstrap_inner)
 
     @property
     def communicators_bytes(self) -> int:

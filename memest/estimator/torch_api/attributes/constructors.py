@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.ops.refusals import refuse_generator
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, is_meta, resolve
@@ -136,7 +137,7 @@ _Device = torch.device
 Constructor = Callable[..., Any]
 
 
-def install(patches: Patches) -> None:
+def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
     make: Any = Tensor.as_subclass
 

@@ -17,7 +17,7 @@ from memest.estimator.tensors.storages import Site
 from memest.estimator.torch_api.attributes.constructors import install_legacy
 
 
-def install_places(patches: Patches, mode: CudaSimMode) -> None:
+def _install_places(patches: Patches, mode: CudaSimMode) -> None:
     """Install attributes of the place where the mode has put tensors and storages."""
     device = _device_of(mode)
 
@@ -145,32 +145,30 @@ Move = Callable[..., Tensor]
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Install moves of tensors and modules between the host and the virtual GPU."""
+    _install_places(patches, mode)
     to_: Move = Tensor.to
     move = _mover(mode, to_)
     to = _parser(move, to_)
 
     def cuda(
-        tensor: Tensor, device: Any = None, non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-    ) -> Tensor:  # fmt: skip
+        tensor: Tensor, device: Any = None, non_blocking: bool = False, **options: Any
+    ) -> Tensor:
         where = GPU.device if device is None else device
-        return move(tensor, where, non_blocking=non_blocking, memory_format=memory_format)
+        return move(tensor, where, non_blocking=non_blocking, **options)
 
-    def cpu(tensor: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        return move(tensor, CPU, memory_format=memory_format)
-
-    def record_stream(tensor: Tensor, stream: Any) -> None:
-        mode.memory.record_stream(tensor, stream.number)
-
+    memory, host = mode.memory, mode.host
+    methods: dict[str, Callable[..., Any]] = {
+        "to": to,
+        "cuda": cuda,
+        "cpu": lambda tensor, **options: move(tensor, CPU, **options),
+        "type_as": lambda tensor, other: to(tensor, other),
+        "pin_memory": lambda t, device=None: t if mode.is_off else host.pinned(t),
+        "is_pinned": lambda tensor, device=None: host.is_pinned(tensor),
+        "record_stream": lambda tensor, stream: memory.record_stream(tensor, stream.number),
+    }
+    patches.set_all(methods, Tensor)
     _install_parse_to(patches)
-    patches.set(Tensor, "to", to)
-    patches.set(Tensor, "cuda", cuda)
-    patches.set(Tensor, "cpu", cpu)
-    patches.set(Tensor, "type_as", lambda tensor, other: to(tensor, other))
-    pinned = mode.host.pinned
-    patches.set(Tensor, "pin_memory", lambda t, device=None: t if mode.is_off else pinned(t))
-    patches.set(Tensor, "is_pinned", lambda tensor, device=None: mode.host.is_pinned(tensor))
-    patches.set(Tensor, "record_stream", record_stream)
+    _install_parameters(patches, mode)
 
 
 def _install_parse_to(patches: Patches) -> None:
@@ -278,7 +276,7 @@ def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 # `Module.to` replaces a parameter's data, which torch rejects between a real and a meta tensor.
 
 
-def install_parameters(patches: Patches, mode: CudaSimMode) -> None:
+def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
     """Install parameters without data, and moves of their data."""
     make = nn.Parameter.__new__
 

@@ -15,7 +15,6 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.random import CudaRng, GpuGenerator
 from memest.estimator.tensors.patches import Patches, constant, constants, refusing, unsupported
 from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_another, resolve
-from memest.estimator.torch_api.cuda import streams
 from memest.estimator.versions import simulated
 from memest.plan.reading import read_table
 
@@ -163,7 +162,6 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     _install_facts(patches)
     _install_devices(patches, mode)
     _install_libraries(patches, mode)
-    streams.install(patches, mode)
     _install_generators(patches, mode.rng)
     _install_comm(patches)
     _install_foreach(patches, mode)

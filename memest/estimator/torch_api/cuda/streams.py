@@ -158,7 +158,7 @@ class _Generic(type):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Install streams and events of `mode`."""
+    """Install streams, events, graphs and the profiler of `mode`."""
 
     def of_session(made: type, name: str) -> Any:
         return type(name, (made,), {"session": mode, "__module__": "torch.cuda"})
@@ -187,6 +187,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(tc, "default_stream", lambda device=None: stream(device, number=MAIN))
     patches.set(tc, "get_stream_from_external", tc.ExternalStream)
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index=0: mode.timeline.stream)
+    _install_graphs(patches, mode)
+    _install_profiler(patches, mode)
 
 
 NOT_BEGUN = "capture_end() called before capture_begin()."
@@ -289,7 +291,7 @@ class MemPool:
             self.captures.release(self.id)
 
 
-def install_graphs(patches: Patches, mode: CudaSimMode) -> None:
+def _install_graphs(patches: Patches, mode: CudaSimMode) -> None:
     """Install graph capture and private pools on the virtual GPU."""
     captures = Captures(mode)
 
@@ -324,7 +326,7 @@ _IN_ITS_PLACE = (
 )
 
 
-def install_profiler(patches: Patches, mode: CudaSimMode) -> None:
+def _install_profiler(patches: Patches, mode: CudaSimMode) -> None:
     """Let profilers with CUDA activity record the CPU; print once that kernels have no times."""
 
     init = profiler.profile.__init__

@@ -17,7 +17,6 @@ from functools import partial
 from io import BytesIO
 from os import SEEK_END
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -229,13 +228,14 @@ def _pickled(
     return torch._utils._rebuild_tensor_v2, (typed, *geometry, requires_grad, hooks, *metadata)
 
 
-def install(patches: Patches, mode: CudaSimMode) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install reading and writing for the virtual GPU."""
     checkpoints = Checkpoints(mode)
     checkpoints.install(patches)
     _install_writing(patches, mode, checkpoints)
     _install_reading(patches, checkpoints)
     _install_storages(patches, mode, checkpoints)
+    hooks.after("safetensors.torch", partial(_install_safetensors, patches, mode))
 
 
 def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
@@ -355,19 +355,15 @@ def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
 _LENGTH_BYTES = 8  # size of the header's length, and alignment (huggingface.co/docs/safetensors)
 
 
-def install_safetensors(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
+def _install_safetensors(patches: Patches, mode: CudaSimMode, module: Any) -> None:
     """Install tensors without data in safetensors, where a script uses it."""
-
-    def files(module: ModuleType) -> None:
-        writer = Writer(module, mode)
-        functions = (
-            (module.save_file, writer.save_file),
-            (module.save, writer.save),
-            (module.safe_open, _opener(module, mode)),
-        )
-        replace_everywhere(patches, functions)
-
-    hooks.after("safetensors.torch", files)
+    writer = Writer(module, mode)
+    functions = (
+        (module.save_file, writer.save_file),
+        (module.save, writer.save),
+        (module.safe_open, _opener(module, mode)),
+    )
+    replace_everywhere(patches, functions)
 
 
 def _opener(module: Any, mode: CudaSimMode) -> type:
