@@ -14,6 +14,7 @@ from memest.estimator.allocator.blocks import (
     SMALL_REQUEST_BYTES,
     AddressSpace,
     FreeBlocks,
+    round_request,
     segment_bytes,
 )
 from memest.estimator.allocator.blocks import SMALL_SEGMENT_BYTES as SMALL_SEGMENT_BYTES
@@ -81,24 +82,25 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Return a block for `num_bytes` on `stream`, or raise `OutOfMemory`."""
-        if self._tuning is not None:
+        tuning = self._tuning
+        if tuning is None:
+            size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
+        else:
             self.read_settings()
-        if self._tuning is not None:
-            block = self._tuning.malloc(num_bytes, stream)
-            self.allocated_bytes += block.num_bytes
-            self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-            return block
-        size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
+            tuning, size = self._tuning, self.rounded(num_bytes)
         is_small = size <= SMALL_REQUEST_BYTES
         pool = (self._pools if not stream else self.pools_of(stream))[is_small]
         keys = pool.keys
         index = bisect_left(keys, size << ADDRESS_BITS)  # the smallest, at the lowest address
+        if tuning is not None:
+            index = tuning.best_index(pool, index, size, is_small)
         if index < len(keys):
             block = pool.by_key.pop(keys.pop(index))
         else:
             block = self.new_segment(num_bytes, size, is_small, stream)
         remaining = block.num_bytes - size
-        if remaining >= ROUND_BYTES if is_small else remaining > SMALL_REQUEST_BYTES:
+        splits = remaining >= ROUND_BYTES if is_small else remaining > SMALL_REQUEST_BYTES
+        if splits if tuning is None else tuning.splits(size, remaining, is_small):
             after = block.next
             rest = Block(block.address + size, remaining, is_small, True, block, after, stream)
             if after is not None:
@@ -108,11 +110,18 @@ class CachingAllocator:
             key = remaining << ADDRESS_BITS | rest.address
             insort(keys, key)
             pool.by_key[key] = rest
+            if tuning is not None:
+                tuning.inserted(rest)
         block.is_free = False
         allocated = self.allocated_bytes = self.allocated_bytes + block.num_bytes
         if allocated > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated
         return block
+
+    def rounded(self, num_bytes: int) -> int:
+        """Return the block size that serves a request."""
+        tuning = self._tuning
+        return round_request(num_bytes) if tuning is None else tuning.rounded(num_bytes)
 
     def free(self, block: Block) -> None:
         """Return `block` to its pool and merge it with free neighbours."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-from memest.estimator.allocator.blocks import AddressSpace, Block, round_request
+from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.allocator.memory_history import MemoryHistory, segment_of
 
@@ -176,7 +176,7 @@ class CountingAllocator(CachingAllocator):
 
     def _note_refusal(self, num_bytes: int, stream: int) -> None:
         self.num_ooms += 1
-        size = round_request(num_bytes) if self._tuning is None else self._tuning.rounded(num_bytes)
+        size = self.rounded(num_bytes)
         free_bytes = max(0, (self.gpu_bytes or 0) - self.reserved_bytes)
         if self.history is not None:
             self.history.refused(size, stream, free_bytes)

@@ -14,7 +14,6 @@ from memest.estimator.allocator.blocks import (
     SMALL_REQUEST_BYTES,
     Block,
     FreeBlocks,
-    link,
     round_request,
 )
 from memest.estimator.allocator.expandable import ExpandableSegments
@@ -55,53 +54,37 @@ class Tuning:
 
     # --- a request
 
-    def malloc(self, num_bytes: int, stream: int) -> Block:
-        """Serve a request; see `CachingAllocator.malloc`."""
-        allocator = self._allocator
-        size = self.rounded(num_bytes)
-        is_small = size <= SMALL_REQUEST_BYTES
-        pool = allocator.pools_of(stream)[is_small]
+    def best_index(self, pool: FreeBlocks, index: int, size: int, is_small: bool) -> int:
+        """Return the index of the free block that serves a request of `size`.
+
+        The block at `index` is the smallest that is large enough. The number of blocks means that
+        none serves the request, and then old segments have been freed.
+        """
         if self.collects:
             self._num_searches[is_small] += 1
-        block = self._found(pool, size)
-        if block is None:
-            if self.collects:
-                self._collect()
-            block = allocator.new_segment(num_bytes, size, is_small, stream)
-        remaining = block.num_bytes - size
-        if self._splits(size, remaining, is_small):
-            rest = Block(block.address + size, remaining, is_small, True, block, block.next, stream)
-            link(rest)
-            block.num_bytes = size
-            pool.insert(rest)
-            self.inserted(rest)
-        block.is_free = False
-        return block
-
-    def _found(self, pool: FreeBlocks, size: int) -> Block | None:
-        """Remove and return the free block that serves a request of `size`."""
-        index = bisect_left(pool.keys, size << ADDRESS_BITS)
-        if index == len(pool.keys):
-            return None
-        if self.expandable is not None:
+        if index < len(pool.keys) and self.expandable is not None:
             index = self.expandable.best_index(pool, index)
-        key = pool.keys[index]
-        found = key >> ADDRESS_BITS
-        if self._max_split is not None:
-            if size < self._max_split <= found:
-                return None  # an oversize block is kept for large requests
-            spare = self.settings.max_non_split_rounding_bytes
-            if size >= self._max_split and found >= size + spare:
-                return None
-        del pool.keys[index]
-        return pool.by_key.pop(key)
+        if index < len(pool.keys) and self._serves(pool.keys[index] >> ADDRESS_BITS, size):
+            return index
+        if self.collects:
+            self._collect()
+        return len(pool.keys)
 
-    def _splits(self, size: int, remaining: int, is_small: bool) -> bool:
+    def _serves(self, num_bytes: int, size: int) -> bool:
+        """Return whether a block may serve: one above the limit of splits is for large requests."""
+        limit = self._max_split
+        if limit is None:
+            return True
+        if size < limit:
+            return num_bytes < limit
+        return num_bytes < size + self.settings.max_non_split_rounding_bytes
+
+    def splits(self, size: int, remaining: int, is_small: bool) -> bool:
+        """Return whether a block with `remaining` bytes besides `size` is split."""
         if is_small or self.expandable is not None:
             return remaining >= ROUND_BYTES
-        if self._max_split is not None and size >= self._max_split:
-            return False
-        return remaining > SMALL_REQUEST_BYTES
+        is_whole = self._max_split is not None and size >= self._max_split
+        return remaining > SMALL_REQUEST_BYTES and not is_whole
 
     # --- freeing
 

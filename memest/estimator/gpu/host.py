@@ -140,10 +140,8 @@ class HostTensors:
     ) -> None:
         self.num_bytes = self.peak_bytes = 0  # host tensors without data: now, and at the peak
         self.rng = HostRng()
-        self._live = live
-        self._values = values
-        self._guessed = guessed
-        self._attribution = attribution
+        self._live, self._values = live, values
+        self._guessed, self._attribution = guessed, attribution
         self._references: dict[int, Any] = {}
         self._pinned: dict[int, Any] = {}
         self._real_bytes = 0
@@ -254,18 +252,12 @@ class HostTensors:
             failure = self._attribution.failure(func, error)
             is_on_gpu = any(self.place(tensor) is Place.GPU for tensor in tensors_in(args))
             if isinstance(failure, UnsupportedError) and not is_on_gpu:
-                if not op.shaped_by and not func._schema.is_mutable:
+                if not op.shaped_by and not func._schema.is_mutable:  # run it on ones instead
+                    self._guessed.guesses.note(f"the result of {func}")
                     with suppress(NotImplementedError, RuntimeError):
-                        return self._of_ones(func, args, kwargs)
+                        return func(*map_tensors(_ones_like, args), **kwargs)
                 raise UnsupportedError(str(failure), hint=_ON_HOST) from error
             raise failure from error
-
-    def _of_ones(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operator that has no meta kernel on ones, in place of tensors without data."""
-        one = torch.ones((), device=CPU)
-        real = map_tensors(lambda t: one.to(t.dtype).expand(t.shape) if is_meta(t) else t, args)
-        self._guessed.guesses.note(f"the result of {func}")
-        return func(*real, **kwargs)
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
         """Yield `indices` with each mask replaced by the positions of its true entries."""
@@ -317,18 +309,15 @@ class HostTensors:
             return None
         if not isinstance(made, Tensor) or not made.is_floating_point() or _is_sparse(made):
             return None
-        num_bytes = made.nbytes
-        if num_bytes < VIRTUAL_HOST_BYTES or self._can_be_real(func, args, num_bytes):
+        num_bytes, limit = made.nbytes, MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
+        can_be_real = num_bytes <= min(limit, REAL_BYTES - self._real_bytes)
+        if num_bytes < VIRTUAL_HOST_BYTES:
+            return None
+        if can_be_real and not any(map(_is_dummy, tensors_in(args))):
             return None
         self.put(made)
         self.rng.skip(func, made, kwargs.get("generator"))
         return made
-
-    def _can_be_real(self, func: Any, args: tuple[Any, ...], num_bytes: int) -> bool:
-        limit = MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
-        if num_bytes > limit or self._real_bytes + num_bytes > REAL_BYTES:
-            return False
-        return not any(map(_is_dummy, tensors_in(args)))
 
     def _track_real(self, tensor: Tensor) -> None:
         if _is_sparse(tensor):
@@ -359,9 +348,14 @@ _ON_HOST = (
 
 def _is_dummy(tensor: Tensor) -> bool:
     """Return whether a large tensor repeats one number, as in a dummy checkpoint."""
-    if _is_sparse(tensor):
-        return False
-    return tensor.nbytes >= VIRTUAL_HOST_BYTES and not any(tensor.stride())
+    is_large = not _is_sparse(tensor) and tensor.nbytes >= VIRTUAL_HOST_BYTES
+    return is_large and not any(tensor.stride())
+
+
+def _ones_like(tensor: Tensor) -> Tensor:
+    """Return ones in place of a tensor without data; any other tensor unchanged."""
+    one = torch.ones((), dtype=tensor.dtype, device=CPU)
+    return one.expand(tensor.shape) if is_meta(tensor) else tensor
 
 
 def _has_large_floats(args: tuple[Any, ...]) -> bool:
