@@ -314,18 +314,18 @@ class OwnSteps:
 
     def install(self, patches: Patches) -> None:
         """Watch the operators of the script for steps, until the script makes a torch optimizer."""
-        make, request = Optimizer.__init__, self._mode.request
+        request = self._mode.request
 
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        @patches.wrap(Optimizer, "__init__")
+        def init(make: Any, *args: Any, **kwargs: Any) -> None:
             self.stop()
-            make(optimizer, *args, **kwargs)
+            make(*args, **kwargs)
 
         def follow(op: Op, args: Args, kwargs: Kwargs, *rest: Any) -> None:
             if self._leaves:
                 self._see(op, args, kwargs)
             request(op, args, kwargs, *rest)
 
-        patches.set(Optimizer, "__init__", init)
         patches.set(self._mode, "request", follow)
 
     def stop(self) -> None:
@@ -410,13 +410,8 @@ class DeviceThread:
 
     def install(self, patches: Patches) -> None:
         """Replace autograd's entry point by `_run`."""
-        engine = torch.autograd.graph._engine_run_backward
-
-        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._run(engine, outputs, *args, **kwargs)
-
-        patches.set(torch.autograd.graph, "_engine_run_backward", run)
-        patches.set(torch.autograd, "_engine_run_backward", run)
+        run = partial(self._run, torch.autograd.graph._engine_run_backward)
+        patches.set_all({"_engine_run_backward": run}, torch.autograd.graph, torch.autograd)
 
     def _run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `_engine_run_backward(outputs, grad_outputs, retain_graph, create_graph, ...)`."""

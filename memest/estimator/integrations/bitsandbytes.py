@@ -57,7 +57,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make bitsandbytes load its CUDA library, whether or not it was imported before."""
     load = ctypes.cdll.LoadLibrary
 
-    def load_library(name: Any) -> Any:
+    @patches.wrap(ctypes.cdll, "LoadLibrary")
+    def load_library(load: Any, name: Any) -> Any:
         folder, file = os.path.split(str(name))
         if file.startswith("libbitsandbytes_cuda"):
             return KernelLibrary(load, folder)
@@ -101,7 +102,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         update = _WithNumbers(operators.optimizer_update_32bit)
         patches.set(operators, "optimizer_update_32bit", update)
 
-    patches.set(ctypes.cdll, "LoadLibrary", load_library)
     if "bitsandbytes" not in sys.modules:
         hooks.after("bitsandbytes.cextension", after_extension)
     hooks.after("bitsandbytes.functional", after_functional)

@@ -49,10 +49,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    compile_: Any = torch.compile
-
-    @wraps(compile_)
-    def compile_as_simulated(model: Any = None, **options: Any) -> Any:
+    @patches.wrap(torch, "compile")
+    def compile_as_simulated(compile_: Any, model: Any = None, **options: Any) -> Any:
         backend = options.get("backend")
         how = _captures(options.get("mode"), backend, options.get("options") or {})
         if how:
@@ -89,7 +87,6 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
         return call
 
-    patches.set(torch, "compile", compile_as_simulated)
     inductor.install(patches, mode, hooks)
 
 
@@ -125,9 +122,8 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
             made.__dict__.setdefault("save", refusing("`save` of a scripted module", NOT_COMPILED))
         return made
 
-    torchscript = torch.jit.script
-
-    def script(obj: Any = None, *args: Any, **options: Any) -> Any:
+    @patches.wrap(torch.jit, "script")
+    def script(torchscript: Any, obj: Any = None, *args: Any, **options: Any) -> Any:
         if getattr(obj, "__module__", "").startswith("torch._decomp"):
             return torchscript(obj, *args, **options)  # torch itself reads the graph
         return as_written(obj)
@@ -151,16 +147,15 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
         patches.set(module, "graph", graph)
 
     hooks.after("torch.utils.tensorboard._pytorch_graph", after)
-    patches.set(torch.jit, "script", script)
-    patches.set(torch.jit, "script_method", as_written)
-    patches.set(torch.jit, "ScriptModule", _Unscripted)
-    patches.set(torch.jit, "trace", trace)
-    patches.set(torch.jit, "freeze", lambda module, *args, **options: module)
-    patches.set(torch.jit, "optimize_for_inference", lambda module, *args, **options: module)
-
-
-class _Unscripted(nn.Module):
-    """Replacement of `torch.jit.ScriptModule` that compiles nothing."""
+    unchanged: Any = lambda module, *args, **options: module  # noqa: E731
+    replaced = {
+        "script_method": as_written,
+        "ScriptModule": type("ScriptModule", (nn.Module,), {}),  # it compiles nothing
+        "trace": trace,
+        "freeze": unchanged,
+        "optimize_for_inference": unchanged,
+    }
+    patches.set_all(replaced, torch.jit)
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches, constant
+from memest.estimator.tensors.patches import Patches, constant, setting
 from memest.estimator.tensors.placement import CPU, INSIDE, on_gpu
 from memest.estimator.tensors.storages import MemKind
 from memest.models_meta.sharding import States
@@ -100,61 +100,47 @@ def _buckets(optimizer: Any) -> Iterator[Tensor]:
 def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleType) -> None:
     """Label the buckets of stages 1 and 2, and assume finite gradients."""
     kind = module.DeepSpeedZeroOptimizer
-    name = "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue"
-    has_inf_or_nan = kind._has_inf_or_nan
 
-    def check_finite(x: Tensor, j: Any = None) -> Any:
+    @patches.wrap(kind, "_has_inf_or_nan")
+    def check_finite(has_inf_or_nan: Any, *args: Any, **kwargs: Any) -> Any:
         """Return zero; releases before 0.19.8 compare masks too large for known values."""
-        found = has_inf_or_nan(x, j)
+        found = has_inf_or_nan(*args, **kwargs)
         if isinstance(found, Tensor) and on_gpu(found):
             with _disable_current_modes():
                 mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype, device=CPU))
         return found
 
-    patches.set(kind, "_has_inf_or_nan", staticmethod(check_finite))
-    set_up = getattr(kind, name)
-
-    def labelled_buckets(optimizer: Any) -> None:
+    @patches.wrap(kind, "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue")
+    def labelled_buckets(set_up: Any, optimizer: Any) -> None:
         set_up(optimizer)
         for tensor in _buckets(optimizer):
             mode.memory.label(tensor, MemKind.BUCKETS)
-
-    patches.set(kind, name, labelled_buckets)
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make DeepSpeed find the GPU and its extensions, whether or not it was imported before."""
 
     def after_builder(module: ModuleType) -> None:
-        load = module.OpBuilder.load
-
-        def load_extension(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        @patches.wrap(module.OpBuilder, "load")
+        def load_extension(load: Any, builder: Any, *args: Any, **kwargs: Any) -> Any:
             return _Extension() if builder.name in KERNELS else load(builder, *args, **kwargs)
 
-        patches.set(module.OpBuilder, "load", load_extension)
-
     def after_engine(module: ModuleType) -> None:
-        step = module.DeepSpeedEngine.step
-
-        def labelled_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        @patches.wrap(module.DeepSpeedEngine, "step")
+        def labelled_step(step: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
             _label(mode, engine)
-            mode.work.is_in_engine = True
             try:
-                return step(engine, *args, **kwargs)
+                with setting(mode.work, "is_in_engine", True):
+                    return step(engine, *args, **kwargs)
             finally:
-                mode.work.is_in_engine = False
                 _label(mode, engine)
 
-        patches.set(module.DeepSpeedEngine, "step", labelled_step)
-
     def after_parameters(module: ModuleType) -> None:
-        gather = module._dist_allgather_fn
-
-        def labelled_gather(given: Tensor, gathered: Tensor, *args: Any, **kwargs: Any) -> Any:
+        @patches.wrap(module, "_dist_allgather_fn")
+        def labelled_gather(gather: Any, given: Tensor, gathered: Tensor, *args: Any) -> Any:
             mode.memory.label(gathered, MemKind.GATHERED)
-            return gather(given, gathered, *args, **kwargs)
+            return gather(given, gathered, *args)
 
-        patches.set(module, "_dist_allgather_fn", labelled_gather)
         for name in _MAKERS:
             patches.set(module, f"_orig_torch_{name}", getattr(torch, name))
         wrap = module.zero_wrapper_for_fp_tensor_constructor

@@ -46,14 +46,12 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             refused = staticmethod(flash_attention.refuse_old_release)
             patches.set(kind, "_check_and_enable_flash_attn_2", refused)
             return
-        check = kind._check_and_adjust_attn_implementation
 
-        def checked(model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-            if attn_implementation == FLASH_ATTENTION_2:
+        @patches.wrap(kind, "_check_and_adjust_attn_implementation")
+        def checked(check: Any, model: Any, requested: str | None, *args: Any, **kw: Any) -> Any:
+            if requested == FLASH_ATTENTION_2:
                 replace()
-            return check(model, attn_implementation, *args, **kwargs)
-
-        patches.set(kind, "_check_and_adjust_attn_implementation", checked)
+            return check(model, requested, *args, **kw)
 
     hooks.after("transformers.modeling_utils", after)
 

@@ -55,18 +55,15 @@ def _after(module: ModuleType) -> None:
 
 def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
     """Assume as many positives among unknown labels as a detector's sampler takes."""
-    sampler = module.BalancedPositiveNegativeSampler
-    sample = sampler.__call__
 
-    def sample_guessed(self: Any, matched_idxs: list[Tensor]) -> Any:
+    @patches.wrap(module.BalancedPositiveNegativeSampler, "__call__")
+    def sample_guessed(sample: Any, self: Any, matched_idxs: list[Tensor]) -> Any:
         num_positive = int(self.batch_size_per_image * self.positive_fraction)
         for labels in matched_idxs:
             if on_gpu(labels) and not mode.values.is_known(labels):
                 is_positive = torch.arange(len(labels), device=CPU) < num_positive
                 mode.guessed.adopt(labels, is_positive.to(labels.dtype))
         return sample(self, matched_idxs)
-
-    patches.set(sampler, "__call__", sample_guessed)
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial, wraps
+from inspect import getattr_static
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -80,16 +81,28 @@ class Patches:
         for name in [name for name in vars(type(functions)) if not name.startswith("_")]:
             self.set_all({prefix + name: getattr(functions, name)}, *owners)
 
+    def wrap(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorate a function to replace `owner.name`, which it gets as its first argument."""
+        original = getattr(owner, name)
+        is_static = isinstance(getattr_static(owner, name), staticmethod)
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return function(original, *args, **kwargs)
+
+            self.set(owner, name, staticmethod(call) if is_static else call)
+            return call
+
+        return decorate
+
     def within(self, owner: Any, name: str, context: Callable[..., Any]) -> None:
         """Run the function `owner.name` within `context(*args)`, with its positional arguments."""
-        function = getattr(owner, name)
 
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        @self.wrap(owner, name)
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with context(*args):
-                return function(*args, **kwargs)
-
-        self.set(owner, name, call)
+                return original(*args, **kwargs)
 
     def set_item(self, owner: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Set `owner[key]` to `value`."""

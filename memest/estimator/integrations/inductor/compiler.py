@@ -171,21 +171,21 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     from torch.fx.experimental import proxy_tensor
     from torch.utils import _triton
 
-    passes = compile_fx._recursive_joint_graph_passes
-    resolve = _ops.resolve_key
-
-    def key_of(op: Any, key: Any) -> Any:
+    @patches.wrap(_ops, "resolve_key")
+    def key_of(resolve: Any, op: Any, key: Any) -> Any:
         return _COMPOSITE if key == _AUTOGRAD_META and _is_composite(op) else resolve(op, key)
 
-    def on_gpu_passes(graph: Any, *args: Any, **kwargs: Any) -> Any:
+    @patches.wrap(compile_fx, "_recursive_joint_graph_passes")
+    def on_gpu_passes(passes: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
         place_on_gpu(graph)
         return passes(graph, *args, **kwargs)
 
     def on_gpu(graph: Any, inputs: Any, **options: Any) -> Any:
         return _lower(mode, graph, inputs, options)
 
-    def compile_graph(model: Any, inputs: Any, inner_compile: Any = on_gpu, **kw: Any) -> Any:
-        return compile_whole(model, inputs, inner_compile=inner_compile, **kw)
+    @patches.wrap(compile_fx, "compile_fx")
+    def compile_graph(whole: Any, *args: Any, inner_compile: Any = on_gpu, **options: Any) -> Any:
+        return whole(*args, inner_compile=inner_compile, **options)
 
     @contextmanager
     def with_constants_on_the_gpu() -> Iterator[Any]:
@@ -193,19 +193,15 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
         with unset_fake() as fake_mode, mode, _Puts():  # type: ignore[no-untyped-call]
             yield fake_mode
 
-    compile_whole = compile_fx.compile_fx
     unset_fake = vars(proxy_tensor)["unset_fake_temporarily"]
     guards: Any = torch._C._dynamo.guards
     triton = importlib.import_module("triton")
     utils.__dict__.setdefault("triton", triton)  # imported there if there is CUDA
     patches.set(proxy_tensor, "unset_fake_temporarily", with_constants_on_the_gpu)
-    patches.set(_ops, "resolve_key", key_of)
     if isinstance(vars(triton_utils).get("AttrsDescriptorWrapper"), type):  # Triton is a stub
         patches.set(triton_utils, "AttrsDescriptorWrapper", lambda *args, **kwargs: {})
     patches.set(_triton, "triton_hash_with_backend", lambda: "virtual")
     patches.set(fake_tensor, "init_gpu_context", lambda device: None)  # allocates on the GPU
-    patches.set(compile_fx, "compile_fx", compile_graph)
-    patches.set(compile_fx, "_recursive_joint_graph_passes", on_gpu_passes)
     _install_folder(patches)
     patches.set(
         async_compile.AsyncCompile, "triton",

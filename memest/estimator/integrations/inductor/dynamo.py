@@ -1,7 +1,7 @@
 """Dynamo under the patches of memest: which functions and hooks it sees, and how it fails."""
 
 from contextlib import nullcontext, suppress
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,10 +56,9 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
     """Trace the gradient of a `flex_attention` score function with fake tensors in eager mode."""
-    create = flex.create_fw_bw_graph
 
-    @wraps(create)
-    def create_graphs(*args: Any) -> Any:
+    @patches.wrap(flex, "create_fw_bw_graph")
+    def create_graphs(create: Any, *args: Any) -> Any:
         if INSIDE.compiles:
             return create(*args)
         hooks, fakes = mode.attribution.modules.without_hooks(), FakeTensorMode()
@@ -70,24 +69,19 @@ def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
         place_on_gpu(joint)
         return forward, joint
 
-    patches.set(flex, "create_fw_bw_graph", create_graphs)
-
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
     """Compile frames as on a GPU. A frame that fails only here runs eagerly, with a warning."""
     from torch._dynamo import exc
 
     convert_frame = dynamo.convert_frame
-    compile_ = convert_frame._compile
+    # DDPOptimizer compiles a frame under the modes of the script
+    patches.within(convert_frame, "_compile", lambda *_: mode.attribution.modules.without_hooks())
+    patches.within(convert_frame, "_compile", lambda *_: as_the_compiler(mode))
+    patches.within(convert_frame, "_compile", lambda *_: _disable_current_modes())
 
-    def compiled(code: Any, *args: Any, **kwargs: Any) -> Any:
-        # DDPOptimizer compiles a frame under the modes of the script
-        hooks = mode.attribution.modules.without_hooks()
-        with _disable_current_modes(), as_the_compiler(mode), hooks:
-            return compile_(code, *args, **kwargs)
-
-    @wraps(compile_)
-    def compile_frame(code: Any, *args: Any, **kwargs: Any) -> Any:
+    @patches.wrap(convert_frame, "_compile")
+    def compile_frame(compiled: Any, code: Any, *args: Any, **kwargs: Any) -> Any:
         dynamo.trace_rules.get_torch_obj_rule_map()  # fills the tables
         try:
             made = compiled(code, *args, **kwargs)
@@ -104,22 +98,19 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
         mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=how))
         return made
 
-    patches.set(convert_frame, "_compile", compile_frame)
     if not hasattr(convert_frame, "is_in_any_mode_without_ignore_compile_internals"):
         patches.set(convert_frame, "is_in_torch_dispatch_mode", lambda **options: False)
 
 
 def _install_breaks(patches: Patches, mode: CudaSimMode, broken: Any) -> None:
     """Warn of graph breaks that memest's own functions and objects cause."""
-    init = broken.__init__
 
-    def init_and_warn(self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
+    @patches.wrap(broken, "__init__")
+    def init_and_warn(init: Any, self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
         line = next((line for line in msg.splitlines() if "memest.estimator" in line), None)
         if line is not None and "_install_steps" not in line:  # the step within is one graph
             mode.guesses.warn(BROKEN.format(why=line.strip()[:200]))
         init(self, msg, *args, **kwargs)
-
-    patches.set(broken, "__init__", init_and_warn)
 
 
 def _is_of_dynamo(error: Exception) -> bool:

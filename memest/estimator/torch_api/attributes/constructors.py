@@ -63,9 +63,8 @@ def install_legacy(patches: Patches, device: Callable[[Tensor], torch.device]) -
 
 
 def _install_methods(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
-    kind_of, new_of = Tensor.type, Tensor.new
-
-    def type_(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    @patches.wrap(Tensor, "type")
+    def type_(kind_of: Any, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
             prefix = {"cuda": _PREFIX, "cpu": "torch."}.get(device(tensor).type, "torch.meta.")
             return kind_of(tensor).replace("torch.meta.", prefix)
@@ -74,14 +73,12 @@ def _install_methods(patches: Patches, device: Callable[[Tensor], torch.device])
             return tensor.to(device=GPU.device, dtype=on_gpu)
         return kind_of(tensor, dtype, *args, **kwargs)
 
-    def new(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    @patches.wrap(Tensor, "new")
+    def new(new_of: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         place = device(tensor)
         if kwargs or not is_meta(tensor) or place.type == "meta":
             return new_of(tensor, *args, **kwargs)
         return _made(args, tensor.dtype, place)
-
-    patches.set(Tensor, "type", type_)
-    patches.set(Tensor, "new", new)
 
 
 def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
@@ -139,14 +136,8 @@ Constructor = Callable[..., Any]
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
-    make: Any = Tensor.as_subclass
-
-    def as_subclass(tensor: Tensor, kind: type) -> Tensor:
-        with _disable_current_modes():  # it is a view, so it stays where `tensor` is
-            return make(tensor, kind)
-
-    if not makes_subclasses_under_modes():
-        patches.set(Tensor, "as_subclass", as_subclass)
+    if not makes_subclasses_under_modes():  # it is a view, so it stays where the tensor is
+        patches.within(Tensor, "as_subclass", lambda *_: _disable_current_modes())
     data_functions: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray}
     functions: set[Any] = {f for f in _device_constructors() if f not in data_functions}
     functions |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}

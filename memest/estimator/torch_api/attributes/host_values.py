@@ -64,18 +64,16 @@ def _under_modes(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 def _install_numbers(patches: Patches) -> None:
     """Read a `uint64` as the `int64` with the same bits."""
-    item_, float_ = Tensor.item, Tensor.__float__
 
-    def item(tensor: Tensor) -> Any:
+    @patches.wrap(Tensor, "item")
+    def item(item_: Any, tensor: Tensor) -> Any:
         if tensor.dtype is not torch.uint64:
             return item_(tensor)
         return item_(tensor.view(torch.int64)) % 2**64
 
-    def to_float(tensor: Tensor) -> float:
-        return float(item(tensor) if tensor.dtype is torch.uint64 else float_(tensor))
-
-    patches.set(Tensor, "item", item)
-    patches.set(Tensor, "__float__", to_float)
+    @patches.wrap(Tensor, "__float__")
+    def to_float(float_: Any, tensor: Tensor) -> float:
+        return float(tensor.item() if tensor.dtype is torch.uint64 else float_(tensor))
 
 
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
@@ -124,10 +122,8 @@ def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
 
 
 def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
-    numpy_, tolist_ = Tensor.numpy, Tensor.tolist
-    array_: Callable[..., Any] = Tensor.__array__
-
-    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+    @patches.wrap(Tensor, "numpy")
+    def numpy(numpy_: Any, tensor: Tensor, *, force: bool = False) -> Any:
         if not is_meta(tensor):
             return numpy_(tensor, force=force)
         if mode.host.place(tensor) is Place.GPU and not force:
@@ -143,26 +139,22 @@ def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> Non
         with _disable_current_modes():
             return np.array(numpy_(on_host(tensor.detach())))
 
-    def array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
+    @patches.wrap(Tensor, "__array__")
+    def array(array_: Any, tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
         if not is_meta(tensor):
             return array_(tensor, dtype)
         made = numpy(tensor)
         return made if dtype is None else made.astype(dtype, copy=False)
 
-    def tolist(tensor: Tensor) -> Any:
+    @patches.wrap(Tensor, "tolist")
+    def tolist(tolist_: Any, tensor: Tensor) -> Any:
         if not is_meta(tensor) or mode.host.place(tensor) is Place.META:
             return tolist_(tensor)
         with _disable_current_modes():
             return tolist_(on_host(tensor.detach()))
 
-    patches.set(Tensor, "numpy", numpy)
-    patches.set(Tensor, "tolist", tolist)
-    patches.set(Tensor, "__array__", array)
-
 
 def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
-    repr_: Callable[..., str] = Tensor.__repr__
-
     def whole(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided or not is_meta(tensor):
             return on_host(tensor)
@@ -175,7 +167,8 @@ def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
             *parts, tensor.shape, is_coalesced=is_coalesced, check_invariants=False, device=CPU
         )
 
-    def text(tensor: Tensor, *, tensor_contents: Any = None) -> str:
+    @patches.wrap(Tensor, "__repr__")
+    def text(repr_: Any, tensor: Tensor, *, tensor_contents: Any = None) -> str:
         is_fake = INSIDE.compiles or not is_meta(tensor)
         place = Place.META if is_fake else mode.host.place(tensor)
         if place is Place.META:
@@ -183,5 +176,3 @@ def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
         with _disable_current_modes():
             shown = repr_(whole(tensor.detach()), tensor_contents=tensor_contents)
         return f"{shown[:-1]}, device='{GPU.device}')" if place is Place.GPU else shown
-
-    patches.set(Tensor, "__repr__", text)

@@ -30,15 +30,14 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(
         Tensor, "get_device", lambda t: GPU.device.index if device(t).type == "cuda" else -1
     )
-    rename: Any = getattr(Tensor, "rename", None)  # torch 2.13 has none
+    if hasattr(Tensor, "rename"):  # torch 2.13 has none
 
-    def without_names(tensor: Tensor, *names: Any) -> Any:
-        """Return a view where `internal_set_names_inplace` (NamedTensor.cpp) refuses meta."""
-        is_view = names == (None,) and is_meta(tensor)
-        return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
+        @patches.wrap(Tensor, "rename")
+        def without_names(rename: Any, tensor: Tensor, *names: Any) -> Any:
+            """Return a view where `internal_set_names_inplace` (NamedTensor.cpp) refuses meta."""
+            is_view = names == (None,) and is_meta(tensor)
+            return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
 
-    if rename is not None:
-        patches.set(Tensor, "rename", without_names)
     install_legacy(patches, device)
     _install_wrappers(patches)
     _install_addresses(patches, mode)
@@ -71,15 +70,13 @@ def _install_wrappers(patches: Patches) -> None:
     Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
     stream, and the engine the device's context. `device` is that of the first inner tensor.
     """
-    make: Any = Tensor._make_wrapper_subclass
 
-    def wrap(cls: type, *args: Any, **kwargs: Any) -> Any:
+    @patches.wrap(Tensor, "_make_wrapper_subclass")
+    def wrap(make: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and hasattr(cls, "__tensor_flatten__"):
             kwargs["device"] = META if torch.device(device).type == "cuda" else device
         return make(cls, *args, **kwargs)
-
-    patches.set(Tensor, "_make_wrapper_subclass", staticmethod(wrap))
 
 
 def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:
@@ -173,9 +170,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 def _install_parse_to(patches: Patches) -> None:
     """Make `Module.to` accept a device number, or a tensor on the virtual GPU."""
-    parse_to: Any = torch._C._nn._parse_to
 
-    def parse(*args: Any, **kwargs: Any) -> Any:
+    @patches.wrap(torch._C._nn, "_parse_to")
+    def parse(parse_to: Any, *args: Any, **kwargs: Any) -> Any:
         if "tensor" in kwargs:
             args = (kwargs.pop("tensor"), *args)
         if args and isinstance(args[0], Tensor):
@@ -185,8 +182,6 @@ def _install_parse_to(patches: Patches) -> None:
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = resolve(kwargs["device"])
         return parse_to(*args, **kwargs)
-
-    patches.set(torch._C._nn, "_parse_to", parse)
 
 
 class _FromHost(torch.autograd.Function):
@@ -289,15 +284,14 @@ def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(nn.Parameter, "__new__", staticmethod(new))
     _install_data(patches, mode)
     _install_grad(patches, mode)
-    are_alike = torch._has_compatible_shallow_copy_type
 
-    def can_replace(tensor: Tensor, other: Tensor) -> bool:
+    @patches.wrap(torch, "_has_compatible_shallow_copy_type")
+    def can_replace(are_alike: Any, tensor: Tensor, other: Tensor) -> bool:
         """Return True for host and GPU, between which `Module.to` may set a parameter's data."""
         if is_meta(tensor) == is_meta(other):
             return are_alike(tensor, other)
         return mode.host.place(tensor if is_meta(tensor) else other) is not Place.META
 
-    patches.set(torch, "_has_compatible_shallow_copy_type", can_replace)
     # parameters without a shape allow the replaced methods too
     lazy: Any = UninitializedParameter.__mro__[1]  # the class that buffers have, too
     known = [getattr(Tensor, name) for name in _MOVES]

@@ -134,9 +134,9 @@ Lists = list[list[Tensor | None]]
 
 def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch._C._group_tensors_by_device_and_dtype` use the simulated devices."""
-    group = torch._C._group_tensors_by_device_and_dtype
 
-    def grouped(lists: Lists, with_indices: bool = False) -> dict[Any, tuple[Lists, list[int]]]:
+    @patches.wrap(torch._C, "_group_tensors_by_device_and_dtype")
+    def grouped(group: Any, lists: Lists, with_indices: bool = False) -> dict[Any, Any]:
         found: dict[Any, tuple[Lists, list[int]]] = {}
         devices = {Place.GPU: GPU.device, Place.META: META}
         for (device, dtype), (members, indices) in group(lists, with_indices).items():
@@ -148,8 +148,6 @@ def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
                     column += member[position : position + 1]
                 numbers += indices[position : position + 1]
         return found
-
-    patches.set(torch._C, "_group_tensors_by_device_and_dtype", grouped)
 
 
 CUDA_VERSION = "13.0"  # `torch.version.cuda` on a CPU build: that of torch 2.11.0+cu130

@@ -1,6 +1,5 @@
 """Streams, events, CUDA graphs, and the profiler."""
 
-import functools
 import itertools
 import sys
 from collections import Counter
@@ -329,10 +328,8 @@ _IN_ITS_PLACE = (
 def _install_profiler(patches: Patches, mode: CudaSimMode) -> None:
     """Let profilers with CUDA activity record the CPU; print once that kernels have no times."""
 
-    init = profiler.profile.__init__
-
-    @functools.wraps(init)
-    def without_cuda(self: Any, *args: Any, **options: Any) -> None:
+    @patches.wrap(profiler.profile, "__init__")
+    def without_cuda(init: Any, self: Any, *args: Any, **options: Any) -> None:
         device = options.pop("use_device", None)
         if options.pop("use_cuda", False) or device == "cuda":
             is_enabled = args[0] if args else options.get("enabled", True)
@@ -342,7 +339,6 @@ def _install_profiler(patches: Patches, mode: CudaSimMode) -> None:
             options["use_cpu"], device = True, None
         init(self, *args, use_device=device, **options)
 
-    patches.set(profiler.profile, "__init__", without_cuda)
     refused = refusing("a profiler's memory timeline", _IN_ITS_PLACE)
     patches.set(torch.profiler.profile, "export_memory_timeline", refused)
     supported = torch.autograd._supported_activities  # type: ignore[attr-defined]

@@ -86,10 +86,9 @@ def _install_states(patches: Patches) -> None:
     """
     from torch.distributed.fsdp import _optim_utils as utils
 
-    keys_of, gather = utils._map_param_key_to_optim_keys, utils._allgather_state_info
-
+    @patches.wrap(utils, "_map_param_key_to_optim_keys")
     def keys_of_all(
-        states: Any, group: Any, params: Any, names: Any, infos: Any, merge_keys: bool = False
+        keys_of: Any, states: Any, group: Any, params: Any, names: Any, infos: Any, merge_keys: Any
     ) -> Any:
         keys, local = keys_of(states, group, params, names, infos, merge_keys)
         if merge_keys and keys:
@@ -98,7 +97,8 @@ def _install_states(patches: Patches) -> None:
             keys = sorted({*keys, *others})
         return keys, local
 
-    def gather_all(fsdp_state: Any, states: Any) -> Any:
+    @patches.wrap(utils, "_allgather_state_info")
+    def gather_all(gather: Any, fsdp_state: Any, states: Any) -> Any:
         gathered = gather(fsdp_state, states)
         own = gathered[fsdp_state.rank]
         like = next((own[name] for name, state in states.items() if state), None)
@@ -106,9 +106,6 @@ def _install_states(patches: Patches) -> None:
             others = {name: info if states[name] else like for name, info in own.items()}
             gathered = [own if r == fsdp_state.rank else others for r in range(len(gathered))]
         return gathered
-
-    patches.set(utils, "_map_param_key_to_optim_keys", keys_of_all)
-    patches.set(utils, "_allgather_state_info", gather_all)
 
 
 def _resizer(mode: CudaSimMode) -> Callable[..., None]:
@@ -170,25 +167,24 @@ def _install_handle(
     patches: Patches, mode: CudaSimMode, handle_type: Any, free: Callable[[Tensor], None]
 ) -> None:
     """Install the resizes of a handle that run without an operator."""
-    get_shard, use_unsharded_views = handle_type._get_shard, handle_type._use_unsharded_views
 
-    def own_shard(tensor: Tensor, rank: int, world_size: int) -> tuple[Tensor, int]:
+    @patches.wrap(handle_type, "_get_shard")
+    def own_shard(get_shard: Any, tensor: Tensor, *args: Any) -> tuple[Tensor, int]:
         """Run `_get_shard`; if called by `shard`, free the source, as `_typed_storage` does."""
-        found: tuple[Tensor, int] = get_shard(tensor, rank, world_size)
-        if sys._getframe(1).f_code.co_name == "shard":
+        found: tuple[Tensor, int] = get_shard(tensor, *args)
+        if sys._getframe(2).f_code.co_name == "shard":
             free(tensor)
         return found
 
-    def views(handle: Any, as_params: bool) -> None:
+    @patches.wrap(handle_type, "_use_unsharded_views")
+    def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
         """Make views of a flat parameter, and its `AccumulateGrad` node, in each forward."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 
-    patches.set(handle_type, "_get_shard", staticmethod(own_shard))
     # outside of inference mode, where torch refuses the data of the views on meta
     patches.within(handle_type, "_use_sharded_views", lambda handle: torch.no_grad())
     patches.within(handle_type, "_use_sharded_views", lambda handle: torch.inference_mode(False))
-    patches.set(handle_type, "_use_unsharded_views", views)
 
 
 def _install_second(patches: Patches, resize: Callable[..., None]) -> None:

@@ -239,9 +239,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
-    reduce: Any = Tensor._reduce_ex_internal
-
-    def reduced(tensor: Tensor, protocol: Any) -> Any:
+    @patches.wrap(Tensor, "_reduce_ex_internal")
+    def reduced(reduce: Any, tensor: Tensor, protocol: Any) -> Any:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_meta(tensor):
             return reduce(tensor, protocol)
         if mode.host.place(tensor) is Place.META and not mode.is_off:
@@ -259,7 +258,6 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
         made.__dict__.update(tensor.__dict__)
         return made.requires_grad_(tensor.requires_grad)
 
-    patches.set(Tensor, "_reduce_ex_internal", reduced)
     patches.set(Tensor, "__copy__", copied)
     module: Any = torch.serialization
     packages = module._package_registry
@@ -297,9 +295,9 @@ def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
 
 def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
     storage_class: Any = torch.UntypedStorage
-    clone, true_to = storage_class.clone, storage_class.to
 
-    def cloned(storage: Any) -> Any:
+    @patches.wrap(storage_class, "clone")
+    def cloned(clone: Any, storage: Any) -> Any:
         key = storage._cdata
         if key in mode.memory.live or key in host_storages:
             return checkpoints.copied(storage)
@@ -310,13 +308,12 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
             return storage
         return checkpoints.restored(storage, str(resolve(GPU.device if device is None else device)))
 
-    def to(storage: Any, *, device: Any, **options: Any) -> Any:
+    @patches.wrap(storage_class, "to")
+    def to(true_to: Any, storage: Any, *, device: Any, **options: Any) -> Any:
         move = to_gpu if torch.device(device).type == "cuda" else true_to
         return move(storage, device=device, **options)
 
-    patches.set(storage_class, "clone", cloned)
     patches.set(storage_class, "cuda", to_gpu)
-    patches.set(storage_class, "to", to)
     share: Any = Tensor.share_memory_
     patches.set(Tensor, "share_memory_", lambda t: t if is_meta(t) else share(t))
 
