@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from memest.estimator.integrations import bitsandbytes
 from memest.estimator.integrations.bitsandbytes import KernelLibrary
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.torch_api.attributes import constructors
-from memest.estimator.torch_api.files.pretrained import NoWeights, _dtype_without_files
+from memest.estimator.torch_api.files.pretrained import NoWeights, dtype_of
 from memest.loops import data
 from memest.models_meta import flash_attention, registry
 from memest.models_meta.build import BuiltModel
@@ -72,7 +73,7 @@ def test_the_dtype_is_found_without_files_in_transformers_4_51() -> None:
         return state_dict
 
     files = [NoWeights("model.safetensors")]
-    call = _dtype_without_files(_get_torch_dtype)
+    call = partial(dtype_of, _get_torch_dtype)
 
     assert list(call(nn.Module, torch.float16, files, None, None, None, True)) == [""]
     assert call(nn.Module, torch.float16, ["a"], None, None, None, True) is None

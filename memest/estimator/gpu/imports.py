@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -115,6 +116,20 @@ def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> No
     originals, made = zip(*pairs, strict=True)
     for owner, name, index in names_of(originals):
         patches.set(owner, name, made[index])
+
+
+def wrap_everywhere(
+    patches: Patches, module: Any, name: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function to replace `module.name`, as `Patches.wrap`, in each module."""
+    original = getattr(module, name)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        made = wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs))
+        replace_everywhere(patches, [(original, made)])
+        return made
+
+    return decorate
 
 
 class StubFinder(MetaPathFinder, Loader):

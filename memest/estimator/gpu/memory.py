@@ -218,26 +218,26 @@ class Memory:
         A storage that had memory keeps the operator and module of its site.
         """
         with self.lock:
-            index = self.id_of(tensor)
+            storage = tensor.untyped_storage()
+            index = self.live.pop(storage._cdata, None)
             if index is not None and num_bytes:
                 before = self.storages.sites[index]
                 site = Site(before.op, before.module, site.phase)
-            tensor.untyped_storage().resize_(num_bytes)
-            self.move(tensor, site if num_bytes else Site("", "", site.phase), kind)
+            storage.resize_(num_bytes)
+            self._move(index, tensor, site if num_bytes else Site("", "", site.phase), kind)
 
-    def move(self, tensor: Tensor, site: Site, kind: MemKind | None = None) -> None:
-        """Move a storage of another size than its block to a new block (cuda/Resize.cpp).
-
-        `kind` None leaves the kind as it was.
-        """
+    def grow(self, tensor: Tensor, site: Site) -> None:
+        """Move a storage that an operator enlarged to a larger block (cuda/Resize.cpp)."""
         with self.lock:
             index = self.live.pop(tensor.untyped_storage()._cdata, None)
-            if kind is None:
-                kind = self.kind if index is None else self.storages.kinds[index]
-            self.allocate(tensor, site, kind)
-            if index is not None:
-                self._references.pop(index, None)
-                self._release(index)
+            kind = self.kind if index is None else self.storages.kinds[index]
+            self._move(index, tensor, site, kind)
+
+    def _move(self, index: int | None, tensor: Tensor, site: Site, kind: MemKind) -> None:
+        self.allocate(tensor, site, kind)
+        if index is not None:
+            self._references.pop(index, None)
+            self._release(index)
 
     def use_driver(self, event: int) -> None:
         """Log `FIRST_KERNEL` or `NEW_HANDLE`, for which the driver takes memory of its own."""

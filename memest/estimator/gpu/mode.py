@@ -433,7 +433,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._result(op, args, kwargs)
         for tensor, num_bytes in zip(written, before, strict=True):
             if tensor.untyped_storage().nbytes() > num_bytes:
-                self.memory.move(tensor, self.attribution.site(op.func))
+                self.memory.grow(tensor, self.attribution.site(op.func))
         return out
 
     def _on_meta(self, op: Op, args: Args, kwargs: Kwargs) -> Any:

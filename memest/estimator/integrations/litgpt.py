@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from memest.errors import UnsupportedError
-from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
+from memest.estimator.gpu.imports import ImportHooks, wrap_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.versions import installed_versions
@@ -25,9 +25,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Offer dummy checkpoints where LitGPT misses a checkpoint; refuse Thunder."""
 
     def after_utils(module: ModuleType) -> None:
-        check = module.check_valid_checkpoint_dir
-
-        def check_valid_checkpoint_dir(*args: Any, **kwargs: Any) -> Any:
+        @wrap_everywhere(patches, module, "check_valid_checkpoint_dir")
+        def check_and_offer(check: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return check(*args, **kwargs)
             except FileNotFoundError as error:
@@ -36,8 +35,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             except SystemExit:
                 sys.stderr.write(f"{OFFER}\n")
                 raise
-
-        replace_everywhere(patches, [(check, check_valid_checkpoint_dir)])
 
     def after_import(module: ModuleType) -> None:
         release = installed_versions("litgpt").get("litgpt")

@@ -157,10 +157,10 @@ def test_older_safetensors_check_while_they_flatten(gpu: VirtualGpu) -> None:
     seen: list[bytes] = []
     module: Any = ModuleType("safetensors.torch")
     vars(module).update(_tobytes=None, _flatten=flatten, save=save, save_file=None)
-    header, num_bytes, offsets = checkpoints.Writer(module, gpu.mode)._header({"w": weight()}, {})
+    header, places = checkpoints.Writer(module, gpu.mode)._header({"w": weight()}, {})
 
     assert seen == [b""]
-    assert (num_bytes, offsets) == (weight().nbytes, {"w": 0})
+    assert places == {"w": (0, weight().nbytes)}
     assert b'"w"' in header
 
 

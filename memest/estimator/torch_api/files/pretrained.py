@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
+from memest.estimator.gpu.imports import ImportHooks, wrap_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches, constant
 from memest.estimator.tensors.placement import CPU, META
@@ -36,39 +36,16 @@ class NoWeights(str):
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make transformers, if a script imports it, load models without weight files."""
-
-    def replace(module: ModuleType, makers: dict[str, Callable[[Any], Any]]) -> None:
-        pairs = [(old := getattr(module, name), make(old)) for name, make in makers.items()]
-        replace_everywhere(patches, pairs)
-
-    def models(module: ModuleType) -> None:
-        old = not hasattr(module, "_get_dtype")  # before transformers 4.56
-        makers = {
-            "_get_resolved_checkpoint_files": lambda f: _resolving(f, mode),
-            "_get_torch_dtype" if old else "_get_dtype": _dtype_without_files,
-        }
-        replace(module, makers)
-        model: Any = module.PreTrainedModel
-        load = _loading(model._load_pretrained_model, mode)
-        patches.set(model, "_load_pretrained_model", staticmethod(load))
-
-    hooks.after(
-        "transformers.utils.hub",
-        lambda module: replace(
-            module, {"cached_files": lambda f: _with_bundled_configs(f, patches, mode)}
-        ),
-    )
+    hooks.after("transformers.utils.hub", partial(_install_configs, patches, mode))
     hooks.after(  # without threads, which would allocate in random order
         "transformers.core_model_loading",
         lambda module: patches.set(module, "ThreadPoolExecutor", constant(None)),
     )
-    hooks.after("transformers.modeling_utils", models)
+    hooks.after("transformers.modeling_utils", partial(_install_models, patches, mode))
 
 
-def _with_bundled_configs(
-    cached_files: Callable[..., Any], patches: Patches, mode: CudaSimMode
-) -> Callable[..., Any]:
-    """Wrap transformers' `cached_files` to use a bundled config where it finds none."""
+def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
+    """Make transformers use a bundled config where `cached_files` finds none."""
 
     @cache
     def folder() -> Path:
@@ -85,7 +62,10 @@ def _with_bundled_configs(
         mode.notes.add(f"`{name}` was not found on this machine: its bundled config was taken")
         return [str(path)]
 
-    def call(path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any) -> Any:
+    @wrap_everywhere(patches, module, "cached_files")
+    def find_or_make(
+        cached_files: Any, path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any
+    ) -> Any:
         name = str(path_or_repo_id)
         entry = None if os.path.exists(name) else find_entry(name)
         if entry is None or not DESCRIBING.issuperset(filenames):
@@ -100,13 +80,12 @@ def _with_bundled_configs(
         is_missing = not found and filenames == ["config.json"]
         return config_of(entry, name) if is_missing else found
 
-    return call
 
+def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
+    """Make transformers search this machine only, and load a state dict where it has no files."""
 
-def _resolving(resolve: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
-    """Wrap `_get_resolved_checkpoint_files`, so that it searches this machine only."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
+    @wrap_everywhere(patches, module, "_get_resolved_checkpoint_files")
+    def resolve_here(resolve: Any, *args: Any, **kwargs: Any) -> Any:
         name = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
         if name is None or kwargs.get("gguf_file"):
             return resolve(*args, **kwargs)
@@ -125,35 +104,26 @@ def _resolving(resolve: Callable[..., Any], mode: CudaSimMode) -> Callable[..., 
         )
         return [NoWeights("model.safetensors")], None
 
-    return call
+    is_old = not hasattr(module, "_get_dtype")  # before transformers 4.56
+    wrap_everywhere(patches, module, "_get_torch_dtype" if is_old else "_get_dtype")(dtype_of)
 
-
-def _dtype_without_files(get_dtype: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `_get_dtype`, which reads the first weight where the config has no dtype."""
-    parameters = inspect.signature(get_dtype)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = parameters.bind(*args, **kwargs)
-        files = given.arguments["checkpoint_files"]
-        if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
-            given.arguments["state_dict"] = {"": torch.empty(0, device=CPU)}
-        return get_dtype(*given.args, **given.kwargs)
-
-    return call
-
-
-def _loading(load: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
-    """Wrap `_load_pretrained_model`, with a state dict where there are no files."""
-
-    def call(
-        model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any
+    @patches.wrap(module.PreTrainedModel, "_load_pretrained_model")
+    def load_state(
+        load: Any, model: Any, state: Any, files: Any, config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if state_dict is None and files and isinstance(files[0], NoWeights):
-            conversions = getattr(load_config, "weight_mapping", None)  # none before transformers 5
-            state_dict, files = _weights_of(model, conversions, mode), None
-        return load(model, state_dict, files, load_config, *args, **kwargs)
+        if state is None and files and isinstance(files[0], NoWeights):
+            conversions = getattr(config, "weight_mapping", None)  # none before transformers 5
+            state, files = _weights_of(model, conversions, mode), None
+        return load(model, state, files, config, *args, **kwargs)
 
-    return call
+
+def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `_get_dtype`, which reads the first weight where the config has no dtype."""
+    given = inspect.signature(get_dtype).bind(*args, **kwargs)
+    files = given.arguments["checkpoint_files"]
+    if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
+        given.arguments["state_dict"] = {"": torch.empty(0, device=CPU)}
+    return get_dtype(*given.args, **given.kwargs)
 
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
