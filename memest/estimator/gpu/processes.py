@@ -38,10 +38,10 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
 
     Tensors without data can cross between processes.
     """
-    start = BaseProcess.start
     ranks: list[Any] = []  # processes of the script that are ranks, in the order of their start
 
-    def noted_start(self: Any) -> None:
+    @patches.wrap(BaseProcess, "start")
+    def noted_start(start: Any, self: Any) -> None:
         """Start the process, or call its function here if it is this rank's."""
         target = getattr(self, "_target", None) or type(self).run
         home = str(getattr(target, "__module__", "")).partition(".")[0]
@@ -57,18 +57,21 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
             if len(ranks) == rank.local_rank + 1:
                 self.run()
 
-    patches.set(BaseProcess, "start", noted_start)
+    def of_process(value: Any, method: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return `value` for a rank; else call the `method` of the process."""
+        return value if self in ranks else method(self, *args, **kwargs)
+
     for name, value in (("join", None), ("is_alive", False), ("close", None)):
-        patches.set(BaseProcess, name, _or(value, getattr(BaseProcess, name), ranks))
+        patches.wrap(BaseProcess, name)(partial(of_process, value))
     exitcode: Any = BaseProcess.exitcode
-    patches.set(BaseProcess, "exitcode", property(_or(0, exitcode.fget, ranks)))
+    patches.set(BaseProcess, "exitcode", property(partial(of_process, 0, exitcode.fget)))
     for name in ("spawn", "start_processes"):
         patches.set(mp, name, partial(_spawn, rank))
     pickler: Any = ForkingPickler
     reducers = pickler._extra_reducers
     changed = dict(reducers)
     for kind in (Tensor, torch.nn.Parameter):
-        changed[kind] = _between_processes(reducers[kind])
+        changed[kind] = partial(_between_processes, reducers[kind])
     patches.set(pickler, "_extra_reducers", changed)
     from torch.utils.data._utils import collate
 
@@ -101,15 +104,6 @@ def _other_number(number: int, rank: Rank) -> UnsupportedError:
     )
 
 
-def _or(value: Any, method: Callable[..., Any], ranks: list[Any]) -> Callable[..., Any]:
-    """Wrap `method` of a process: for one of `ranks` it returns `value`."""
-
-    def of_process(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return value if self in ranks else method(self, *args, **kwargs)
-
-    return of_process
-
-
 def refuse_in_child(kwargs: dict[str, Any]) -> None:
     """Raise torch's `RuntimeError` in a forked process, which has no GPU."""
     device = kwargs.get("device")
@@ -120,12 +114,9 @@ def refuse_in_child(kwargs: dict[str, Any]) -> None:
 _sent: deque[Any] = deque(maxlen=256)  # placeholders, kept until the receiver has started
 
 
-def _between_processes(reduce: Any) -> Any:
-    def reduced(tensor: Any) -> Any:
-        if not is_meta(tensor):
-            return reduce(tensor)
-        made = tensor.detach().__reduce_ex__(2)
-        _sent.append(made)
-        return made
-
-    return reduced
+def _between_processes(reduce: Any, tensor: Any) -> Any:
+    if not is_meta(tensor):
+        return reduce(tensor)
+    made = tensor.detach().__reduce_ex__(2)
+    _sent.append(made)
+    return made

@@ -43,7 +43,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             ("load", _has_gpu_code), ("load_inline", _has_gpu_code),
             ("CUDAExtension", constant(True)),
         ):  # fmt: skip
-            patches.set(module, name, _guarded(getattr(module, name), mode, has_gpu_code))
+            patches.wrap(module, name)(partial(_build, mode, has_gpu_code))
 
     hooks.after("torch.utils.cpp_extension", after)
 
@@ -181,9 +181,6 @@ def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
             kept.clear()
 
 
-_HINT = "run the script without it; see docs/run.md for what is supported"
-
-
 def _has_gpu_code(*args: Any, **options: Any) -> bool:
     """Return whether the arguments of a C++ extension name sources for the GPU."""
     if options.get("with_cuda") or options.get("cuda_sources"):
@@ -193,17 +190,14 @@ def _has_gpu_code(*args: Any, **options: Any) -> bool:
     return any(str(source).endswith((".cu", ".cuh")) for source in sources) or len(args) > 2
 
 
-def _guarded(
-    function: Callable[..., Any], mode: CudaSimMode, has_gpu_code: Callable[..., bool]
-) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        if not has_gpu_code(*args, **options):
-            return function(*args, **options)
-        name = options.get("name", args[0] if args else "")
-        where = mode.attribution.lines.current() or "the script"
-        raise UnsupportedError(
-            f"{where}: `{name}` is an extension in CUDA, whose kernels cannot be simulated",
-            hint=_HINT,
-        )
-
-    return call
+def _build(
+    mode: CudaSimMode, has_gpu_code: Callable[..., bool], build: Any, *args: Any, **options: Any
+) -> Any:
+    if not has_gpu_code(*args, **options):
+        return build(*args, **options)
+    name = options.get("name", args[0] if args else "")
+    where = mode.attribution.lines.current() or "the script"
+    raise UnsupportedError(
+        f"{where}: `{name}` is an extension in CUDA, whose kernels cannot be simulated",
+        hint="run the script without it; see docs/run.md for what is supported",
+    )

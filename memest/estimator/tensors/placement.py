@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -231,23 +232,22 @@ def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
     for owner, names in _MAKERS.items():
         for name in names:
             full = f"{owner.__name__}.{name}"
-            patches.set(owner, name, _on_host(getattr(owner, name), full, where))
+            patches.wrap(owner, name)(partial(_make_on_host, full, where))
 
 
-def _on_host(make: Callable[..., Any], name: str, where: Callable[[], str]) -> Callable[..., Any]:
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is None:
-            is_for_gpu = any(map(on_gpu, tensors_in((*args, *kwargs.values()))))
-        else:
-            is_for_gpu = torch.device(device).type == "cuda"
-        if is_for_gpu:
-            raise UnsupportedError(
-                f"{where() or 'the script'}: `{name}` on the GPU cannot be simulated", hint=_HINT
-            )
-        return make(*args, **kwargs)
-
-    return refusing
+def _make_on_host(
+    name: str, where: Callable[[], str], make: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    device = kwargs.get("device")
+    if device is None:
+        is_for_gpu = any(map(on_gpu, tensors_in((*args, *kwargs.values()))))
+    else:
+        is_for_gpu = torch.device(device).type == "cuda"
+    if is_for_gpu:
+        raise UnsupportedError(
+            f"{where() or 'the script'}: `{name}` on the GPU cannot be simulated", hint=_HINT
+        )
+    return make(*args, **kwargs)
 
 
 def local_foreach(

@@ -143,14 +143,14 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     functions |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
     functions |= {torch.rand_like, torch.randn_like, torch.randint_like}
     for function in data_functions:
-        is_copy = function.__name__ == "tensor"
-        patches.set(torch, function.__name__, _from_data(function, copies=is_copy))
+        name = function.__name__
+        patches.wrap(torch, name)(functools.partial(_from_data, copies=name == "tensor"))
     for function in functions:
         name = function.__name__
         if getattr(torch, name, None) is function:  # not one of `torch.fft`
             patches.set(torch, name, _with_device(getattr(torch, name)))
     for name in ("sparse_csr_tensor", "sparse_csc_tensor", "sparse_compressed_tensor"):
-        patches.set(torch, name, _of_parts(getattr(torch, name)))
+        patches.wrap(torch, name)(_of_parts)
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
         patches.set(Tensor, name, _with_device(getattr(Tensor, name)))
     patches.set(Tensor, "new_tensor", _new_tensor)
@@ -179,40 +179,32 @@ def _with_device(function: Constructor) -> Constructor:
     return call
 
 
-def _of_parts(function: Constructor) -> Constructor:
-    """Wrap a factory of compressed matrices to move its parts to the device before the call."""
-
-    @functools.wraps(function)
-    def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-        device = device if device is not None else _default_device()
-        if device is None:
-            return function(*args, **kwargs)
-        parts = [torch.as_tensor(part, device=device) for part in args[:3]]
-        return function(*parts, *args[3:], **kwargs)
-
-    return call
+def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    """Call a factory of compressed matrices after its parts were moved to the device."""
+    device = device if device is not None else _default_device()
+    if device is None:
+        return function(*args, **kwargs)
+    parts = [torch.as_tensor(part, device=device) for part in args[:3]]
+    return function(*parts, *args[3:], **kwargs)
 
 
-def _from_data(function: Constructor, *, copies: bool) -> Constructor:
-    """Wrap a factory that fills a tensor on the host and copies it, such as `torch.tensor`."""
-
-    @functools.wraps(function)
-    def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-        device = resolve(device if device is not None else _default_device())
-        data = args[0] if args else kwargs.get("data")
-        if isinstance(data, Tensor) and is_meta(data):
-            moved = data if device is None else data.to(device)
-            moved = moved.to(kwargs.get("dtype") or moved.dtype)
-            made = moved.detach().clone() if copies else moved
-            return made.requires_grad_() if kwargs.get("requires_grad") else made
-        is_pinned = kwargs.pop("pin_memory", False)  # C++ would initialize CUDA
-        requires_grad = kwargs.pop("requires_grad", False)
-        goes_to_gpu = device is not None and torch.device(device).type == "cuda"
-        made = function(*args, device=CPU if goes_to_gpu else device, **kwargs)
-        made = made.to(GPU.device) if goes_to_gpu else made.pin_memory() if is_pinned else made
-        return made.requires_grad_() if requires_grad else made
-
-    return call
+def _from_data(
+    function: Constructor, *args: Any, copies: bool, device: Any = None, **kwargs: Any
+) -> Any:
+    """Call a factory that fills a tensor on the host and copies it, such as `torch.tensor`."""
+    device = resolve(device if device is not None else _default_device())
+    data = args[0] if args else kwargs.get("data")
+    if isinstance(data, Tensor) and is_meta(data):
+        moved = data if device is None else data.to(device)
+        moved = moved.to(kwargs.get("dtype") or moved.dtype)
+        made = moved.detach().clone() if copies else moved
+        return made.requires_grad_() if kwargs.get("requires_grad") else made
+    is_pinned = kwargs.pop("pin_memory", False)  # C++ would initialize CUDA
+    requires_grad = kwargs.pop("requires_grad", False)
+    goes_to_gpu = device is not None and torch.device(device).type == "cuda"
+    made = function(*args, device=CPU if goes_to_gpu else device, **kwargs)
+    made = made.to(GPU.device) if goes_to_gpu else made.pin_memory() if is_pinned else made
+    return made.requires_grad_() if requires_grad else made
 
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:

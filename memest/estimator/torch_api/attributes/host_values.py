@@ -42,24 +42,20 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     if not returns_large_numbers():
         _install_numbers(patches)
     for name in ("__float__", "__index__", "__bool__"):
-        patches.set(Tensor, name, _under_modes(getattr(Tensor, name)))
+        patches.wrap(Tensor, name)(_read_under_modes)
 
 
-def _under_modes(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Wrap a read to run under the modes that C++ turns off (`internal_new_from_data`)."""
-
-    def call(tensor: Tensor) -> Any:
-        if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
-            return read(tensor)
+def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    """Read under the modes that C++ turns off (`internal_new_from_data`)."""
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
+        return read(tensor)
+    for key in _MODES:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return read(tensor)
+    finally:
         for key in _MODES:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-        try:
-            return read(tensor)
-        finally:
-            for key in _MODES:
-                torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
-
-    return call
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
 
 def _install_numbers(patches: Patches) -> None:

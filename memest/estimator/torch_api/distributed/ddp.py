@@ -16,6 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -222,7 +223,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(dist, "Reducer", made)
     patches.set(_Logger, "set_runtime_stats_and_log", lambda logger: None)  # times of CUDA
     for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
-        patches.set(dist, name, _on_nccl(getattr(c10d, name), mode))
+        patches.set(dist, name, partial(_on_nccl, mode, getattr(c10d, name)))
     patches.set(dist, "_register_comm_hook", register)
     patches.set(dist, "_register_builtin_comm_hook", register_builtin)
 
@@ -251,14 +252,10 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return run
 
 
-def _on_nccl(function: Callable[..., Any], mode: CudaSimMode) -> Callable[..., Any]:
-    """Wrap a function of C++ that makes tensors, sends them over a group and waits."""
-
-    def run(group: Any, *args: Any) -> Any:
-        with _on_gpu(), torch.no_grad():
-            return function(_NcclGroup(mode, group), *args)
-
-    return run
+def _on_nccl(mode: CudaSimMode, function: Callable[..., Any], group: Any, *args: Any) -> Any:
+    """Call a function of C++ that makes tensors, sends them over a group and waits."""
+    with _on_gpu(), torch.no_grad():
+        return function(_NcclGroup(mode, group), *args)
 
 
 def _on_gpu() -> AbstractContextManager[None]:

@@ -29,23 +29,19 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(_op_schema, "_rebuild_tensor_from_dtensor_meta", bare)
     _install_random(patches)
     for owner in (torch, Tensor):
-        patches.set(owner, "isfinite", _finite(owner.isfinite, DTensor, mode))
+        patches.wrap(owner, "isfinite")(partial(_isfinite, DTensor, mode))
 
 
-def _finite(isfinite: Any, kind: type, mode: CudaSimMode) -> Any:
-    """Return `isfinite` whose result is True for a DTensor with unknown values.
+def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> Tensor:
+    """Return `isfinite`, which is True for a DTensor with unknown values.
 
     Up to torch 2.9 the norm of gradients is partial. `isfinite` compares it with itself, and each
     operand is reduced on its own, so that the results are two tensors.
     """
-
-    def test(tensor: Tensor) -> Tensor:
-        out: Tensor = isfinite(tensor)
-        if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
-            mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool, device=CPU))
-        return out
-
-    return test
+    out: Tensor = isfinite(tensor)
+    if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
+        mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool, device=CPU))
+    return out
 
 
 def _install_random(patches: Patches) -> None:

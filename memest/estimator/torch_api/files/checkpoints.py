@@ -75,7 +75,7 @@ class Checkpoints:
         patches.set(torch, "save", serialization.save)
         old = partial(setting, self._state, "is_old", True)
         patches.within(serialization, "_legacy_load", lambda *_: old())
-        patches.set(serialization, "load", self._loading(serialization.load))
+        patches.wrap(serialization, "load")(self._load)
         patches.set(torch, "load", serialization.load)
 
     # --- writing
@@ -112,17 +112,13 @@ class Checkpoints:
 
     # --- reading
 
-    def _loading(self, load: Any) -> Any:
-        """Wrap `torch.load`, so that it maps a large file."""
-
-        def call(f: Any, *args: Any, **kwargs: Any) -> Any:
-            is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
-            if is_mapped:
-                kwargs["mmap"] = True
-            with setting(self._state, "is_mapped", is_mapped):
-                return load(f, *args, **kwargs)
-
-        return call
+    def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `torch.load`, which maps a large file."""
+        is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
+        if is_mapped:
+            kwargs["mmap"] = True
+        with setting(self._state, "is_mapped", is_mapped):
+            return load(f, *args, **kwargs)
 
     def restored(self, storage: Any, location: str) -> Any:
         """Mark a storage for the GPU; return None for another location."""
