@@ -41,9 +41,10 @@ from memest.estimator.tensors.placement import (
     local_part,
     tensors_in,
 )
-from memest.estimator.torch_api import distributed, saved_hooks
+from memest.estimator.torch_api import saved_hooks
 from memest.estimator.torch_api.attributes import constructors, host_values, moves
 from memest.estimator.torch_api.cuda import driver, memory, nvml, streams
+from memest.estimator.torch_api.distributed import process_group
 from memest.estimator.torch_api.files import checkpoints, pretrained
 
 GRADS_LIVE_ON = (
@@ -147,7 +148,7 @@ class VirtualGpu:
     def __enter__(self) -> "VirtualGpu":
         if VirtualGpu._active is not None:
             raise MemestError("a virtual GPU is active already", hint="leave it first")
-        distributed.check(self.rank)
+        process_group.check(self.rank)
         VirtualGpu._active = self
         try:
             self._install()
@@ -180,7 +181,7 @@ class VirtualGpu:
         processes.install(patches, mode.notes.add, self.rank)
         for part in (checkpoints, pretrained, integrations):
             part.install(patches, mode, hooks)
-        distributed.install(patches, mode, hooks, self.rank)
+        process_group.install(patches, mode, hooks, self.rank)
         patches.within(threading.Thread, "_bootstrap_inner", self.in_this_thread)
         self._install_steps()
         patches.set(torch, "clear_autocast_cache", CASTS.clear)
@@ -194,7 +195,7 @@ class VirtualGpu:
             self.max_steps = None  # the script ends with this step
             self._count_own_step()
         self.mode.memory.settle()
-        self.mode.attribution.labels.of_models()
+        self.mode.attribution.label_models()
         self.mode.memory.history.fold()
         is_given = GPU.is_chosen or "CUDA_VISIBLE_DEVICES" in os.environ
         if self.rank.local_rank and not is_given:
@@ -231,7 +232,7 @@ class VirtualGpu:
 
         def called(model: Any, is_new: bool) -> None:
             if is_new:
-                mode.attribution.labels.of_model(model)
+                mode.attribution.label_model(model)
             self._own_steps.end()
             if stepped and model.training and torch.is_grad_enabled():
                 optimizer = stepped.pop(threading.get_ident(), lambda: None)()
@@ -243,7 +244,7 @@ class VirtualGpu:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._own_steps.stop()
-            mode.attribution.labels.of_optimizer(optimizer, with_grads=True)
+            mode.attribution.label_optimizer(optimizer, with_grads=True)
             mode.attribution.phase_given = "optimizer"
             mode.work.is_in_optimizer = True
             given = (*args, kwargs.get("closure"))
@@ -258,7 +259,7 @@ class VirtualGpu:
             mode.attribution.phase_given = ""
             mode.work.is_in_optimizer = False
             mode.memory.settle()
-            mode.attribution.labels.of_optimizer(optimizer, with_grads=False)
+            mode.attribution.label_optimizer(optimizer, with_grads=False)
             num_params, has_backward = len(_grads_of(optimizer)), self._has_backward
             mode.work.stepped(id(optimizer), num_params, has_backward=has_backward)
             self._has_backward = False

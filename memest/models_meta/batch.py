@@ -152,17 +152,17 @@ def num_image_tokens(config: Any, image_size: int | None) -> int:
     return 0
 
 
-def placeholders(request: Request, num_image_tokens: int, image_id: int, *around: Any) -> Tensor:
-    """Return (B, T') image tokens between optional start and end ids; check `seq_len`."""
-    start, end = around if around else (None, None)
-    row = [start] * (start is not None) + [image_id] * num_image_tokens + [end] * (end is not None)
+def text_with_image(request: Request, size: int, *around: int) -> dict[str, Tensor]:
+    """Return text inputs that begin with the tokens of an image, between the ids `around`."""
+    num_tokens = num_image_tokens(request.config, size) - len(around)
+    row = [*around[:1], *[request.config.image_token_id] * num_tokens, *around[1:]]
     if request.seq_len <= len(row):
         raise PlanError(
             f"`seq_len` {request.seq_len} has no room for text: an image of "
             f"`{request.class_name}` is {len(row)} tokens",
             hint=f"`seq_len` counts image tokens too: give more than {len(row)}",
         )
-    return torch.tensor(row).expand(request.batch_size, -1)
+    return text_inputs(request, torch.tensor(row).expand(request.batch_size, -1))
 
 
 def _text_batch(request: Request) -> Batch:
@@ -251,19 +251,12 @@ def _blip2_batch(request: Request) -> Batch:
     return batch_of(request, named, note, image_size=size)
 
 
-def _text_with_image(request: Request, size: int, *around: Any) -> dict[str, Tensor]:
-    """Return text inputs that begin with the tokens of an image between the ids `around`."""
-    num_tokens = num_image_tokens(request.config, size) - len(around)
-    image_id = request.config.image_token_id
-    return text_inputs(request, placeholders(request, num_tokens, image_id, *around))
-
-
 def _image_text_batch(request: Request) -> Batch:
     """LLaVA: a token for each patch. Gemma 3: a fixed number of them, between two marks."""
     config, (pixels, size) = request.config, image_inputs(request)
     is_gemma = config.model_type == "gemma3"
     ends = (config.boi_token_id, config.eoi_token_id) if is_gemma else ()
-    text = _text_with_image(request, size, *ends)
+    text = text_with_image(request, size, *ends)
     named = {**text, **pixels, "labels": text["input_ids"].clone()}
     if is_gemma:
         named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
@@ -287,7 +280,7 @@ def _qwen2_vl_batch(request: Request) -> Batch:
     num_channels = getattr(vision, "in_channels", 3)
     width = num_channels * vision.temporal_patch_size * vision.patch_size**2
     ends = config.vision_start_token_id, config.vision_end_token_id
-    text = _text_with_image(request, size, *ends)
+    text = text_with_image(request, size, *ends)
     named = text | {
         "pixel_values": torch.empty(request.batch_size * grid**2, width, device="meta"),
         "image_grid_thw": torch.tensor([[1, grid, grid]]).repeat(request.batch_size, 1),

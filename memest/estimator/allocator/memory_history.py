@@ -6,6 +6,7 @@ Mirrors `record_trace` and `recordHistory` of `c10/cuda/CUDACachingAllocator.cpp
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -49,48 +50,47 @@ class Entry(NamedTuple):
     metadata: str
 
 
+@dataclass(eq=False)
 class MemoryHistory:
     """The latest `max_entries` actions, without those in `skipped`.
 
-    `context` selects the events whose stacks are recorded. `gather` returns the stack of the
+    `context` selects the events whose stacks are recorded. `gather_stack` returns the stack of the
     running thread, `frames_of` torch's frames of a stack.
     """
 
-    def __init__(
-        self,
-        gather: Callable[[], Stack],
-        frames_of: Callable[[Stack], list[dict[str, Any]]],
-        *,
-        context: Context,
-        max_entries: int,
-        skipped: frozenset[str] = frozenset(),
-    ) -> None:
-        self.context = context
-        self.metadata = ""  # value of `torch.cuda.memory._set_memory_metadata`
-        self.entries: deque[Entry] = deque(maxlen=min(max_entries, 1 << 62))
-        self.stacks: dict[int, Stack] = {}  # stacks of live blocks, by address
-        self.of_segments: dict[int, Stack] = {}
-        self._gather = gather
-        self._frames_of = frames_of
-        self._skipped = skipped
-        self._stack: Stack | None = None
-        self._freed_at: dict[int, Stack] = {}
+    gather_stack: Callable[[], Stack]
+    frames_of: Callable[[Stack], list[dict[str, Any]]]
+    _: KW_ONLY
+    context: Context
+    max_entries: int
+    skipped: frozenset[str] = frozenset()
+    metadata: str = ""  # value of `torch.cuda.memory._set_memory_metadata`
+    stacks: dict[int, Stack] = field(default_factory=dict)  # of live blocks, by address
+    of_segments: dict[int, Stack] = field(default_factory=dict)
+    _stack: Stack | None = None
+    _freed_at: dict[int, Stack] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=min(self.max_entries, 1 << 62))
 
     def continues(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
         """Continue from `before`: the stacks of live blocks, and the actions so far."""
-        self.stacks = before.stacks
-        self.of_segments = before.of_segments
+        self.stacks, self.of_segments = before.stacks, before.of_segments
         if keeps_entries:
             self.entries.extend(before.entries)
 
+    def _gather(self, least: Context) -> Stack | None:
+        """Return the running stack if `context` records stacks of `least`."""
+        return self.gather_stack() if self.context >= least else None
+
     def gather(self) -> None:
         """Gather the stack of the next request."""
-        self._stack = self._gather() if self.context >= Context.STATE else None
+        self._stack = self._gather(Context.STATE)
 
     def storage_freed(self, address: int) -> None:
         """Record the current stack for the free of the storage at `address`."""
         if self.context >= Context.ALL:
-            self._freed_at[address] = self._gather()
+            self._freed_at[address] = self.gather_stack()
 
     def allocated(self, block: Block) -> None:
         """Record that a request got `block`."""
@@ -105,64 +105,55 @@ class MemoryHistory:
 
     def free_completed(self, block: Block) -> None:
         """Record that `block` may be used again."""
-        stack = self._freed_at.pop(block.address, None)
         allocated_at = self.stacks.pop(block.address, None)
-        stack = allocated_at if stack is None else stack
-        self._add_block("free_completed", block, stack)
+        stack = self._freed_at.pop(block.address, None)
+        self._add_block("free_completed", block, allocated_at if stack is None else stack)
 
     def segment_allocated(self, block: Block) -> None:
         """Record a segment of `cudaMalloc`."""
         if self._stack is not None:
             self.of_segments[block.address] = self._stack
-        self._add("segment_alloc", block.address, block.num_bytes, block.stream, self._stack)
+        self._add("segment_alloc", (block.address, block.num_bytes), block.stream, self._stack)
 
     def segment_freed(self, block: Block) -> None:
         """Record a segment of `cudaFree`."""
         stack = self.of_segments.pop(block.address, None)
         if self.context >= Context.ALL:
-            stack = self._gather()
-        self._add("segment_free", block.address, block.num_bytes, block.stream, stack)
+            stack = self.gather_stack()
+        self._add("segment_free", (block.address, block.num_bytes), block.stream, stack)
 
     def segment_mapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Record that an expandable segment has grown."""
-        if self._stack is not None and (block.previous is None):
+        if self._stack is not None and block.previous is None:
             self.of_segments.setdefault(block.address, self._stack)
-        self._add("segment_map", address, num_bytes, block.stream, self._stack)
+        self._add("segment_map", (address, num_bytes), block.stream, self._stack)
 
     def segment_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
         """Record that an expandable segment has returned memory."""
-        stack = self._gather() if self.context >= Context.ALL else None
-        self._add("segment_unmap", address, num_bytes, block.stream, stack)
+        stack = self._gather(Context.ALL)
+        self._add("segment_unmap", (address, num_bytes), block.stream, stack)
 
     def refused(self, num_bytes: int, stream: int, free_bytes: int) -> None:
         """Record a failed request for `num_bytes`, when `cudaMalloc` has `free_bytes` left."""
-        self._add("oom", free_bytes, num_bytes, stream, self._stack)
+        self._add("oom", (free_bytes, num_bytes), stream, self._stack)
 
     def snapshot_taken(self, active_bytes: int) -> None:
         """Record that a snapshot was taken."""
-        self._add("snapshot", 0, active_bytes, 0, None)
+        self._add("snapshot", (0, active_bytes), 0, None)
 
     def _add_block(self, action: str, block: Block, stack: Stack | None) -> None:
-        size, block_bytes = block.requested_bytes, block.num_bytes
-        self._add(action, block.address, size, block.stream, stack, block_bytes)
+        place = block.address, block.requested_bytes, block.num_bytes
+        self._add(action, place, block.stream, stack)
 
-    def _add(
-        self,
-        action: str,
-        address: int,
-        num_bytes: int,
-        stream: int,
-        stack: Stack | None,
-        block_bytes: int | None = None,
-    ) -> None:
-        if action in self._skipped:
+    def _add(self, action: str, place: tuple[int, ...], stream: int, stack: Stack | None) -> None:
+        """Add an entry; `place` is address, bytes, and bytes of the block if they differ."""
+        if action in self.skipped:
             return
+        address, num_bytes, block_bytes = (*place, place[-1])[:3]
         stack = stack if self.context >= Context.ALLOC else None
         now = time.time_ns() // 1000
-        size = num_bytes if block_bytes is None else block_bytes
-        self.entries.append(
-            Entry(action, address, num_bytes, size, stream, now, stack, self.metadata)
-        )
+        made = Entry(action, address, num_bytes, block_bytes, stream, now, stack, self.metadata)
+        self.entries.append(made)
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the entries in torch's form; one without a stack has no `frames`."""
@@ -178,16 +169,16 @@ class MemoryHistory:
         made["user_metadata"] = entry.metadata
         made["pool_id"] = POOL
         if entry.stack is not None:
-            made["frames"] = self._frames_of(entry.stack)
+            made["frames"] = self.frames_of(entry.stack)
         return made
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
         """Return the frames of the block at `address`, if its stack was recorded."""
-        return self._frames_of(self.stacks[address]) if address in self.stacks else []
+        return self.frames_of(self.stacks[address]) if address in self.stacks else []
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:
         """Return the frames of the request for which the segment at `address` was allocated."""
-        return self._frames_of(self.of_segments[address]) if address in self.of_segments else []
+        return self.frames_of(self.of_segments[address]) if address in self.of_segments else []
 
 
 def segment_of(

@@ -191,79 +191,22 @@ class LiveModules:
         self._note()
 
 
-class Labels:
-    """Writes the kind and the owning module of storages into their table."""
-
-    def __init__(self, memory: Memory, modules: LiveModules) -> None:
-        self._storages = memory.storages
-        self._live = memory.live
-        self._modules = modules
-        self._sites: dict[Site, Site] = {}
-
-    def of_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Label parameters and gradients of `optimizer`, or without gradients its state."""
-        owner_of = self._modules.owner_of
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not is_meta(parameter):
-                    continue
-                owner = owner_of(parameter)
-                self._label(parameter, MemKind.PARAMS, owner)
-                if with_grads and parameter.grad is not None:
-                    self._label(parameter.grad, MemKind.GRADS, owner)
-        if not with_grads:
-            for parameter, state in optimizer.state.items():
-                for tensor in state.values() if isinstance(state, dict) else ():
-                    if isinstance(tensor, Tensor) and is_meta(tensor):
-                        self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
-
-    def of_models(self) -> None:
-        """Label the tensors of all models that have run."""
-        for model in self._modules.models():
-            self.of_model(model)
-
-    def of_model(self, model: nn.Module) -> None:
-        """Label parameters, gradients and buffers of `model`."""
-        for module in model.modules():
-            path = self._modules.path_of(module)
-            for parameter in module._parameters.values():
-                if parameter is None or is_lazy(parameter) or not is_meta(parameter):
-                    continue
-                self._label(parameter, MemKind.PARAMS, path)
-                if parameter.grad is not None:
-                    self._label(parameter.grad, MemKind.GRADS, path)
-            for buffer in module._buffers.values():
-                if isinstance(buffer, Tensor) and not is_lazy(buffer) and is_meta(buffer):
-                    self._label(buffer, MemKind.BUFFERS, path)
-
-    def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:
-        try:
-            index = self._live.get(storage_key(local_part(tensor)))
-        except (NotImplementedError, RuntimeError):  # a subclass without a storage
-            return
-        if index is None:
-            return
-        if kind is MemKind.PARAMS and self._storages.kinds[index] is MemKind.GATHERED:
-            return  # a parameter that stays whole where others are divided
-        self._storages.kinds[index] = kind
-        site = self._storages.sites[index]
-        if owner and not site.module:
-            owned = replace(site, module=owner)
-            self._storages.sites[index] = self._sites.setdefault(owned, owned)
-
-
 class Attribution:
-    """Finds the origin (`Site`) of each request: module, phase, operator and line."""
+    """Finds the origin (`Site`) of each request: module, phase, operator and line.
+
+    Labels write the kind and the owning module of storages into their table.
+    """
 
     def __init__(self, memory: Memory, lines: ScriptLines) -> None:
         self.lines = lines
         self.modules = LiveModules()
-        self.labels = Labels(memory, self.modules)
         self.phase_given = ""  # set by a hook, such as `optimizer`; else autograd decides
         self.has_closure = False  # True if the running optimizer step calls a closure of the script
         self.has_started = False  # True if a module or a backward has run
         self._history: History = memory.history
+        self._storages, self._live = memory.storages, memory.live
         self._sites: dict[Any, Site] = {}
+        self._owned: dict[Site, Site] = {}  # sites to which labels have added a module
 
     def site(self, func: Any) -> Site:
         """Return the `Site` of a request by `func`, an operator or a name, as a shared object."""
@@ -306,3 +249,56 @@ class Attribution:
         module = self.modules.current().partition(".")[2]
         where = self.lines.current() or (f"`{module}`" if module else "the script")
         return refusal(func, error, where)
+
+    # --- labels
+
+    def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
+        """Label parameters and gradients of `optimizer`, or without gradients its state."""
+        owner_of = self.modules.owner_of
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not is_meta(parameter):
+                    continue
+                owner = owner_of(parameter)
+                self._label(parameter, MemKind.PARAMS, owner)
+                if with_grads and parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS, owner)
+        if not with_grads:
+            for parameter, state in optimizer.state.items():
+                for tensor in state.values() if isinstance(state, dict) else ():
+                    if isinstance(tensor, Tensor) and is_meta(tensor):
+                        self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
+
+    def label_models(self) -> None:
+        """Label the tensors of all models that have run."""
+        for model in self.modules.models():
+            self.label_model(model)
+
+    def label_model(self, model: nn.Module) -> None:
+        """Label parameters, gradients and buffers of `model`."""
+        for module in model.modules():
+            path = self.modules.path_of(module)
+            for parameter in module._parameters.values():
+                if parameter is None or is_lazy(parameter) or not is_meta(parameter):
+                    continue
+                self._label(parameter, MemKind.PARAMS, path)
+                if parameter.grad is not None:
+                    self._label(parameter.grad, MemKind.GRADS, path)
+            for buffer in module._buffers.values():
+                if isinstance(buffer, Tensor) and not is_lazy(buffer) and is_meta(buffer):
+                    self._label(buffer, MemKind.BUFFERS, path)
+
+    def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:
+        try:
+            index = self._live.get(storage_key(local_part(tensor)))
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage
+            return
+        if index is None:
+            return
+        if kind is MemKind.PARAMS and self._storages.kinds[index] is MemKind.GATHERED:
+            return  # a parameter that stays whole where others are divided
+        self._storages.kinds[index] = kind
+        site = self._storages.sites[index]
+        if owner and not site.module:
+            owned = replace(site, module=owner)
+            self._storages.sites[index] = self._owned.setdefault(owned, owned)

@@ -127,7 +127,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timed: dict[str, bool] = {}  # kernels and products that Inductor has timed
         self.is_off = False  # flag: operators run as without the simulated GPU
         self.memory.on_free = self.guessed.forget
-        self.memory.on_fold = self.attribution.labels.of_models
+        self.memory.on_fold = self.attribution.label_models
         self._has_own_dispatch = cache(_has_own_dispatch)
         self._decomposes_under = cache(decomposition_key)
         self._last_recipe: Recipe | None = None

@@ -86,19 +86,17 @@ class Engine:
         return num_bytes
 
     def _allocate(self, tag: str, num_bytes: int) -> Tensor:
-        memory = self._mode.memory
+        memory, made = self._mode.memory, None
         try:
             made = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        except torch.OutOfMemoryError:
-            self._describe(tag, memory.refused_id)
-            raise
-        self._describe(tag, memory.id_of(made))
-        return made
+            return made
+        finally:  # also where no memory was left
+            index = memory.refused_id if made is None else memory.id_of(made)
+            if index is not None:
+                self._describe(tag, index)
 
-    def _describe(self, tag: str, index: int | None) -> None:
+    def _describe(self, tag: str, index: int) -> None:
         storages = self._mode.memory.storages
-        if index is None:
-            return
         storages.kinds[index] = MemKind.PARAMS if tag == WEIGHTS else MemKind.BUFFERS
         storages.sites[index] = replace(storages.sites[index], module=f"vllm.LLM.{tag}")
         if self._num_bytes[tag] is None:

@@ -208,7 +208,7 @@ class _Watch:
         if self.job.plan.offloads:
             self.host_terms = tuple(_host_terms(self.virtual.mode.host.held()))
         self.geometry = layer_geometry(self.model, self.config)
-        self.virtual.mode.attribution.labels.of_models()
+        self.virtual.mode.attribution.label_models()
 
 
 @contextmanager

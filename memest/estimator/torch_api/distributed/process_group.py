@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any
@@ -14,11 +15,13 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from memest.errors import UnsupportedError
+from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.pending import DoneWork
 from memest.estimator.gpu.worlds import Rank
 from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import GPU
+from memest.estimator.torch_api.distributed import ddp, fsdp
 
 FAKE = "fake"  # torch's own backend that sends nothing
 NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
@@ -190,8 +193,10 @@ def check(rank: Rank) -> None:
         )
 
 
-def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
+def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank) -> None:
     """Let a script join the group of `rank`, which this process is."""
+    if not dist.is_available():
+        return
     was_initialized = dist.is_initialized()
     mode.works.install(patches)
     patches.set(sys, "excepthook", sys.excepthook)  # `init_process_group` replaces it
@@ -206,6 +211,26 @@ def install(patches: Patches, mode: CudaSimMode, rank: Rank) -> None:
     patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)
     if not was_initialized:
         patches.on_undo(_leave)
+    ddp.install(patches, mode)
+    hooks.after("torch.distributed.tensor", lambda module: fsdp.install_dtensors(patches, mode))
+    hooks.after("torch.distributed.fsdp", lambda module: fsdp.install(patches, mode))
+    if rank.world_size > 1:
+        planner = "torch.distributed.checkpoint.default_planner"
+        hooks.after(planner, partial(_accept_plans, patches))
+
+
+def _accept_plans(patches: Patches, planner: Any) -> None:
+    """Accept distributed checkpoints in which all simulated ranks have the same shards.
+
+    Rank 0 writes its shards, where `dedup_save_plans` spreads equal ones over the ranks.
+    """
+
+    def of_first(plans: list[Any], *args: Any) -> list[Any]:
+        return [plans[0], *(replace(plan, items=[]) for plan in plans[1:])]
+
+    accepted = planner._validate_global_plan([], planner.Metadata({}))  # True, or no errors
+    patches.set(planner, "_validate_global_plan", lambda plan, metadata: accepted)
+    patches.set(planner, "dedup_save_plans", of_first)
 
 
 def _leave() -> None:
