@@ -18,6 +18,7 @@ from memest.loops.data import moved
 from memest.loops.job import Listener, Task
 from memest.models_meta import sharding
 from memest.models_meta.assemble import loss_of
+from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.report import Phase
 
@@ -53,16 +54,8 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
 
         # replicas by shards, for HSDP's `fully_shard` in `shard_model`
         return ModelParallelStrategy(*(sharding.hybrid_shape(plan) or (plan.world_size, 1)))
-    return _deepspeed(plan) if plan.is_deepspeed else "auto"
-
-
-def _deepspeed(plan: TrainingPlan) -> Any:
-    """Make Lightning's registered strategy of that name, with the plan's bucket sizes.
-
-    `logging_batch_size_per_gpu` keeps Lightning from reading the data loader.
-    """
-    from memest.packages import require
-
+    if not plan.is_deepspeed:
+        return "auto"
     require("deepspeed")
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -71,7 +64,7 @@ def _deepspeed(plan: TrainingPlan) -> Any:
         stage=stage, offload_optimizer=plan.offloads,
         offload_parameters=plan.offloads and stage == 3, reduce_bucket_size=plan.reduce_bucket_size,
         allgather_bucket_size=plan.allgather_bucket_size,
-        logging_batch_size_per_gpu=plan.batch_size,
+        logging_batch_size_per_gpu=plan.batch_size,  # else Lightning reads the data loader
     )  # fmt: skip
 
 

@@ -72,8 +72,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
             options["options"] = given
         if model is None:
             return partial(compile_as_simulated, **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of modules that its compiler imports
+        with warnings.catch_warnings(action="ignore"):  # of modules that the compiler imports
             compiled = compile_(model, **options)
         owner = getattr(model, "__self__", None)
         if not isinstance(owner, nn.Module):

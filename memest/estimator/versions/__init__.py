@@ -57,12 +57,11 @@ class TorchRelease:
         return f"{self.version[0]}.{self.version[1]}"
 
 
-def _releases() -> Iterator[TorchRelease]:
-    for row in read_table(__file__, "releases.json"):
-        yield TorchRelease(**row | {"version": tuple(row["version"])})
-
-
-RELEASES = tuple(_releases())  # releases whose behaviour is known, oldest first
+RELEASES = tuple(
+    TorchRelease(**row | {"version": tuple(row["version"])})
+    for row in read_table(__file__, "releases.json")
+)
+"""Releases whose behaviour is known, oldest first."""
 
 OPERATORS_SINCE = {
     "_fused_rms_norm": (2, 8),

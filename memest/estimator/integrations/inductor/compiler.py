@@ -10,7 +10,7 @@ import struct
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
 from tempfile import TemporaryDirectory
@@ -132,8 +132,7 @@ class NotSimulated(UnsupportedError):
 @contextmanager
 def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
     """Run the block with Inductor patched as if a GPU were present."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it uses itself
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of what it uses itself
         from torch._inductor import config
 
         patches = Patches()
@@ -146,17 +145,14 @@ def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
             patches.undo()
             raise NotSimulated(f"torch {torch.__version__} lacks {error}", hint="") from None
     try:
-        with ExitStack() as stack:
-            stack.enter_context(setting(CASTS, "_casts", {}))
-            stack.enter_context(setting(INSIDE, "compiles", True))
-            stack.enter_context(config.patch(compile_threads=1, force_disable_caches=True))
-            if not is_estimated():
-                stack.enter_context(config.patch(shape_padding=False))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            # the report has Inductor's failures
-            logger = logging.getLogger("torch._inductor")
-            stack.enter_context(setting(logger, "disabled", True))
+        with (
+            setting(CASTS, "_casts", {}),
+            setting(INSIDE, "compiles", True),
+            config.patch(compile_threads=1, force_disable_caches=True),
+            nullcontext() if is_estimated() else config.patch(shape_padding=False),
+            warnings.catch_warnings(action="ignore"),
+            setting(logging.getLogger("torch._inductor"), "disabled", True),  # the report has them
+        ):
             yield
     finally:
         patches.undo()
@@ -173,7 +169,12 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(_ops, "resolve_key")
     def key_of(resolve: Any, op: Any, key: Any) -> Any:
-        return _COMPOSITE if key == _AUTOGRAD_META and _is_composite(op) else resolve(op, key)
+        """Ignore Python's meta kernels of operators that C++ decomposes above autograd."""
+        if key == _AUTOGRAD_META and isinstance(op, _ops.OpOverload):  # others call operators
+            name, has = op._name, torch._C._dispatch_has_kernel_for_dispatch_key
+            if has(name, "CompositeImplicitAutograd") and not has(name, "Meta"):
+                return _COMPOSITE
+        return resolve(op, key)
 
     @patches.wrap(compile_fx, "_recursive_joint_graph_passes")
     def on_gpu_passes(passes: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +212,10 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
         torch._C, "_conv_determine_backend_memory_format",
         lambda tensor, weight, backend: convolution_format(tensor, weight),
     )  # fmt: skip
-    patches.set(guards, "_empty_strided_cuda", _empty_strided)
+    patches.set(
+        guards, "_empty_strided_cuda",
+        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
+    )  # fmt: skip
     patches.set(guards, "copy_if_misaligned", lambda tensor: tensor)
 
 
@@ -273,10 +277,6 @@ class _OnHost(TorchFunctionMode):
         return func(*args, **(kwargs | {"device": CPU} if "device" in kwargs else kwargs))
 
 
-def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
 def place_on_gpu(graph: Any) -> None:
     """Replace the device `meta` in a graph's arguments by the GPU."""
     _set_devices(graph.graph.nodes, lambda device: GPU.device if device.type == "meta" else device)
@@ -306,14 +306,6 @@ def _constants_on_the_host(graph: Any) -> Iterator[None]:
     yield
     for node, args, kwargs in before:
         node.args, node.kwargs = args, kwargs
-
-
-def _is_composite(operator: Any) -> bool:
-    """Return whether C++ decomposes the operator above autograd, ignoring Python's meta kernels."""
-    if not isinstance(operator, torch._ops.OpOverload):  # it calls operators
-        return False
-    name, has = operator._name, torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(name, "CompositeImplicitAutograd") and not has(name, "Meta")
 
 
 def why(error: Exception) -> str:

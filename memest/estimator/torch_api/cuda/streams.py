@@ -34,7 +34,7 @@ class CudaStream:
         self.priority = priority
         self.device_index, self.device_type = GPU.device.index, 1
         self.cuda_stream = self.stream_id = self.native_handle = self.number
-        self._contexts: list[StreamContext] = []
+        self._contexts: list[Any] = []  # of `with` blocks that are open
 
     priority_range = staticmethod(constant(PRIORITIES))
 
@@ -67,13 +67,12 @@ class CudaStream:
         return hash(self.number)
 
     def __enter__(self) -> "CudaStream":
-        context = torch.cuda.StreamContext(self)  # type: ignore[arg-type]
-        context.__enter__()  # type: ignore[no-untyped-call]
-        self._contexts.append(context)  # type: ignore[arg-type]
+        self._contexts.append(self.session.timeline.on_stream(self.number))
+        self._contexts[-1].__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._contexts.pop().__exit__(*exception)
+        self._contexts.pop().__exit__(None, None, None)
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Stream device={GPU.device} cuda_stream={self.number:#x}>"
@@ -121,21 +120,16 @@ class CudaEvent:
 class StreamContext:
     """`torch.cuda.StreamContext`; None has no effect."""
 
-    session: ClassVar[CudaSimMode]
-
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._inside: list[Any] = []
 
     def __enter__(self) -> None:
         if self.stream is not None:
-            inside = self.session.timeline.on_stream(self.stream.number)
-            inside.__enter__()
-            self._inside.append(inside)
+            self.stream.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         if self.stream is not None:
-            self._inside.pop().__exit__(None, None, None)
+            self.stream.__exit__(*exception)
 
 
 class _Generic(type):
@@ -167,8 +161,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     external = of_session(ExternalStream, "ExternalStream")
     classes = {"Stream": stream, "Event": event, "ExternalStream": external}
     patches.set_all(classes, tc, tc.streams)
-    patches.set(tc, "StreamContext", of_session(StreamContext, "StreamContext"))
-    patches.set(tc, "stream", tc.StreamContext)
+    context = type("StreamContext", (StreamContext,), {"__module__": "torch.cuda"})
+    patches.set_all({"StreamContext": context, "stream": context}, tc)
     for name, of_cuda in (("Stream", stream), ("Event", event)):
         original = getattr(torch, name)
         generic = _Generic(name, (), {"of_cuda": of_cuda, "original": original})
