@@ -57,7 +57,7 @@ class WithLoss(nn.Module):
 
 class _Watch(virtual_run._Watch):
     def steps_done(self) -> None:
-        self.virtual.mode.attribution.labels.of_models()
+        self.virtual.mode.attribution.label_models()
 
 
 def run_rank(

@@ -44,7 +44,7 @@ def report_of(
     outside_bytes = gpu.context_bytes + virtual.communicators_bytes
     if VirtualGpu._active is virtual:
         mode.memory.settle()
-        mode.attribution.labels.of_models()
+        mode.attribution.label_models()
     history = mode.memory.history
     held = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS

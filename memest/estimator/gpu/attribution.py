@@ -257,12 +257,7 @@ class Attribution:
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not is_meta(parameter):
-                    continue
-                owner = owner_of(parameter)
-                self._label(parameter, MemKind.PARAMS, owner)
-                if with_grads and parameter.grad is not None:
-                    self._label(parameter.grad, MemKind.GRADS, owner)
+                self._label_parameter(parameter, owner_of(parameter), with_grads=with_grads)
         if not with_grads:
             for parameter, state in optimizer.state.items():
                 for tensor in state.values() if isinstance(state, dict) else ():
@@ -279,14 +274,17 @@ class Attribution:
         for module in model.modules():
             path = self.modules.path_of(module)
             for parameter in module._parameters.values():
-                if parameter is None or is_lazy(parameter) or not is_meta(parameter):
-                    continue
-                self._label(parameter, MemKind.PARAMS, path)
-                if parameter.grad is not None:
-                    self._label(parameter.grad, MemKind.GRADS, path)
+                if parameter is not None and not is_lazy(parameter):
+                    self._label_parameter(parameter, path)
             for buffer in module._buffers.values():
                 if isinstance(buffer, Tensor) and not is_lazy(buffer) and is_meta(buffer):
                     self._label(buffer, MemKind.BUFFERS, path)
+
+    def _label_parameter(self, parameter: Any, owner: str, *, with_grads: bool = True) -> None:
+        if is_meta(parameter):
+            self._label(parameter, MemKind.PARAMS, owner)
+            if with_grads and parameter.grad is not None:
+                self._label(parameter.grad, MemKind.GRADS, owner)
 
     def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:
         try:

@@ -336,7 +336,11 @@ class GuessedValues:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
     ) -> None:
         source = args[0]
-        dim = _dim_of_choice(func, args, kwargs)
+        if func is aten.multinomial.default:
+            dim = -1
+        else:  # None for all elements
+            default = None if func in (aten.argmax.default, aten.argmin.default) else -1
+            dim = arguments_by_name(func, args, kwargs).get("dim", default)
         if dim is None or not source.dim() or not self._layer.may_hold(out):
             return
         num_choices, is_kept = source.size(dim), out.dim() == source.dim()
@@ -350,14 +354,6 @@ class GuessedValues:
             numbers = torch.arange(first, first + out.numel(), device=CPU)
             numbers = numbers.remainder_(num_choices).view(shape)
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
-
-
-def _dim_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the dimension along which an operator chooses; None for all elements."""
-    if func is aten.multinomial.default:
-        return -1
-    is_of_one = func in (aten.argmax.default, aten.argmin.default)
-    return arguments_by_name(func, args, kwargs).get("dim", None if is_of_one else -1)
 
 
 def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -61,12 +61,10 @@ class Mailbox:
         """Post `value` under `key`; None if the value is not known."""
         self.open()
         path = self._next(key)
-        if path.exists():
-            return  # the rank runs again
-        packed = _packed(value)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(packed)
-        unfinished.replace(path)
+        if not path.exists():  # else the rank runs again
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_bytes(_packed(value))
+            unfinished.replace(path)
 
     def fetch(self, key: object, source: int) -> Any:
         """Message of rank `source`, or None if the value is not known or never comes.
@@ -160,9 +158,8 @@ class Mailbox:
 
     def requested(self) -> set[int]:
         """Ranks that some rank has requested by `meet`."""
-        folder = self._folder
-        names = () if folder is None else folder.glob("requested.*")
-        return {int(path.suffix[1:]) for path in names}
+        paths = () if self._folder is None else self._folder.glob("requested.*")
+        return {int(path.suffix[1:]) for path in paths}
 
     def end(self, rank: int) -> None:
         """Record that `rank` has ended and will post nothing more."""

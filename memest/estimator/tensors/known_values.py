@@ -182,7 +182,7 @@ class KnownValues:
             k: map_tensors(known, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU
         }
         if "device" in kwargs:
-            cpu_kwargs["device"] = torch.device("cpu")
+            cpu_kwargs["device"] = CPU
         if func is aten.histc.default:  # CPU kernels count only floats (Histogram.cpp)
             cpu_args = (cpu_args[0].double(), *cpu_args[1:])
         return func(*cpu_args, **cpu_kwargs)
@@ -312,14 +312,10 @@ def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
     """
     if func is aten.isinf.default or func is aten.isnan.default:
         return False
-    if func is aten.ne.Tensor and args[0] is args[1]:  # how torch.isnan is written
-        return False
-    if func is aten.eq.Scalar and args[1] == float("inf"):  # how torch.isinf is written
-        return False
-    if func is aten.eq.Tensor and args[0] is args[1]:  # how torch.isfinite is written, with
-        return True
-    if func is aten.ne.Scalar and args[1] == float("inf"):  # the next one
-        return True
+    if func is aten.ne.Tensor or func is aten.eq.Tensor:  # how isnan and isfinite are written
+        return func is aten.eq.Tensor if args[0] is args[1] else None
+    if func is aten.eq.Scalar or func is aten.ne.Scalar:  # how isinf and isfinite are written
+        return func is aten.ne.Scalar if args[1] == float("inf") else None
     return None
 
 

@@ -20,8 +20,7 @@ class ScriptLines:
     def __init__(self, roots: tuple[Path, ...] = ()) -> None:
         self._roots = tuple(str(root.resolve()) + os.sep for root in roots)
         paths = {sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")}
-        paths |= {str(Path(module.__file__).parent) for module in (torch,) if module.__file__}
-        paths.add(str(Path(__file__).resolve().parents[2]))
+        paths |= {str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[2])}
         self._foreign = tuple(p + os.sep for p in sorted(filter(None, paths)))
         # by identity, with the code kept alive: constants of Dynamo's code can have no hash
         self._is_users: dict[int, tuple[CodeType, bool]] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -282,16 +283,9 @@ def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
     first = specs[0]
     if first is None or any(p.is_partial() for p in first.placements):
         return False
-    return all(spec is first or _same(spec, first) for spec in specs)
-
-
-def _same(spec: Any, other: Any) -> bool:
-    return bool(
-        spec is not None
-        and spec.mesh == other.mesh
-        and spec.placements == other.placements
-        and spec.shape == other.shape
-    )
+    sharding = attrgetter("mesh", "placements", "shape")
+    others = (spec for spec in specs if spec is not first)
+    return all(spec is not None and sharding(spec) == sharding(first) for spec in others)
 
 
 def _like(tensor: Any, local: Tensor) -> Any:
