@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.abc import InspectLoader
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -332,8 +331,7 @@ class Kernel:
     def __init__(self, name: str, source: str, mode: CudaSimMode) -> None:
         self.name = name
         self._mode = mode
-        declared = Declaration.load(source)
-        self._changes, self._saves_memory = declared.changes, declared.saves_memory
+        self._declared = declared = Declaration.load(source)
         # which way is the fastest is not known: the first is taken
         configs = declared.configs[:1] if source in mode.timed else declared.configs
         try:
@@ -352,30 +350,21 @@ class Kernel:
         self._mode.timed[self._source] = True
         cache_bytes = torch.cuda.get_device_properties().L2_cache_size
         tensors = [value for value in args if isinstance(value, Tensor)]
-        changed = [tensors[i] for i in self._changes if i < len(tensors)]
+        changed = [tensors[i] for i in self._declared.changes if i < len(tensors)]
         for _ in range(ways):
-            copied = self._copied_on_gpu(changed)
+            budget = float(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+            if not self._declared.saves_memory:
+                budget = math.inf
+            copied = []
+            for tensor in changed:  # others are copied to the host
+                if tensor.nbytes <= budget:
+                    copied.append(tensor)
+                    budget -= tensor.nbytes
             copies = [tensor.clone() for tensor in copied]
             del copies
             cleared = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
             copies = [tensor.clone() for tensor in copied]
             del copies, cleared
-
-    def _copied_on_gpu(self, changed: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the tensors that are copied on the GPU before the kernel changes them.
-
-        In a backward, those whose copies would raise the peak are copied to the host
-        (`CachingAutotuner.copy_args_to_cpu_if_needed`, torch 2.6).
-        """
-        if not self._saves_memory:
-            return changed
-        budget = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        copied = []
-        for tensor in changed:
-            if tensor.nbytes <= budget:
-                copied.append(tensor)
-                budget -= tensor.nbytes
-        return copied
 
 
 @dataclass(slots=True)
@@ -399,7 +388,10 @@ class Declaration:
 
     @property
     def saves_memory(self) -> bool:
-        """True for a kernel of a backward, if the installed torch copies to the host."""
+        """True for a kernel of a backward: copies that would raise the peak are on the host.
+
+        `CachingAutotuner.copy_args_to_cpu_if_needed`, from torch 2.6 on.
+        """
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
         has_copies = hasattr(CachingAutotuner, "copy_args_to_cpu_if_needed")
@@ -524,27 +516,17 @@ class _Config:
         self.__dict__.update(options)
 
 
-class _Source(InspectLoader):
-    """Loads a module from its text, which has no file."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_source(self, fullname: str) -> str:
-        return self._text
-
-
 def _load(source: str) -> None:
     """Run the module of a kernel, which calls the kernel's decorators.
 
     `linecache` has the module's lines meanwhile, since `triton.jit` reads them by `inspect`.
     """
-    file = "<string>"  # name of the file in the code of `InspectLoader`
+    file = "<string>"
     module = ModuleType("kernel")
     vars(module).update({"__file__": file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     try:
-        _Source(source).exec_module(module)
+        exec(compile(source, file, "exec"), vars(module))
     finally:
         del linecache.cache[file]
 
