@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import NamedTuple
 
 import torch
 
@@ -28,22 +27,11 @@ _ENDS = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
 ROUNDS = 2  # of a loop that waits for an unknown value, while no optimizer steps
 
 
-class _Lines(NamedTuple):
-    """Numbers of the first and last line of a piece of code."""
-
-    first: int
-    last: int
-
-    def hold(self, number: int) -> bool:
-        """Return whether the line `number` is in the range."""
-        return self.first <= number <= self.last
-
-
 class WaitingLoops:
-    """Loops whose conditions are guessed, by the frame that runs them."""
+    """Loops whose conditions are guessed, by the frame that runs them and by their lines."""
 
     def __init__(self) -> None:
-        self._rounds: dict[tuple[int, _Lines], int] = {}
+        self._rounds: dict[tuple[int, range], int] = {}
 
     def clear(self) -> None:
         """Restart the count after an optimizer step, which shows that the loop makes progress."""
@@ -67,7 +55,7 @@ class WaitingLoops:
         if frame is not None and loop is not None:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
 
-    def _waiting_condition(self, guess: bool, frame: FrameType, loop: _Lines, notes: Notes) -> bool:
+    def _waiting_condition(self, guess: bool, frame: FrameType, loop: range, notes: Notes) -> bool:
         key = id(frame), loop
         rounds = self._rounds.get(key, 0)
         if rounds < ROUNDS:
@@ -84,30 +72,27 @@ class WaitingLoops:
         """Return whether `frame` or a caller is in a waiting loop, in every second iteration."""
         running = {key for key, rounds in self._rounds.items() if not rounds % 2}
         while running and frame is not None:
-            number = frame.f_lineno
-            if any(owner == id(frame) and loop.hold(number) for owner, loop in running):
+            if any(owner == id(frame) and frame.f_lineno in loop for owner, loop in running):
                 return True
             frame = frame.f_back
         return False
 
 
-def _read_now() -> tuple[FrameType | None, _Lines | None]:
+def _read_now() -> tuple[FrameType | None, range | None]:
     """Return the innermost frame outside of memest, and the loop whose condition it reads."""
     stack = (frame for frame, _ in walk_stack(sys._getframe(1)))
     frame = next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
     if frame is None:
         return None, None
-    for condition, loop in _conditions(frame.f_code.co_filename):
-        if condition.hold(frame.f_lineno):
-            return frame, loop
-    return frame, None
+    found = _conditions(frame.f_code.co_filename)
+    return frame, next((loop for condition, loop in found if frame.f_lineno in condition), None)
 
 
 # Loops with one way out: `while CONDITION:`, and `while True:` with one `if CONDITION: break`.
 
 
 @cache
-def _conditions(file: str) -> tuple[tuple[_Lines, _Lines], ...]:
+def _conditions(file: str) -> tuple[tuple[range, range], ...]:
     """Return the lines of the only condition of `while` loops in a file, and the loop's lines.
 
     A loop with another exit, such as a maximum of iterations, ends by itself.
@@ -139,8 +124,8 @@ def _exits(body: Iterable[ast.AST], is_nested: bool = False) -> Iterator[ast.AST
             yield from _exits(ast.iter_child_nodes(node), inner)
 
 
-def _lines(node: ast.expr | ast.stmt) -> _Lines:
-    return _Lines(node.lineno, node.end_lineno or node.lineno)
+def _lines(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 # Conditions that end a script: `assert`, and a condition before `raise`.

@@ -8,7 +8,8 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,15 +85,21 @@ class Mailbox:
         with _disable_current_modes():
             return pickle.loads(path.read_bytes())
 
-    def _wait(self, path: Path, source: int, line: str = "") -> None:
+    def _poll(self, path: Path, gives_up: Callable[[], bool]) -> bool:
+        """Wait for a message; return whether it came."""
         while not path.exists():
-            if self._path("ended", source).exists() and not path.exists():
-                raise PeerEnded(
-                    f"{line}: " * bool(line)
-                    + f"rank {source} ended before it sent or took what this rank waits for",
-                    hint="on GPUs this rank waits for ever, if that rank ends without an error",
-                )
+            if gives_up() and not path.exists():
+                return False
             time.sleep(POLL_SECONDS)
+        return True
+
+    def _wait(self, path: Path, source: int, line: str = "") -> None:
+        if not self._poll(path, self._path("ended", source).exists):
+            raise PeerEnded(
+                f"{line}: " * bool(line)
+                + f"rank {source} ended before it sent or took what this rank waits for",
+                hint="on GPUs this rank waits for ever, if that rank ends without an error",
+            )
 
     def has(self, key: object) -> bool:
         """Return whether the next message under `key` is posted."""
@@ -118,26 +125,22 @@ class Mailbox:
         """
         if path.exists() or source not in self._companions:
             return path.exists()
-        waits = self._path("waits", self._own)
+        waits, others = self._path("waits", self._own), self._path("waits", source)
+        ended = self._path("ended", source)
+
+        def gives_up() -> bool:
+            """Return whether `source` has ended, or waits for a message that is not posted."""
+            with suppress(FileNotFoundError):
+                name = others.read_text()
+                if name and not others.with_name(name).exists():
+                    return True  # a deadlock
+            return ended.exists()
+
         waits.write_text(path.name)
         try:
-            while not path.exists():
-                has_ended = self._path("ended", source).exists()
-                if (has_ended or self._awaits_this(source)) and not path.exists():
-                    break
-                time.sleep(POLL_SECONDS)
+            return self._poll(path, gives_up)
         finally:
             waits.unlink(missing_ok=True)
-        return path.exists()
-
-    def _awaits_this(self, source: int) -> bool:
-        """Return whether `source` waits for a message that is not posted, which is a deadlock."""
-        assert self._folder is not None
-        try:
-            name = self._path("waits", source).read_text()
-        except FileNotFoundError:
-            return False
-        return bool(name) and not (self._folder / name).exists()
 
     def expect(self, key: object, source: int, line: str) -> None:
         """Expect a message of rank `source` by the end of the script, at `line`."""
