@@ -70,9 +70,8 @@ class ProbedTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:  # fmt: skip
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, **options: Any
+    ) -> Any:
         """Return the plan's loss."""
         loss = loss_of(model, inputs, self.task.feed.loss_output)
         if model.training:

@@ -82,7 +82,8 @@ def build_model(
     # name would be an error where a sub-model lacks it.
     requested = None if attn_implementation == "sdpa" else attn_implementation
     with quiet_transformers():
-        module = _instantiate(config, cls, pretrained, dtype=dtype, attn=requested, device=device)
+        options = {dtype_keyword(): dtype, "attn_implementation": requested}
+        module = _instantiate(config, cls, pretrained, device, options)
     module.train()
     notes += _attn_notes(module, attn_implementation)
     notes += _count_notes(config, sum(parameter.numel() for parameter in module.parameters()))
@@ -133,20 +134,19 @@ def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
 
 
 def _instantiate(
-    config: ModelConfig, cls: Any, pretrained: Any, *, dtype: torch.dtype, attn: str | None,
-    device: torch.device | str,
-) -> Any:  # fmt: skip
+    config: ModelConfig, cls: Any, pretrained: Any, device: Any, options: dict[str, Any]
+) -> Any:
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # before transformers 5
         no_init_weights = import_module("transformers.modeling_utils").no_init_weights
-    kwargs: dict[str, Any] = {dtype_keyword(): dtype, "attn_implementation": attn}
+    attention = options["attn_implementation"]
     try:
         with torch.device(device), no_init_weights():
             if config.remote_code:
-                module = cls.from_config(pretrained, trust_remote_code=True, **kwargs)
+                module = cls.from_config(pretrained, trust_remote_code=True, **options)
             else:
-                module = cls._from_config(pretrained, **kwargs)
+                module = cls._from_config(pretrained, **options)
         # `no_init_weights` also skips the tying, which ends the initialisation of a class.
         module.tie_weights()
         return module.to(device)
@@ -154,12 +154,12 @@ def _instantiate(
         raise UnsupportedError(
             f"`{cls.__name__}` needs a package that is not installed: {error_text(error)}",
             hint="install it, or choose a model of another family"
-            + (", or leave `attn_implementation` out" if attn == FLASH_ATTENTION_2 else ""),
+            + ", or leave `attn_implementation` out" * (attention == FLASH_ATTENTION_2),
         ) from error
     except Exception as error:  # a class may raise anything on sizes that do not go together
         if "does not support Flash Attention" in str(error):
             raise PlanError(
-                f"`{str(error).split()[0]}` has no `{attn}` in transformers",
+                f"`{str(error).split()[0]}` has no `{attention}` in transformers",
                 hint="leave `attn_implementation` out, which takes what the model has",
             ) from error
         raise PlanError(

@@ -86,10 +86,7 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
     patches.set(collate, "default_collate_fn_map", changed_map)
 
 
-def _spawn(
-    rank: Rank, fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any,
-    **options: Any,
-) -> None:  # fmt: skip
+def _spawn(rank: Rank, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
     """Call the function of this rank itself, in place of `torch.multiprocessing.spawn`."""
     if nprocs != rank.num_local:
         raise _other_number(nprocs, rank)
