@@ -19,7 +19,21 @@ from memest.estimator.torch_api.attributes.constructors import install_legacy
 
 def _install_places(patches: Patches, mode: CudaSimMode) -> None:
     """Install attributes of the place where the mode has put tensors and storages."""
-    device = _device_of(mode)
+    live = mode.memory.live
+
+    def device(tensor: Tensor) -> torch.device:
+        tensor = placement.local_part(tensor)
+        if not is_meta(tensor):
+            return placement.true_device(tensor)
+        if INSIDE.depth:
+            return META
+        try:
+            key = placement.storage_key(tensor)
+        except (NotImplementedError, RuntimeError):  # a subclass without a storage
+            return META
+        if key in live:
+            return GPU.device
+        return CPU if key in placement.host_storages else META
 
     def is_on(kind: str) -> property:
         return property(lambda tensor: device(tensor).type == kind)
@@ -40,28 +54,7 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
 
     install_legacy(patches, device)
     _install_wrappers(patches)
-    _install_addresses(patches, mode)
     _install_storages(patches, mode)
-
-
-def _device_of(mode: CudaSimMode) -> Callable[[Tensor], torch.device]:
-    live = mode.memory.live
-
-    def device(tensor: Tensor) -> torch.device:
-        tensor = placement.local_part(tensor)
-        if not is_meta(tensor):
-            return placement.true_device(tensor)
-        if INSIDE.depth:
-            return META
-        try:
-            key = placement.storage_key(tensor)
-        except (NotImplementedError, RuntimeError):  # a subclass without a storage
-            return META
-        if key in live:
-            return GPU.device
-        return CPU if key in placement.host_storages else META
-
-    return device
 
 
 def _install_wrappers(patches: Patches) -> None:
@@ -79,10 +72,14 @@ def _install_wrappers(patches: Patches) -> None:
         return make(cls, *args, **kwargs)
 
 
-def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:
-    true_address: Callable[[Tensor], int] = Tensor.data_ptr
+def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
+    """Install device, address and size of storages, and addresses of tensors."""
+    live = mode.memory.live
+    class_of_storage: Any = torch.UntypedStorage
+    true_device_of = class_of_storage.device
 
-    def data_ptr(tensor: Tensor) -> int:
+    @patches.wrap(Tensor, "data_ptr")
+    def address_of_tensor(true_address: Any, tensor: Tensor) -> int:
         if not is_meta(tensor):
             return true_address(tensor)
         if placement.local_part(tensor) is not tensor:  # a DTensor has no storage of its own
@@ -93,26 +90,19 @@ def _install_addresses(patches: Patches, mode: CudaSimMode) -> None:
             start = 0
         return start + int(tensor.storage_offset()) * tensor.itemsize
 
-    patches.set(Tensor, "data_ptr", data_ptr)
-
-
-def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
-    live = mode.memory.live
-    class_of_storage: Any = torch.UntypedStorage
-    true_device_of = class_of_storage.device
-    true_address_of, true_resize = class_of_storage.data_ptr, class_of_storage.resize_
-
     def device(storage: torch.UntypedStorage) -> torch.device:
         key = storage._cdata
         place = GPU.device if key in live else CPU if key in placement.host_storages else None
         return true_device_of.__get__(storage) if INSIDE.depth or place is None else place
 
-    def data_ptr(storage: torch.UntypedStorage) -> int:
+    @patches.wrap(class_of_storage, "data_ptr")
+    def address(true_address: Any, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
         is_placed = key in live or key in placement.host_storages
-        return _address_of(mode, key) if is_placed else int(true_address_of(storage))
+        return _address_of(mode, key) if is_placed else int(true_address(storage))
 
-    def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+    @patches.wrap(class_of_storage, "resize_")
+    def resize(true_resize: Any, storage: torch.UntypedStorage, num_bytes: int) -> Any:
         index = live.get(storage._cdata)
         if index is None:
             return true_resize(storage, num_bytes)
@@ -123,8 +113,6 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
         return storage
 
     patches.set(class_of_storage, "device", property(device))
-    patches.set(class_of_storage, "resize_", resize)
-    patches.set(class_of_storage, "data_ptr", data_ptr)
     patches.set(class_of_storage, "is_cuda", property(lambda s: device(s).type == "cuda"))
 
 
@@ -237,7 +225,7 @@ _PYTHON_TYPES: Any = {float: torch.float64, int: torch.int64, bool: torch.bool}
 
 
 def _parser(move: Move, to_: Move) -> Move:
-    """Replace all forms of `Tensor.to`."""
+    """Return `Tensor.to`, which moves to devices by `move`."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(_PYTHON_TYPES.get(a, a) if isinstance(a, type) else a for a in args)
