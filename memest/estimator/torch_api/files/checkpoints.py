@@ -100,15 +100,12 @@ class Checkpoints:
         return _pickled(made, tensor.dtype, geometry, tensor.requires_grad, mark)
 
     def _dummy(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
-        memo = self._state.placeholders
-        key = storage._cdata, dtype
-        if memo is not None and key in memo:
-            return memo[key]
-        with _disable_current_modes():
-            made = torch.zeros(1, dtype=dtype, device=CPU).untyped_storage()
-        if memo is not None:
-            memo[key] = made
-        return made
+        memo, key = self._state.placeholders, (storage._cdata, dtype)
+        memo = {} if memo is None else memo
+        if key not in memo:
+            with _disable_current_modes():
+                memo[key] = torch.zeros(1, dtype=dtype, device=CPU).untyped_storage()
+        return memo[key]
 
     # --- reading
 
