@@ -70,7 +70,7 @@ class ProbedTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, **options: Any
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, *args: Any, **kw: Any
     ) -> Any:
         """Return the plan's loss."""
         loss = loss_of(model, inputs, self.task.feed.loss_output)

@@ -336,11 +336,8 @@ class GuessedValues:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
     ) -> None:
         source = args[0]
-        if func is aten.multinomial.default:
-            dim = -1
-        else:  # None for all elements
-            default = None if func in (aten.argmax.default, aten.argmin.default) else -1
-            dim = arguments_by_name(func, args, kwargs).get("dim", default)
+        default = None if func in (aten.argmax.default, aten.argmin.default) else -1
+        dim = arguments_by_name(func, args, kwargs).get("dim", default)  # None: of all elements
         if dim is None or not source.dim() or not self._layer.may_hold(out):
             return
         num_choices, is_kept = source.size(dim), out.dim() == source.dim()
