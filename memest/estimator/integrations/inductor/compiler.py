@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.abc import InspectLoader
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -516,17 +517,27 @@ class _Config:
         self.__dict__.update(options)
 
 
+class _Source(InspectLoader):
+    """Loads a module from its text, which has no file."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+
 def _load(source: str) -> None:
     """Run the module of a kernel, which calls the kernel's decorators.
 
     `linecache` has the module's lines meanwhile, since `triton.jit` reads them by `inspect`.
     """
-    file = "<string>"
+    file = "<string>"  # name of the file in the code of `InspectLoader`
     module = ModuleType("kernel")
     vars(module).update({"__file__": file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     try:
-        exec(compile(source, file, "exec"), vars(module))
+        _Source(source).exec_module(module)
     finally:
         del linecache.cache[file]
 
