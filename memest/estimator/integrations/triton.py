@@ -84,7 +84,7 @@ class Constexpr:
 class KernelInterface:
     """Kernel that takes a grid in brackets; `fn` is a function, or a kernel that is wrapped."""
 
-    def __init__(self, fn: Any, **options: Any) -> None:
+    def __init__(self, fn: Any = None, **options: Any) -> None:
         self.fn = fn
         self.arg_names: list[str] = getattr(fn, "arg_names", [])
         self.__name__ = getattr(fn, "__name__", "kernel")

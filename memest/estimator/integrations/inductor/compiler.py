@@ -138,7 +138,7 @@ def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
         patches = Patches()
         try:
             _install(patches, mode)
-            _install_waits(patches, mode)
+            _install_contexts(patches, mode)
             _install_padding(patches, mode)
             install_fakes(patches)
         except (AttributeError, ImportError, KeyError) as error:
@@ -203,7 +203,6 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
         patches.set(triton_utils, "AttrsDescriptorWrapper", lambda *args, **kwargs: {})
     patches.set(_triton, "triton_hash_with_backend", lambda: "virtual")
     patches.set(fake_tensor, "init_gpu_context", lambda device: None)  # allocates on the GPU
-    _install_folder(patches)
     patches.set(
         async_compile.AsyncCompile, "triton",
         lambda self, name, source, *args, **options: Kernel(name, source, mode),
@@ -219,24 +218,19 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(guards, "copy_if_misaligned", lambda tensor: tensor)
 
 
-def _install_folder(patches: Patches) -> None:
-    """Make Inductor fold constants on the host."""
+def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
+    """Make Inductor fold constants on the host, and wait for collectives on the GPU."""
     from torch._inductor.fx_passes import joint_graph
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     folder: Any = joint_graph.UniformValueConstantFolder
     patches.within(folder, "run", lambda self: _constants_on_the_host(self.module))
     if hasattr(folder, "_add_peephole_patterns"):
         patches.within(folder, "_add_peephole_patterns", lambda self: _OnHost())
-
-
-def _install_waits(patches: Patches, mode: CudaSimMode) -> None:
-    """Activate the GPU's mode where torch waits for a graph's `AsyncCollectiveTensor` arguments."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    def context(pending: Any) -> Any:
-        return mode if type(pending.elem) is Tensor else nullcontext()
-
-    patches.within(AsyncCollectiveTensor, "trigger_wait", context)
+    patches.within(  # for a graph's arguments
+        AsyncCollectiveTensor, "trigger_wait",
+        lambda pending: mode if type(pending.elem) is Tensor else nullcontext(),
+    )  # fmt: skip
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
