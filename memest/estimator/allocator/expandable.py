@@ -96,18 +96,15 @@ class ExpandableSegments:
             start: Block = before if before is not None and before.is_free else block
             if _has_room(start, size):
                 return start
-        return self._new_range(is_small, stream)
-
-    def _new_range(self, is_small: bool, stream: int) -> Unmapped:
-        """Reserve addresses for 9/8 of the GPU's memory, as `ExpandableSegment` does."""
+        # a new range of addresses for 9/8 of the GPU's memory, as `ExpandableSegment` reserves
         piece = self._piece_bytes[is_small]
         total = self._allocator.gpu_bytes
         room = MOST_RANGE_BYTES if total is None else min(total * 9 // 8, MOST_RANGE_BYTES)
         num_bytes = round_up(room, piece)
         self._lowest = (self._lowest - num_bytes) // piece * piece
-        block = Unmapped(self._lowest, num_bytes, is_small, stream=stream)
-        self._add_unmapped(block)
-        return block
+        made = Unmapped(self._lowest, num_bytes, is_small, stream=stream)
+        self._add_unmapped(made)
+        return made
 
     def _map(self, block: Unmapped, size: int) -> Block | None:
         """Map memory at the beginning of `block` and merge it with free neighbours."""

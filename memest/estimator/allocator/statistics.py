@@ -77,7 +77,12 @@ class CountingAllocator(CachingAllocator):
         try:
             block = _malloc(self, num_bytes, stream)
         except OutOfMemory:
-            self._note_refusal(num_bytes, stream)
+            self.num_ooms += 1
+            size, free_bytes = self.rounded(num_bytes), (self.gpu_bytes or 0) - self.reserved_bytes
+            if history is not None:
+                history.refused(size, stream, max(0, free_bytes))
+            for observer in self.observers:
+                observer(size, max(0, free_bytes))
             raise
         size, after = block.num_bytes, block.next
         if self._tuning is not None and self._is_outside_splits(size, 1):
@@ -173,15 +178,6 @@ class CountingAllocator(CachingAllocator):
         self._count(block.is_small, _SEGMENTS[1:], (-num_bytes,))
         if self.history is not None:
             self.history.segment_unmapped(address, num_bytes, block)
-
-    def _note_refusal(self, num_bytes: int, stream: int) -> None:
-        self.num_ooms += 1
-        size = self.rounded(num_bytes)
-        free_bytes = max(0, (self.gpu_bytes or 0) - self.reserved_bytes)
-        if self.history is not None:
-            self.history.refused(size, stream, free_bytes)
-        for observer in self.observers:
-            observer(size, free_bytes)
 
     # --- queries
 

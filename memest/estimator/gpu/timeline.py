@@ -126,10 +126,6 @@ class Timeline:
         """Advance the host's clock, in microseconds at the fast and at the slow pace."""
         self.host_time = self.host_time[0] + fast, self.host_time[1] + slow
 
-    def has_passed(self, event: Time) -> bool:
-        """Return whether `event` is in the host's past."""
-        return self.at_pace(event) <= self.at_pace(self.host_time)
-
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
         """Launch the kernels of one operator on the current stream.
 

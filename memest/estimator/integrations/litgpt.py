@@ -8,16 +8,19 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from memest.errors import UnsupportedError
 from memest.estimator.gpu.imports import ImportHooks, wrap_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches
+from memest.estimator.tensors.patches import Patches, refusing
 from memest.estimator.versions import installed_versions
 
 MEASURED_RELEASE = "0.5.13"  # its runs were compared with simulated ones: validation/scripts.md
 OFFER = (
     "memest: without a download, `memest checkpoint NAME --format litgpt FOLDER` writes a dummy "
     "checkpoint that its scripts load here"
+)
+
+_WITHOUT_THUNDER = (
+    "run the script without Thunder, whose kernels save other tensors: an eager run takes more"
 )
 
 
@@ -46,12 +49,5 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     hooks.after("litgpt", after_import)
     hooks.after("litgpt.utils", after_utils)
-    hooks.after("thunder", lambda module: patches.set(module, "jit", _refuse_thunder))
-
-
-def _refuse_thunder(*args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedError(
-        "code that `thunder.jit` compiles cannot be simulated: its kernels save other tensors than "
-        "the eager model",
-        hint="run the script without Thunder: an eager run takes more memory",
-    )
+    refused = refusing("code that `thunder.jit` compiles", _WITHOUT_THUNDER)
+    hooks.after("thunder", lambda module: patches.set(module, "jit", refused))

@@ -44,7 +44,14 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             lambda self, tx, name, *_: mode if name == "_init_group" else nullcontext(),
         )  # fmt: skip
         _install_device(patches, dynamo.device_interface)
-        _install_breaks(patches, mode, dynamo.exc.Unsupported)
+
+        @patches.wrap(dynamo.exc.Unsupported, "__init__")
+        def init_and_warn(init: Any, self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
+            """Warn of graph breaks that memest's own functions and objects cause."""
+            line = next((line for line in msg.splitlines() if "memest.estimator" in line), None)
+            if line is not None and "_install_steps" not in line:  # the step within is one graph
+                mode.guesses.warn(BROKEN.format(why=line.strip()[:200]))
+            init(self, msg, *args, **kwargs)
 
     if hasattr(torch.nn.modules.module, "_has_any_global_hook"):  # torch warns of a script's hooks
         patches.within(torch.nn.modules.module, "_has_any_global_hook", modules.without_hooks)
@@ -100,17 +107,6 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
 
     if not hasattr(convert_frame, "is_in_any_mode_without_ignore_compile_internals"):
         patches.set(convert_frame, "is_in_torch_dispatch_mode", lambda **options: False)
-
-
-def _install_breaks(patches: Patches, mode: CudaSimMode, broken: Any) -> None:
-    """Warn of graph breaks that memest's own functions and objects cause."""
-
-    @patches.wrap(broken, "__init__")
-    def init_and_warn(init: Any, self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
-        line = next((line for line in msg.splitlines() if "memest.estimator" in line), None)
-        if line is not None and "_install_steps" not in line:  # the step within is one graph
-            mode.guesses.warn(BROKEN.format(why=line.strip()[:200]))
-        init(self, msg, *args, **kwargs)
 
 
 def _is_of_dynamo(error: Exception) -> bool:

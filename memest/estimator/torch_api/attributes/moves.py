@@ -52,24 +52,20 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
             is_view = names == (None,) and is_meta(tensor)
             return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
 
-    install_legacy(patches, device)
-    _install_wrappers(patches)
-    _install_storages(patches, mode)
-
-
-def _install_wrappers(patches: Patches) -> None:
-    """Create wrapper subclasses of GPU tensors on the meta device, like their inner tensors.
-
-    Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
-    stream, and the engine the device's context. `device` is that of the first inner tensor.
-    """
-
     @patches.wrap(Tensor, "_make_wrapper_subclass")
     def wrap(make: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None and hasattr(cls, "__tensor_flatten__"):
-            kwargs["device"] = META if torch.device(device).type == "cuda" else device
+        """Create a wrapper subclass of GPU tensors on the meta device, like its inner tensors.
+
+        Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
+        stream, and the engine the device's context. `device` is that of the first inner tensor.
+        """
+        where = kwargs.get("device")
+        if where is not None and hasattr(cls, "__tensor_flatten__"):
+            kwargs["device"] = META if torch.device(where).type == "cuda" else where
         return make(cls, *args, **kwargs)
+
+    install_legacy(patches, device)
+    _install_storages(patches, mode)
 
 
 def _install_storages(patches: Patches, mode: CudaSimMode) -> None:

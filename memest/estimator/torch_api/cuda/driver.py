@@ -157,7 +157,14 @@ DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was meas
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch.cuda` report one GPU, that of `mode`."""
     patches.set(torch, "device", device)
-    _install_facts(patches)
+    answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
+    found = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
+    for what, answer in answers.items():
+        for owner, names in FACTS[what].items():
+            found.append((owner, constants(dict.fromkeys(names, answer))))
+    refused = {name: refusing(what) for name, what in FACTS["refused"].items()}
+    for owner, functions in (*found, ("_C", refused)):
+        patches.set_all(functions, attrgetter(owner)(torch))
     _install_devices(patches, mode)
     _install_libraries(patches, mode)
     _install_generators(patches, mode.rng)
@@ -173,17 +180,6 @@ They return `constants`, the `number of GPUs` or the `current GPU`. `refused` ar
 `torch.accelerator.get_device_capability`, the architectures those of the wheels for CUDA 13.0.
 `nvml` has constants of nvml.h and return values of NVML.
 """
-
-
-def _install_facts(patches: Patches) -> None:
-    answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
-    found = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
-    for what, answer in answers.items():
-        for owner, names in FACTS[what].items():
-            found.append((owner, constants(dict.fromkeys(names, answer))))
-    refused = {name: refusing(what) for name, what in FACTS["refused"].items()}
-    for owner, functions in (*found, ("_C", refused)):
-        patches.set_all(functions, attrgetter(owner)(torch))
 
 
 def _install_devices(patches: Patches, mode: CudaSimMode) -> None:

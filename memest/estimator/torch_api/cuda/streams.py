@@ -109,7 +109,8 @@ class CudaEvent:
         self.session.timeline.host_waits(self.time)
 
     def query(self) -> bool:
-        return self.session.timeline.has_passed(self.time)
+        timeline = self.session.timeline
+        return timeline.at_pace(self.time) <= timeline.at_pace(timeline.host_time)
 
     def elapsed_time(self, end: "CudaEvent") -> float:
         """Return simulated milliseconds between two events; at least a microsecond."""

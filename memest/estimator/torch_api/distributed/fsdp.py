@@ -18,7 +18,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 
 def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
     """Install shape propagation on the meta device, and the test for finite values."""
-    from torch.distributed.tensor import DTensor, _op_schema, _sharding_prop
+    from torch.distributed.tensor import DTensor, _dispatch, _op_schema, _random, _sharding_prop
 
     def bare(spec: Any) -> Tensor:
         meta = spec.tensor_meta
@@ -27,7 +27,13 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(_sharding_prop, "FakeTensorMode", _on_meta)
     patches.set(_sharding_prop, "detect_fake_mode", lambda *args: None)
     patches.set(_op_schema, "_rebuild_tensor_from_dtensor_meta", bare)
-    _install_random(patches)
+    # random offsets of ranks have no effect here
+    if hasattr(_dispatch, "run_dtensor_rng_op"):
+        patches.set(
+            _dispatch, "run_dtensor_rng_op", lambda start, end, op, *args, **kw: op(*args, **kw)
+        )
+    tracker = _random.OffsetBasedRNGTracker
+    patches.set(tracker, "_distribute_region", lambda *args, **kwargs: nullcontext())
     for owner in (torch, Tensor):
         patches.wrap(owner, "isfinite")(partial(_isfinite, DTensor, mode))
 
@@ -42,19 +48,6 @@ def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> T
     if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
         mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool, device=CPU))
     return out
-
-
-def _install_random(patches: Patches) -> None:
-    """Replace the random offsets of ranks, which have no effect here."""
-    from torch.distributed.tensor import _dispatch, _random
-
-    def draw(start: Any, end: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
-
-    if hasattr(_dispatch, "run_dtensor_rng_op"):
-        patches.set(_dispatch, "run_dtensor_rng_op", draw)
-    tracker = _random.OffsetBasedRNGTracker
-    patches.set(tracker, "_distribute_region", lambda *args, **kwargs: nullcontext())
 
 
 class _OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
