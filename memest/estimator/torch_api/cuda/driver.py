@@ -14,7 +14,7 @@ from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops.random import CudaRng, GpuGenerator
 from memest.estimator.tensors.patches import Patches, constant, constants, refusing, unsupported
-from memest.estimator.tensors.placement import CPU, GPU, META, Place, is_another, resolve
+from memest.estimator.tensors.placement import CPU, GPU, META, Place, resolve
 from memest.estimator.versions import simulated
 from memest.plan.reading import read_table
 
@@ -207,7 +207,6 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     patches.set_all(in_c, torch._C)
     patches.set(torch.cuda, "_initialized", True)
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
-    patches.set(torch.cuda, "get_device_properties", lambda device=None: _of(device, properties))
     patches.set(torch.version, "hip", None)
     patches.set(torch.backends.mps, "is_available", constant(False))  # Lightning prefers MPS
     if torch.version.cuda is None:  # torchvision compares a CUDA build's own value with its own
@@ -255,13 +254,6 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(c, "_cudart", cudart)
     patches.set(torch.cuda, "_cudart", cudart)
     patches.set(torch.cuda, "cudart", lambda: cudart)
-
-
-def _of(device: Any, properties: DeviceProperties) -> DeviceProperties:
-    """Return the properties of any GPU of the host; all are of one kind."""
-    if not is_another(device):
-        resolve(device)
-    return properties
 
 
 class Generator(torch.Generator):
