@@ -46,8 +46,8 @@ def test_the_readme_counts_the_public_scripts_on_four_gpus() -> None:
 
     assert all("cause" in row for row in rows if _outside(row) > 0.005)
     line = (
-        f"| {len(rows)} public scripts on four GPUs, predicted blind | every simulated rank"
-        f" of {num_inside} inside its interval, or 0.5 % outside |"
+        f"| {len(rows)} public scripts on four GPUs, predicted blind | {num_inside} inside their"
+        " intervals, or 0.5 % outside |"
     )
     assert line in README
 
