@@ -355,9 +355,8 @@ def _only_with(dropouts: Iterable[bool]) -> str:
 
 
 def _tile(dtype: torch.dtype, width: int, dropout: bool, gpu: Gpu) -> str:
-    block = attention._efficient_block(dtype, width, dropout, gpu)
-    is_staged = block.is_half and not block.keeps_output_in_registers
-    return f"{block.queries} x {block.keys}" + ("*" if is_staged else "")
+    queries, keys, is_staged = attention._efficient_tile(dtype, width, dropout, gpu)
+    return f"{queries} x {keys}" + ("*" if is_staged else "")
 
 
 # --------------------------------------------------------------------- convolutions

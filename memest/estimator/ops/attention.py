@@ -119,67 +119,47 @@ def _can_use_cudnn(call: _Call) -> bool:
     return (
         torch._C._get_cudnn_sdp_enabled()
         and not deterministic
-        and _is_4d(call)
-        and _dtypes_agree(call, _HALF)
+        and _agrees(call, _HALF, same_kv_heads=False)
         and _cudnn_takes_mask(call)
         and (8, 0) <= call.gpu.capability <= _NEWEST
         and not (call.release.dropout_in_sixteenths and sixteenths != math.floor(sixteenths))
         and not (call.dropout_p > 0 and 91100 < call.release.cudnn_version < 91400)
-        and _has_tokens(call)
-        and _last_strides_are_1(call, ignore_width_1=True)
-        and _heads_agree(call, supports_gqa=True, same_kv_heads=False)
         and _cudnn_takes_shapes(call)
     )
 
 
 def _can_use_flash(call: _Call) -> bool:
     """Return whether the flash kernel takes the call: `can_use_flash_attention`."""
-    if not (torch._C._get_flash_sdp_enabled() and _is_4d(call) and call.attn_mask is None):
+    if not (torch._C._get_flash_sdp_enabled() and call.attn_mask is None and _agrees(call, _HALF)):
         return False
-    head_dim = call.query.size(-1)
+    head_dim, capability = call.query.size(-1), call.gpu.capability
     # check_head_dim_size_flash
     if not (head_dim == call.key.size(-1) == call.value.size(-1) and head_dim <= 256):
         return False
-    if not (8, 0) <= call.gpu.capability <= _NEWEST:  # check_flash_attention_hardware_support
-        return False
     # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
-    capability = call.gpu.capability
     small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     untrainable = 192 < head_dim <= 224 or (head_dim > 224 and call.dropout_p > 0)
     needs_grad = _needs_grad(call.query, call.key, call.value)
     if small_shared_memory and needs_grad and untrainable:
         return False
-    # check_flash_causal_non_square_seqlens
-    if call.is_causal and call.query.size(-2) != call.key.size(-2):
-        return False
-    return (
-        _dtypes_agree(call, _HALF)
-        and _heads_agree(call, supports_gqa=True, same_kv_heads=True)
-        and _has_tokens(call)
-        and _last_strides_are_1(call, ignore_width_1=True)
-    )
+    # check_flash_causal_non_square_seqlens, check_flash_attention_hardware_support
+    is_square = call.query.size(-2) == call.key.size(-2)
+    return (is_square or not call.is_causal) and (8, 0) <= capability <= _NEWEST
 
 
 def _can_use_efficient(call: _Call) -> bool:
-    """Return whether the efficient kernel takes the call: `can_use_mem_efficient_attention`."""
-    return (
+    """Return whether the efficient kernel takes the call: `can_use_mem_efficient_attention`.
+
+    Head widths are multiples of 8 in half and 4 in float32: `check_head_dim_size_mem_efficient`
+    with `minimum_gemm_alignment`. Capability 7.x has tensor cores for half only, and no minimum
+    otherwise.
+    """
+    if not (
         torch._C._get_mem_efficient_sdp_enabled()
         and (5, 0) <= call.gpu.capability <= _NEWEST
-        and _is_4d(call)
-        and _efficient_takes_head_dims(call)
-        and _has_tokens(call)
-        and _last_strides_are_1(call, ignore_width_1=False)
-        and _heads_agree(call, supports_gqa=False, same_kv_heads=True)
-        and _dtypes_agree(call, (*_HALF, torch.float32))
-    )
-
-
-def _efficient_takes_head_dims(call: _Call) -> bool:
-    """Return whether head widths are multiples of 8 in half and 4 in float32.
-
-    Mirrors `check_head_dim_size_mem_efficient` with `minimum_gemm_alignment`. Capability 7.x has
-    tensor cores for half only, and no minimum otherwise.
-    """
+        and _agrees(call, (*_HALF, torch.float32), is_efficient=True)
+    ):
+        return False
     major = call.gpu.capability[0]
     alignment = 8 if call.query.dtype in _HALF and major >= 7 else 4 if major >= 8 else 1
     head_dim, value_dim = call.query.size(-1), call.value.size(-1)
@@ -209,43 +189,37 @@ def _cudnn_takes_mask(call: _Call) -> bool:
         return True
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
-    wanted = (call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2))
-    return all(
-        size in (1, target) for size, target in zip(mask.shape, wanted[-mask.dim() :], strict=True)
-    )
+    wanted = (*call.query.shape[:3], call.key.size(2))[-mask.dim() :]
+    return all(size in (1, target) for size, target in zip(mask.shape, wanted, strict=True))
 
 
-def _is_4d(call: _Call) -> bool:
-    """Return whether query, key and value have four dimensions: `check_tensor_shapes`."""
-    return call.query.dim() == call.key.dim() == call.value.dim() == 4
+def _agrees(
+    call: _Call, dtypes: tuple[torch.dtype, ...], *, same_kv_heads: bool = True,
+    is_efficient: bool = False,
+) -> bool:  # fmt: skip
+    """Return whether the checks pass that the fused kernels share.
 
-
-def _has_tokens(call: _Call) -> bool:
-    """Return whether there are query and key tokens: `check_nonzero_sequence_lengths_dense`."""
-    return call.query.size(-2) != 0 and call.key.size(-2) != 0
-
-
-def _dtypes_agree(call: _Call, allowed: tuple[torch.dtype, ...]) -> bool:
-    """Return whether all dtypes are one allowed (`check_tensor_dtype`); bfloat16 from 8.0 on."""
-    if call.gpu.capability < (8, 0) and call.query.dtype == torch.bfloat16:
+    They are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
+    `check_nonzero_sequence_lengths_dense`, `check_last_dim_stride_equals_1_dense` with the mask,
+    `check_batch_size_and_num_heads_dense` and that of grouped heads. The efficient kernel takes
+    neither grouped heads nor a last stride other than 1 in heads of width 1.
+    """
+    tensors = query, key, value = call.query, call.key, call.value
+    if not query.dim() == key.dim() == value.dim() == 4 or 0 in (query.size(2), key.size(2)):
         return False
-    return call.query.dtype == call.key.dtype == call.value.dtype and call.query.dtype in allowed
-
-
-def _last_strides_are_1(call: _Call, *, ignore_width_1: bool) -> bool:
-    """Return whether last strides are 1: `check_last_dim_stride_equals_1_dense`, with the mask."""
-    strides = all(t.stride(-1) == 1 for t in (call.query, call.key, call.value))
-    if ignore_width_1:
-        strides = strides or call.query.size(-1) == 1
-    return strides and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)
-
-
-def _heads_agree(call: _Call, *, supports_gqa: bool, same_kv_heads: bool) -> bool:
-    """Return whether `check_batch_size_and_num_heads_dense` and the check of grouped heads pass."""
-    if not call.query.size(0) == call.key.size(0) == call.value.size(0):
+    if call.gpu.capability < (8, 0) and query.dtype == torch.bfloat16:
         return False
-    query_heads, key_heads, value_heads = (t.size(-3) for t in (call.query, call.key, call.value))
-    if call.enable_gqa and supports_gqa:
+    if query.dtype not in dtypes or not query.dtype == key.dtype == value.dtype:
+        return False
+    has_rows = all(t.stride(-1) == 1 for t in tensors)
+    if not (has_rows or (query.size(-1) == 1 and not is_efficient)):
+        return False
+    if call.attn_mask is not None and call.attn_mask.stride(-1) != 1:
+        return False
+    if not query.size(0) == key.size(0) == value.size(0):
+        return False
+    query_heads, key_heads, value_heads = (t.size(1) for t in tensors)
+    if call.enable_gqa and not is_efficient:
         if same_kv_heads and key_heads != value_heads:
             return False
         return query_heads % key_heads == 0 and query_heads % value_heads == 0
@@ -262,13 +236,20 @@ def scaled_dot_product_attention(
     Replaces `aten::scaled_dot_product_attention` above autograd, so that autograd records them.
     """
     refuse_attention(query, key, value, attn_mask)
-    given, how = (query, key, value), (dropout_p, is_causal)
+    given: tuple[Tensor, ...] = query, key, value
+    how = dropout_p, is_causal
     backend = choose_backend(*given, attn_mask, *how, enable_gqa=enable_gqa, gpu=gpu)
     # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
     masked_out = -65504.0 if backend == SDPBackend.CUDNN_ATTENTION else -math.inf
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
-    if backend == SDPBackend.FLASH_ATTENTION:
-        return _flash(*given, *how, scale)
+    if backend == SDPBackend.FLASH_ATTENTION:  # with heads of a multiple of 8
+        width, padding = query.size(-1), -query.size(-1) % 8
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        if padding:
+            given = tuple(torch.nn.functional.pad(t, (0, padding)) for t in given)
+        op = aten._scaled_dot_product_flash_attention.default
+        out = _first_result(op, *given, *how, False, scale=scale)
+        return aten.slice.Tensor(out, -1, 0, width) if padding else out
     if backend == SDPBackend.MATH:
         return math_attention(*given, attn_mask, *how, scale=scale, enable_gqa=enable_gqa)
     if backend == SDPBackend.CUDNN_ATTENTION:
@@ -290,21 +271,6 @@ def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
     while len(results) > 1:
         results.pop(1)
     return results[0]
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool,
-    scale: float | None,
-) -> Tensor:  # fmt: skip
-    """Run flash attention on heads padded to a multiple of 8, and slice the padding off."""
-    head_dim = query.size(-1)
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    padding = -head_dim % 8
-    if padding:
-        query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in (query, key, value))
-    op = aten._scaled_dot_product_flash_attention.default
-    out = _first_result(op, query, key, value, dropout_p, is_causal, False, scale=scale)
-    return aten.slice.Tensor(out, -1, 0, head_dim) if padding else out
 
 
 def _additive_mask(
@@ -401,9 +367,9 @@ class _Shape:
     itemsize: int
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor) -> "_Shape":
-        B, H, L, E = query.shape
-        return cls(B, H, key.size(1), L, key.size(2), E, value.size(3), query.itemsize)
+    def of(cls, c: KernelCall) -> "_Shape":
+        B, H, L, E = c.query.shape
+        return cls(B, H, c.key.size(1), L, c.key.size(2), E, c.value.size(3), c.query.itemsize)
 
     @property
     def lse_bytes(self) -> int:
@@ -443,7 +409,7 @@ def flash_forward(c: KernelCall) -> Events:
     queries do not fill the GPU (`num_splits_heuristic`, none with dropout). Each split has its own
     logsumexp and float32 output; the output's width is rounded up to 32 (64 above 128).
     """
-    shape = _Shape.of(c.query, c.key, c.value)
+    shape = _Shape.of(c)
     accumulators: list[int] = []
     if c.dropout_p == 0:
         accumulators = _split_accumulators(shape.B, shape.H, shape.L, shape.S, shape.E, c.gpu)
@@ -494,7 +460,7 @@ def flash_backward(c: KernelCall) -> Events:
     Queries are rounded up to 128 tokens. Grouped heads add key and value gradients of all query
     heads, summed into the outputs.
     """
-    shape = _Shape.of(c.query, c.key, c.value)
+    shape = _Shape.of(c)
     copies = [t.nbytes for t in (c.grad_out, c["out"]) if not _tokens_first(t)]
     rows = shape.B * shape.H * round_up(shape.L, 128)
     scratch = [rows * _FLOAT_BYTES, rows * rounded_head_width(shape.E) * _FLOAT_BYTES]
@@ -517,7 +483,7 @@ def efficient_forward(c: KernelCall) -> Events:
     The logsumexp is padded to 32 tokens, and empty without a gradient. Above a width of 128 the
     output is summed in float32 outside the registers (`kNeedsOutputAccumulatorBuffer`).
     """
-    shape = _Shape.of(c.query, c.key, c.value)
+    shape = _Shape.of(c)
     lse_bytes = shape.B * shape.H * round_up(shape.L, 32) * _FLOAT_BYTES
     accumulator = 0
     if c.query.dtype in _HALF and max(shape.E, shape.V) > 128:
@@ -534,16 +500,25 @@ def efficient_backward(c: KernelCall) -> Events:
     A bias gradient has rows padded to 16. Half kernels compute the row sums themselves, float32
     ones are preceded by a product, a sum over the width and a transposed copy.
     """
-    grad_out, bias = c.grad_out_, c.attn_bias
-    shape = _Shape.of(c.query, c.key, c.value)
-    block = _efficient_block(c.query.dtype, max(shape.E, shape.V), c.dropout_p > 0, c.gpu)
-    copy = 0 if _tokens_first(grad_out) else grad_out.nbytes
+    shape, bias = _Shape.of(c), c.attn_bias
+    is_half, width = c.query.dtype in _HALF, max(shape.E, shape.V)
+    queries, keys, is_staged = _efficient_tile(c.query.dtype, width, c.dropout_p > 0, c.gpu)
+    copy = 0 if _tokens_first(c.grad_out_) else c.grad_out_.nbytes
     gradients = _gradients(c)
     if bias is not None and c.grad_input_mask[3]:
         rows = bias.numel() // bias.size(-1)
         gradients += outputs({3: rows * round_up(bias.size(-1), 16) * bias.itemsize})
-    delta_events = temporaries(shape.lse_bytes) if block.sums_rows else _row_sums(shape)
-    workspace = block.workspace_bytes(shape)
+    # `kKernelComputesDelta`
+    sums_rows = is_half and not (is_staged and c.gpu.capability == (7, 0))
+    delta_events = temporaries(shape.lse_bytes) if sums_rows else _row_sums(shape)
+    # `Params::workspace_size`: the query's gradient, and those of key and value if staged
+    floats = ceil_div(shape.L, queries) * ceil_div(shape.E, keys) * (4 + queries * keys)
+    heads = shape.B * shape.H
+    if is_staged:
+        splits = ceil_div(shape.S, keys)
+        splits = 1 if heads >= 256 and splits <= 2 else max(1, min(splits, 200 // heads))
+        floats += splits * keys * (round_up(shape.E, queries) + round_up(shape.V, queries))
+    workspace = heads * round_up(floats, 4) * _FLOAT_BYTES
     done = temporaries(workspace, -shape.lse_bytes, -workspace, -copy)
     return temporaries(copy) + gradients + delta_events + done
 
@@ -562,48 +537,6 @@ def _row_sums(shape: _Shape) -> Events:
     return [*temporaries(*casts, product, sums), *copied, *done]
 
 
-@dataclass(frozen=True, slots=True)
-class _EfficientBlock:
-    """The tile of a backward kernel (`AttentionBackwardKernel`)."""
-
-    queries: int
-    keys: int
-    max_width: int
-    is_half: bool
-    capability: int
-
-    @property
-    def keeps_output_in_registers(self) -> bool:
-        """True if the gradients fit the registers: `kOutputInRF`."""
-        return self.is_half and self.max_width <= self.queries
-
-    @property
-    def sums_rows(self) -> bool:
-        """True if the kernel sums grad_out * out (`kKernelComputesDelta`), not on 7.0."""
-        return self.is_half and (self.keeps_output_in_registers or self.capability != 70)
-
-    def workspace_bytes(self, shape: _Shape) -> int:
-        """Bytes of the workspace: `Params::workspace_size` floats, rounded up to 4, for each head.
-
-        The workspace holds the query's gradient, and those of key and value if registers are too
-        few.
-        """
-        tiles = ceil_div(shape.L, self.queries) * ceil_div(shape.E, self.keys)
-        floats = tiles * (4 + self.queries * self.keys)
-        if self.is_half and not self.keeps_output_in_registers:
-            rows = self.key_splits(shape) * self.keys
-            floats += rows * (round_up(shape.E, self.queries) + round_up(shape.V, self.queries))
-        return shape.B * shape.H * round_up(floats, 4) * _FLOAT_BYTES
-
-    def key_splits(self, shape: _Shape) -> int:
-        """Key splits of `_efficient_attention_backward` where key gradients are staged."""
-        heads = shape.B * shape.H
-        splits = ceil_div(shape.S, self.keys)
-        if heads >= 256 and splits <= 2:
-            splits = 1
-        return max(1, min(splits, 200 // heads))
-
-
 _LEAST_SHARED_KIB = 99
 """Least shared memory per block from compute capability 8.0 on, KiB.
 
@@ -613,12 +546,15 @@ kernel_backward.h, compiled with CUTLASS 4.2.
 """
 
 
-def _efficient_block(
+def _efficient_tile(
     dtype: torch.dtype, width: int, has_dropout: bool, gpu: Gpu
-) -> _EfficientBlock:
-    """The first kernel of `dispatch_cutlassB` that is wide enough and fits the shared memory."""
+) -> tuple[int, int, bool]:
+    """Return queries and keys of a backward kernel's tile, and whether gradients are staged.
+
+    The first kernel of `dispatch_cutlassB` that is wide enough and fits the shared memory runs.
+    Half kernels stage gradients that do not fit the registers (not `kOutputInRF`).
+    """
     is_half = dtype in _HALF
-    major, minor = gpu.capability
     is_small = gpu.multiprocessor.block_shared_kib == _LEAST_SHARED_KIB
     max_width = 128 if width <= 128 else 65536
     queries, keys = 128, 64
@@ -626,11 +562,11 @@ def _efficient_block(
         queries, max_width = 64, 64
     elif is_half and width <= 96 and gpu.capability in ((8, 6), (8, 9)) and not has_dropout:
         max_width = 96
-    elif not is_half and (major < 8 or is_small):
+    elif not is_half and (gpu.capability[0] < 8 or is_small):
         queries = 64
-    elif is_half and major >= 8 and width <= 128:
+    elif is_half and gpu.capability[0] >= 8 and width <= 128:
         queries, keys = (64, 64) if is_small else (128, 128)
-    return _EfficientBlock(queries, keys, max_width, is_half, major * 10 + minor)
+    return queries, keys, is_half and max_width > queries
 
 
 # --------------------------------------------------------------------------- cuDNN
@@ -662,8 +598,8 @@ def cudnn_forward(c: KernelCall) -> Events:
 
     The workspace is the engine's own (see `CUDNN_ENGINE_BYTES`); none for a single query token.
     """
-    shape = _Shape.of(c.query, c.key, c.value)
-    workspace = _cudnn_engine_bytes(c.gpu) if shape.L > 1 else 0
+    shape = _Shape.of(c)
+    workspace = CUDNN_ENGINE_BYTES * _is_measured(c) if shape.L > 1 else 0
     lse_bytes = shape.lse_bytes if c.compute_log_sumexp else 0
     return outputs({6: 8, 7: 8, 0: shape.out_bytes, 1: lse_bytes}) + passing(workspace)
 
@@ -677,17 +613,13 @@ def cudnn_backward(c: KernelCall) -> Events:
 
         B*H*L*E*4 + B*H*L*4 + (K < H) * B*H*S*(E + V)*itemsize + the engine's own
     """
-    shape = _Shape.of(c.query, c.key, c.value)
+    shape = _Shape.of(c)
     copy = c.grad_out.nbytes if c.grad_out.stride(-1) != 1 else 0
     workspace = shape.B * shape.H * shape.L * shape.E * _FLOAT_BYTES + shape.lse_bytes
     for heads, width in ((shape.K, shape.E), (c.value.size(1), shape.V)):
         if heads != shape.H:
             workspace += shape.B * shape.H * shape.S * width * shape.itemsize
-    return _gradients(c) + passing(copy, workspace + _cudnn_engine_bytes(c.gpu))
-
-
-def _cudnn_engine_bytes(gpu: Gpu) -> int:
-    return CUDNN_ENGINE_BYTES if gpu.capability == (9, 0) else 0
+    return _gradients(c) + passing(copy, workspace + CUDNN_ENGINE_BYTES * _is_measured(c))
 
 
 # ---------------------------------------------------------------------------- math
