@@ -17,8 +17,7 @@ from memest.estimator.ops.recurrent import (
     Layers,
     dropout_state_bytes,
     reserve_bytes,
-    weight_offsets,
-    weight_shapes,
+    weight_places,
     workspace_bytes,
 )
 from tests.op_calls import meta, requests
@@ -112,9 +111,18 @@ def test_training_never_asks_for_less_than_inference(mode):
 
 
 def test_all_matrices_come_before_all_biases_in_the_one_buffer():
-    offsets, length = weight_offsets(weight_shapes(LSTM, 512, 768, 0, 2, 1))
+    weights = [meta(*shape) for width in (512, 768) for shape in _parameters(width, 768)]
+    places, length = weight_places(weights, 4)
     assert length * 4 == 34652160
-    assert offsets[1][1] < offsets[0][2] < offsets[1][3] < length
+    assert places[5] < places[2] < places[7] < length
+    assert weight_places([w for w in weights if w.dim() == 2], 2) == (
+        [places[i] for i in (0, 1, 4, 5)],
+        length,
+    )
+
+
+def _parameters(width, hidden):
+    return (4 * hidden, width), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)
 
 
 def test_the_generator_keeps_a_state_for_every_thread_of_the_gpu():

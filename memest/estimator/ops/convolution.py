@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from memest.estimator.ops.temporaries import (
     temporaries,
 )
 from memest.estimator.tensors.known_values import map_tensors
+from memest.estimator.tensors.patches import setting
+from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.versions import allows_tf32, simulated
 from memest.writing import cache_folder, write_whole
 
@@ -495,101 +497,18 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 # ------------------------------------------------------------------- gradients of gradients
 
 
-class _Call(NamedTuple):
-    """The options of a convolution, one for each dimension."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: int
-
-    def run(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Convolve `x` with `weight` by these options."""
-        return aten.convolution.default(x, weight, None, *self)
-
-
-def _second_of_output(
-    call: _Call, gg_input: Tensor | None, gg_weight: Tensor | None, gg_bias: Tensor | None,
-    grad: Tensor, weight: Tensor, x: Tensor,
-) -> Tensor | None:  # fmt: skip
-    total = None if gg_input is None else call.run(gg_input, weight)
-    if gg_weight is not None:
-        term = call.run(x, gg_weight)
-        total = term if total is None else total + term
-    if gg_bias is not None:
-        shape = [1, gg_bias.size(0), *[1] * (grad.dim() - 2)]
-        spread = gg_bias.contiguous().view(shape).expand(grad.size())
-        total = spread if total is None else total + spread
-    return total
-
-
-def _second_of_weight(call: _Call, gg_input: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of the weight in a second derivative, by transposed operands."""
-    across = call._replace(stride=call.dilation, dilation=call.stride, groups=1, transposed=False)
-    grads, inputs = grad.transpose(0, 1), gg_input.transpose(0, 1)
-
-    def of_group(inputs: Tensor, grads: Tensor) -> Tensor:
-        grads = grads.contiguous()
-        return across.run(grads, inputs) if call.transposed else across.run(inputs, grads)
-
-    if call.groups == 1:
-        made = of_group(inputs, grads)
-    else:
-        pairs = zip(inputs.chunk(call.groups), grads.chunk(call.groups), strict=True)
-        made = torch.cat([of_group(*pair) for pair in pairs], 1)
-    return _cut(made.transpose(0, 1), weight)
-
-
-def _second_of_input(
-    call: _Call, gg_weight: Tensor, grad: Tensor, weight: Tensor, x: Tensor
-) -> Tensor:
-    grad = grad.contiguous()
-    if call.transposed:
-        return _cut(call._replace(transposed=False).run(grad, gg_weight), x)
-    missing = list(call.output_padding)
-    for i, side in enumerate(weight.shape[2:]):
-        reached = (side - 1) * call.dilation[i] - 2 * call.padding[i]
-        reached += call.stride[i] * (grad.size(i + 2) - 1) + 1
-        if reached != x.size(i + 2):
-            missing[i] = x.size(i + 2) - reached
-    return call._replace(transposed=True, output_padding=missing).run(grad, gg_weight)
-
-
-def _cut(made: Tensor, like: Tensor) -> Tensor:
-    """Cut the sides of `made` that are longer than those of `like`."""
-    for dim in range(2, made.dim()):
-        if made.size(dim) > like.size(dim):
-            made = made.narrow(dim, 0, like.size(dim))
-    return made
-
-
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
-def double_backward(
-    then: Next, gg_input: Tensor | None, gg_weight: Tensor | None, gg_bias: Tensor | None,
-    grad: Tensor, weight: Tensor, x: Tensor, *options: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the gradients of a convolution's gradients, of contiguous tensors on CUDA.
+def double_backward(then: Next, *args: Any) -> Any:
+    """Compute the gradients of a convolution's gradients, of contiguous second factors on CUDA.
 
-    Mirrors `_convolution_double_backward` of native/Convolution.cpp, which calls `is_cuda()` before
-    each of its convolutions.
+    `_convolution_double_backward` of native/Convolution.cpp calls `is_cuda()` before each of its
+    convolutions. Left out: copies of first factors, which the convolution makes later.
     """
-    if not x.numel():
-        return then(gg_input, gg_weight, gg_bias, grad, weight, x, *options)
-    num_dims = weight.dim() - 2
-    each: list[Any] = [
-        option * num_dims if isinstance(option, list) and len(option) == 1 else option
-        for option in options[:-1]
-    ]
-    call = _Call(*each)
-    if not call.transposed and x.dim() > 4:
-        call = call._replace(groups=x.size(1) // weight.size(1))
-    if gg_input is not None:
-        weight = weight.contiguous()
-    if gg_weight is not None:
-        gg_weight = gg_weight.contiguous()
-    gg_out = _second_of_output(call, gg_input, gg_weight, gg_bias, grad, weight, x)
-    of_weight = None if gg_input is None else _second_of_weight(call, gg_input, grad, weight)
-    of_input = None if gg_weight is None else _second_of_input(call, gg_weight, grad, weight, x)
-    return gg_out, of_input, of_weight
+    with setting(INSIDE, "double_backward", True):
+        return then(*args)
+
+
+@registry.above_autograd("convolution")
+def in_double_backward(then: Next, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    """Copy a weight with other strides in `_convolution_double_backward`."""
+    return then(x, weight.contiguous() if INSIDE.double_backward else weight, *options)

@@ -8,7 +8,7 @@ Sources (torch 2.11): ATen/native/transformers/transformer.cpp, cuda/attention.c
 ATen/native/nested/NestedTensorMath.cpp. Evidence: recordings on an H100, event by event.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,66 +150,45 @@ def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     return expanded, column, first  # the last is dropped first
 
 
-def _attend(
-    x: Tensor, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, mask: Tensor | None,
-    need_weights: bool, padded: torch.Size | None,
-) -> "_Kept":  # fmt: skip
-    """Run `native_multi_head_attention_cuda` up to the projection.
-
-    Return the heads' outputs with the tensors that have to live until the projection.
-    """
-    width = x.shape[-1]
-    head = width // num_heads
-    if padded is not None:
-        qkv = F.linear(x, qkv_weight, qkv_bias)
-        lengths = [_bytes(4 * (padded[0] + 1)) for _ in range(2)]
-        out = x.new_empty(x.shape)
-        del lengths
-        return _Kept(out, qkv)
-    batch, steps = x.shape[:2]
-    if mask is None and not need_weights:
-        qkv = F.linear(x, qkv_weight, qkv_bias)
-        parts = [p.view(batch, -1, num_heads, head).transpose(1, 2) for p in qkv.chunk(3, -1)]
-        out = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
-        parts.clear()
-        return _Kept(out.transpose(1, 2).reshape(batch, -1, width), qkv)
-    products = F.linear(x, qkv_weight)
-    q, k, v = x.new_empty((3, batch, num_heads, steps, head)).unbind()
-    del products
-    scores = q.reshape(-1, steps, head) @ k.reshape(-1, steps, head).transpose(1, 2)
-    masked = None if mask is None else _bytes(mask.numel())
-    weights = scores if mask is None else torch.empty_like(scores)
-    del scores, masked
-    context = q.reshape(-1, steps, head)
-    torch.bmm(weights, v.reshape(-1, steps, head), out=context)
-    if not need_weights:
-        del weights
-        return _Kept(x.new_empty((batch, steps, width)), (q, k, v))
-    return _Kept(x.new_empty((batch, steps, width)), (q, k, v), weights)
-
-
-class _Kept(NamedTuple):
-    """A tensor, the tensors that have to live as long, and the attention weights."""
-
-    out: Tensor
-    of: Any
-    weights: Tensor | None = None
-
-
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_head: int, qkv_weight: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor,
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    padded = query.padded_shape if isinstance(query, Packed) else None
-    rows = query.as_subclass(Tensor) if isinstance(query, Packed) else query
-    kept = _attend(rows, num_head, qkv_weight, qkv_bias, mask, need_weights, padded)
-    out = F.linear(kept.out, proj_weight, proj_bias)
-    weights = kept.weights
+    """Run `native_multi_head_attention_cuda`; return its output, and the weights if needed."""
+    x = query.as_subclass(Tensor) if isinstance(query, Packed) else query
+    batch, steps, width = x.shape
+    head = width // num_heads
+    weights, used = None, []  # `used` lives until the projection
+    if isinstance(query, Packed):
+        used.append(F.linear(x, qkv_weight, qkv_bias))
+        lengths = [_bytes(4 * (query.padded_shape[0] + 1)) for _ in range(2)]
+        context = x.new_empty(x.shape)
+        del lengths
+    elif mask is None and not need_weights:
+        used.append(F.linear(x, qkv_weight, qkv_bias))
+        parts = [p.view(batch, -1, num_heads, head).transpose(1, 2) for p in used[0].chunk(3, -1)]
+        attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
+        parts.clear()
+        context = attended.transpose(1, 2).reshape(batch, -1, width)
+        del attended
+    else:
+        products = F.linear(x, qkv_weight)
+        used += x.new_empty((3, batch, num_heads, steps, head)).unbind()
+        del products
+        q, k, v = (part.reshape(-1, steps, head) for part in used)
+        scores = q @ k.transpose(1, 2)
+        masked = None if mask is None else _bytes(mask.numel())
+        weights = scores if mask is None else torch.empty_like(scores)
+        del scores, masked
+        torch.bmm(weights, v, out=q)
+        weights = weights if need_weights else None
+        context = x.new_empty((batch, steps, width))
+    out = F.linear(context, proj_weight, proj_bias)
     if weights is not None:
-        weights = weights.view(rows.shape[0], num_head, rows.shape[1], -1)
+        weights = weights.view(batch, num_heads, steps, -1)
         weights = weights.mean(1) if average_attn_weights else weights
-    return (out if padded is None else _as_packed(out, padded)), weights
+    return (_as_packed(out, query.padded_shape) if isinstance(query, Packed) else out), weights
 
 
 def _layer(src: Tensor, *args: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memest.estimator.ops.registry import Args, register
 from memest.estimator.ops.strides import is_dense
+from memest.estimator.tensors.placement import INSIDE
 
 aten = torch.ops.aten
 
@@ -52,11 +53,11 @@ def in_nodes(
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
     """Add the second gradient of a tensor to the first, where `InputBuffer` does.
 
-    It does if the gradient is dense and has no other owner (`can_accumulate_inplace`). The formula
-    of a Cholesky decomposition's gradient has a sum too. Left out: the sum of two such gradients of
-    one matrix (`cholesky_backward`).
+    It does if the gradient is dense and has no other owner (`can_accumulate_inplace`). The formulas
+    of a Cholesky decomposition's gradient and of a convolution's second gradient have sums too.
+    Left out: the sum of two gradients of one matrix (`cholesky_backward`).
     """
-    if torch.is_grad_enabled() or not _are_alike(*args):
+    if torch.is_grad_enabled() or INSIDE.double_backward or not _are_alike(*args):
         return func, args
     node = torch._C._current_autograd_node()
     if node is not None and node.name().startswith("LinalgCholesky"):

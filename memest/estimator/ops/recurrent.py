@@ -7,7 +7,6 @@ first below. Cells are two products and a fused kernel.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from math import prod
 from typing import Any
 
 import torch
@@ -82,38 +81,21 @@ class Layers:
         return 2 if self.is_bidirectional else 1
 
 
-def weight_shapes(
-    mode: int, input_size: int, hidden_size: int, proj_size: int, num_layers: int, directions: int
-) -> list[list[tuple[int, ...]]]:
-    """Shapes of each layer's and direction's two matrices, two biases, and projection."""
-    gates, out = _GATES[mode] * hidden_size, proj_size or hidden_size
-    shapes = []
-    for layer in range(num_layers):
-        width = input_size if layer == 0 else out * directions
-        one: list[tuple[int, ...]] = [(gates, width), (gates, out), (gates,), (gates,)]
-        shapes += [one + ([(proj_size, hidden_size)] if proj_size else [])] * directions
-    return shapes
+def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], int]:
+    """Return the start of each parameter in cuDNN's buffer, and the buffer's length, in elements.
 
-
-def weight_offsets(shapes: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[list[int]], int]:
-    """Return start and length of each parameter in the buffer: all matrices, then biases."""
-    offsets = [[0] * len(one) for one in shapes]
-    position = 0
-    for is_matrix in (True, False):
-        for i, one in enumerate(shapes):
-            for j, shape in enumerate(one):
-                if (len(shape) == 2) is is_matrix:
-                    offsets[i][j] = position
-                    position += prod(shape)
-    return offsets, position
-
-
-def weight_shapes_of(layers: Layers) -> list[list[tuple[int, ...]]]:
-    """The shapes of the parameters of `layers`; see `weight_shapes`."""
-    return weight_shapes(
-        layers.mode, layers.input_size, layers.hidden_size, layers.proj_size, layers.num_layers,
-        layers.directions,
-    )  # fmt: skip
+    All matrices come first, then all biases. `stride` is the number of parameters per layer and
+    direction. Two biases have room also where torch has none.
+    """
+    places, position = [0] * len(weights), 0
+    for num_dims in (2, 1):
+        for i, weight in enumerate(weights):
+            if weight.dim() == num_dims:
+                places[i] = position
+                position += weight.numel()
+    if stride < 4:
+        position += sum(2 * len(of_input) for of_input in weights[::stride])
+    return places, position
 
 
 def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
@@ -161,10 +143,11 @@ def reserve_bytes(layers: Layers) -> int:
 
 def _common_bytes(layers: Layers) -> int:
     """Bytes of weight matrices in another layout, workspace of products, and sequence lengths."""
-    lengths = 0 if layers.is_packed else 8 * layers.batch
-    room = layers.num_layers * layers.directions * _LAYER_WORKSPACE_BYTES
-    matrices = (s for one in weight_shapes_of(layers) for s in one if len(s) == 2)
-    return sum(map(prod, matrices)) * layers.dtype.itemsize + room + _ALIGN + lengths
+    h, d, num = layers.hidden_size, layers.directions, layers.num_layers
+    out, lengths = layers.proj_size or h, 0 if layers.is_packed else 8 * layers.batch
+    widths = layers.input_size + (num - 1) * out * d + num * out  # columns of one direction
+    matrices = d * (_GATES[layers.mode] * h * widths + num * layers.proj_size * h)
+    return matrices * layers.dtype.itemsize + num * d * _LAYER_WORKSPACE_BYTES + _ALIGN + lengths
 
 
 def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
@@ -350,48 +333,33 @@ def is_acceptable(tensor: Tensor) -> bool:
     return torch._C._get_cudnn_enabled() and on_gpu(tensor) and tensor.dtype in _FLATTENED
 
 
-def flatten_weights(
-    weights: Sequence[Tensor], stride: int, input_size: int, mode: int, hidden_size: int,
-    proj_size: int, num_layers: int, batch_first: bool, is_bidirectional: bool,
-) -> Tensor:  # fmt: skip
+def flatten_weights(weights: Sequence[Tensor], stride: int, *sizes: Any) -> Tensor:
     """Make `weights` views of one new buffer and return it: `_cudnn_rnn_flatten_weight`."""
-    directions = 2 if is_bidirectional else 1
-    shapes = weight_shapes(mode, input_size, hidden_size, proj_size, num_layers, directions)
-    buffer, views = _flat_copies(weights, stride, shapes, weights[0].dtype)
+    buffer, views = _flat_copies(weights, stride, weights[0].dtype)
     for weight, view in zip(weights, views, strict=True):
         weight.set_(view)  # type: ignore[call-overload]
     return buffer
 
 
 def _flat_copies(
-    weights: Sequence[Tensor], stride: int, shapes: list[list[tuple[int, ...]]], dtype: torch.dtype
+    weights: Sequence[Tensor], stride: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
-    offsets, length = weight_offsets(shapes)
+    places, length = weight_places(weights, stride)
     buffer = torch.zeros(length, dtype=dtype, device=weights[0].device)
-    views = []
-    for weight, offset in zip(weights, _positions(offsets, stride), strict=True):
-        views.append(_of_storage(buffer, offset, weight.shape).copy_(weight))
-    return buffer, views
+    pairs = zip(weights, places, strict=True)
+    return buffer, [_of_storage(buffer, place, w.shape).copy_(w) for w, place in pairs]
 
 
-def _positions(offsets: list[list[int]], stride: int) -> list[int]:
-    """Return the position of each parameter of torch: all, or all except the biases."""
-    picks = {2: (0, 1), 3: (0, 1, 4)}.get(stride, tuple(range(stride)))
-    return [one[pick] for one in offsets for pick in picks]
-
-
-def _flat_buffer(
-    weights: Sequence[Tensor], stride: int, shapes: list[list[tuple[int, ...]]]
-) -> Tensor | None:
+def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
     """`try_get_weight_buf`: the buffer of which all weights are views, or None."""
-    offsets, length = weight_offsets(shapes)
+    places, length = weight_places(weights, stride)
     first = weights[0]
-    key = storage_key(first)
     if first.untyped_storage().nbytes() < length * first.itemsize:
         return None
-    for weight, offset in zip(weights, _positions(offsets, stride), strict=True):
-        if storage_key(weight) != key or weight.storage_offset() != offset:
-            return None
+    if {storage_key(weight) for weight in weights} != {storage_key(first)}:
+        return None
+    if [weight.storage_offset() for weight in weights] != places:
+        return None
     return _of_storage(first, 0, torch.Size((length,)))
 
 
@@ -411,37 +379,6 @@ def _dropout_state(dropout: float, train: bool, like: Tensor, gpu: Gpu) -> Tenso
     return _dropout_states[0] if _dropout_states else None
 
 
-def run_cudnn(
-    x: Tensor, batch_sizes: list[int], hx: Tensor, cx: Tensor | None, weights: list[Tensor],
-    has_biases: bool, mode: int, num_layers: int, dropout: float, train: bool,
-    is_bidirectional: bool, batch_first: bool, gpu: Gpu, autocast: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_cudnn_impl` of RNN.cpp: output, last hidden state and last cell state.
-
-    Autocast casts everything (`_cudnn_rnn_cast_reflatten`), the weights into a buffer of their own.
-    """
-    hidden, proj = hx.shape[2], 0
-    if cx is not None and cx.shape[2] != hidden:
-        hidden, proj = cx.shape[2], hidden
-    stride = (4 if has_biases else 2) + (1 if proj else 0)
-    shapes = weight_shapes(
-        mode, x.shape[-1], hidden, proj, num_layers, 2 if is_bidirectional else 1
-    )
-    buffer = _flat_buffer(weights, stride, shapes)
-    state = _dropout_state(dropout, train, x, gpu)
-    if autocast is not None and weights[0].dtype is not autocast:
-        buffer, weights = _flat_copies(weights, stride, shapes, autocast)
-    if autocast is not None:
-        cx = None if cx is None else cx.to(autocast)  # C++ casts the last argument first
-        hx = hx.to(autocast)
-        x = x.to(autocast)
-    out = aten._cudnn_rnn.default(
-        x, weights, stride, buffer, hx, cx, mode, hidden, proj, num_layers, batch_first, dropout,
-        train, is_bidirectional, batch_sizes, state,
-    )  # fmt: skip
-    return out[0], out[1], out[2]
-
-
 @registry.result("_cudnn_rnn")
 def _forward(c: KernelCall) -> Any:
     layers, x, hx, cx, buffer = _layers(c), c.input, c.hx, c.cx, c.weight_buf
@@ -452,7 +389,7 @@ def _forward(c: KernelCall) -> Any:
         output = x.new_empty((layers.num_steps, layers.batch, width))
         output = output.transpose(0, 1) if c.batch_first else output
     if buffer is None:
-        buffer = x.new_empty(weight_offsets(weight_shapes_of(layers))[1])
+        buffer = x.new_empty(weight_places(c.weight, c.weight_stride0)[1])
     reserve = x.new_empty(reserve_bytes(layers) if c.train else 0, dtype=torch.uint8)
     cy = hx.new_empty(0) if cx is None else torch.empty_like(cx)
     return output, torch.empty_like(hx), cy, reserve, buffer
@@ -473,13 +410,13 @@ def _backward(c: KernelCall) -> Any:
         dx = x.new_empty(x.shape)
     grads: list[Tensor] = []
     if c.output_mask[3]:
-        offsets, _ = weight_offsets(weight_shapes_of(layers))
+        places, _ = weight_places(c.weight, c.weight_stride0)
         made = torch.empty_like(c.weight_buf)
         grads = [
-            made.narrow(0, offset, weight.numel()).view(weight.shape)
+            made.narrow(0, place, weight.numel()).view(weight.shape)
             if c.weight_stride0 >= 4
             else torch.empty_like(weight, memory_format=torch.contiguous_format)
-            for weight, offset in zip(c.weight, _positions(offsets, c.weight_stride0), strict=True)
+            for weight, place in zip(c.weight, places, strict=True)
         ]
     d_cx = None if c.cx is None else torch.empty_like(c.cx)
     return dx, torch.empty_like(c.hx), d_cx, grads
@@ -531,22 +468,36 @@ def packing(c: KernelCall) -> Events:
 
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
     def layer(then: Next, *args: Any) -> Any:
-        x = args[0]
+        """Run `_cudnn_impl` of RNN.cpp: output, last hidden state and last cell state.
+
+        Autocast casts everything to float16 (`_cudnn_rnn_cast_reflatten` of AutocastRNN.cpp), the
+        weights into a buffer of their own.
+        """
+        x, batch_sizes = args[0], []
         if not torch._C._get_cudnn_enabled():
             return then(*args)
-        batch_sizes: list[int] = []
         if is_packed:
             batch_sizes = args[1].tolist()
             args = (x, *args[2:], False)
-        hidden, weights, biases, num_layers, dropout, train, both, batch_first = args[1:9]
-        hx, cx = hidden if mode == LSTM else (hidden, None)
-        # AutocastRNN.cpp has no other type
-        autocast = torch.float16 if torch.is_autocast_enabled("cuda") else None
-        output, hy, cy = run_cudnn(
-            x, batch_sizes, hx, cx, list(weights), biases, mode, num_layers, dropout, train, both,
-            batch_first, active_gpu(), autocast,
+        states, weights, has_biases, num_layers, dropout, train, both, batch_first = args[1:9]
+        hx, cx = states if mode == LSTM else (states, None)
+        hidden, proj = hx.shape[2], 0
+        if cx is not None and cx.shape[2] != hidden:
+            hidden, proj = cx.shape[2], hidden
+        stride = (4 if has_biases else 2) + (1 if proj else 0)
+        buffer = _flat_buffer(weights, stride)
+        state = _dropout_state(dropout, train, x, active_gpu())
+        if torch.is_autocast_enabled("cuda"):
+            if weights[0].dtype is not torch.float16:
+                buffer, weights = _flat_copies(weights, stride, torch.float16)
+            cx = None if cx is None else cx.half()  # C++ casts the last argument first
+            hx = hx.half()
+            x = x.half()
+        out = aten._cudnn_rnn.default(
+            x, weights, stride, buffer, hx, cx, mode, hidden, proj, num_layers, batch_first,
+            dropout, train, both, batch_sizes, state,
         )  # fmt: skip
-        return (output, hy, cy) if mode == LSTM else (output, hy)
+        return (out[0], out[1], out[2]) if mode == LSTM else (out[0], out[1])
 
     return layer
 

@@ -152,6 +152,7 @@ class _Inside(threading.local):
 
     depth = 0  # number of nested calls of the mode; above 0 the mode's own code runs
     composite = False  # True while C++ makes tensors that are on the GPU, like those given to it
+    double_backward = False  # in the C++ formula of a convolution's second gradient
     compiles = False  # this thread runs torch's compiler, whose tensors without data are on GPU
     moves = False  # True while a tensor subclass handles `Tensor.to`, and calls it again
     autocast = False  # True inside an operator whose inputs autocast has already cast
