@@ -236,8 +236,7 @@ def scaled_dot_product_attention(
     Replaces `aten::scaled_dot_product_attention` above autograd, so that autograd records them.
     """
     refuse_attention(query, key, value, attn_mask)
-    given: tuple[Tensor, ...] = query, key, value
-    how = dropout_p, is_causal
+    given, how = (query, key, value), (dropout_p, is_causal)
     backend = choose_backend(*given, attn_mask, *how, enable_gqa=enable_gqa, gpu=gpu)
     # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
     masked_out = -65504.0 if backend == SDPBackend.CUDNN_ATTENTION else -math.inf
@@ -246,7 +245,8 @@ def scaled_dot_product_attention(
         width, padding = query.size(-1), -query.size(-1) % 8
         scale = 1 / math.sqrt(width) if scale is None else scale
         if padding:
-            given = tuple(torch.nn.functional.pad(t, (0, padding)) for t in given)
+            query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in given)
+            given = query, key, value
         op = aten._scaled_dot_product_flash_attention.default
         out = _first_result(op, *given, *how, False, scale=scale)
         return aten.slice.Tensor(out, -1, 0, width) if padding else out

@@ -201,7 +201,7 @@ def _register_once() -> None:
     policies = {
         op: policy
         for names, policy in (
-            (LOWER_PRECISION, _to_lower_precision),
+            (LOWER_PRECISION, lambda op, args, kwargs: _cast_all(args, kwargs)),
             (FLOAT32, _to_float32),
             (FLOAT32_RESULT, _to_float32_result),
             (PROMOTE, _to_widest),
@@ -215,18 +215,13 @@ def _register_once() -> None:
         if op in policies:
             kernel = _with_policy(op, policies[op], kernel)
         if op in since_2_12:
-            kernel = _by_release(kernel, _with_policy(op, _to_float32, kernel))
+            kernel = _with_policy(op, _to_float32_by_release, kernel)
         aten.impl(op, kernel, KEY_NAME, with_keyset=True)
     with warnings.catch_warnings():  # C++ warns once that a kernel replaces another
         warnings.simplefilter("ignore")
         for op, key in registered("vmap_key").items():
             if key:
                 aten.impl(op, _under_vmap(op, decisions[op]), key)
-
-
-def _by_release(plain: Callable[..., Any], cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Cast the inputs of `rms_norm` in autocast, if the simulated release of torch does."""
-    return lambda *args, **kwargs: (cast if simulated().casts_rms_norm else plain)(*args, **kwargs)
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -268,9 +263,7 @@ def _on_one_device(op: OpOverload, args: Args) -> Args:
 
 
 def _is_on_gpu(args: Args) -> bool:
-    for tensor in tensors_in(args):
-        return on_gpu(tensor)
-    return False
+    return next(map(on_gpu, tensors_in(args)), False)
 
 
 def _under_vmap(op: OpOverload, decide: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,23 +319,24 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Cast the last argument first.
+def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Cast to `dtype`, by default autocast's; the last argument first.
 
     `WrapFunction_` of ATen/autocast_mode.h casts within an argument list, whose order C++ leaves
     open; GCC goes from right to left. Evidence: every cast recorded on an H200.
     """
+    dtype = dtype or torch.get_autocast_dtype(_CUDA)
     cast_kwargs = {k: _cast(v, dtype) for k, v in reversed(list(kwargs.items()))}
     cast_args = [_cast(a, dtype) for a in reversed(args)]
     return cast_args[::-1], dict(reversed(list(cast_kwargs.items())))
 
 
-def _to_lower_precision(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    return _cast_all(args, kwargs, torch.get_autocast_dtype(_CUDA))
-
-
 def _to_float32(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     return _cast_all(args, kwargs, torch.float32)
+
+
+def _to_float32_by_release(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    return _cast_all(args, kwargs, torch.float32) if simulated().casts_rms_norm else (args, kwargs)
 
 
 def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[str, Any]]:
@@ -364,7 +358,7 @@ def _to_widest(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     if not flat:
         return args, kwargs
     is_mixed = any(a.dtype is torch.float32 for a in flat)
-    return _cast_all(args, kwargs, torch.float32 if is_mixed else torch.get_autocast_dtype(_CUDA))
+    return _cast_all(args, kwargs, torch.float32 if is_mixed else None)
 
 
 _KEYS_OF_PYTHON = {

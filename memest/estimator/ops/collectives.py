@@ -79,18 +79,18 @@ def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
                 mode.pass_workspaces(func, len(parts) * parts[0].nbytes)
 
 
-def _is_asynchronous(func: Any, given: Kwargs) -> bool:
-    """Return whether the call is asynchronous; default arguments may be missing."""
-    found = _async_argument(func)
-    if found is None:  # before torch 2.7, Python waits for a work that it does not return
-        return _async_argument(torch.ops.c10d.allreduce_.default) is None
-    return bool(given.get(found.name, found.default_value))
-
-
 @cache
 def _async_argument(func: Any) -> Any:
     """Return the argument for asynchronous calls in the schema of `func`, or None."""
     return next((a for a in func._schema.arguments if a.name in ("asyncOp", "async_op")), None)
+
+
+def _is_asynchronous(func: Any, given: Kwargs) -> bool:
+    """Return whether the call is asynchronous; default arguments may be missing."""
+    if argument := _async_argument(func):
+        return bool(given.get(argument.name, argument.default_value))
+    # before torch 2.7, Python waits for a work that it does not return
+    return _async_argument(torch.ops.c10d.allreduce_.default) is None
 
 
 def _fill(mode: SimMode, name: str, args: Args) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -109,11 +110,13 @@ def workspace(
 ) -> Workspace:
     """Return the workspace of one direction on `gpu`."""
     if (installed := installed_for(gpu)) is not None:
+
+        def first() -> Answer:
+            plan = installed.first_plan(shapes, direction, gpu.chip, kernels)
+            return () if plan is None else (plan.workspace_bytes, int(plan.is_estimated))
+
         asked = shapes, direction, kernels.are_deterministic, kernels.are_without_tf32
-        found = answers_of(installed, gpu.chip).find(
-            asked, lambda: _first_plan(installed, shapes, direction, gpu, kernels)
-        )
-        if found:
+        if found := answers_of(installed, gpu.chip).find(asked, first):
             return Workspace(found[0], not found[1] and installed.is_measured(gpu))
     return Workspace(workspace_bytes(shapes, direction), is_by_library=False)
 
@@ -128,14 +131,6 @@ def installed_for(gpu: Gpu) -> Library | None:
 def answers_of(installed: Library, gpu: str) -> "Answers":
     """Return the stored answers of a library about a GPU."""
     return Answers(installed.fingerprint(gpu))
-
-
-def _first_plan(
-    installed: Library, shapes: ConvolutionShapes, direction: str, gpu: Gpu, kernels: Kernels
-) -> tuple[int, ...]:
-    """Return workspace and `Plan.is_estimated` of the first plan; empty if cuDNN has none."""
-    plan = installed.first_plan(shapes, direction, gpu.chip, kernels)
-    return () if plan is None else (plan.workspace_bytes, int(plan.is_estimated))
 
 
 @lru_cache(maxsize=4096)
@@ -187,10 +182,10 @@ class Answers:
         """Return the answer about `asked`, by default `compute()`; () if cuDNN refuses the call."""
         key = self.key(*asked)
         if key not in self.stored:
-            try:
-                self.put(key, compute())
-            except CudnnError:
-                self.put(key, ())
+            answer: Answer = ()
+            with suppress(CudnnError):
+                answer = compute()
+            self.put(key, answer)
         return self.stored[key]
 
     def put(self, key: str, answer: Answer) -> None:
@@ -350,14 +345,9 @@ def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
     return [KernelEvent(num_bytes, TRIED) for num_bytes in tried_bytes(c, direction, gpu)]
 
 
-def _of_output(c: KernelCall) -> str:
-    """Return the kind of convolution that computes the output."""
-    return "input" if c.transposed else "forward"
-
-
-def _of_input(c: KernelCall) -> str:
-    """Return cuDNN's direction for the input's gradient; of a transposed convolution, `forward`."""
-    return "forward" if c.transposed else "input"
+def _directions(c: KernelCall) -> tuple[str, str]:
+    """Return cuDNN's directions for the output and for the gradient of the input."""
+    return ("input", "forward") if c.transposed else ("forward", "input")
 
 
 def _are_known(c: KernelCall, shapes: ConvolutionShapes, *directions: str) -> bool:
@@ -370,13 +360,12 @@ def _are_known(c: KernelCall, shapes: ConvolutionShapes, *directions: str) -> bo
 
 def _is_forward_known(c: KernelCall) -> bool:
     out = aten.convolution.default(*map_tensors(lambda t: t.to("meta"), c.args))
-    return _are_known(c, _shapes_of(c, out), _of_output(c))
+    return _are_known(c, _shapes_of(c, out), _directions(c)[0])
 
 
 def _is_backward_known(c: KernelCall) -> bool:
-    both = zip((_of_input(c), "weight"), c.output_mask, strict=False)
-    directions = [direction for direction, is_wanted in both if is_wanted]
-    return _are_known(c, _shapes_of(c, c.grad_output), *directions)
+    wanted = compress((_directions(c)[1], "weight"), c.output_mask)
+    return _are_known(c, _shapes_of(c, c.grad_output), *wanted)
 
 
 def convolution_outputs(c: KernelCall) -> Any:
@@ -413,7 +402,7 @@ def convolution(c: KernelCall) -> Events:
     Copies are those into the output's memory format.
     """
     memory_format = convolution_format(c.input, c.weight)
-    shapes, direction = _shapes_of(c, c.out), _of_output(c)
+    shapes, direction = _shapes_of(c, c.out), _directions(c)[0]
     made = c.outputs()
     of_weight = temporaries(*copies_in(memory_format, c.weight))
     return (
@@ -465,7 +454,7 @@ def convolution_backward(c: KernelCall) -> Events:
     of_weight: Events = []
     if wanted[0]:
         copy, made = copies_in(memory_format, weight) + each, outputs({0: tensor.nbytes})
-        run = work(_of_input(c))
+        run = work(_directions(c)[1])
         is_first = _copies_first(shapes, c.transposed)
         of_input = around(copy, made) if is_first else made + around(copy, run)
     if wanted[1]:

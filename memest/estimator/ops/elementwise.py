@@ -22,13 +22,16 @@ from memest.units import ceil_div
 aten = torch.ops.aten
 
 
-def _complex_bytes(c: KernelCall) -> int:
-    return c.self.nbytes if c.self.is_complex() else 0
-
-
-op("abs", "the complex result, of which torch copies the real part (UnaryOps.cpp)",
-   after=_complex_bytes)  # fmt: skip
-op("angle", "as `abs`, but the complex result is made first (UnaryOps.cpp)", before=_complex_bytes)
+op(
+    "abs",
+    "the complex result, of which torch copies the real part (UnaryOps.cpp)",
+    after=lambda c: c.self.nbytes if c.self.is_complex() else 0,
+)
+op(
+    "angle",
+    "as `abs`, but the complex result is made first (UnaryOps.cpp)",
+    before=lambda c: c.self.nbytes if c.self.is_complex() else 0,
+)
 op(
     "pow.Scalar", "the base as fp64 or int64, unless it is 1 (Pow.cpp)",
     after=lambda c: 0 if c.self == 1 else 8, layout=contiguous,
@@ -58,20 +61,16 @@ register(
 FOREACH_CHUNK = 65536  # `kChunkSize` of MultiTensorApply.cuh
 
 
-@registry.requests("_foreach_norm.Scalar")
-def foreach_norm(c: KernelCall) -> Scratch:
-    """Requests of `_foreach_norm` (ForeachReduceOp.cu): accumulators of a tensor and chunk.
-
-    ::
-
-        len(tensors) * max(ceil(numel / 65536)) * accumulator bytes
-    """
-    if not c.self:
-        return Scratch()
-    chunks = max(ceil_div(t.numel(), FOREACH_CHUNK) for t in c.self)
-    return Scratch(before=(len(c.self) * chunks * accumulator_bytes_of(c.self[0].dtype),))
-
-
+op(
+    "_foreach_norm.Scalar",
+    "accumulators of each tensor and chunk: tensors * max(ceil(numel / 65536)) "
+    "(ForeachReduceOp.cu)",
+    before=lambda c: (
+        len(c.self)
+        * max((ceil_div(t.numel(), FOREACH_CHUNK) for t in c.self), default=0)
+        * sum(accumulator_bytes_of(t.dtype) for t in c.self[:1])
+    ),
+)
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
 
 
@@ -99,18 +98,19 @@ register(
 )
 
 
-def _above_softmax(op: OpOverload, kernel: OpOverload) -> None:
+def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
     def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """Run half input with a float32 result without a cast (ATen/native/SoftMax.cpp)."""
         if x.dtype is torch.float16 and dtype is torch.float32:
             return kernel(x, dim, True)
         return then(x, dim, dtype)
 
-    register(op, above_autograd=softmax, vmap_key=registry.UNDER_VMAP)
+    return softmax
 
 
-_above_softmax(aten.softmax.int, aten._softmax.default)
-_above_softmax(aten.log_softmax.int, aten._log_softmax.default)
+for _name in ("softmax", "log_softmax"):
+    _kernel = getattr(aten, f"_{_name}").default
+    register(f"{_name}.int", above_autograd=_softmax(_kernel), vmap_key=registry.UNDER_VMAP)
 
 
 @registry.above_autograd("mish_backward")

@@ -21,8 +21,6 @@ from memest.estimator.ops.temporaries import Events, passing
 from memest.plan.reading import read_table
 from memest.units import ceil_div, round_up
 
-aten = torch.ops.aten
-
 LARGEST_PRIME = 127  # largest factor without Bluestein's convolution, above `SHARED`
 SHARED = 32768  # largest transform that one block computes in shared memory, bytes
 FEW_PRIMES = 31  # largest prime factor of a length without a pass of its own, in float32

@@ -43,6 +43,11 @@ class _Matrices:
         return self.n * self.n * self.item * self.batch
 
     @property
+    def all_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return self.m * self.n * self.item * self.batch
+
+    @property
     def pointers(self) -> Events:
         """Requests of pointers to two operands, for batched cuBLAS."""
         return passing(POINTER * self.batch, POINTER * self.batch)
@@ -111,7 +116,7 @@ def svd(c: KernelCall) -> Events:
     """
     a = _of(c.A)
     k = min(a.m, a.n)
-    info, copy = INFO * a.batch, a.m * a.n * a.item * a.batch
+    info, copy = INFO * a.batch, a.all_bytes
     work = passing(svd_bytes(a.m, a.n, a.item, bool(c.full_matrices and c.compute_uv)))
     if c.compute_uv:
         return c.outputs(0, 2, 1) + around((info,), around((copy,), work) + a.checks)
@@ -198,9 +203,9 @@ def lstsq_requests(c: KernelCall) -> Events:
     num_right = 1 if is_vector else solution.shape[-1]
     a = replace(a, batch=prod(solution.shape[: -1 if is_vector else -2]))
     tall, k = max(a.m, a.n), min(a.m, a.n)
-    copy, factors = a.m * a.n * a.item * a.batch, k * a.item * a.batch
+    copy, factors = a.all_bytes, k * a.item * a.batch
     is_batched = tall <= 256 and a.batch >= max(2, tall // 16)
-    reflectors = around((INFO,), a.loop(geqrf_bytes(k, a.item)))
+    reflectors = _geqrf(replace(a, n=k))
     rotated = around((INFO,), a.loop(ormqr_bytes(tall, k, num_right, a.item)))
     triangular = replace(a, n=k).triangular
     if a.m < a.n:
@@ -285,7 +290,7 @@ def _factors_by_cublas(c: KernelCall) -> bool:
 def lu(c: KernelCall) -> Events:
     """Requests of `linalg_lu`: permutation, both triangles, and the factors of `lu_factor_ex`."""
     a = _of(c.A)
-    factors = (a.m * a.n * a.item * a.batch,) if a.m * a.n > 1 else ()
+    factors = (a.all_bytes,) if a.m * a.n > 1 else ()
     pivots, info = INFO * min(a.m, a.n) * a.batch, INFO * a.batch
     has_rows = c.out[0].numel() > 0
     solved = _lu(a) + ([] if has_rows else passing(INFO * min(a.m, a.n)))

@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import reduce_bytes, sum_bytes
 from memest.estimator.ops.registry import Args, KernelCall, Kwargs, op, register
-from memest.estimator.ops.strides import in_format_of_first
 from memest.estimator.ops.temporaries import Events, around, passing, temporaries
 from memest.estimator.tensors.placement import CPU
 from memest.units import ceil_div, round_up
@@ -530,7 +530,10 @@ register(
     about="the mask first, if anything is drawn (Dropout.cu)",
     requests=lambda c: c.outputs(*((1, 0) if c.train is not False and 0 < c.p < 1 else (0, 1))),
 )
-register("native_dropout_backward", layout=in_format_of_first)  # cuda/Dropout.cu
+register(  # cuda/Dropout.cu
+    "native_dropout_backward",
+    layout=lambda c: torch.empty_like(c.out, memory_format=suggest_memory_format(c.args[0])),
+)
 
 IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOperatorHacks.cpp)
 

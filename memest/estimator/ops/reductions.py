@@ -13,7 +13,7 @@ torch/csrc/autograd/FunctionsManual.cpp (`prod_backward`). Left out: complex dty
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -68,17 +68,23 @@ class ReductionDims:
         )
         return prod(self.shape) <= INT32_MAX and all(span <= INT32_MAX for span in spans)
 
-    def halves(self) -> "tuple[ReductionDims, ReductionDims]":
-        """Return two halves along the longest dimension, as `with_32bit_indexing` does."""
+    def pieces(self) -> "list[ReductionDims]":
+        """Return parts that 32-bit indices can address, as `with_32bit_indexing` does.
+
+        A part that is too large is halved along its longest dimension.
+        """
+        if self.fits_32_bits:
+            return [self]
         extents = [
             (n - 1) * max(abs(i), abs(o))
             for n, i, o in zip(self.shape, self.input_strides, self.output_strides, strict=True)
         ]
         dim = max(range(len(extents)), key=lambda d: (extents[d], d))
-        sizes = self.shape[dim] // 2, self.shape[dim] - self.shape[dim] // 2
-        shapes = ((*self.shape[:dim], n, *self.shape[dim + 1 :]) for n in sizes)
-        first, second = (replace(self, shape=shape) for shape in shapes)
-        return first, second
+        half = self.shape[dim] // 2
+        shapes = (
+            (*self.shape[:dim], n, *self.shape[dim + 1 :]) for n in (half, self.shape[dim] - half)
+        )
+        return [piece for shape in shapes for piece in replace(self, shape=shape).pieces()]
 
 
 def _swap_order(first: tuple[int, int, int], second: tuple[int, int, int]) -> int:
@@ -150,18 +156,6 @@ def reduction_dims(
     return ReductionDims(columns[0], columns[1], columns[2])
 
 
-def _output_vector(dims: ReductionDims, item: int, offset: int) -> int:
-    """Return the outputs that one thread computes, 4, 2 or 1: `get_output_vec_size`."""
-    first_kept = dims.num_reduced
-    numbers = [offset, dims.shape[first_kept]]
-    numbers += [s // item for d, s in enumerate(dims.input_strides) if d != first_kept]
-    vector = VECTOR_SIZE
-    for number in numbers:
-        while number % vector:
-            vector //= 2
-    return vector
-
-
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
     """Return a block's threads along the fastest and the other dimension, `set_block_dimension`."""
     limit = MAX_REDUCE_THREADS // vector
@@ -194,7 +188,8 @@ def staging_bytes(
     if stride == input_bytes and along_row and dim0 >= VECTORIZE_FROM and reduced == 1:
         dim0 //= input_vector
     elif stride == input_bytes and not along_row:
-        vector = _output_vector(dims, input_bytes, offset)
+        others = (s // input_bytes for d, s in enumerate(dims.input_strides) if d != reduced)
+        vector = gcd(VECTOR_SIZE, offset, dims.shape[reduced], *others)  # `get_output_vec_size`
         dim0 //= vector
     width, height = _block(dim0, dim1, vector)
     step_input, step_output = (width, 1) if along_row else (1, width)
@@ -234,15 +229,9 @@ def reduce_bytes(
     whole = reduction_dims(
         tensor, dims, input_bytes=dtype.itemsize, output_bytes=out_dtype.itemsize
     )
-    pieces, ready = [whole], []
-    while pieces:
-        piece = pieces.pop()
-        if piece.fits_32_bits:
-            ready.append(piece)
-        else:
-            pieces.extend(piece.halves())
+    pieces = whole.pieces()
     running: tuple[int, ...] = ()
-    if len(ready) > 1 and dtype in HALVES and out_dtype == dtype:
+    if len(pieces) > 1 and dtype in HALVES and out_dtype == dtype:
         spans = (n * s for n, s in zip(whole.shape, whole.output_strides, strict=True))
         running = (max(out_dtype.itemsize, *spans) // out_dtype.itemsize * accumulator_bytes,)
     staged = (
@@ -250,7 +239,7 @@ def reduce_bytes(
             piece, gpu, accumulator_bytes=accumulator_bytes, input_bytes=dtype.itemsize,
             input_vector=input_vector, offset=int(tensor.storage_offset()),
         )
-        for piece in ready
+        for piece in pieces
     )  # fmt: skip
     return running + max(staged, key=sum, default=())
 
@@ -368,13 +357,13 @@ def cdist_backward(c: KernelCall) -> Events:
     return around(copies, c.outputs() + _summed(pairs, 1, c.gpu))
 
 
-@registry.requests("_pdist_backward")
-def pdist_backward(c: KernelCall) -> Events:
-    """`pdist_backward_kernel_impl` (DistanceKernel.cu): the result, all differences, their sum."""
-    if c.p == 0:
-        return c.outputs()
-    pairs = c.self.new_empty((max(0, len(c.self) - 1), *c.self.shape))
-    return c.outputs() + _summed(pairs, 0, c.gpu)
+op(
+    "_pdist_backward",
+    "all differences, their sum (`pdist_backward_kernel_impl` of DistanceKernel.cu)",
+    then=lambda c: (
+        _summed(c.self.new_empty((max(0, len(c.self) - 1), *c.self.shape)), 0, c.gpu) if c.p else []
+    ),
+)
 
 
 def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:

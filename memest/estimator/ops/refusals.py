@@ -13,8 +13,6 @@ from torch import Tensor
 
 from memest.estimator.ops.registry import KernelCall
 
-aten = torch.ops.aten
-
 RefuseRule = Callable[[KernelCall], str]  # returns why a call is refused; empty where it is not
 _CPP_TYPES = {
     torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half",

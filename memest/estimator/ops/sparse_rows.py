@@ -65,24 +65,15 @@ def parts_of(matrix: Tensor) -> Parts:
 def _made(parts: Parts, shape: Sequence[int], layout: torch.layout = CSR) -> Tensor:
     values = parts[2]
     device = META if is_meta(values) else CPU
-    is_checked = torch._C._check_sparse_tensor_invariants()
-    torch._C._set_check_sparse_tensor_invariants(False)  # meta refuses entries
-    try:
-        with torch._C._DisableTorchDispatch():
-            return _MADE(*parts, shape, dtype=values.dtype, layout=layout, device=device)
-    finally:
-        torch._C._set_check_sparse_tensor_invariants(is_checked)
+    # meta refuses entries
+    unchecked: Any = torch.sparse.check_sparse_tensor_invariants
+    with unchecked(False), torch._C._DisableTorchDispatch():
+        return _MADE(*parts, shape, dtype=values.dtype, layout=layout, device=device)
 
 
 def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
     """Return a matrix with the shape and the layout of another."""
     return _made(parts, like.shape, like.layout)
-
-
-def _flat_transposed(matrix: Tensor) -> Tensor:
-    """Return the transposed view: rows become columns."""
-    layout = CSC if matrix.layout is CSR else CSR
-    return _made(parts_of(matrix), tuple(reversed(matrix.shape)), layout)
 
 
 def filled(mode: SimMode, tensor: Tensor) -> Tensor:
@@ -107,7 +98,7 @@ def _assembled(
         raise NotImplementedError
     parts = offsets, indices, values
     if shape is None:
-        lengths = len(offsets) - 1, _length(mode, indices, len(offsets) - 1)
+        lengths = len(offsets) - 1, _width(mode, indices, len(offsets) - 1)
         shape = lengths if kwargs["layout"] is CSR else lengths[::-1]
     if Place.GPU not in map(mode.host.place, parts):
         return _on_host(parts, shape, kwargs["layout"])
@@ -117,7 +108,7 @@ def _assembled(
     return _made(parts, shape, kwargs["layout"])
 
 
-def _length(mode: SimMode, indices: Tensor, default: int) -> int:
+def _width(mode: SimMode, indices: Tensor, default: int) -> int:
     """Return the highest of `indices` plus 1, or `default` (a square matrix) if unknown."""
     known = mode.values.value_of(indices)
     if known is None:
@@ -152,8 +143,7 @@ def _to_copy(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
         raise NotImplementedError
     where = {} if device is None else {"device": device}
     values = values.to(dtype=dtype, copy=True, **where)
-    offsets = offsets.to(copy=True, **where) if where else offsets.clone()
-    indices = indices.to(copy=True, **where) if where else indices.clone()
+    offsets, indices = (t.to(copy=True, **where) for t in (offsets, indices))
     if device is not None and device.type == "cpu":
         return _on_host((offsets, indices, values), matrix.shape, matrix.layout)
     return matrix_of_parts((offsets, indices, values), matrix)
@@ -222,13 +212,16 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     shift = indices.new_empty(num_entries)
     del batch, shift
     known = _coordinates(mode, offsets, indices)
+    flat = ordered = None
+    if known is not None:
+        with torch._C._DisableTorchDispatch():
+            flat = known[1] * num_old + known[0]
+            ordered = torch.stack(known[::-1])[:, flat.argsort()]
     hashed = indices.new_empty(num_entries, dtype=torch.int64)
-    if known is None or not mode.values.overwrite(hashed, known[1] * num_old + known[0]):
-        filled(mode, hashed)
+    _know(mode, hashed, flat)
     order = hashed.sort().indices
     chosen = places.index_select(1, order)
-    if known is None or not mode.values.overwrite(chosen, _by_other(known, num_old)):
-        filled(mode, chosen)
+    _know(mode, chosen, ordered)
     new_values = values.index_select(0, order)
     new_offsets = torch._convert_indices_from_coo_to_csr(
         chosen[0], num_new, out_int32=offsets.dtype is torch.int32
@@ -240,35 +233,28 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     return _made((new_offsets, chosen[1], new_values), matrix.shape, layout)
 
 
-def _coordinates(mode: SimMode, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return row and column of each entry of CSR; None if unknown."""
-    known = mode.values.value_of(offsets), mode.values.value_of(indices)
-    if known[0] is None or known[1] is None or mode.values.is_guessed([offsets, indices]):
-        return None
-    return _rows_and_columns(known[0], known[1])
+def _know(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
+    """Set the known values of `tensor`; None if they are unknown."""
+    if value is None or not mode.values.overwrite(tensor, value):
+        filled(mode, tensor)
 
 
-def _guessed_coordinates(
-    mode: SimMode, offsets: Tensor, indices: Tensor
+def _coordinates(
+    mode: SimMode, offsets: Tensor, indices: Tensor, *, may_guess: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    def value_of(tensor: Tensor) -> Tensor | None:
-        guess: Tensor | None = mode.guessed.value_of(tensor)
-        return mode.values.value_of(tensor) if guess is None else guess
-
-    starts, columns = value_of(offsets), value_of(indices)
-    return None if starts is None or columns is None else _rows_and_columns(starts, columns)
-
-
-def _rows_and_columns(starts: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return row and column of each entry of CSR, by guesses if allowed; None if unknown."""
+    found = [mode.guessed.value_of(t) if may_guess else None for t in (offsets, indices)]
+    starts, columns = (
+        mode.values.value_of(t) if guess is None else guess
+        for t, guess in zip((offsets, indices), found, strict=True)
+    )
+    if starts is None or columns is None:
+        return None
+    if not may_guess and mode.values.is_guessed([offsets, indices]):
+        return None
     with torch._C._DisableTorchDispatch():
         counts = starts.diff()
         return torch.arange(len(counts), device=CPU).repeat_interleave(counts), columns
-
-
-def _by_other(known: tuple[Tensor, Tensor], num_old: int) -> Tensor:
-    with torch._C._DisableTorchDispatch():
-        order = (known[1] * num_old + known[0]).argsort()
-        return torch.stack([known[1][order], known[0][order]])
 
 
 def _in_rows(mode: SimMode, matrix: Tensor) -> Tensor:
@@ -452,7 +438,9 @@ def _addmm(mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **facto
     if is_compressed(first):
         _multiply(mode, _in_rows(mode, first), second, result)
     else:
-        _multiply(mode, _in_rows(mode, _flat_transposed(second)), first.t(), result.t())
+        layout = CSC if second.layout is CSR else CSR
+        transposed = _made(parts_of(second), tuple(reversed(second.shape)), layout)
+        _multiply(mode, _in_rows(mode, transposed), first.t(), result.t())
     return result
 
 
@@ -511,34 +499,20 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     num_entries = places if isinstance(places, int) else places.size(1)
     columns = starts.new_empty(num_entries)
     product = filled(mode, values.new_empty(num_entries))
-    _know(mode, starts, columns, places, is_guess=is_guess)
+    if isinstance(places, Tensor):
+        with torch._C._DisableTorchDispatch():
+            counts = places[0].bincount(minlength=first.size(0))
+            known = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(), places[1].int()
+    for i, tensor in enumerate((starts, columns)):
+        filled(mode, tensor)
+        if isinstance(places, Tensor):
+            (mode.guessed.adopt if is_guess else mode.values.overwrite)(tensor, known[i])
     for block in reversed(held):
         mode.memory.free(block)
     while narrow:
         del narrow[0]
     del zeros
     return _made((starts, columns, product), (first.size(0), second.size(1)))
-
-
-def _know(
-    mode: SimMode, starts: Tensor, columns: Tensor, places: int | Tensor, *, is_guess: bool
-) -> None:
-    """Store the positions of a product's entries as the values of its offsets and columns.
-
-    `places` is the number of the entries if their positions are neither known nor guessed.
-    """
-    if isinstance(places, int):
-        filled(mode, starts)
-        filled(mode, columns)
-        return
-    with torch._C._DisableTorchDispatch():
-        counts = places[0].bincount(minlength=len(starts) - 1)
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-        chosen = places[1].int()
-    for tensor, value in ((starts, offsets), (columns, chosen)):
-        filled(mode, tensor)
-        adopt = mode.guessed.adopt if is_guess else mode.values.overwrite
-        adopt(tensor, value)
 
 
 def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
@@ -549,7 +523,7 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
     """
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
     known, other = (
-        _coordinates(mode, *each) or _guessed_coordinates(mode, *each)
+        _coordinates(mode, *each, may_guess=True)
         for each in ((offsets, indices), (others, of_others))
     )
     parts = offsets, indices, others, of_others
@@ -558,10 +532,14 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
         with torch._C._DisableTorchDispatch():
             num_products = int(other[0].bincount(minlength=second.size(0))[known[1]].sum())
             if num_products <= MAX_COUNTED:
-                product = torch.sparse.mm(
-                    _counting(known, first.shape), _counting(other, second.shape)
-                )
-                places = product.coalesce().indices()
+                ones = (
+                    torch.sparse_coo_tensor(
+                        torch.stack(at).long(), torch.ones(len(at[1]), device=CPU), tuple(of.shape),
+                        check_invariants=False, device=CPU,
+                    )
+                    for at, of in ((known, first), (other, second))
+                )  # fmt: skip
+                places = torch.sparse.mm(*ones).coalesce().indices()
                 if is_guess:
                     mode.guesses.note(
                         f"a product of sparse matrices with {places.size(1):,} entries"
@@ -574,14 +552,6 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
     mode.guesses.note(f"a product of sparse matrices with {num_entries:,} entries")
     mode.notes.add(LARGEST)
     return num_products, num_entries, True
-
-
-def _counting(places: tuple[Tensor, Tensor], shape: Sequence[int]) -> Tensor:
-    """Return a matrix on the host with ones at `places`."""
-    ones = torch.ones(len(places[1]), device=CPU)
-    return torch.sparse_coo_tensor(
-        torch.stack(places).long(), ones, tuple(shape), check_invariants=False, device=CPU
-    )
 
 
 def product_workspaces(

@@ -12,7 +12,6 @@ from torch._ops import OpOverload
 from torch._prims_common import (
     compute_elementwise_output_strides,
     make_contiguous_strides_for,
-    suggest_memory_format,
 )
 
 from memest.estimator.ops.registry import Args, KernelCall
@@ -38,15 +37,6 @@ def like(number: int) -> Callable[[KernelCall], Any]:
         return (first if first is None else strided(first, strides), *rest)
 
     return rule
-
-
-def in_format_of_first(call: KernelCall) -> Tensor:
-    """Return the result in the memory format of the first argument."""
-    memory_format = suggest_memory_format(call.args[0])
-    out: Tensor = call.out
-    if out.is_contiguous(memory_format=memory_format):
-        return out
-    return torch.empty_like(out, memory_format=memory_format)
 
 
 def elementwise(call: KernelCall) -> Tensor:

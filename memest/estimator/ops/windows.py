@@ -7,12 +7,11 @@ Evidence: the allocator's events of each operator, recorded on an H100.
 """
 
 import torch
-from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from memest.estimator.ops import registry
 from memest.estimator.ops.refusals import expects
-from memest.estimator.ops.registry import KernelCall, register
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous
 from memest.estimator.ops.temporaries import (
     INDEX_BYTES,
@@ -25,8 +24,6 @@ from memest.estimator.ops.temporaries import (
     passing,
     temporaries,
 )
-
-aten = torch.ops.aten
 
 
 def _is_in_order(c: KernelCall) -> bool:
@@ -121,26 +118,26 @@ _MOST_CHANNELS = 1024
 
 def _is_by_cudnn(c: KernelCall) -> bool:
     """Return whether cuDNN samples: bilinear, zeros around the image (GridSampler.cpp)."""
-    is_known = c.input.dtype in _BY_CUDNN and c.grid.dtype in _BY_CUDNN
-    is_wanted = c.interpolation_mode == c.padding_mode == 0 and c.align_corners
     return (
         torch.backends.cudnn.enabled
-        and is_known
-        and is_wanted
-        and (0 < c.input.size(1) <= _MOST_CHANNELS)
+        and c.input.dtype in _BY_CUDNN
+        and c.grid.dtype in _BY_CUDNN
+        and c.interpolation_mode == c.padding_mode == 0
+        and c.align_corners
+        and 0 < c.input.size(1) <= _MOST_CHANNELS
     )
 
 
-def _copy_of_expanded(tensor: Tensor) -> tuple[int, ...]:
-    return (tensor.nbytes,) if 0 in tensor.stride() else ()
+def _cudnn_copies(c: KernelCall) -> tuple[int, ...]:
+    """Copies of an expanded image and of a grid with gaps (`cudnn_grid_sampler_forward`)."""
+    return (c.input.nbytes,) * (0 in c.input.stride()) + contiguous_copy(c.grid)
 
 
-@registry.requests("grid_sampler_2d")
-def grid_sampler(c: KernelCall) -> Events:
-    """Requests of `cudnn_grid_sampler_forward`: copies of an expanded image, a grid with gaps."""
-    if not _is_by_cudnn(c):
-        return c.outputs()
-    return around(_copy_of_expanded(c.input) + contiguous_copy(c.grid), c.outputs())
+op(
+    "grid_sampler_2d",
+    "by cuDNN copies of an expanded image and of a grid with gaps (GridSampler.cpp)",
+    before=lambda c: _cudnn_copies(c) if _is_by_cudnn(c) else (),
+)
 
 
 @registry.requests("grid_sampler_2d_backward")
@@ -148,13 +145,13 @@ def grid_sampler_backward(c: KernelCall) -> Events:
     """Requests of `cudnn_grid_sampler_backward`, which computes the gradient of the grid always."""
     if not _is_by_cudnn(c):
         return c.outputs()
-    copies = _copy_of_expanded(c.input) + contiguous_copy(c.grid)
-    copies += _copy_of_expanded(c.grad_output)
-    sizes = c.input.nbytes, c.grid.nbytes
-    made = [
-        event
-        for i in (0, 1)
-        for event in (outputs({i: sizes[i]}) if c.output_mask[i] else temporaries(sizes[i]))
-    ]
-    unwanted = (-sizes[i] for i in (0, 1) if not c.output_mask[i])
-    return around(copies, made) + temporaries(*unwanted)
+    copies = _cudnn_copies(c) + (c.grad_output.nbytes,) * (0 in c.grad_output.stride())
+    made: Events = []
+    unwanted: Events = []
+    for i, tensor in enumerate((c.input, c.grid)):
+        if c.output_mask[i]:
+            made += outputs({i: tensor.nbytes})
+        else:
+            made += temporaries(tensor.nbytes)
+            unwanted += temporaries(-tensor.nbytes)
+    return around(copies, made) + unwanted
