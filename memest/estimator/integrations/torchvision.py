@@ -16,7 +16,8 @@ from torch import Tensor
 from memest.estimator.gpu.imports import ImportHooks
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.ops.autograd_ops import KEY_NAME, Next, kernel_above
-from memest.estimator.ops.registry import copying, register
+from memest.estimator.ops.registry import register
+from memest.estimator.ops.strides import copying
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, on_gpu
 from memest.units import ceil_div

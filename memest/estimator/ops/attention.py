@@ -37,15 +37,7 @@ from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import cpp_type
 from memest.estimator.ops.registry import Args, KernelCall
 from memest.estimator.ops.strides import strided
-from memest.estimator.ops.temporaries import (
-    OLDEST,
-    Events,
-    KernelEvent,
-    around,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.versions import TorchRelease, simulated
 from memest.models_meta.flash_attention import BACKWARD, FORWARD
 from memest.plan.keys import FLASH_ATTENTION_2
@@ -532,7 +524,7 @@ def _row_sums(shape: _Shape) -> Events:
     casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
     sums = shape.lse_bytes
     is_copied = shape.L > 1 and shape.H > 1
-    copied = [*temporaries(sums), KernelEvent(-sums, OLDEST)] if is_copied else []
+    copied = temporaries(sums) + temporaries(-sums, oldest=True) if is_copied else []
     done = temporaries(-product, *(-n for n in casts))
     return [*temporaries(*casts, product, sums), *copied, *done]
 

@@ -35,16 +35,8 @@ from memest.estimator.ops.cudnn_rules import DTYPES, ConvolutionShapes, workspac
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import same_type, tensor_type
 from memest.estimator.ops.registry import KernelCall
-from memest.estimator.ops.temporaries import (
-    TRIED,
-    Events,
-    KernelEvent,
-    around,
-    copies_in,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.strides import copies_in
+from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries, tried
 from memest.estimator.tensors.known_values import map_tensors
 from memest.estimator.tensors.patches import setting
 from memest.estimator.tensors.placement import INSIDE
@@ -342,7 +334,7 @@ def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
         return []
     for calls in _RECORDED:
         calls.add((c, direction, None))
-    return [KernelEvent(num_bytes, TRIED) for num_bytes in tried_bytes(c, direction, gpu)]
+    return tried(tried_bytes(c, direction, gpu))
 
 
 def _directions(c: KernelCall) -> tuple[str, str]:
@@ -447,8 +439,8 @@ def convolution_backward(c: KernelCall) -> Events:
         each = copies_in(memory_format, grad)
 
     def work(direction: str) -> Events:
-        tried = _tried(shapes, direction, c.gpu)
-        return tried + passing(_workspace(shapes, direction, c.gpu).num_bytes)
+        found = _workspace(shapes, direction, c.gpu)
+        return _tried(shapes, direction, c.gpu) + passing(found.num_bytes)
 
     of_input: Events = []
     of_weight: Events = []

@@ -14,18 +14,10 @@ from torch import Tensor
 from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.refusals import fits, overflow
-from memest.estimator.ops.registry import Args, KernelCall, Kwargs, register
+from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, Kwargs, register
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.ops.strides import is_dense
-from memest.estimator.ops.temporaries import (
-    INDEX_BYTES,
-    Events,
-    Scratch,
-    around,
-    contiguous_copy,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.strides import contiguous_copy, is_dense
+from memest.estimator.ops.temporaries import Events, Scratch, around, passing, temporaries
 from memest.estimator.tensors.known_values import MAX_SHOWN_NUMEL
 from memest.estimator.tensors.patches import setting
 from memest.estimator.tensors.placement import CPU, INSIDE, META, is_meta, storage_key

@@ -15,8 +15,8 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous, elementwise
-from memest.estimator.ops.temporaries import Scratch, contiguous_copy
+from memest.estimator.ops.strides import contiguous, contiguous_copy, copying, elementwise
+from memest.estimator.ops.temporaries import Scratch
 from memest.units import ceil_div
 
 aten = torch.ops.aten
@@ -74,10 +74,8 @@ op(
 register("_amp_foreach_non_finite_check_and_unscale_", may_mix_devices=True)
 
 
-register("_softmax _log_softmax", requests=registry.copying(0))  # SoftMax.cu
-register(
-    "_log_softmax_backward_data", requests=registry.copying(0, 1), layout=contiguous
-)  # SoftMax.cu
+register("_softmax _log_softmax", requests=copying(0))  # SoftMax.cu
+register("_log_softmax_backward_data", requests=copying(0, 1), layout=contiguous)  # SoftMax.cu
 
 
 @registry.requests("_softmax_backward_data")

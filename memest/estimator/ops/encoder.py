@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memest.estimator.ops import registry
+from memest.estimator.ops.registry import INDEX_BYTES
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.ops.temporaries import INDEX_BYTES
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, on_gpu
 

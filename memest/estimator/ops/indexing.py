@@ -20,19 +20,11 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
-from memest.estimator.ops.registry import Args, KernelCall, ValueOf, op, register
+from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, ValueOf, op, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_bytes
-from memest.estimator.ops.temporaries import (
-    INDEX_BYTES,
-    Events,
-    Scratch,
-    around,
-    contiguous_copy,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.strides import contiguous_copy
+from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import META, is_meta, on_gpu
 from memest.units import ceil_div, round_up
 

@@ -17,18 +17,8 @@ from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.refusals import accepts, same_type
 from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous, like
-from memest.estimator.ops.temporaries import (
-    OLDEST,
-    Events,
-    KernelEvent,
-    Scratch,
-    around,
-    contiguous_copy,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.strides import contiguous, contiguous_copy, like
+from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing, temporaries
 from memest.estimator.tensors.placement import on_gpu
 
 aten = torch.ops.aten
@@ -117,8 +107,7 @@ op(
 def soft_margin_backward(c: KernelCall) -> Events:
     """Requests of the gradient in Loss.cpp: `exp(-target * input)` by way of two products."""
     size = c.out.nbytes
-    oldest = KernelEvent(-size, OLDEST)
-    made = [*temporaries(size, size, size), oldest, oldest]
+    made = temporaries(size, size, size) + temporaries(-size, -size, oldest=True)
     return made + c.outputs() + temporaries(-size)
 
 

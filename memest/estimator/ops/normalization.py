@@ -15,24 +15,13 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import accumulator_bytes_of, sum_bytes
 from memest.estimator.ops.refusals import expects, type_name
 from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous, like
-from memest.estimator.ops.temporaries import (
-    OLDEST,
-    Events,
-    KernelEvent,
-    Scratch,
-    around,
-    contiguous_copy,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.strides import contiguous, contiguous_copy, copying, like
+from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing, temporaries
 from memest.estimator.versions import simulated
 from memest.units import ceil_div, last_power_of_2
 
@@ -125,8 +114,11 @@ def _takes_rows(tensor: Tensor) -> bool:
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
     """Staging bytes across blocks of rows: float32 sums, and a flag for each group of channels.
 
-    Empty if fewer than 8 blocks would share a group (`flexible_launch_configs`).
+    Empty if channels are not contiguous, or if fewer than 8 blocks would share a group
+    (`flexible_launch_configs`).
     """
+    if not _takes_rows(tensor):
+        return ()
     channels = tensor.shape[1]
     rows = tensor.numel() // max(1, channels)
     width = min(last_power_of_2(channels), 32)
@@ -146,20 +138,18 @@ def native_batch_norm(c: KernelCall) -> Scratch:
 
     Missing weights count as 4-byte numbers (`Impl::General`).
     """
-    staged = _staging(c.input, 4) if c.training and _takes_rows(c.input) else ()
+    staged = _staging(c.input, 4) if c.training else ()
     has_gaps = c.input.dim() == 2 and not c.input.is_contiguous()
     num_missing = (c.weight is None) + (c.bias is None)
     return Scratch(after=staged + (4,) * (has_gaps * num_missing))
 
 
-op(
-    "batch_norm_stats", "staged sums (`batch_norm_stats` of `SyncBatchNorm`)",
-    after=lambda c: _staging(c.input, 4) if _takes_rows(c.input) else (),
-)  # fmt: skip
-op(
-    "batch_norm_backward_reduce", "staged sums (`batch_norm_backward_reduce` of `SyncBatchNorm`)",
-    after=lambda c: _staging(c.input, 2) if _takes_rows(c.input) else (),
-)  # fmt: skip
+for _name, _sums in (("batch_norm_stats", 4), ("batch_norm_backward_reduce", 2)):
+    op(
+        _name,
+        f"staged sums (`{_name}` of `SyncBatchNorm`)",
+        after=lambda c, sums=_sums: _staging(c.input, sums),
+    )
 
 
 @registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=like(1))
@@ -169,27 +159,18 @@ def native_batch_norm_backward(c: KernelCall) -> Events:
     Sums over the samples come first if channels are contiguous or the input needs no gradient.
     """
     tensor, wanted = c.input, c.output_mask
-    takes_rows = _takes_rows(tensor)
     sizes = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and wanted[i]}
-    if wanted[0] and not takes_rows:
+    if wanted[0] and not _takes_rows(tensor):
         return outputs(sizes)
     of_input = outputs({0: sizes.pop(0)} if wanted[0] else {})
     sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
-    staged = _staging(tensor, 2) if takes_rows and _takes_rows(c.grad_out) else ()
+    staged = _staging(tensor, 2) if _takes_rows(c.grad_out) else ()
     return around(sums, outputs(sizes) + passing(*staged) + of_input)
 
 
 MANY_ROWS = 64 * 1024  # more take partial sums, in `LaunchGammaBetaBackwardCUDAKernel`
 ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 """`rows_per_block_y`, `max_grid_size` and `block_dim_x` of `LaunchGammaBetaBackwardCUDAKernel`."""
-
-
-def _partial_rows(num_rows: int, width: int, gpu: Gpu) -> int:
-    """Return the rows of a norm's partial weight gradients; 0 if one pass adds up all rows."""
-    if num_rows <= MANY_ROWS or width // COLUMNS_PER_BLOCK >= gpu.num_sms // 2:
-        return 0
-    blocks = ceil_div(width, COLUMNS_PER_BLOCK)
-    return min(MAX_GRID // blocks, ceil_div(num_rows, ROWS_PER_BLOCK))
 
 
 @registry.requests("native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous)
@@ -202,25 +183,27 @@ def norm_backward(c: KernelCall) -> Events:
     width = prod(c.normalized_shape)
     weights = {1: c.weight, 2: c.get("bias")}
     wanted = {i: w for i, w in weights.items() if w is not None and c.output_mask[i]}
-    rows = _partial_rows(c.input.numel() // max(1, width), width, c.gpu)
+    rows, blocks = c.input.numel() // max(1, width), ceil_div(width, COLUMNS_PER_BLOCK)
+    is_wide = width // COLUMNS_PER_BLOCK >= c.gpu.num_sms // 2
     of_input, of_weights = contiguous_copy(c.input), {i: w.nbytes for i, w in wanted.items()}
     of_grad = contiguous_copy(c.grad_out)
     made = outputs({0: c.input.nbytes} if c.output_mask[0] else {})
-    if not rows:
+    if rows <= MANY_ROWS or is_wide:  # one pass adds up all rows
         return around(of_input, made + outputs(of_weights) + passing(*of_grad))
+    rows = min(MAX_GRID // blocks, ceil_div(rows, ROWS_PER_BLOCK))
     sums: Events = []
     parts = []
     for i, weight in wanted.items():
         part = torch.empty((rows, width), dtype=weight.dtype, device="meta")
         parts.append(part.nbytes)
         sums += outputs({i: of_weights[i]}) + passing(*sum_bytes(part, [0], part.dtype, c.gpu))
-        sums += [KernelEvent(-of_weights[i], OLDEST)]
+        sums += temporaries(-of_weights[i], oldest=True)
     made += temporaries(*of_weights.values()) + around((*of_grad, *parts), sums)
     return around(of_input, made)
 
 
 register(
-    "native_layer_norm _fused_rms_norm", requests=registry.copying(0, is_before=True)
+    "native_layer_norm _fused_rms_norm", requests=copying(0, is_before=True)
 )  # layer_norm_kernel.cu
 
 

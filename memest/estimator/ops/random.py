@@ -85,8 +85,16 @@ def _after(words: Array, steps: int) -> Array:
 
 
 def _power(steps: int) -> int:
-    """Return t^steps modulo the characteristic polynomial."""
-    *terms, _ = _exponents(_characteristic())
+    """Return t^steps modulo the step's characteristic polynomial.
+
+    The polynomial is that of Matsumoto and Nishimura (1998).
+    """
+    characteristic = 1
+    for bit in range(31):
+        product = (characteristic << WORDS - 1) ^ (characteristic << SHIFT - 1)
+        characteristic = product ^ (_MATRIX >> bit & 1)
+    characteristic = (characteristic << WORDS) ^ (characteristic << SHIFT) ^ (_MATRIX >> 31)
+    *terms, _ = _exponents(characteristic)
     found = 1
     for digit in bin(steps)[2:]:
         found = int(bin(found)[2:], 4) << int(digit)  # base 4 puts a 0 between bits: the square
@@ -95,14 +103,6 @@ def _power(steps: int) -> int:
             for term in terms:  # t^DEGREE is the sum of the other terms
                 found ^= high << term
     return found
-
-
-def _characteristic() -> int:
-    """Return the step's characteristic polynomial, as of Matsumoto and Nishimura (1998)."""
-    found = 1
-    for bit in range(31):
-        found = (found << WORDS - 1) ^ (found << SHIFT - 1) ^ (_MATRIX >> bit & 1)
-    return (found << WORDS) ^ (found << SHIFT) ^ (_MATRIX >> 31)
 
 
 def _exponents(polynomial: int) -> list[int]:
@@ -268,7 +268,12 @@ class CudaRng:
             elif not (name in _NORMALS and is_double):
                 numbers = _NUMBERS[name](words, part, made.dtype, *_given(func, args, kwargs))
         generator.offset += plan.offset
-        return None if numbers is None else _in_shape(numbers, made)
+        if numbers is None:
+            return None
+        strides = made.stride()  # numbers are drawn in memory order
+        order = sorted(range(made.dim()), key=lambda d: (-strides[d], d))
+        shaped = numbers.view([made.size(d) for d in order])
+        return shaped.permute([order.index(d) for d in range(made.dim())])
 
     def _chosen(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
         """Return samples without replacement, or one: the largest odds over exponential numbers."""
@@ -303,24 +308,13 @@ def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | 
     return torch.searchsorted((row / row.sum()).cumsum(0), drawn).view(*odds.shape[:-1], -1)
 
 
-def _in_shape(numbers: Tensor, made: Tensor) -> Tensor:
-    """Return the numbers in the shape of `made`; they are drawn in memory order."""
-    strides = made.stride()
-    order = sorted(range(made.dim()), key=lambda d: (-strides[d], d))
-    shaped = numbers.view([made.size(d) for d in order])
-    return shaped.permute([order.index(d) for d in range(made.dim())])
-
-
-def _typed(numbers: Numbers, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(numbers).to(dtype)
-
-
 def _uniform_of(
     words: list[Words], part: Parts, dtype: torch.dtype, start: float = 0.0, end: float = 1.0
 ) -> Tensor:
     """Return uniform numbers from `start` (included) to `end` (excluded)."""
     drawn = _uniform(words, part, dtype == torch.float64)
-    made = _typed(drawn * drawn.dtype.type(end - start) + drawn.dtype.type(start), dtype)
+    scaled = drawn * drawn.dtype.type(end - start) + drawn.dtype.type(start)
+    made = torch.from_numpy(scaled).to(dtype)
     return torch.where(made == end, start, made)
 
 
@@ -335,20 +329,21 @@ def _normal_of(
         angle = second.astype(np.float32) * np.float32(turn) + np.float32(turn / 2)
         length = np.sqrt(np.float32(-2) * np.log(radius))
         made += [length * np.sin(angle), length * np.cos(angle)]
-    return _typed(np.choose(part, made) * np.float32(std) + np.float32(mean), dtype)
+    drawn = np.choose(part, made) * np.float32(std) + np.float32(mean)
+    return torch.from_numpy(drawn).to(dtype)
 
 
 def _bernoulli_of(words: list[Words], part: Parts, dtype: torch.dtype, odds: float = 0.5) -> Tensor:
-    return _typed(_uniform(words, part, dtype == torch.float64) < odds, dtype)
+    return torch.from_numpy(_uniform(words, part, dtype == torch.float64) < odds).to(dtype)
 
 
 _NUMBERS: dict[str, Callable[..., Tensor]] = {
     "rand": _uniform_of, "rand_like": _uniform_of, "uniform_": _uniform_of,
     "randn": _normal_of, "randn_like": _normal_of, "normal_": _normal_of,
     "bernoulli_": _bernoulli_of, "bernoulli": _bernoulli_of,
-    "exponential_": lambda words, part, dtype, rate=1.0: _typed(
-        _exponential(words, part, dtype == torch.float64) / rate, dtype
-    ),
+    "exponential_": lambda words, part, dtype, rate=1.0: torch.from_numpy(
+        _exponential(words, part, dtype == torch.float64) / rate
+    ).to(dtype),
 }  # fmt: skip
 _NORMALS = ("randn", "randn_like", "normal_")
 _OF_INTEGERS = ("randint", "randint_like", "random_")
@@ -476,8 +471,9 @@ def multinomial(c: KernelCall) -> Events:
     probabilities are divided by exponential noise. `topk` of several samples also makes values.
     """
     probabilities, item, num = c.self, c.self.itemsize, c.num_samples
-    if c.replacement and num > 1:
-        return _with_replacement(c)
+    if c.replacement and num > 1:  # MultinomialKernel.cu: probabilities, their sums
+        scan = passing(cub.scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
+        return c.outputs() + around((c.self.nbytes,) * 3, scan)
     rows = probabilities.shape[0] if probabilities.dim() > 1 else 1
     extreme = passing(*reduce_bytes(probabilities, (), c.gpu))
     sums = temporaries(rows * item, rows, 1, -rows, -rows * item)
@@ -497,13 +493,6 @@ def multinomial(c: KernelCall) -> Events:
         + around((probabilities.numel() * item,), values)
         + temporaries(-1, -1)
     )
-
-
-def _with_replacement(c: KernelCall) -> Events:
-    """Requests of sampling with replacement (MultinomialKernel.cu): probabilities, their sums."""
-    size = c.self.nbytes
-    scan = passing(cub.scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []
-    return c.outputs() + around((size, size, size), scan)
 
 
 op(

@@ -17,15 +17,8 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.reductions import sum_bytes
 from memest.estimator.ops.registry import KernelCall, register
-from memest.estimator.ops.temporaries import (
-    Events,
-    KernelEvent,
-    around,
-    contiguous_copy,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.strides import contiguous_copy
+from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, META, on_gpu, storage_key
 from memest.units import ceil_div, round_up
@@ -281,7 +274,7 @@ def recurrent_backward(c: KernelCall) -> Events:
     events += passing(workspace) + temporaries(*(-n for n in (*grads, *x_copy)))
     if c.output_mask[3]:
         flat = c.weight_buf.nbytes
-        of_weights = [KernelEvent(flat, 3), *passing(workspace)]
+        of_weights = outputs({3: flat}) + passing(workspace)
         if c.weight_stride0 < 4:  # without biases the gradients are copied out of the buffer
             made = outputs({3 + i: g.nbytes for i, g in enumerate(c.out[3])})
             of_weights = around((flat,), passing(workspace) + made)

@@ -24,7 +24,8 @@ from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.temporaries import Events, Scratch, around, contiguous_copy, passing
+from memest.estimator.ops.strides import contiguous_copy
+from memest.estimator.ops.temporaries import Events, Scratch, around, passing
 from memest.units import ceil_div, last_power_of_2
 
 aten = torch.ops.aten

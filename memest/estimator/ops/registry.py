@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from memest.errors import PlanError
 from memest.estimator import ops
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.ops.temporaries import Events, Scratch, contiguous_copy, outputs
+from memest.estimator.ops.temporaries import Events, Scratch, outputs
 from memest.estimator.tensors.known_values import READS_VALUE
 from memest.estimator.tensors.placement import FOREACH_REDUCTIONS
 from memest.estimator.versions import OPERATORS_SINCE
@@ -62,6 +62,8 @@ class KernelCall(dict[str, Any]):
         chosen = positions or range(len(results))
         return outputs({i: results[i].nbytes for i in chosen if results[i] is not None})
 
+
+INDEX_BYTES = 8  # size of an int64
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 RequestRule = Callable[[KernelCall], Scratch | Events | None]
@@ -351,24 +353,6 @@ def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
     """Return the given arguments of a call by their names in the operator's schema."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-def copying(*positions: int, is_before: bool = False) -> RequestRule:
-    """Return the rule of a kernel that makes contiguous copies of the arguments at `positions`.
-
-    The copies are made after the outputs, or before them.
-    """
-
-    def contiguous_copies(call: KernelCall) -> Scratch:
-        """Copies of arguments that are not contiguous.
-
-        Sources: `contiguous()` in SoftMax.cu, layer_norm_kernel.cu, MaxUnpooling.cu and the files
-        of upsampling, pooling and padding.
-        """
-        copies = contiguous_copy(*(call.args[position] for position in positions))
-        return Scratch(before=copies) if is_before else Scratch(after=copies)
-
-    return contiguous_copies
 
 
 def empty_like(position: int) -> Callable[[KernelCall], Tensor]:

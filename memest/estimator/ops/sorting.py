@@ -7,7 +7,6 @@ Shapes: n elements, in slices along the sorted dimension.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,18 +15,9 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import cub, registry
 from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import reduce_bytes
-from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous
-from memest.estimator.ops.temporaries import (
-    INDEX_BYTES,
-    Events,
-    KernelEvent,
-    Scratch,
-    around,
-    contiguous_copy,
-    outputs,
-    passing,
-)
+from memest.estimator.ops.registry import INDEX_BYTES, KernelCall, op, register
+from memest.estimator.ops.strides import contiguous, contiguous_copy
+from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing
 from memest.units import ceil_div
 
 aten = torch.ops.aten
@@ -273,7 +263,7 @@ def unique(c: KernelCall) -> Events:
     if not count:
         return []
     if values.dtype is torch.bool:
-        made = [*c.outputs(0), KernelEvent(2 * INDEX_BYTES, 2)]
+        made = c.outputs(0) + outputs({2: 2 * INDEX_BYTES})
         total = passing(cub.sum_storage_bytes(count, c.gpu.multiprocessor.threads * c.gpu.num_sms))
         return around((4,), total + made + outputs({1: row if c.return_inverse else 0}))
     kept: tuple[int, ...] = (values.nbytes,)
@@ -289,7 +279,7 @@ def unique(c: KernelCall) -> Events:
 def unique_consecutive(c: KernelCall) -> Events:
     """Requests of `unique_consecutive` (cuda/UniqueCub.cu), which sorts nothing."""
     if c.dim is not None:
-        return _unique_rows(c)
+        return _unique_rows(c, [])
     return _unique(c, c.self.numel() * 4) if c.self.numel() else []
 
 
@@ -312,14 +302,14 @@ def _unique(c: KernelCall, location_bytes: int) -> Events:
     return events + values + around((INDEX_BYTES,), counts + passing(found))
 
 
-def _unique_rows(c: KernelCall, sorting: Sequence[KernelEvent] = ()) -> Events:
+def _unique_rows(c: KernelCall, sorting: Events) -> Events:
     """Requests of `unique_dim_cuda_template` (cuda/Unique.cu)."""
     num_rows = c.self.size(c.dim)
     row = num_rows * INDEX_BYTES
-    events = [*sorting]
+    events = sorting
     if c.return_inverse:
         found = passing(UNALIGNED) + passing(cub.long_sum_scan_bytes(num_rows))
-        events += around((row,), outputs({1: row}) + found)
+        events = events + around((row,), outputs({1: row}) + found)
     if c.return_counts:
         counts = c.outputs(2) + passing(UNALIGNED)
         storage = passing(cub.thrust_unique_by_key_bytes(num_rows, c.gpu))
@@ -330,13 +320,18 @@ def _unique_rows(c: KernelCall, sorting: Sequence[KernelEvent] = ()) -> Events:
     return around(kept, events + c.outputs(0))
 
 
-def _sorted_rows(c: KernelCall) -> Events:
-    return _unique_rows(c, passing(cub.keys_merge_sort_bytes(c.self.size(c.dim))))
-
-
-register("unique_dim", about="positions of rows, sorted (cuda/Unique.cu)", requests=_sorted_rows,
-         modelled=_is_unique_known)  # fmt: skip
-register("unique_dim_consecutive", requests=_unique_rows, modelled=_is_unique_known)
+register(
+    "unique_dim",
+    about="positions of rows, sorted (cuda/Unique.cu)",
+    requests=lambda c: _unique_rows(c, passing(cub.keys_merge_sort_bytes(c.self.size(c.dim)))),
+    modelled=_is_unique_known,
+)
+register(
+    "unique_dim_consecutive",
+    about="positions of rows (cuda/Unique.cu)",
+    requests=lambda c: _unique_rows(c, []),
+    modelled=_is_unique_known,
+)
 
 
 @registry.above_autograd("cumprod_backward")

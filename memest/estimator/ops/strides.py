@@ -1,4 +1,4 @@
-"""Strides of results on CUDA where the meta kernel, a decomposition, gives others.
+"""Strides of results on CUDA where the meta kernel gives others, and copies of other strides.
 
 Kernels that use `TensorIterator` return the same strides on the CPU, so a test compares with it.
 """
@@ -14,7 +14,8 @@ from torch._prims_common import (
     make_contiguous_strides_for,
 )
 
-from memest.estimator.ops.registry import Args, KernelCall
+from memest.estimator.ops.registry import Args, KernelCall, RequestRule
+from memest.estimator.ops.temporaries import Scratch
 
 aten = torch.ops.aten
 
@@ -86,3 +87,31 @@ def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill their storage in some order of dims, without overlap."""
     dense = torch.ops.aten.is_non_overlapping_and_dense.default
     return tensor.is_contiguous() or bool(dense(tensor))
+
+
+def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Bytes of `tensor.contiguous()` for each tensor that is not contiguous."""
+    return tuple(t.nbytes for t in tensors if t is not None and not t.is_contiguous())
+
+
+def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int, ...]:
+    """Bytes of `tensor.contiguous(memory_format)` for each tensor that has another format."""
+    return tuple(t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format))
+
+
+def copying(*positions: int, is_before: bool = False) -> RequestRule:
+    """Return the rule of a kernel that makes contiguous copies of the arguments at `positions`.
+
+    The copies are made after the outputs, or before them.
+    """
+
+    def contiguous_copies(call: KernelCall) -> Scratch:
+        """Copies of arguments that are not contiguous.
+
+        Sources: `contiguous()` in SoftMax.cu, layer_norm_kernel.cu, MaxUnpooling.cu and the files
+        of upsampling, pooling and padding.
+        """
+        copies = contiguous_copy(*(call.args[position] for position in positions))
+        return Scratch(before=copies) if is_before else Scratch(after=copies)
+
+    return contiguous_copies

@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
@@ -18,8 +15,6 @@ class Scratch:
     after: tuple[int, ...] = ()  # allocated after the outputs
     outputs: tuple[int, ...] | None = None  # bytes of outputs that differ from their elements
 
-
-INDEX_BYTES = 8  # size of an int64
 
 OLDEST = -1
 """Value of `KernelEvent.output` for a free of the oldest temporary of this size, not the latest."""
@@ -46,9 +41,17 @@ class KernelEvent:
 Events = list[KernelEvent]
 
 
-def temporaries(*num_bytes: int) -> Events:
-    """Return events of temporaries: positive bytes allocate, negative free, 0 does nothing."""
-    return [KernelEvent(n) for n in num_bytes if n]
+def temporaries(*num_bytes: int, oldest: bool = False) -> Events:
+    """Return events of temporaries: positive bytes allocate, negative free, 0 does nothing.
+
+    Frees are of the latest temporary of the size, or of the oldest one.
+    """
+    return [KernelEvent(n, OLDEST if oldest else None) for n in num_bytes if n]
+
+
+def tried(num_bytes: Sequence[int]) -> Events:
+    """Return events of workspaces that cuDNN tries, the first of which that fits."""
+    return [KernelEvent(n, TRIED) for n in num_bytes]
 
 
 def around(num_bytes: Sequence[int], events: Events) -> Events:
@@ -64,13 +67,3 @@ def passing(*num_bytes: int) -> Events:
 def outputs(tensors: Mapping[int, int]) -> Events:
     """Return events that allocate outputs; `tensors` has their bytes by position."""
     return [KernelEvent(num_bytes, output) for output, num_bytes in tensors.items() if num_bytes]
-
-
-def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Bytes of `tensor.contiguous()` for each tensor that is not contiguous."""
-    return tuple(t.nbytes for t in tensors if t is not None and not t.is_contiguous())
-
-
-def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int, ...]:
-    """Bytes of `tensor.contiguous(memory_format)` for each tensor that has another format."""
-    return tuple(t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format))

@@ -11,19 +11,9 @@ from torch._prims_common import suggest_memory_format
 
 from memest.estimator.ops import registry
 from memest.estimator.ops.refusals import expects
-from memest.estimator.ops.registry import KernelCall, op, register
-from memest.estimator.ops.strides import contiguous
-from memest.estimator.ops.temporaries import (
-    INDEX_BYTES,
-    Events,
-    Scratch,
-    around,
-    contiguous_copy,
-    copies_in,
-    outputs,
-    passing,
-    temporaries,
-)
+from memest.estimator.ops.registry import INDEX_BYTES, KernelCall, op, register
+from memest.estimator.ops.strides import contiguous, contiguous_copy, copies_in, copying
+from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, passing, temporaries
 
 
 def _is_in_order(c: KernelCall) -> bool:
@@ -42,11 +32,11 @@ register(
     "_upsample_bicubic2d_aa_backward avg_pool3d avg_pool3d_backward adaptive_max_pool3d_backward "
     "_adaptive_avg_pool3d_backward reflection_pad1d reflection_pad1d_backward reflection_pad2d "
     "reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward",
-    requests=registry.copying(0), modelled=_is_in_order,
+    requests=copying(0), modelled=_is_in_order,
 )  # fmt: skip
-register("upsample_bicubic2d_backward", requests=registry.copying(0))
+register("upsample_bicubic2d_backward", requests=copying(0))
 register(
-    "max_unpool2d max_unpool3d", requests=registry.copying(0, 1, is_before=True), layout=contiguous
+    "max_unpool2d max_unpool3d", requests=copying(0, 1, is_before=True), layout=contiguous
 )  # MaxUnpooling.cu
 
 
