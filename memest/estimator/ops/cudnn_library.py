@@ -181,16 +181,6 @@ class Library:
     def __init__(self, loaded: Any) -> None:
         self._library = loaded
         self._library.cudnnGetVersion.restype = ctypes.c_size_t
-        pointer, number = ctypes.c_void_p, ctypes.c_int
-        loaded.cudnnBackendSetAttribute.argtypes = [
-            pointer, number, number, ctypes.c_int64, pointer
-        ]  # fmt: skip
-        loaded.cudnnBackendGetAttribute.argtypes = [
-            pointer, number, number, ctypes.c_int64, pointer, pointer
-        ]  # fmt: skip
-        loaded.cudnnBackendFinalize.argtypes = [pointer]
-        loaded.cudnnSetCallback.argtypes = [ctypes.c_uint, pointer, CALLBACK]
-        loaded.cudnnBackendDestroyDescriptor.argtypes = [pointer]
         self.version = int(loaded.cudnnGetVersion())
         self._made: list[Any] = []
         self._properties: dict[str, Any] = {}
@@ -360,7 +350,7 @@ class Library:
         for name, of_type, values in attributes:
             self._check(
                 self._library.cudnnBackendSetAttribute(
-                    made, name, of_type, len(values), _array(of_type, values)
+                    made, name, of_type, ctypes.c_int64(len(values)), _array(of_type, values)
                 )
             )
         self._check(self._library.cudnnBackendFinalize(made))
@@ -370,7 +360,7 @@ class Library:
         count, array = ctypes.c_int64(), _array(of_type, room)
         self._check(
             self._library.cudnnBackendGetAttribute(
-                made, name, of_type, len(room), ctypes.byref(count), array
+                made, name, of_type, ctypes.c_int64(len(room)), ctypes.byref(count), array
             )
         )
         return list(array[: count.value])

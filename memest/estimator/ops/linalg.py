@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from memest.estimator.ops import registry
-from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.reductions import has_gradient
 from memest.estimator.ops.registry import KernelCall, Rule, op
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
@@ -151,7 +150,11 @@ def _geqrf(a: _Matrices) -> Events:
 
 
 def _orgqr(a: _Matrices, k: int) -> Events:
-    return around((INFO,), a.loop(orgqr_bytes(a.m, a.n, k, a.item)))
+    """Requests of the first n columns of Q from k reflectors."""
+    work = 128 * a.m + 256 * a.n
+    if k < 128:
+        work = max(16384, up(2 * a.n * k)) + up(a.m * k)
+    return around((INFO,), a.loop(a.item * (256 + 16384 + work)))
 
 
 _row("geqrf", "the workspace of cuSOLVER, after reflectors and their factors",
@@ -206,7 +209,10 @@ def lstsq_requests(c: KernelCall) -> Events:
     copy, factors = a.all_bytes, k * a.item * a.batch
     is_batched = tall <= 256 and a.batch >= max(2, tall // 16)
     reflectors = _geqrf(replace(a, n=k))
-    rotated = around((INFO,), a.loop(ormqr_bytes(tall, k, num_right, a.item)))
+    # the product of the right-hand side with Q of k reflectors
+    product = 512 * num_right + 256 * (tall + 257) + up(tall * k + k * k)
+    product += up(num_right) if tall > BLOCK else 0
+    rotated = around((INFO,), a.loop(a.item * product))
     triangular = replace(a, n=k).triangular
     if a.m < a.n:
         reflectors = a.pointers if is_batched else reflectors
@@ -243,11 +249,10 @@ def check_errors(c: KernelCall) -> Events:
     return passing(1, 1) if c.info.dim() == 0 else passing(1)
 
 
-@_measured("cholesky_solve")
-def cholesky_solve(c: KernelCall) -> Events:
-    """Requests of `cholesky_solve`: the right-hand side and the factor are copied."""
-    factor = _of(c.input2)
-    return around((INFO,) if factor.is_single else (), c.outputs() + passing(factor.square))
+op(
+    "cholesky_solve", "copies of right-hand side and factor", modelled=_is_measured,
+    before=lambda c: INFO if c.input2.dim() == 2 else 0, after=lambda c: _of(c.input2).square,
+)  # fmt: skip
 
 
 def _lu(a: _Matrices) -> Events:
@@ -257,9 +262,13 @@ def _lu(a: _Matrices) -> Events:
     """
     if a.m != a.n:
         return []
-    if a.is_single:
-        return passing(getrf_bytes(a.n, a.item))
-    return passing(POINTER * a.batch) if a.is_factored_by_cublas else []
+    if not a.is_single:
+        return passing(POINTER * a.batch) if a.is_factored_by_cublas else []
+    blocks = ceil_div(a.n, BLOCK)  # their size depends on the number of columns
+    panel = max(256 * min(1 << (blocks - 1).bit_length(), 16), up(4 * blocks * blocks))
+    if a.n > 1536:
+        panel = max(panel, 8192 * a.item + 256 * (a.item + 8) * ceil_div(a.n, 2048))
+    return passing(256 * (blocks + 1) + panel)
 
 
 def _lu_solve(a: _Matrices, num_right: int) -> Events:
@@ -332,8 +341,16 @@ def eigvals_requests(c: KernelCall) -> Events:
 
 
 def _geev(a: _Matrices) -> Events:
-    """Requests of cuSOLVER's eigenvalues: a copy of matrices that are not column-major."""
-    return around((a.square,) if a.n > 1 else (), passing(geev_bytes(a.n, a.item)))
+    """Requests of cuSOLVER's eigenvalues: a copy of matrices that are not column-major.
+
+    The workspace, right to 512 bytes, is its largest part.
+    """
+    n = a.n
+    work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
+    if n <= 128:
+        blocked = 16384 + 3 * n * n - up(n) - 2 * n + 447
+        work = max(32768 + up(n * n - n) + 3 * n + 286, blocked)
+    return around((a.square,) if n > 1 else (), passing(round_up(a.item * work, 512)))
 
 
 def _are_real(a: _Matrices) -> Events:
@@ -396,25 +413,24 @@ _row(
 )  # fmt: skip
 
 
-@registry.above_autograd("linalg_svdvals")
-def svdvals(then: Next, a: Tensor, *, driver: str | None = None) -> Tensor:
-    """Compute only singular values, or also vectors if there is a gradient.
-
-    torch would compute vectors under any dispatch mode (`isTensorSubclassLike`).
-    """
-    return aten._linalg_svd.default(a, False, has_gradient(a), driver=driver)[1]
-
-
-@registry.above_autograd("linalg_eigvals")
-def eigvals(then: Next, a: Tensor) -> Tensor:
-    """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
-    return aten.linalg_eig.default(a)[0] if has_gradient(a) else aten._linalg_eigvals.default(a)
-
-
-@registry.above_autograd("linalg_eigvalsh")
-def eigvalsh(then: Next, a: Tensor, uplo: str = "L") -> Tensor:
-    """Compute only eigenvalues, or also vectors if there is a gradient; see `svdvals`."""
-    return aten._linalg_eigh.default(a, uplo, has_gradient(a))[0]
+# Vectors are computed only if there is a gradient. Under any dispatch mode torch would compute them
+# always (`isTensorSubclassLike`).
+registry.register(
+    "linalg_svdvals",
+    above_autograd=lambda then, a, *, driver=None: aten._linalg_svd.default(
+        a, False, has_gradient(a), driver=driver
+    )[1],
+)
+registry.register(
+    "linalg_eigvals",
+    above_autograd=lambda then, a: (
+        aten.linalg_eig.default(a)[0] if has_gradient(a) else aten._linalg_eigvals.default(a)
+    ),
+)
+registry.register(
+    "linalg_eigvalsh",
+    above_autograd=lambda then, a, uplo="L": aten._linalg_eigh.default(a, uplo, has_gradient(a))[0],
+)
 
 
 @registry.composed("linalg_matrix_exp")
@@ -475,13 +491,6 @@ def geqrf_bytes(n: int, item: int) -> int:
     return item * (1024 * max(n, 256) + 524288) + 128
 
 
-def orgqr_bytes(m: int, n: int, k: int, item: int) -> int:
-    """Workspace of the first n columns of Q from k reflectors."""
-    if k < 128:
-        return item * (256 + 16384 + max(16384, up(2 * n * k)) + up(m * k))
-    return item * (256 + 16384 + 128 * m + 256 * n)
-
-
 def eigh_bytes(n: int, item: int, batch: int) -> int:
     """Return the workspace of one call of the solver that torch takes.
 
@@ -513,31 +522,7 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
     return item * (needed + (up(m * n) if m < n else 0))
 
 
-def ormqr_bytes(m: int, k: int, num_right: int, item: int) -> int:
-    """Workspace of the product of `num_right` columns with Q of k reflectors."""
-    work = 512 * num_right + 256 * (m + 257) + up(m * k + k * k)
-    return item * (work + (up(num_right) if m > BLOCK else 0))
-
-
-def geev_bytes(n: int, item: int) -> int:
-    """Workspace of eigenvalues of one general matrix, right to 512 bytes: its largest part."""
-    work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
-    if n <= 128:
-        blocked = 16384 + 3 * n * n - up(n) - 2 * n + 447
-        work = max(32768 + up(n * n - n) + 3 * n + 286, blocked)
-    return round_up(item * work, 512)
-
-
 def potrf_bytes(n: int, is_upper: bool) -> int:
     """Workspace of Cholesky's factor of one matrix."""
     blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)
-
-
-def getrf_bytes(n: int, item: int) -> int:
-    """Workspace of the LU factors of one square matrix; the block size depends on its columns."""
-    blocks = ceil_div(n, BLOCK)
-    panel = max(256 * min(1 << (blocks - 1).bit_length(), 16), up(4 * blocks * blocks))
-    if n > 1536:
-        panel = max(panel, 8192 * item + 256 * (item + 8) * ceil_div(n, 2048))
-    return 256 * (blocks + 1) + panel

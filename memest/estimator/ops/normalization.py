@@ -144,12 +144,14 @@ def native_batch_norm(c: KernelCall) -> Scratch:
     return Scratch(after=staged + (4,) * (has_gaps * num_missing))
 
 
-for _name, _sums in (("batch_norm_stats", 4), ("batch_norm_backward_reduce", 2)):
-    op(
-        _name,
-        f"staged sums (`{_name}` of `SyncBatchNorm`)",
-        after=lambda c, sums=_sums: _staging(c.input, sums),
-    )
+op(
+    "batch_norm_stats", "staged sums (`batch_norm_stats` of `SyncBatchNorm`)",
+    after=lambda c: _staging(c.input, 4),
+)  # fmt: skip
+op(
+    "batch_norm_backward_reduce", "staged sums (`batch_norm_backward_reduce` of `SyncBatchNorm`)",
+    after=lambda c: _staging(c.input, 2),
+)  # fmt: skip
 
 
 @registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=like(1))
