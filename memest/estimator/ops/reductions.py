@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
@@ -40,7 +41,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class ReductionDims:
+class Reduction:
     """A reduction as TensorIterator walks it: fastest dimension first, reduced dimensions in front.
 
     Strides are in bytes; an output stride of 0 marks a reduced dimension.
@@ -49,6 +50,10 @@ class ReductionDims:
     shape: tuple[int, ...]
     input_strides: tuple[int, ...]
     output_strides: tuple[int, ...]
+    input_bytes: int  # bytes of an element
+    accumulator_bytes: int
+    input_vector: int  # inputs that a thread loads at once
+    offset: int  # first element of the input in its storage
 
     @property
     def num_reduced(self) -> int:
@@ -69,7 +74,7 @@ class ReductionDims:
         )
         return prod(self.shape) <= INT32_MAX and all(span <= INT32_MAX for span in spans)
 
-    def pieces(self) -> "list[ReductionDims]":
+    def pieces(self) -> "list[Reduction]":
         """Return parts that 32-bit indices can address, as `with_32bit_indexing` does.
 
         A part that is too large is halved along its longest dimension.
@@ -95,11 +100,9 @@ def _swap_order(first: tuple[int, int, int], second: tuple[int, int, int]) -> in
     if (out_a == 0) != (out_b == 0):
         return 1 if out_b == 0 else -1
     for stride_a, stride_b in ((out_a, out_b), (in_a, in_b)):
-        if stride_a == 0 or stride_b == 0:
-            continue
-        if stride_a != stride_b:
+        if stride_a and stride_b and stride_a != stride_b:
             return 1 if stride_a > stride_b else -1
-        if size_a > size_b:
+        if stride_a and stride_b and size_a > size_b:
             return 1
     return 0
 
@@ -134,27 +137,22 @@ def _coalesced(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return merged
 
 
-def reduction_dims(
-    tensor: Tensor, dims: Sequence[int], *, input_bytes: int, output_bytes: int
-) -> ReductionDims:
-    """Return the dimensions over which CUDA reduces `tensor` over `dims` (empty: all).
+def _walked(
+    tensor: Tensor, dims: Sequence[int], input_bytes: int, output_bytes: int
+) -> list[tuple[int, ...]]:
+    """Return shape, input and output strides over which CUDA reduces `tensor` over `dims`.
 
-    Bytes are those of one element. The output is contiguous over the kept dimensions.
+    No dimension means all. The output is contiguous over the kept dimensions.
     """
     everything = not dims or tensor.dim() == 0
     reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
-    out_strides, step = [0] * tensor.dim(), output_bytes
-    for dim in reversed(range(tensor.dim())):
-        if dim not in reduced:
-            out_strides[dim] = step
-            step *= tensor.shape[dim]
+    kept = [1 if dim in reduced else n for dim, n in enumerate(tensor.shape)]
+    strides: Any = make_contiguous_strides_for(kept)
     rows = [
-        (n, s * input_bytes, o)
-        for n, s, o in zip(tensor.shape, tensor.stride(), out_strides, strict=True)
+        (n, tensor.stride(dim) * input_bytes, strides[dim] * output_bytes * (dim not in reduced))
+        for dim, n in enumerate(tensor.shape)
     ]
-    rows = _coalesced(_ordered(rows))
-    columns = [tuple(c) for c in zip(*rows, strict=True)] or [(), (), ()]
-    return ReductionDims(columns[0], columns[1], columns[2])
+    return [tuple(c) for c in zip(*_coalesced(_ordered(rows)), strict=True)] or [(), (), ()]
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
@@ -165,10 +163,7 @@ def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
     return min(pow0, limit // height), height
 
 
-def staging_bytes(
-    dims: ReductionDims, gpu: Gpu, *, accumulator_bytes: int, input_bytes: int, input_vector: int,
-    offset: int,
-) -> tuple[int, ...]:  # fmt: skip
+def staging_bytes(dims: Reduction, gpu: Gpu) -> tuple[int, ...]:
     """Return bytes of the staging buffer and of the semaphores; nothing for a reduction within
     blocks.
 
@@ -184,13 +179,14 @@ def staging_bytes(
     reduced, ndim = dims.num_reduced, len(dims.shape)
     along_row = reduced == ndim or dims.input_strides[0] < dims.input_strides[reduced]
     dim0, dim1 = (num_inputs, num_outputs) if along_row else (num_outputs, num_inputs)
-    stride = dims.input_strides[0 if along_row else reduced] if ndim else input_bytes
+    stride = dims.input_strides[0 if along_row else reduced] if ndim else dims.input_bytes
     vector = 1
-    if stride == input_bytes and along_row and dim0 >= VECTORIZE_FROM and reduced == 1:
-        dim0 //= input_vector
-    elif stride == input_bytes and not along_row:
-        others = (s // input_bytes for d, s in enumerate(dims.input_strides) if d != reduced)
-        vector = gcd(VECTOR_SIZE, offset, dims.shape[reduced], *others)  # `get_output_vec_size`
+    if stride == dims.input_bytes and along_row and dim0 >= VECTORIZE_FROM and reduced == 1:
+        dim0 //= dims.input_vector
+    elif stride == dims.input_bytes and not along_row:
+        others = (s // dims.input_bytes for d, s in enumerate(dims.input_strides) if d != reduced)
+        # `get_output_vec_size`
+        vector = gcd(VECTOR_SIZE, dims.offset, dims.shape[reduced], *others)
         dim0 //= vector
     width, height = _block(dim0, dim1, vector)
     step_input, step_output = (width, 1) if along_row else (1, width)
@@ -208,7 +204,8 @@ def staging_bytes(
     )
     if ctas <= 1:
         return ()
-    return accumulator_bytes * num_outputs * ctas * (1 if along_row else width * vector), 4 * grid
+    partial_sums = num_outputs * ctas * (1 if along_row else width * vector)
+    return dims.accumulator_bytes * partial_sums, 4 * grid
 
 
 def reduce_bytes(
@@ -227,21 +224,17 @@ def reduce_bytes(
     dtype = dtype or tensor.dtype
     out_dtype = out_dtype or dtype
     accumulator_bytes = accumulator_bytes or dtype.itemsize
-    whole = reduction_dims(
-        tensor, dims, input_bytes=dtype.itemsize, output_bytes=out_dtype.itemsize
-    )
+    shape, in_strides, out_strides = _walked(tensor, dims, dtype.itemsize, out_dtype.itemsize)
+    whole = Reduction(
+        shape, in_strides, out_strides, dtype.itemsize, accumulator_bytes, input_vector,
+        int(tensor.storage_offset()),
+    )  # fmt: skip
     pieces = whole.pieces()
     running: tuple[int, ...] = ()
     if len(pieces) > 1 and dtype in HALVES and out_dtype == dtype:
         spans = (n * s for n, s in zip(whole.shape, whole.output_strides, strict=True))
         running = (max(out_dtype.itemsize, *spans) // out_dtype.itemsize * accumulator_bytes,)
-    staged = (
-        staging_bytes(
-            piece, gpu, accumulator_bytes=accumulator_bytes, input_bytes=dtype.itemsize,
-            input_vector=input_vector, offset=int(tensor.storage_offset()),
-        )
-        for piece in pieces
-    )  # fmt: skip
+    staged = (staging_bytes(piece, gpu) for piece in pieces)
     return running + max(staged, key=sum, default=())
 
 
@@ -273,15 +266,11 @@ def sum_bytes(
     in_place = tensor.dtype == out_dtype or (tensor.dtype in HALVES and out_dtype == torch.float32)
     dtype = tensor.dtype if in_place else out_dtype
     cast = () if in_place else (tensor.numel() * dtype.itemsize,)
+    vector = half_vector if dtype.itemsize == 2 else VECTOR_SIZE
     return cast + reduce_bytes(
-        tensor,
-        dims,
-        gpu,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        accumulator_bytes=accumulator_bytes_of(dtype),
-        input_vector=half_vector if dtype.itemsize == 2 else VECTOR_SIZE,
-    )
+        tensor, dims, gpu, dtype=dtype, out_dtype=out_dtype,
+        accumulator_bytes=accumulator_bytes_of(dtype), input_vector=vector,
+    )  # fmt: skip
 
 
 op(
