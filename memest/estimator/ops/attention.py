@@ -698,17 +698,11 @@ def backward(c: KernelCall) -> Events:
     accumulated = c.out.nbytes * rounded_head_width(E)
     if c.deterministic:
         accumulated *= ceil_div(c.gpu.num_sms, B * H)
-    expanded, sums = _expanded(c.key, H, c.gpu)
+    K, expanded = c.key.shape[-2], list[int]()
+    sums: tuple[int, ...] = ()
+    if K != H:  # gradients of key and value for each query head, and their sum over a group
+        groups = c.key.new_empty((*c.key.shape[:-2], K, H // K, E))
+        expanded = [groups.nbytes] * 2
+        sums = sum_bytes(groups, [groups.dim() - 2], groups.dtype, c.gpu)
     summed = around([accumulated, *expanded], passing(*sums) * len(expanded))
     return around(_copies(*c.args[:5]), c.outputs() + summed)
-
-
-def _expanded(key: Tensor, H: int, gpu: Gpu) -> tuple[list[int], list[int]]:
-    """Return bytes of key and value gradients per query head, and of their sum over a group."""
-    K, E = key.shape[-2:]
-    if K == H:
-        return [], []
-    shape = (*key.shape[:-2], K, H // K, E)
-    groups = torch.empty(shape, dtype=key.dtype, device="meta")
-    summing = list(sum_bytes(groups, [groups.dim() - 2], key.dtype, gpu))
-    return [groups.nbytes] * 2, summing

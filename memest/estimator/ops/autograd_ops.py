@@ -73,7 +73,10 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
     """Run a higher-order operator; cast its tensors if autocast does so on CUDA."""
     if key != _KEY:
         mode = _get_current_dispatch_mode() if key == _PYTHON else None
-        if _is_left_out(self, mode):
+        # torch 2.8 and older have no rule for an operator in a mode
+        has_rule = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+        is_ours = getattr(mode, "supports_higher_order_operators", False)
+        if is_ours and not has_rule and type(mode) not in self.python_key_table:
             with _pop_mode_temporarily() as mode:
                 return mode.__torch_dispatch__(self, [], args, kwargs)
         return _dispatch(self, key, *args, **kwargs)
@@ -82,15 +85,6 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
         args = tuple(_cast(a, dtype) if isinstance(a, Tensor) else a for a in args)
     keyset = torch._ops._compute_keyset(args, kwargs, self.non_fallthrough_keys) & _BELOW  # type: ignore[no-untyped-call]
     return _dispatch_higher_order(self, keyset.highestPriorityTypeId(), *args, **kwargs)
-
-
-def _is_left_out(operator: Any, mode: Any) -> bool:
-    """Return whether torch has no rule for an operator in a mode, as in torch 2.8 and older."""
-    return (
-        not hasattr(TorchDispatchMode, "supports_higher_order_operators")
-        and getattr(mode, "supports_higher_order_operators", False)
-        and type(mode) not in operator.python_key_table
-    )
 
 
 def is_in_autocast() -> bool:

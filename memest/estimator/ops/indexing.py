@@ -20,7 +20,7 @@ from memest.estimator.ops.autograd_ops import Next
 from memest.estimator.ops.in_place import in_nodes
 from memest.estimator.ops.reductions import accumulator_bytes_of
 from memest.estimator.ops.refusals import accepts, fits, same_type
-from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, ValueOf, op, register
+from memest.estimator.ops.registry import INDEX_BYTES, Args, KernelCall, op, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sorting import MAX_BLOCK_SIZE, SMALL_SORT, sort_bytes
 from memest.estimator.ops.strides import contiguous_copy
@@ -219,13 +219,14 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     )
 
 
-def num_true(value_of: ValueOf, args: Args) -> tuple[int, ...]:
-    """Count the true entries of the mask of `masked_scatter_backward`, where it is known."""
-    mask = value_of(args[1])
-    return () if mask is None else (int(mask.sum()),)
-
-
-@registry.requests("masked_scatter_backward", from_values=num_true, shaped_by=lambda args: ())
+@registry.requests(
+    "masked_scatter_backward",
+    # the number of true entries of the mask
+    from_values=lambda value_of, args: tuple(
+        int(mask.sum()) for mask in [value_of(args[1])] if mask is not None
+    ),
+    shaped_by=lambda args: (),
+)
 def masked_scatter_backward(c: KernelCall) -> Events:
     """Requests of `masked_scatter_backward`: the selected gradient, then zeros to the source's
     size.

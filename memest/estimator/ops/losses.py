@@ -6,6 +6,7 @@ torch/csrc/autograd/FunctionsManual.cpp (`binary_cross_entropy_with_logits_backw
 Evidence: the allocator's events of each loss, recorded on an H100.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,33 +32,34 @@ def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
     return loss.nbytes, sum_bytes(loss, (), loss.dtype, c.gpu)
 
 
-def _keeping_loss(c: KernelCall) -> Scratch:
-    """A second elementwise loss, the staging of its sum; the result keeps the loss's storage."""
-    if not c.reduction:
-        return Scratch()
-    size, staged = _elements(c)
-    return Scratch(after=(size, *staged), outputs=(size,))
+def _reduced_loss(
+    names: str, about: str, made: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
+) -> None:
+    """Register losses by their requests if reduced; `made` gets what `_elements` returns."""
+
+    def rule(c: KernelCall) -> Scratch:
+        return made(c, *_elements(c)) if c.reduction else Scratch()
+
+    register(names, about=about, requests=rule)
 
 
-def _copying_sum(c: KernelCall) -> Scratch:
-    """The staging of the sum, a scalar that is copied into the loss, whose storage is kept."""
-    if not c.reduction:
-        return Scratch()
-    size, staged = _elements(c)
-    return Scratch(after=(c.out.itemsize, *staged), outputs=(size,))
-
-
-register("mse_loss smooth_l1_loss", requests=_keeping_loss)  # Loss.cpp
-register("soft_margin_loss binary_cross_entropy", requests=_copying_sum)  # Loss.cpp, cuda/Loss.cu
-
-
-@registry.requests("huber_loss")
-def huber_loss(c: KernelCall) -> Scratch:
-    """Requests of `huber_loss` (Loss.cpp), reduced: the elementwise loss, its sum's staging."""
-    if not c.reduction:
-        return Scratch()
-    size, staged = _elements(c)
-    return Scratch(before=(size,), after=staged)
+_reduced_loss(
+    "mse_loss smooth_l1_loss",
+    "a second elementwise loss, the staging of its sum; the result keeps the loss's storage "
+    "(Loss.cpp)",
+    lambda c, size, staged: Scratch(after=(size, *staged), outputs=(size,)),
+)
+_reduced_loss(
+    "soft_margin_loss binary_cross_entropy",
+    "the staging of the sum, a scalar that is copied into the loss, whose storage is kept "
+    "(Loss.cpp, cuda/Loss.cu)",
+    lambda c, size, staged: Scratch(after=(c.out.itemsize, *staged), outputs=(size,)),
+)
+_reduced_loss(
+    "huber_loss",
+    "the elementwise loss, its sum's staging (Loss.cpp)",
+    lambda c, size, staged: Scratch(before=(size,), after=staged),
+)
 
 
 @registry.requests("binary_cross_entropy_with_logits")
@@ -82,10 +84,6 @@ def _is_reduced(c: KernelCall) -> bool:
 def _margin_loss(c: KernelCall) -> Tensor:
     sizes = [] if c.reduction or c.self.dim() < 2 else [len(c.self)]
     return torch.empty(sizes, dtype=c.self.dtype, device="meta")
-
-
-def _marks(c: KernelCall) -> Tensor:
-    return torch.empty(c.target.shape, dtype=c.self.dtype, device="meta")
 
 
 op(
@@ -113,7 +111,7 @@ def soft_margin_backward(c: KernelCall) -> Events:
 
 @registry.requests(
     "multilabel_margin_loss_forward",
-    result=lambda c: (_margin_loss(c), _marks(c)),
+    result=lambda c: (_margin_loss(c), c.self.new_empty(c.target.shape)),
 )
 def multilabel_margin(c: KernelCall) -> Events:
     """Requests of MultiLabelMarginCriterion.cu: mask of targets, losses, their mean or sum."""

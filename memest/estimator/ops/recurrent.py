@@ -16,7 +16,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.ops import registry
 from memest.estimator.ops.autograd_ops import Next, active_gpu
 from memest.estimator.ops.reductions import sum_bytes
-from memest.estimator.ops.registry import KernelCall, register
+from memest.estimator.ops.registry import KernelCall, op, register
 from memest.estimator.ops.strides import contiguous_copy
 from memest.estimator.ops.temporaries import Events, around, outputs, passing, temporaries
 from memest.estimator.tensors.patches import Patches
@@ -363,15 +363,6 @@ def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
     return made.set_(tensor.untyped_storage(), offset, shape, stride)
 
 
-def _dropout_state(dropout: float, train: bool, like: Tensor, gpu: Gpu) -> Tensor | None:
-    """`get_dropout_state` of RNN.cpp; the GPU draws a seed when the state is made."""
-    if train and dropout > 0 and not _dropout_states:
-        torch.empty((), dtype=torch.int64, device=like.device).random_()
-        made = torch.empty(dropout_state_bytes(gpu), dtype=torch.uint8, device=like.device)
-        _dropout_states.append(made)
-    return _dropout_states[0] if _dropout_states else None
-
-
 @registry.result("_cudnn_rnn")
 def _forward(c: KernelCall) -> Any:
     layers, x, hx, cx, buffer = _layers(c), c.input, c.hx, c.cx, c.weight_buf
@@ -415,10 +406,10 @@ def _backward(c: KernelCall) -> Any:
     return dx, torch.empty_like(c.hx), d_cx, grads
 
 
-@registry.result("_thnn_fused_gru_cell")
-def _gru_cell(c: KernelCall) -> Any:
-    """Return the results of `_thnn_fused_gru_cell` (cuda/RNN.cu): state, workspace for backward."""
-    return torch.empty_like(c.hx), c.hx.new_empty((c.hx.shape[0], c.hx.shape[1] * 5))
+register(  # cuda/RNN.cu: state, workspace for backward
+    "_thnn_fused_gru_cell",
+    result=lambda c: (torch.empty_like(c.hx), c.hx.new_empty((c.hx.shape[0], c.hx.shape[1] * 5))),
+)
 
 
 @registry.result("_thnn_fused_gru_cell_backward")
@@ -452,11 +443,11 @@ def _packed(c: KernelCall) -> Any:
     return x.new_empty((int(lengths.sum()), *x.shape[2:])), torch.tensor(sizes, device=CPU)
 
 
-@registry.requests("_pack_padded_sequence")
-def packing(c: KernelCall) -> Events:
-    """Requests of `_pack_padded_sequence`: copies of segments with gaps, then the result."""
-    copies = contiguous_copy(*_packed_segments(*c.args))
-    return temporaries(*copies) + c.outputs(0) + temporaries(*(-n for n in copies))
+op(
+    "_pack_padded_sequence",
+    "copies of segments with gaps (PackedSequence.cpp)",
+    before=lambda c: contiguous_copy(*_packed_segments(*c.args)),
+)
 
 
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
@@ -479,7 +470,11 @@ def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
             hidden, proj = cx.shape[2], hidden
         stride = (4 if has_biases else 2) + (1 if proj else 0)
         buffer = _flat_buffer(weights, stride)
-        state = _dropout_state(dropout, train, x, active_gpu())
+        if train and dropout > 0 and not _dropout_states:  # `get_dropout_state` of RNN.cpp
+            torch.empty((), dtype=torch.int64, device=x.device).random_()  # the seed
+            num_bytes = dropout_state_bytes(active_gpu())
+            _dropout_states.append(torch.empty(num_bytes, dtype=torch.uint8, device=x.device))
+        state = _dropout_states[0] if _dropout_states else None
         if torch.is_autocast_enabled("cuda"):
             if weights[0].dtype is not torch.float16:
                 buffer, weights = _flat_copies(weights, stride, torch.float16)
