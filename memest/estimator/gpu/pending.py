@@ -72,6 +72,7 @@ class PendingWorks:
 
         self._streams: dict[Communicator, int] = {}  # stream of the messages of each communicator
         self.collectives: set[Communicator] = set()  # communicators that have run a collective
+        self._created: set[Communicator] = set()  # communicators that were created with their group
         self.is_batch = False  # True within `batch_isend_irecv`
         self.is_eager = False  # `init_process_group` has a `device_id`: pairs have no communicator
         self._alone: set[str] = set()  # groups of this rank alone that have communicated
@@ -112,9 +113,7 @@ class PendingWorks:
         """
         self.release_due()
         stream = self._timeline.stream
-        default = torch.distributed.distributed_c10d._world.default_pg  # or None, after its end
-        is_default = default is not None and group.group_name == default.group_name
-        group_name = "" if is_default else group.group_name
+        group_name = self._name(group)
         if group.size() < 2:
             self._alone |= {group_name} - {""}
             return stream
@@ -131,13 +130,24 @@ class PendingWorks:
             stream = self._streams[communicator]
         return stream
 
+    @staticmethod
+    def _name(group: Any) -> str:
+        """Return the name of a group; "" for the default one."""
+        default = torch.distributed.distributed_c10d._world.default_pg  # or None, after its end
+        is_default = default is not None and group.group_name == default.group_name
+        return "" if is_default else str(group.group_name)
+
+    def create(self, group: Any) -> None:
+        """Create the communicator of a new group at once, as NCCL does with a `device_id`."""
+        if group.size() > 1:
+            self._created.add((self._name(group), None))
+        elif self._name(group):
+            self._alone.add(self._name(group))
+
     @property
     def communicators(self) -> set[Communicator]:
-        """Communicators of several ranks: each is created by its first collective or message.
-
-        `init_process_group` with a `device_id` creates that of the default group.
-        """
-        return self.collectives | set(self.messages) | ({DEFAULT} if self.is_eager else set())
+        """Communicators of several ranks; those without a device begin with their first use."""
+        return self.collectives | set(self.messages) | self._created
 
     def library_bytes(self, rank: Rank) -> int:
         """Bytes of NCCL: its kernels, communicators and their buffers."""

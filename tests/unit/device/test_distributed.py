@@ -524,8 +524,12 @@ def test_a_group_with_a_device_has_a_communicator_at_once() -> None:
         x = torch.ones(8, device="cuda")
         created = COMMUNICATOR_BYTES - COLLECTIVES_BYTES
         assert virtual.communicators_bytes == created
-        dist.all_reduce(x, group=dist.new_group([0, RANK]))
+        group = dist.new_group([0, RANK])
+        assert virtual.communicators_bytes == created + WITHOUT_COLLECTIVES_BYTES
+        dist.all_reduce(x, group=group)
         assert virtual.communicators_bytes == created + SUBGROUP_BYTES
+        dist.new_group([RANK]), dist.new_group([0])
+        assert virtual.communicators_bytes == created + SUBGROUP_BYTES + SUBGROUP_OF_ONE_BYTES
         dist.destroy_process_group()
 
 

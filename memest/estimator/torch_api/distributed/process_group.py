@@ -79,9 +79,14 @@ class _Functions:
         return known or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
-        """Record and return the backend of `group`; None means that of the default group."""
+        """Record and return the backend of `group`; None means that of the default group.
+
+        `eager_connect_single_device` creates a communicator if the default group has a device.
+        """
         name = str(backend or self._default).lower()
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
+        if self._works.is_eager and name == "nccl" and isinstance(group, dist.ProcessGroup):
+            self._works.create(group)
         return name
 
     def batch_isend_irecv(self, operations: Any) -> Any:
