@@ -11,10 +11,10 @@ from memest.cli import main
 def command() -> None:
     """Run the command line and exit.
 
-    Ends without freeing objects one by one, which takes Python a second after importing torch. A
-    script under `memest run` ends as Python would end it.
+    Exit without freeing objects one by one, which takes a second after importing torch. A script
+    under `memest run` ends as Python would end it.
     """
-    # torch is not imported yet; else its threads would take the time of others while they wait
+    # set before torch is imported; else its waiting threads would take CPU time of other threads
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if sys.stdout is None:  # closed by `>&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

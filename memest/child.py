@@ -39,12 +39,12 @@ class DiedError(MemestError):
 
 
 class Terminated(SystemExit):
-    """SIGTERM, as an exception: a script ends with its report."""
+    """SIGTERM as an exception, so that a stopped script still gets its report."""
 
 
 @contextmanager
 def signals_once(*numbers: int) -> Iterator[None]:
-    """Raise at the first signal of each number, and ignore further ones, in this process alone.
+    """Raise at the first signal of each number in this process, and ignore repeated signals.
 
     A terminal and `timeout` send a signal to each process of a group, and so does the parent.
     """
@@ -103,7 +103,7 @@ class Child:
         return status
 
     def send(self, number: int) -> None:
-        """Send a signal. On Windows do nothing: its console sends Ctrl-C to each process."""
+        """Send a signal. Do nothing on Windows, whose console sends Ctrl-C to each process."""
         if self.poll() is None and sys.platform != "win32":
             os.kill(self.pid, number)
 
@@ -253,7 +253,7 @@ def begin(work: Callable[[], object], output: Path, *, is_copy: bool) -> Child:
 
 
 def write_to(path: str | Path) -> None:
-    """Redirect stdout and stderr of this process to a file."""
+    """Redirect this process's stdout and stderr to a file."""
     _redirect(path, 1)
     os.dup2(1, 2)
 
@@ -309,5 +309,5 @@ def _do(work: Callable[[], T]) -> T:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    torch.set_num_threads(1)  # the threads of the parent are not here
+    torch.set_num_threads(1)  # a fork has only the calling thread
     return work()

@@ -41,7 +41,7 @@ class Event:
     label: str  # name of the task, for people
     is_done: bool
     weight: int  # number of plans in the task
-    total: int  # number of plans in all tasks; 0 for a step of a search, which has no end
+    total: int  # number of plans in all tasks; 0 if unknown, as in a search
     task: Any
     result: Any = None
 
@@ -264,7 +264,7 @@ class _Worker:
 def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn:
     """Do tasks until the parent closes the connection."""
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to every process; the parent handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with_parent()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
@@ -297,7 +297,7 @@ class Ray(Engine):
                     place = running.pop(reference)
                     try:
                         yield place, ray.get(reference)
-                    except ray.exceptions.RayTaskError as error:  # no result that can be sent
+                    except ray.exceptions.RayTaskError as error:  # the result could not be pickled
                         yield place, _Failure(error)
                     except ray.exceptions.RayError as error:
                         first, *_ = [*str(error).strip().splitlines(), ""]

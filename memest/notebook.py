@@ -1,4 +1,4 @@
-"""`%%memest a100-40gb`: a cell of a notebook on a virtual GPU, and its report below the cell."""
+"""`%%memest a100-40gb`: run a notebook cell on a virtual GPU, with its report below the cell."""
 
 import ast
 import dis
@@ -62,7 +62,7 @@ class _Magic:
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
-        self.left: dict[str, Any] = {}  # left by earlier cells, whose virtual GPU is gone
+        self.left: dict[str, Any] = {}  # of earlier cells, whose GPU no longer exists
 
     def __call__(self, line: str, cell: str) -> CellReport | None:
         """Run a cell on a virtual GPU: `%%memest [GPU] [--memory-limit 20GiB] [--max-steps 3]`."""
@@ -88,7 +88,7 @@ class _Magic:
         except MemestError:
             pass  # printed with its traceback
         except (Exception, SystemExit, KeyboardInterrupt):
-            pass  # in the report as the ending
+            pass  # the report shows this end
         namespace = self.shell.user_ns
         live = session.virtual.mode.memory.live
         for name, value in namespace.items():
@@ -141,7 +141,7 @@ def _awaits(source: str) -> bool:
     """Return whether a cell awaits outside of a function, as IPython allows."""
     try:
         code = compile(source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    except SyntaxError:  # which the shell prints
+    except SyntaxError:  # the shell prints it
         return False
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
@@ -150,7 +150,7 @@ def _names(source: str, namespace: dict[str, Any]) -> set[str]:
     """Return the variables of earlier cells that a cell uses, also in functions of those cells."""
     try:
         cell = compile(source, "<cell>", "exec")
-    except SyntaxError:  # which the shell prints
+    except SyntaxError:  # the shell prints it
         return set()
     stored: set[str] = set()
     used: set[str] = set()
@@ -200,7 +200,7 @@ def _key(tensor: torch.Tensor) -> int | None:
 
 @contextmanager
 def _quiet_at_the_limit(shell: Any) -> Iterator[None]:
-    """Print no traceback for the end of `--max-steps`."""
+    """Print no traceback when `--max-steps` ends the cell."""
     show = shell.showtraceback
 
     def showtraceback(*args: Any, **kwargs: Any) -> None:

@@ -87,7 +87,7 @@ def how_to_install(package: str) -> str:
 
 
 def with_nvml(read: Callable[[Any], T]) -> T | None:
-    """Return `read(pynvml)` between its init and shutdown; None where NVML is not available."""
+    """Return `read(pynvml)`, called between init and shutdown; None if NVML is not available."""
     try:
         import pynvml
     except ImportError:

@@ -113,7 +113,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
-    """Yield the reasons to fail a test by its peak, and record the peak."""
+    """Yield the reasons for which a test fails by its peak, and record the peak."""
     from memest.report import StoredPeak, read_as
     from memest.report.difference import changes, grown, other_versions, peaks_text
     from memest.units import format_bytes, parse_bytes
@@ -187,7 +187,7 @@ def _stored(config: pytest.Config) -> dict[str, Any]:
 
 
 class _Collector:
-    """Collects peaks and notes of tests; with xdist, in the process that starts the others."""
+    """Collects peaks and notes of tests; with xdist, in the controller process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -205,7 +205,7 @@ class _Collector:
                 self.notes[str(value)] = self.notes.get(str(value), 0) + 1
 
     def pytest_sessionfinish(self) -> None:
-        """Write the peaks; those of tests that did not run stay."""
+        """Write the peaks; peaks of tests that did not run stay."""
         if not (self.config.getoption("memest_update") and self.peaks):
             return
         from memest.writing import write_whole

@@ -168,5 +168,5 @@ def round_up(number: int, step: int) -> int:
 
 
 def last_power_of_2(number: int) -> int:
-    """Return the largest power of 2 up to `number`, at least 1."""
+    """Return the largest power of 2 that is at most `number`, and 1 below that."""
     return 1 << (max(1, number).bit_length() - 1)

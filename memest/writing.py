@@ -23,11 +23,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     if is_stream(path):
         sys.stdout.flush()
-        is_stdout = os.path.samestat(path.stat(), os.fstat(1))  # whose position goes on
+        is_stdout = os.path.samestat(path.stat(), os.fstat(1))  # stdout keeps its position
         with open(1 if is_stdout else path, "ab", closefd=not is_stdout) as file:
             file.write(data)
         return
-    path = path.resolve()  # a link stays
+    path = path.resolve()  # keep a link
     unfinished = _unfinished(path)
     try:
         with unfinished.open("wb") as file:
@@ -50,9 +50,9 @@ def _unfinished(path: Path) -> Path:
 
 
 def why_not_writable(path: Path) -> str:
-    """Return why the file `path` cannot be written, in the words of the system, or an empty text.
+    """Return the system's reason why `path` cannot be written, or an empty text.
 
-    A file is made next to it, since permissions alone do not show it (`/proc`, a full disk).
+    The check makes a file next to it, since permissions are not enough (`/proc`, a full disk).
     """
     if is_stream(path):
         return "" if os.access(path, os.W_OK) else "Permission denied"

@@ -36,7 +36,7 @@ from memest.validate.compare import comparable, plan_of
 from memest.validate.results import find_suite, list_suites
 from memest.writing import write_output
 
-CHART_GPU = "a100-80gb"  # GPU of a chart where none is named: that of the lab
+CHART_GPU = "a100-80gb"  # default GPU of a chart: that of the lab
 _CHART_OPTIONS = combined(
     click.option(
         "--out", type=PATH, default=Path("charts"), show_default=True,
@@ -53,7 +53,7 @@ _CHART_OPTIONS = combined(
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Pictures that a command draws: their folder, formats and look."""
+    """Options of a command's pictures: folder, formats and colours."""
 
     folder: Path
     formats: Sequence[str]
@@ -248,7 +248,7 @@ def batches(
     pictures.save(figure, "batches", data)
 
 
-_OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that define no sweep
+_OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that do not change the points of a sweep
 
 
 @chart.command("sweep")
@@ -374,7 +374,7 @@ def _points(line: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-DEFAULT_GPU = "h100-80gb"  # GPU of the chart where none is named
+DEFAULT_GPU = "h100-80gb"  # default GPU of the chart
 
 
 @chart.command()

@@ -31,7 +31,7 @@ from memest.validate.compare import comparable, parse_tolerances, plan_of, summa
 from memest.validate.compare import compare as compare_reports
 from memest.writing import write_output
 
-GREW_EXIT_CODE = 4  # exit code of a peak that grew
+GREW_EXIT_CODE = 4  # exit code if a peak grew
 
 
 @main.command()
@@ -156,7 +156,7 @@ def compare(
     for line in left_out:
         click.echo(f"not compared: {line}", err=True)
     print_or_write(text, output)
-    if charts is not None:  # the scatter of all runs, and the phases of each
+    if charts is not None:  # a scatter of all runs, and the phases of each run
         make_folder(charts)
         scatter = plots.plot_scatter([(c.predicted, c.measured) for c in comparisons])
         plots.save(scatter, charts / "scatter")

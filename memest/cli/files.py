@@ -57,7 +57,7 @@ _OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout")
 
 
 def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:
-    """Return `plan` with the GPUs `names`, unless the plan has GPUs of its own."""
+    """Return `plan` with the GPUs `names`, unless the plan names GPUs itself."""
     return plan if plan.gpu or plan.gpu_memory is not None else replace(plan, gpu=names)
 
 

@@ -119,11 +119,11 @@ class _Group(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of a write
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errno of a full disk or a failed write
 
 
 def _no_room(error: OSError) -> None:
-    """Report that the output cannot be written; discard its rest, so that nothing fails again."""
+    """Report that the output cannot be written, and discard the rest of the output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     fail(f"the output cannot be written: {error.strerror}", "write where there is room", 1)
 
@@ -161,12 +161,12 @@ def _print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> 
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Predict the GPU memory of a fine-tune before a GPU is rented."""
-    if ctx.invoked_subcommand == "run":  # the output of a script is its own
+    if ctx.invoked_subcommand == "run":  # the script's output stays unchanged
         return
     from memest.cli.terminal import print_any_text
 
     print_any_text(sys.stdout)
-    if ctx.invoked_subcommand != "validate":  # whose runs are real
+    if ctx.invoked_subcommand != "validate":  # `memest validate` trains on a real GPU
         from memest.engines import collect_seldom
 
         ctx.call_on_close(collect_seldom())

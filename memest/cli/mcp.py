@@ -18,7 +18,7 @@ from memest.estimator.hardware.gpus import list_gpus
 from memest.packages import require
 from memest.report import RunReport
 
-MAX_OUTPUT = 4000  # characters of a script's output in an answer: its end
+MAX_OUTPUT = 4000  # characters of a script's output in an answer, from its end
 
 
 @main.command()
@@ -42,7 +42,7 @@ def mcp() -> None:
 
 
 def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return the tool with memest's errors as answers that an agent reads."""
+    """Wrap a tool so that memest's errors are returned to the agent as text."""
 
     @wraps(tool)
     async def called(**arguments: Any) -> Any:
@@ -111,7 +111,7 @@ async def gpus() -> list[dict[str, Any]]:
 
 
 async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Return what a command of memest writes about a plan.
+    """Return the JSON output of a memest command for a plan.
 
     Raises:
         MemestError: the command fails.

@@ -1,4 +1,4 @@
-"""Options of a plan, made from its rows."""
+"""Command-line options of a plan, generated from its fields."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
     name = "size"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """Return the bytes."""
+        """Return the number of bytes in a text such as 24GiB."""
         return parse_bytes(value)
 
 
@@ -50,7 +50,7 @@ class OutputPath(click.Path):
     """Type of a file to write; one that cannot be written is refused before anything runs."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path."""
+        """Return the path, after a check that it can be written."""
         path = Path(str(super().convert(value, param, ctx)))
         if str(path) == "-":
             raise PlanError("`-` is not a file", hint="stdout is `/dev/stdout`")
@@ -134,7 +134,7 @@ def gpus(text: str) -> Option:
 
 
 def _usable(ctx: click.Context, param: Any, value: str) -> str:
-    """Refuse an engine without its package before anything else is done."""
+    """Exit before any work if the engine's package is not installed."""
     find_engine(value)
     return value
 
@@ -176,7 +176,7 @@ _samples = click.option("--samples", type=click.IntRange(1), help="Samples of an
 OPTION_SECTIONS |= dict.fromkeys(("train_steps", "price", "epochs", "samples"), "Time and price")
 
 
-STEPS_WITHOUT_NUMBER = 1000  # steps whose price is given where no number of steps is
+STEPS_WITHOUT_NUMBER = 1000  # number of steps that is priced if none is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class WholeTraining:
         return bool(self.num_steps or self.samples or self.prices)
 
     def of(self, plan: Mapping[str, Any]) -> Training:
-        """Return the training of a plan."""
+        """Return the steps, epochs and prices of `plan`."""
         num_steps = self.num_steps or STEPS_WITHOUT_NUMBER
         if self.samples is not None:
             num_steps = steps_of_plan(plan, self.epochs or 1.0, self.samples)
@@ -225,7 +225,7 @@ def training(*, has_epochs: bool) -> Option:
 
 
 def plan_without(*names: str) -> Option:
-    """Return the options of a plan except those of `names`, and the release of torch."""
+    """Return options for all fields of a plan except `names`, and `--torch`."""
     rows = (row for name, row in PLAN_KEYS.items() if row.flag and name not in names)
     return combined(*map(_option, rows), torch)
 

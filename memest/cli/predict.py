@@ -105,7 +105,7 @@ def _check_output(
     as_json: bool, summary: bool, emit: str | None, suite: Path | None, output: Path | None,
     resume: bool, whole: WholeTraining,
 ) -> None:  # fmt: skip
-    """Refuse options of the output that exclude each other, or would do nothing."""
+    """Refuse output options that exclude each other or have no effect."""
     form = only_one({"--json": as_json, "--summary": summary, "--emit": emit})
     if resume and (suite is None or output is None):
         raise PlanError("`--resume` needs `--suite` and `-o`", hint="results are stored next to it")
@@ -128,7 +128,7 @@ def _short(report: Prediction, emit: str | None) -> str:
 
 
 def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
-    """Return the cheapest change with which a plan fits, if it is found quickly."""
+    """Return the cheapest change with which a plan fits, or None if the search takes too long."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":
         return None
@@ -149,7 +149,7 @@ def write_files(
     if len(plans) == 1:
         try:
             recording = record_plan(plans[0])
-        except PlanError:  # too long a run: a page does without its timeline
+        except PlanError:  # the run is too long: the page has no timeline
             if files["snapshot"] or files["chrome_trace"]:
                 raise
     write_pages(reports, recording, **files)

@@ -32,7 +32,7 @@ class StoredResults:
         from memest.estimator.hardware.pace import PACE
 
         pace = os.environ.get(PACE, "")
-        self._versions = {**library_versions(*STACK), PACE: pace}  # a figure may change with each
+        self._versions = {**library_versions(*STACK), PACE: pace}  # results may depend on each
         found = self._read()
         if is_resumed:
             self.known = found
@@ -55,7 +55,7 @@ class StoredResults:
                 if row["version"] == self._versions:
                     found[row["plan"]] = row["result"]
             except (ValueError, LookupError, TypeError):
-                continue  # cut short where it was interrupted
+                continue  # a line that the interrupt cut short
         return found
 
     def of(self, plans: Iterable[TrainingPlan]) -> dict[TrainingPlan, Any]:
@@ -95,7 +95,7 @@ class StoredResults:
 
 
 def forget(target: Path | None) -> None:
-    """Delete the results that are stored next to `target`, which has been written."""
+    """Delete the stored results of `target`, which has been written."""
     if target is not None:
         _stored_path(target).unlink(missing_ok=True)
 
@@ -105,12 +105,12 @@ def _stored_path(target: Path) -> Path:
 
 
 def plan_key(plan: TrainingPlan) -> str:
-    """Return the plan as a text that is unique to it."""
+    """Return a unique text for the plan."""
     return json.dumps(plan.to_dict(), sort_keys=True)
 
 
 def predictions_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return the predictions that a task of `predict_each` has made; errors are made again."""
+    """Return the predictions that a task of `predict_each` has made; errors are not stored."""
     pairs: Sequence[Any] = list(zip(event.task, event.result, strict=True))
     return {plan: made.to_dict() for plan, made in pairs if isinstance(made, Prediction)}
 
@@ -143,7 +143,7 @@ def sweep_resumably(
 
 
 def points_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return the points that a task of a sweep has made; errors are made again."""
+    """Return the points that a task of a sweep has made; errors are not stored."""
     plans, _ = event.task
     pairs = zip(plans, event.result, strict=True)
     return {plan: [p.to_dict() for p in made] for plan, made in pairs if isinstance(made, list)}

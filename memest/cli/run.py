@@ -310,7 +310,7 @@ def _run_ranks(
         every = run_together(chosen, partial(run_one, files, folder=folder))
         if runs_others and (more := other_ranks(every)):
             later = run_together(more, partial(run_one, files, folder=folder))
-            # the script may not bear that its first rank has ended
+            # an unmodified script may fail if its first rank has ended
             every += [pair for pair in later if _is_whole(pair[1])]
         for rank, ran in every:
             report = ran.report
@@ -323,7 +323,7 @@ def _run_ranks(
                 elif again.report is not None and again.report.fits:
                     report = open_verdict(report, ran.decides)
             reports.append((rank, report))
-    # the rank that failed by itself, else one that waited for it, else the first
+    # report the rank that failed by itself, else one that waited for it, else the first
     results = [*interrupted, *(ran for _, ran in every)]
     failed = [ran for ran in results if ran.exit_code]
     failed.sort(key=lambda ran: isinstance(ran.refusal, PeerEnded))
@@ -335,13 +335,13 @@ def _run_ranks(
 
 
 def _is_whole(ran: RunResult) -> bool:
-    """Return whether the script ended by itself or by lack of memory."""
+    """Return whether the script ended normally or out of GPU memory."""
     is_out_of_memory = ran.report is not None and ran.report.verdict is Outcome.OOM
     return not ran.exit_code or is_out_of_memory
 
 
 def _not_used(ran: RunResult) -> int:
-    """Report in one line that there is no report; a refusal has been reported already."""
+    """Report in one line that there is no report; a refused call was already reported."""
     if ran.exit_code == 0:
         print_error(
             "the script has not used the GPU, so there is nothing to report",

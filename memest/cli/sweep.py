@@ -108,7 +108,7 @@ def grid_points(
     *, gpu: tuple[str, ...], gpu_memory: str | None, vary: tuple[str, ...], config: Path | None,
     max_points: int, trust_remote_code: bool, **flags: str | None,
 ) -> Grid:  # fmt: skip
-    """Every combination of the flags' values."""
+    """Return every combination of the flags' values."""
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
@@ -153,7 +153,7 @@ def sweep(
 
 
 def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of each key, in the order of the flags."""
+    """Return the values of each key, in the order of the flags."""
     texts = {key: text for key, text in flags.items() if text is not None}
     for item in vary:
         key, equals, text = item.partition("=")

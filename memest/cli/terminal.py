@@ -77,7 +77,7 @@ class _Lines:
                 print(event.label, file=sys.stderr, flush=True)
             return
         if not event.is_done:
-            if not self._num_running and self._num_done >= self._total:  # the first of its kind
+            if not self._num_running and self._num_done >= self._total:  # a new group
                 self._total += event.total
             self._num_running += 1
             return
@@ -100,7 +100,7 @@ class _Display:
     def __init__(self, what: str, *, with_results: bool) -> None:
         from tqdm import tqdm
 
-        tqdm.set_lock(threading.RLock())  # the other processes write nothing
+        tqdm.set_lock(threading.RLock())  # worker processes write nothing
         self._bar: Any = tqdm(
             total=None, file=sys.stderr, leave=False, delay=_DELAY, dynamic_ncols=True,
             bar_format=_UNCOUNTED, desc=what,
@@ -131,7 +131,7 @@ class _Display:
             bar.set_description_str(", ".join([*self._running, event.label]))
             return
         if not event.is_done:
-            if not self._running and bar.n >= (bar.total or 0):  # the first of its kind
+            if not self._running and bar.n >= (bar.total or 0):  # the first task of a new group
                 bar.total = (bar.total or 0) + event.total
                 bar.bar_format = _FORMAT if bar.total > 1 else _UNCOUNTED
             self._running.append(event.label)

@@ -115,14 +115,14 @@ def _without_metrics() -> Iterator[None]:
 class _Results:
     """Verdicts, times and scenarios of a plan on GPUs of one or several chips."""
 
-    scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, as the results
+    scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, like `results`
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     times: dict[str, StepTime] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
     def add(self, other: _Results) -> None:
-        """Add the results on other chips; `scenarios` stay those of the first."""
+        """Add results on other chips; keep the `scenarios` of the first chip."""
         self.verdicts |= other.verdicts
         self.times |= other.times
         for why, names in other.failed.items():
@@ -136,7 +136,7 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     """
     first, *others = chips
     known: dict[int, Trial] = {}
-    work: WorkLog | None = None  # of the first chip, and of others whose runs follow from that
+    work: WorkLog | None = None  # of the first chip, and of chips whose programs derive from it
 
     def on(part: Sequence[Sequence[Gpu]]) -> _Results:
         found = _Results()
@@ -150,7 +150,7 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     num_parts = max(1, min(jobs, len(chips)))
     own, *parts = (chips[n::num_parts] for n in range(num_parts))
     try:
-        if not plan.is_distributed:  # before copies are made: they begin with this run
+        if not plan.is_distributed:  # fork before this: forked processes begin with this run
             work = _trace(plan, first[0]).work
         with ExitStack() as copies:
             answers = [copies.enter_context(forked(partial(on, part))) for part in parts]
@@ -226,7 +226,7 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 
 def _primary(plan: TrainingPlan) -> Gpu:
-    """Return the GPU for which the report has figures: the plan's first, or the default."""
+    """Return the GPU whose figures the report has: the plan's first, or the default."""
     is_named = plan.gpu or plan.gpu_memory is not None
     return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
 
@@ -279,7 +279,7 @@ class Trial:
 
     @cached_property
     def results(self) -> tuple[Replayed, ...]:
-        """Replays of the scenarios on the GPU."""
+        """Replays of the scenarios on this GPU."""
         return tuple(scenario.under(self._limit) for scenario in self.scenarios)
 
     @cached_property

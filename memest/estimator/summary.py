@@ -76,7 +76,7 @@ def summarise(
 
 
 def coverage_of(coverage: Coverage) -> dict[str, Any]:
-    """Return how many calls ran, how many are modelled, and which are not."""
+    """Return the numbers of calls and of modelled calls, and the operators not modelled."""
     return {
         "num_ops": coverage.num_ops,
         "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
@@ -107,7 +107,7 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Return a line about the loop: whether its gradients live on during the peak."""
+    """Return a line about the loop: whether its gradients are alive at the peak."""
     clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")
@@ -260,6 +260,6 @@ def context_assumed(gpu: Gpu) -> str:
 
 
 def beside_assumed(gpu: Gpu) -> list[str]:
-    """Return the assumption on other processes, if there are any."""
+    """Return the assumption on memory used by other processes, if any."""
     held = format_bytes(gpu.beside_bytes)
     return [f"other processes hold {held} of each GPU"] if gpu.beside_bytes else []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the first call of a dispatch mode imports it; ranks share it
+import torch._dynamo  # imported here, so that forked ranks share it
 from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -60,7 +60,7 @@ ALL_ON_ONE = (
 
 
 class StepLimit(SystemExit):
-    """The script has taken `max_steps` optimizer steps."""
+    """Raised when the script has taken `max_steps` optimizer steps."""
 
 
 class VirtualGpu:
@@ -131,18 +131,18 @@ class VirtualGpu:
 
     @property
     def depends_on_time(self) -> bool:
-        """True if the return of blocks depends on NCCL's watchdog or on the pace of ranks."""
+        """True if the free timing of blocks depends on NCCL's watchdog or on the pace of ranks."""
         storages = self.mode.memory.storages
         return bool(storages.stashed) or (self.mode.timeline.is_slow and storages.depends_on_time)
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The highest number of bytes allocated since the start, whatever the script resets."""
+        """Highest number of bytes allocated since the start, despite resets by the script."""
         return self.allocator.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The highest number of bytes reserved since the start, whatever the script resets."""
+        """Highest number of bytes reserved since the start; resets by the script have no effect."""
         return self.allocator.peak_reserved_bytes
 
     def __enter__(self) -> "VirtualGpu":
@@ -207,7 +207,7 @@ class VirtualGpu:
         self._stack.close()
         try:
             self._patches.undo()
-        finally:  # torch's compiler is reset, which raises where warnings are errors
+        finally:  # resetting torch's compiler raises if warnings are errors
             self.mode.memory.pace.stop()
             self.mode.is_off = True
             host_storages.clear()
@@ -228,7 +228,7 @@ class VirtualGpu:
 
     def _install_steps(self) -> None:
         mode = self.mode
-        stepped: dict[int, weakref.ref[Any]] = {}  # by thread: another's gradients are not read
+        stepped: dict[int, weakref.ref[Any]] = {}  # by thread; gradients of other threads differ
 
         def called(model: Any, is_new: bool) -> None:
             if is_new:
@@ -267,14 +267,14 @@ class VirtualGpu:
                 self._has_stepped = True
                 return
             stepped[threading.get_ident()] = weakref.ref(optimizer)
-            if has_backward or not mode.work.is_in_engine:  # else another group of parameters
+            if has_backward or not mode.work.is_in_engine:  # else a step of another parameter group
                 self._count_step()
 
         self._stack.callback(register_optimizer_step_pre_hook(before).remove)
         self._stack.callback(register_optimizer_step_post_hook(after).remove)
 
     def _count_step(self) -> None:
-        """Record an optimizer step; `StepLimit` after `max_steps`."""
+        """Count an optimizer step; raise `StepLimit` after `max_steps`."""
         mode = self.mode
         mode.memory.log.mark("after_optimizer_step")
         mode.guesses.stepped()
@@ -286,7 +286,7 @@ class VirtualGpu:
             raise StepLimit(0)
 
     def _count_own_step(self) -> None:
-        """Record a step of a training loop without a torch optimizer."""
+        """Count a step of a training loop without a torch optimizer."""
         self.mode.memory.settle()
         self.mode.work.stepped()
         self._count_step()
@@ -416,7 +416,7 @@ class DeviceThread:
 
     def _run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `_engine_run_backward(outputs, grad_outputs, retain_graph, create_graph, ...)`."""
-        if self._is_running:  # a backward within it: the same thread
+        if self._is_running:  # a nested backward runs in the same thread
             return engine(outputs, *args, **kwargs)
         if self._is_mixed:
             self._renumber([*outputs, *args[0]], RENUMBERED)

@@ -18,7 +18,7 @@ from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.units import ceil_div
 
-MAX_CAPTION_TOKENS = 50  # of the lab's processor (`max_length=50`, padded)
+MAX_CAPTION_TOKENS = 50  # caption length of the lab's processor (`max_length=50`, padded)
 INIT_STD = 0.02
 
 _POOL_NUMEL = 1 << 20  # random numbers of the weights on the host; longer weights repeat them
@@ -31,7 +31,7 @@ Inputs = dict[str, Any]  # keyword arguments of a forward, on the host
 class Feed:
     """Micro-batches of a run, on the host, and their sizes."""
 
-    batches: Sequence[Inputs]  # batches used in turn, over and over
+    batches: Sequence[Inputs]  # batches that are used in turn, repeatedly
     val_batches: Sequence[Inputs]
     loss_output: str  # output to differentiate
     seq_len: int
@@ -41,7 +41,7 @@ class Feed:
 
 
 def initialise(model: nn.Module) -> None:
-    """Set random weights in place from one normal distribution: cheap, and it stays finite."""
+    """Set random weights in place from one normal distribution, so that activations stay finite."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -49,7 +49,7 @@ def initialise(model: nn.Module) -> None:
 
 
 class RandomWeight:
-    """Random weight in a state dict, made when transformers reads it, like a slice of a file."""
+    """Random weight in a state dict, generated when transformers reads it, like a file slice."""
 
     def __init__(self, pool: Tensor, weight: Tensor) -> None:
         self._pool, self.shape, self.dtype = pool, weight.shape, weight.dtype
@@ -137,7 +137,7 @@ def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
 
     try:
         rows: Any = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library raises many kinds on a folder that is no data set
+    except Exception as error:  # the library raises many kinds of errors for an invalid folder
         raise PlanError(
             f"`{folder}` is no data set: {error_text(error)}",
             hint="name a folder that `datasets` wrote with `save_to_disk`",
@@ -196,7 +196,7 @@ def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
 
 
 def checkpoint_source(config: ModelConfig) -> str:
-    """Return a local folder or Hub id with the weights of `config`; `PlanError` without them."""
+    """Return a local folder or Hub id with weights for `config`; `PlanError` without one."""
     if config.entry is not None:
         return config.entry.hub_id
     if config.source.startswith("hub:"):
@@ -236,7 +236,7 @@ def load_base(
         source = checkpoint_source(config)
         try:
             loaded: nn.Module = cls.from_pretrained(source, **options)
-        except Exception as error:  # the Hub, the disk and the class each raise their own
+        except Exception as error:  # Hub, disk and model class raise different errors
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise MemestError(

@@ -82,13 +82,13 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """Callbacks of a run; `on_end` and `on_error` run before the loop's own teardown."""
+    """Callbacks of a run; `on_end` and `on_error` are called before the loop's own teardown."""
 
     on_end: Callable[[], None]
     on_error: Callable[[BaseException], None] = lambda error: None
-    on_ready: Callable[[], None] = lambda: None  # the strategy is set up, before the first step
+    on_ready: Callable[[], None] = lambda: None  # called before the first step
     on_step: Callable[[], None] = lambda: None  # called at the end of a micro-batch
-    on_model: Callable[[Any], None] = lambda model: None  # the model is built and described
+    on_model: Callable[[Any], None] = lambda model: None  # called when the model is built
 
 
 @dataclass(slots=True)
@@ -101,10 +101,10 @@ class Job:
     options: RunOptions = field(default_factory=RunOptions)
     where: str = "cuda"  # device on which the model is built
     accelerator: str = "gpu"  # accelerator of Lightning's Trainer: `gpu`, or `cpu` in tests
-    is_alone: bool = False  # True if this process represents all ranks and contacts no others
+    is_alone: bool = False  # True if this process simulates one rank and contacts no others
     num_ahead: int = 0  # micro-batches of a step that are loaded and not run
     rank: int = 0  # rank of this process where it represents all
-    values: dict[str, Any] = field(default_factory=dict)  # plan with the sizes that were used
+    values: dict[str, Any] = field(default_factory=dict)  # plan keys with the sizes that were used
     model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
     notes: list[str] = field(default_factory=list)  # decisions made during the run
     data_notes: list[str] = field(default_factory=list)  # such as an ignored image size
@@ -116,7 +116,7 @@ class Task:
 
     job: Job
     model: Any  # module on the device, in training mode
-    make_optimizer: Callable[[], Any]  # called after a strategy has divided the model
+    make_optimizer: Callable[[], Any]  # called after a strategy has sharded the model
     feed: data.Feed
 
     def batch(self, number: int) -> data.Inputs:
@@ -174,7 +174,7 @@ def _build_model(job: Job, config: Any) -> Any:
     if plan.activation_checkpointing_policy:
         import_module("memest.models_meta.sharding").stop_caching(model)  # imports FSDP
     job.model = describe_model(model)
-    trained_parameters(model)  # an error where there are none, before anything else is made
+    trained_parameters(model)  # fails early if there are none
     return model
 
 

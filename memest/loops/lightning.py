@@ -69,7 +69,7 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
 
 
 def shard_model(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
-    """Divide the model over the mesh of Lightning's `ModelParallelStrategy`, in place."""
+    """Shard the model over the mesh of Lightning's `ModelParallelStrategy`, in place."""
     is_hybrid = sharding.hybrid_shape(plan) is not None
     sharding.fully_shard_layers(model, plan, mesh if is_hybrid else mesh["data_parallel"])
 
@@ -118,11 +118,11 @@ class FineTune(L.LightningModule):
         self._record(Phase.AFTER_VALIDATION)
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Record after the forward and, on the first micro-batch of a step, after `zero_grad`."""
+        """Record the memory after the forward and, in a step's first micro-batch, `zero_grad`."""
         self._record(Phase.AFTER_FORWARD)
 
     def on_after_backward(self) -> None:
-        """Record before the graph's last tensors, including the loss, are dropped."""
+        """Record the memory while the graph's last tensors, including the loss, are alive."""
         self._record(Phase.AFTER_BACKWARD)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class ShardedFineTune(FineTune):
     """The fine-tune under FSDP2, whose wrapping Lightning leaves to the module."""
 
     def configure_model(self) -> None:
-        """Divide the model over the mesh of the strategy."""
+        """Shard the model over the mesh of the strategy."""
         shard_model(self.model, self._task.job.plan, self.device_mesh)
 
 
@@ -173,7 +173,7 @@ class OneProcess(LightningEnvironment):
         return self._rank
 
     def node_rank(self) -> int:
-        """Number of the host."""
+        """Index of the host."""
         return self._host
 
 
@@ -186,7 +186,7 @@ def fit(task: Task) -> None:
     kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
     module = kind(task)
     num_batches = plan.steps * plan.accumulate_grad_batches
-    precision: Any = plan.precision  # one of Lightning's own, as the plan checks
+    precision: Any = plan.precision  # a precision of Lightning, checked by the plan
     interval: Any = {}
     if plan.val_check_interval is not None:
         interval = {"val_check_interval": plan.val_check_interval, "check_val_every_n_epoch": None}

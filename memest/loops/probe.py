@@ -56,7 +56,7 @@ class PhaseRecorder:
         self.on_start()
 
     def note_peaks(self) -> Reading:
-        """Read and update the peaks; also called where no phase ends, as after an error."""
+        """Read and update the peaks; also called after an error, where no phase ends."""
         reading = self.memory.read()
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, reading.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reading.peak_reserved_bytes)
@@ -71,7 +71,7 @@ class PhaseRecorder:
         """Append one row; a `before_forward` begins the next micro-batch."""
         if phase is Phase.BEFORE_FORWARD:
             self.micro_batches_begun += 1
-        number = max(0, self.micro_batches_begun - 1)  # a validation may come before all
+        number = max(0, self.micro_batches_begun - 1)  # a validation may precede all micro-batches
         step, micro_batch = divmod(number, self.num_micro_batches)
         reading = self.note_peaks()
         if self.states is None:

@@ -107,7 +107,7 @@ def _loader(numbers: Any, batch_of: Any) -> Any:
 
 
 def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the optimizer as Trainer arguments if the Trainer makes the same one, else nothing."""
+    """Return the Trainer arguments for the plan's optimizer; {} if the Trainer has no such one."""
     name = OPTIMIZERS[plan.optim].transformers
     if not name or plan.momentum or plan.nesterov or plan.optim_options:
         return {}

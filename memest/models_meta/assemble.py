@@ -48,7 +48,7 @@ def assemble(
             "`prepare_model_for_kbit_training` of peft turns activation checkpointing on, which is"
             " its default; `kbit_ckpt: false` leaves it off"
         )
-    if plan.use_qlora:  # an error if there are none; transformers only logs a warning
+    if plan.use_qlora:  # raise if no layer fits; transformers only logs a warning
         quantized.layers_to_quantize(built.module, quantized.skipped_modules(built.module, plan))
     model = built.module if load is None else load(built)
     if plan.tie_word_embeddings is not None:
@@ -92,7 +92,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-    """Return the model's loss, or the mean of the output named `output`."""
+    """Return the model's loss, or the mean of its output named `output`."""
     out = model(**inputs)
     return out.loss if output == "loss" else getattr(out, output).float().mean()
 
@@ -250,7 +250,7 @@ def lora_targets(model: Any) -> Sequence[str] | None:
     for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):
         if names.issuperset(pair):
             return pair
-    for fused in ("qkv_proj", "query_key_value", "c_attn"):  # one product for all three
+    for fused in ("qkv_proj", "query_key_value", "c_attn"):  # one projection for q, k and v
         if fused in names:
             return [fused]
     return None

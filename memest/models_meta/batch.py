@@ -57,7 +57,7 @@ Recipe = Callable[[Request], Batch]
 def batch_of(
     request: Request, named: Mapping[str, Tensor | bool], *notes: str, image_size: int | None = None
 ) -> Batch:
-    """Make a `Batch` of inputs; without labels or an own loss, the loss is over an output."""
+    """Make a `Batch` of inputs; without labels, the loss is the mean of an output."""
     loss_output = "loss"
     if not {"labels", "start_positions", "return_loss"} & set(named):
         loss_output = "last_hidden_state"
@@ -138,7 +138,7 @@ def class_labels(request: Request) -> Tensor:
 
 
 def num_image_tokens(config: Any, image_size: int | None) -> int:
-    """Return tokens of a row for its image, with start and end marks; 0 without an image."""
+    """Return image tokens per row, with start and end marks; 0 without an image."""
     size = image_size or default_image_size(config) or 0
     vision: Any = getattr(config, "vision_config", None)
     if config.model_type == "llava":
@@ -233,7 +233,7 @@ RECIPE_BY_MAIN_INPUT: dict[str, Recipe] = {
 
 
 def _contrastive_batch(request: Request) -> Batch:
-    """CLIP: as many images as texts, with the contrastive loss between all of them."""
+    """CLIP: as many images as texts; the contrastive loss compares all pairs."""
     pixels, size = image_inputs(request)
     text = {k: v for k, v in text_inputs(request).items() if k in request.forward}
     return batch_of(request, {**text, **pixels, "return_loss": True}, image_size=size)

@@ -1,4 +1,4 @@
-"""The transformers module of a config, on meta: shapes without memory."""
+"""Transformers modules from configs, on the meta device."""
 
 import copy
 import fnmatch
@@ -156,7 +156,7 @@ def _instantiate(
             hint="install it, or choose a model of another family"
             + ", or leave `attn_implementation` out" * (attention == FLASH_ATTENTION_2),
         ) from error
-    except Exception as error:  # a class may raise anything on sizes that do not go together
+    except Exception as error:  # a class may raise any error for incompatible sizes
         if "does not support Flash Attention" in str(error):
             raise PlanError(
                 f"`{str(error).split()[0]}` has no `{attention}` in transformers",
@@ -185,15 +185,7 @@ def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
 
 
 def num_positions(config: "PretrainedConfig") -> int | None:
-    """Return the tokens that the text side can place, or None if unlimited (T5, ALiBi).
-
-    With learned tables (BERT, GPT-2, OPT, Whisper) the model rejects a longer text. With rotary
-    positions the number is the trained length, and a longer text runs.
-
-    >>> from transformers import RobertaConfig
-    >>> num_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1))
-    512
-    """
+    """Return the maximal number of text tokens, or None if unlimited (T5, ALiBi)."""
     text = text_config(config)
     if text.model_type in _FAMILIES["relative_positions"] + _FAMILIES["alibi_positions"]:
         return None
@@ -218,7 +210,7 @@ def default_image_size(config: "PretrainedConfig") -> int | None:
 
 
 def text_config(config: Any) -> Any:
-    """Return the config of the text side (the decoder's of two), or the config itself."""
+    """Return the config of the text side (the decoder's if there are two), or the config itself."""
     from transformers import PretrainedConfig
 
     try:

@@ -109,7 +109,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return gradients of query, key, value and packed tensor, with the strides of each."""
-        # read once, or a checkpoint refuses it
+        # read once, since a checkpointed region refuses a second read
         query, key, value, out, softmax_lse, *lengths, _rng_state = ctx.saved_tensors
         grad_out, num = grad_outputs[0], ctx.num_parts
         packed = key.new_empty(*key.shape[:-2], num, *key.shape[-2:]) if num else None

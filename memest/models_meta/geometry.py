@@ -1,4 +1,4 @@
-"""Widths and counts of a model's layers, where they are a stack of equal transformer layers."""
+"""Sizes of a model's layers, if they are a stack of equal transformer layers."""
 
 from dataclasses import dataclass
 from typing import Any

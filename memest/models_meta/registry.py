@@ -41,7 +41,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """One bundled model: everything of its file but the config."""
+    """One bundled model: all of its file except the config."""
 
     name: str  # last part of the Hub id, and name of the file
     hub_id: str
@@ -203,7 +203,7 @@ def _config_path(name: str) -> Path | None:
         if path.exists():
             return path
     except (OSError, ValueError, RuntimeError):
-        # A name that no path can have (too long, a null byte, an unknown `~user`) is no path.
+        # A name that cannot be a path (too long, a null byte, an unknown `~user`) has no config.
         return None
     if name.endswith(".json") or name.startswith(("/", "./", "../", "~")):
         raise PlanError(f"there is no file `{name}`", hint="give the path of a config.json")
@@ -242,7 +242,7 @@ def _download_config(hub_id: str) -> Path:
         ) from error
     except errors.EntryNotFoundError as error:
         raise UnknownModelError(f"`{hub_id}` has no config.json on the Hub", hint=local) from error
-    except Exception as error:  # the client lets errors of its transport through: all mean the same
+    except Exception as error:  # all errors of the client's transport mean the same
         raise UnknownModelError(
             f"the config.json of `{hub_id}` cannot be downloaded: {error_text(error)}", hint=local
         ) from error

@@ -1,4 +1,4 @@
-"""Checks of a plan: types and ranges from the rows of its keys, and keys that go together."""
+"""Checks of a plan: types and ranges from the key rows, and keys that contradict each other."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

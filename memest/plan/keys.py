@@ -58,7 +58,7 @@ is loaded. In place, linear layers of a model on the GPU in 16 bits are replaced
 
 LORA_BIASES = ("none", "all", "lora_only")
 
-ALL_LINEAR = "all-linear"  # in `lora_target_modules`: all except the output head
+ALL_LINEAR = "all-linear"  # value of `lora_target_modules`: all except the output head
 OTHER_NAMES: Mapping[str, Sequence[str]] = read_table(__file__, "other_names.json")
 """Names in files that are no keys of a plan.
 
@@ -140,12 +140,12 @@ def whole(low: int, high: int, more: str = "") -> Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Condition that must hold if a key differs from its default."""
+    """Condition that must hold if a key is not at its default."""
 
     is_met: Callable[[TrainingPlan], bool]
     error: str  # message, with `{key}` and `{strategy}`
     hint: str
-    only_of: str = ""  # beginning of the names of the only strategies that read the key
+    only_of: str = ""  # prefix of the names of the only strategies that read the key
 
 
 def of_strategy(is_met: Callable[[TrainingPlan], bool], where: str, only_of: str) -> Need:
@@ -170,13 +170,13 @@ class Key:
     choices: Sequence[str] = ()
     bounds: Bounds | None = None
     need: Need | None = None
-    other_names: tuple[str, ...] = ()  # names of `TrainingArguments` that mean the same
-    unset: str = ""  # value where the key is not given, in words; empty if it is `default`
+    other_names: tuple[str, ...] = ()  # names in `TrainingArguments` with the same meaning
+    unset: str = ""  # text for the value if the key is not given; empty if it is `default`
     in_loops: Mapping[str, Any] = field(default_factory=dict)  # default by loop, if not `default`
     sweep: str = ""  # help of the flag of `memest sweep`; without it `--vary` takes the key
     aliases: Mapping[str, str] = field(default_factory=dict)  # short forms of values
     is_size: bool = False  # bytes, which files and flags may give as `24GiB`
-    is_always_written: bool = False  # in the inverse command also if it is the default
+    is_always_written: bool = False  # True to write the key in commands even at its default
 
     @property
     def is_switch(self) -> bool:
@@ -201,7 +201,7 @@ class Key:
 
     @property
     def help_text(self) -> str:
-        """`help` with the values of the key."""
+        """`help` with `{choices}` replaced by the values of the key."""
         return self.help.replace("{choices}", ", ".join(self.choices))
 
     def read(self, value: Any) -> Any:
@@ -218,7 +218,7 @@ class Key:
         return value
 
     def words(self, value: Any) -> list[str]:
-        """Return the arguments of the command line that give `value`, as `to_dict` has it."""
+        """Return the command-line arguments for `value`, given as in `to_dict`."""
         if self.is_switch:
             return [self.flags[0 if value else 1]]
         if self.is_repeated:

@@ -24,7 +24,7 @@ class OptimizerRow:
     library: str
     class_name: str
     options: tuple[tuple[str, Any], ...] = ()  # options besides those of a plan
-    transformers: str = ""  # in `TrainingArguments.optim`, for the same optimizer
+    transformers: str = ""  # name of the same optimizer in `TrainingArguments.optim`
 
     @property
     def has_momentum(self) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 from memest.errors import PlanError, UnsupportedError, shown
 from memest.plan.keys import LOGGING, OTHER_NAMES, Key
 
-VAL_BATCHES = 2  # assumed batches of a validation whose number is not given
+VAL_BATCHES = 2  # assumed number of validation batches if none is given
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", [], {})
 
-_NOT_MODELLED = frozenset(OTHER_NAMES["not_modelled"])  # refused where on
+_NOT_MODELLED = frozenset(OTHER_NAMES["not_modelled"])  # names that are refused if turned on
 _PASSED_OVER = frozenset(OTHER_NAMES["passed_over"])
 
 _OTHERS = (
@@ -21,18 +21,18 @@ _OTHERS = (
     | _NOT_MODELLED
     | _PASSED_OVER
 )
-"""Names of `TrainingArguments` that are not another name of a key."""
+"""Names in `TrainingArguments` that no key has as another name."""
 
 _CUDA = ("gpu", "cuda", "auto", None)
 
 
 def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
-    """Return all names besides the keys that are read, passed over or refused."""
+    """Return all other names that are read, ignored or refused."""
     return _OTHERS | {*_same(rows), "accelerator"}
 
 
 def _same(rows: Mapping[str, Key]) -> dict[str, str]:
-    """Return names of `TrainingArguments` with the keys that they mean."""
+    """Return names of `TrainingArguments` with the plan keys of the same meaning."""
     return {other: name for name, row in rows.items() for other in row.other_names}
 
 
@@ -108,7 +108,7 @@ def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
         if share:
             assumed.append("validation at a share of the epoch is taken to be at the end")
     if not found.get("limit_val_batches") and "val_check_interval" in found:
-        del found["val_check_interval"]  # of a lab's config that validates nothing
+        del found["val_check_interval"]  # in a lab config without validation
 
 
 def _read_precision(found: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "pl
     """Return the text of a regular file or a pipe of at most `max_bytes`; `what` is for the hint.
 
     Raises:
-        PlanError: it cannot be read, is too large, is no text, or is a device or a folder.
+        PlanError: it cannot be read, is too large, is not text, or is a device or a folder.
     """
     hint = f"name a file of {what}"
     try:
@@ -57,7 +57,7 @@ def _read(descriptor: int, max_bytes: int) -> bytes:
     while len(data) <= max_bytes:
         try:
             chunk = os.read(descriptor, 1 << 16)
-        except BlockingIOError:  # the writer of a pipe takes its time
+        except BlockingIOError:  # the writer of the pipe is slow
             if not select.select([descriptor], [], [], _MAX_WAIT_S)[0]:
                 break
             continue
@@ -109,7 +109,7 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """Return the number of values of a node; infinite for a node that contains itself."""
+    """Return the number of values of a node; infinite if the node contains itself."""
     if id(node) in above:
         return MAX_NODES + 1
     if id(node) not in known:

@@ -349,17 +349,17 @@ class TrainingPlan:
 
     @property
     def is_fsdp(self) -> bool:
-        """True if FSDP1 or FSDP2 divides the model."""
+        """True if FSDP1 or FSDP2 shards the model."""
         return self.strategy in ("fsdp", "fsdp2")
 
     @property
     def is_deepspeed(self) -> bool:
-        """True if DeepSpeed divides the training state."""
+        """True if DeepSpeed shards the training state."""
         return self.strategy.startswith("deepspeed")
 
     @property
     def offloads(self) -> bool:
-        """True if the optimizer state is in the host's memory."""
+        """True if the optimizer state is in host memory."""
         return self.strategy.endswith("_offload")
 
     @property
@@ -374,7 +374,7 @@ class TrainingPlan:
 
     @property
     def validates(self) -> bool:
-        """True if there is a validation."""
+        """True if the plan runs validations."""
         return self.limit_val_batches > 0
 
     @property

@@ -16,10 +16,10 @@ from memest.units import GIB
 
 _LEFT, _TOP, _BOTTOM = 1.0, 1.75, 0.95  # inches
 _COLUMN = 5.1  # inches at the right: each setting, its reserved memory, and the unused part of it
-_BLOCK = 0.9  # inches of one setting in the column
+_BLOCK = 0.9  # height of one setting in the column, inches
 
 _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))
-"""Colours, and dashes that work without colour."""
+"""Line colours and dashes; the dashes suffice without colour."""
 
 
 def plot_fragmentation(
@@ -108,7 +108,7 @@ def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) ->
 
 
 def _draw_limit(panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int) -> None:
-    """Draw the GPU's line, with its name where the fewest lines pass."""
+    """Draw the GPU's limit line, with its label where the fewest lines pass."""
     top = panel.axes.get_ylim()[1]
     if limit_bytes / GIB > top:
         return

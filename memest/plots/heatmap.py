@@ -25,7 +25,7 @@ _SCALES = {False: ("#DCEBF7", "#08436E"), True: ("#16354A", "#A9DBF7")}
 @dataclass(frozen=True, slots=True)
 class _Cell:
     text: str
-    short: str  # text used where `text` is too wide
+    short: str  # text used if `text` is too wide
     color: str
     is_oom: bool = False
 

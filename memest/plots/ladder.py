@@ -65,15 +65,15 @@ def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
 MAX_ROWS = 18  # above which the slide becomes taller instead of the type smaller
 _TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
 _TOTAL, _GPU = 1.02, 1.05  # inches of the columns at the right: needs, and each GPU's verdicts
-_NAME = 4.5  # inches of the words of a row before their middle is left out
-_FAR = 1.5  # a GPU that holds this many times the longest bar has only a column
-_LINES = 0.30  # inches of a line of words over the chart
-_BAR = 0.78  # of the height of a row
-_ROW = 0.62  # inches of a row at most
+_NAME = 4.5  # widest row label, inches; longer ones lose their middle
+_FAR = 1.5  # a GPU with this many times the longest bar gets only a column
+_LINES = 0.30  # height of a line of text over the chart, inches
+_BAR = 0.78  # height of a bar, as a share of its row
+_ROW = 0.62  # largest height of a row, inches
 
 
 class _Layout:
-    """Sizes of type in points and of the chart in inches, so that all rows and columns have room.
+    """Sizes of type in points and of the chart in inches, which fit all rows and columns.
 
     `gpus` are names and limits in ascending order; `drawn` are those with a line.
     """
@@ -150,7 +150,7 @@ def plot_ladder(
 
 
 def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
-    """Return the name of an experiment, and in small type its distinguishing settings."""
+    """Return the name of an experiment, and the settings that distinguish it, in small type."""
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
     first = re.sub(r"\W|_", "", report.name.split()[0] if report.name.split() else "").casefold()
@@ -162,7 +162,7 @@ def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]
 
 
 def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:
-    """Return a size of type, `size` or less, at which the longest text has room."""
+    """Return a font size, at most `size`, at which the longest text fits."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
     return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
 
@@ -338,16 +338,16 @@ _TRADE_TOP, _TRADE_BOTTOM = 1.95, 0.45  # inches
 _TRADE_NAMES, _TRADE_GAP, _TRADE_RIGHT = 4.4, 0.55, 0.9  # inches
 _TRADE_BAR = 0.62  # of the height of a row
 _BOUND = {"host": "#8C8C8C", "compute": "#0072B2", "memory": "#E69F00", "link": "#009E73"}
-"""Colours of what binds a step: Okabe and Ito, readable by the colour-blind."""
+"""Colours of a step's bottleneck: Okabe and Ito, for the colour-blind."""
 
-_SPARE, _LACK = "#56B4E9", "#D55E00"  # colours of memory that is left, and of memory that lacks
+_SPARE, _LACK = "#56B4E9", "#D55E00"  # colours of free memory and of missing memory
 
 
 def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = False) -> Figure:
     """Draw per experiment the memory left on `gpu`, in GiB, and the time of a step, in seconds.
 
-    The line over a bar of the time is its interval. An experiment that does not fit has its lack
-    of memory to the left of the zero, and its bar of the time is faint.
+    The line over a time bar is its interval. If an experiment does not fit, its missing memory is
+    to the left of zero and its time bar is faint.
 
     Raises:
         PlanError: there is no report.

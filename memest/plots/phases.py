@@ -15,8 +15,8 @@ from memest.units import GIB, format_size
 STACK = style.KINDS[:4]
 
 _PHASES = tuple(Phase)[:4]  # of a step; the last phase is of a validation
-_NUMBER_INCHES = 0.35  # of a number over a bar
-FAR_LIMIT = 2.2  # times the highest bar: such a limit is named at the edge, not drawn
+_NUMBER_INCHES = 0.35  # width of a number over a bar, inches
+FAR_LIMIT = 2.2  # a limit above this many times the highest bar is named at the edge, not drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Column:
 
     report: Report
     row: PhaseRow | None
-    failed_at_bytes: int = 0  # reached by the first phase that ran out of memory
+    failed_at_bytes: int = 0  # bytes in use when the first phase ran out of memory
     is_at_least: bool = False  # the peak was earlier, so the end is a lower bound
 
 
@@ -188,7 +188,7 @@ def _draw_limit(
         x, align, text = tops.index(highest), "center", text.replace(": ", ":\n")
         y = max(y, highest / GIB)
     if not is_far and (y - highest / GIB) * panel.per_y < _NUMBER_INCHES:
-        offset += 22  # over the numbers that stand on the bars
+        offset += 22  # above the numbers over the bars
     panel.axes.annotate(
         text, (x, y), (0, offset), textcoords="offset points", ha=align, va=anchor, weight="bold",
         size=style.VALUE, zorder=6, gid="limit-name", bbox=panel.theme.box(),

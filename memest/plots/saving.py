@@ -15,14 +15,14 @@ from memest.writing import writing
 FORMATS = ("png", "svg", "pdf")
 _OTHERS = frozenset("bmp eps gif jpeg jpg pgf ps tif tiff webp".split())  # formats a path may name
 
-_METADATA: dict[str, dict[str, Any]] = {  # None drops what matplotlib would write: dates, versions
+_METADATA: dict[str, dict[str, Any]] = {  # None omits what matplotlib would write: dates, versions
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
 _SETTINGS = {
-    "svg.hashsalt": "memest",  # ids follow from the drawing instead of from a random number
-    "svg.fonttype": "none",  # text stays text, which can be searched, copied and edited
+    "svg.hashsalt": "memest",  # ids derive from the drawing, not from a random number
+    "svg.fonttype": "none",  # keep text as text, which can be searched, copied and edited
     "pdf.fonttype": 42,  # TrueType, so that the text can be searched and edited
 }
 

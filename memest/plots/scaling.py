@@ -22,11 +22,11 @@ from memest.report.lecture import Chart, Series, Slide
 from memest.units import GIB, counted, format_size
 
 _LEFT, _TOP, _BOTTOM = 1.0, 2.0, 0.95  # inches
-_COLUMN = 5.75  # inches at the right: each strategy's name, size, and terms that do not shrink
+_COLUMN = 5.75  # width of the right column, inches: each strategy's name, size and constant terms
 _BLOCK = 0.86  # inches of one strategy in the column
-_STAYS = 15  # points of the terms that stay
-_BEFORE = 0.68  # inches of its leader and marker
-_TERMS = 3  # number of terms that are named of each strategy
+_STAYS = 15  # points of the constant terms' text
+_BEFORE = 0.68  # inches before the text, for leader and marker
+_TERMS = 3  # most terms named per strategy
 _MIN_SHARE = 0.01  # share of the peak below which a term is not named
 _FAMILIES = {
     "ddp": ("", "o"),
@@ -40,9 +40,9 @@ _FAMILIES = {
 
 
 def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
-    """Return the look of a strategy's line, for matplotlib: it works without colour too.
+    """Return the matplotlib style of a strategy's line, which is distinct without colour.
 
-    Offload, and DDP's search for unused parameters, are dashed and hollow.
+    Lines of offload, and of DDP's search for unused parameters, are dashed and hollow.
     """
     base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
     color, marker = _FAMILIES[base]
@@ -173,7 +173,7 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _stays(line: ScalingLine) -> str:
-    """Return the largest terms that do not shrink with more GPUs, as many as have room."""
+    """Return the largest constant terms, as many as fit the column."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])
@@ -183,7 +183,7 @@ def _stays(line: ScalingLine) -> str:
 
 
 def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
-    """Return ascending places near `ends`, at least `gap` apart, from `gap` / 2 up to `height`.
+    """Return ascending positions near `ends`, at least `gap` apart, from `gap` / 2 up to `height`.
 
     >>> spread([1.0, 1.1, 4.0], 0.5, 5.0)
     [1.0, 1.5, 4.0]
@@ -200,7 +200,7 @@ def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
 
 
 def subtitle_of(report: Prediction) -> str:
-    """Return a description of the plan, whatever the number of GPUs."""
+    """Return a description of the plan without the number of GPUs."""
     plan = {**report.plan, "devices": 1, "strategy": "auto"}
     return plan_line(replace(report, plan=plan), "per GPU, predicted")
 
@@ -240,7 +240,7 @@ STACK = (
     "temporaries",
     "rest",
 )  # the rest is buffers, the batch, workspaces, rounding
-_FAR = 2.0  # times the highest bar: the line of such a GPU would flatten the bars
+_FAR = 2.0  # a limit above this many times the highest bar is not drawn
 _NOT_REACHED = "needed, not reached", "between"
 _MAX_NUMBERED = 24  # bars with room for a number under each
 

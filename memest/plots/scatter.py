@@ -16,15 +16,15 @@ from memest.units import GIB
 Pair = tuple[Prediction, Measurement]
 
 BANDS = (2.0, 0.5)  # per cent: the largest allowed error of reserved and of allocated
-MAX_ROWS = 30  # more list only those with the largest errors; the diagonals show all
+MAX_ROWS = 30  # number of rows above which only the largest errors are listed
 _QUANTITIES = ("peak_allocated_bytes", "peak_reserved_bytes")
 _NAMES = ("peak allocated", "peak reserved")
 _MARKERS = ("o", "D")
-# All in inches.
+# All figures in inches.
 _SQUARE = 2.35
 _DIAGONALS_TOP, _ERRORS_TOP, _ERRORS_BOTTOM = 1.68, 2.08, 0.5
 _ERRORS_LEFT = 4.15
-_COLUMN = 1.05  # of printed errors
+_COLUMN = 1.05  # width of the printed errors
 _MIN_REACH = 0.6  # smallest span of the errors' axis on each side, per cent
 
 

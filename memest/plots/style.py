@@ -71,7 +71,7 @@ def wrapped(text: str, size: float, inches: float) -> str:
 
 
 def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str], float]:
-    """Return `texts` wrapped to `inches`, at most `tall` inches high, and the largest such size."""
+    """Return `texts` wrapped to `inches`, and the largest font size at which they fit `tall`."""
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
         found = [wrapped(text, size, inches) for text in texts]
         lines = [text.split("\n") for text in found]
@@ -94,7 +94,7 @@ def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
 
 
 def row_size(num_rows: int, inches: float) -> float:
-    """Return the size of type for `num_rows` lines in `inches`."""
+    """Return the font size for `num_rows` lines in `inches`."""
     return min(float(VALUE), 0.86 * 72 * inches / num_rows)
 
 
@@ -105,16 +105,16 @@ def text_on(color: str) -> str:
     return "#000000" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "#FFFFFF"
 
 
-WIDTH, HEIGHT = 40 / 3, 7.5  # inches of a 16:9 slide; type has a slide program's points
+WIDTH, HEIGHT = 40 / 3, 7.5  # inches of a 16:9 slide; font sizes are in points of a slide program
 VERDICTS = {"tight": "#8E44AD", "may": "#7A5C00"}
-"""Colours of verdicts by `Verdict.word`; no kind of memory has them."""
+"""Colours of verdicts by `Verdict.word`; no kind of memory has these colours."""
 
 PNG_DPI = 144  # dots per inch for 1920 x 1080 pixels
 KINDS = ("params", "grads", "optimizer", "activations", "buckets", "gathered", "rest")
 """Kinds in the order of the stack, from the axis."""
 
-OF_STRATEGIES = ("buckets", "gathered")  # only runs on several GPUs have them
-_HATCH_INCHES = 0.19  # between strokes, along the axis
+OF_STRATEGIES = ("buckets", "gathered")  # only runs on several GPUs have these
+_HATCH_INCHES = 0.19  # distance between strokes along the axis, inches
 DASHES = (0, (3, 2))
 Box = tuple[float, float, float, float]  # left, lower edge, width and height, in data
 
@@ -124,8 +124,8 @@ class Theme:
     """Colours of light or of dark slides."""
 
     background: str
-    ink: str  # colour of text and of the lines of GPUs
-    muted: str  # colour of secondary text: subtitles, grids, the limits' names
+    ink: str  # colour of text and of the GPUs' limit lines
+    muted: str  # colour of secondary text: subtitles, grids, names of limits
     grid: str
     band: tuple[str, str]  # colours of the wide and the narrow error band
     kinds: Mapping[str, str]
@@ -137,15 +137,15 @@ class Theme:
         return {"OOM": self.ink, **VERDICTS}
 
     def box(self, pad: float = 1.0) -> dict[str, Any]:
-        """Return the box of a text that hides what is behind it; `pad` in points."""
+        """Return the background box of a text; `pad` in points."""
         return {"facecolor": self.background, "edgecolor": "none", "pad": pad}
 
     def key(self, color: str, label: str) -> Patch:
-        """Return a legend's key for a filled colour."""
+        """Return the legend entry of a filled colour."""
         return Patch(facecolor=color, edgecolor=self.background, label=label)
 
     def dashed_key(self, label: str) -> Patch:
-        """Return the key of a dashed outline."""
+        """Return the legend entry of a dashed outline."""
         return Patch(
             facecolor="none", edgecolor=self.ink, linewidth=1.6, linestyle=DASHES, label=label
         )
@@ -174,23 +174,23 @@ class Panel:
 
     @property
     def per_x(self) -> float:
-        """Inches of a unit of the axis x."""
+        """Inches per unit of the x axis."""
         low, high = sorted(self.axes.get_xlim())
         return self.width / (high - low)
 
     @property
     def per_y(self) -> float:
-        """Inches of a unit of the axis y."""
+        """Inches per unit of the y axis."""
         low, high = sorted(self.axes.get_ylim())
         return self.height / (high - low)
 
     def inches(self, points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Return points of the data in inches from the lower left corner."""
+        """Return data points in inches from the lower left corner."""
         to_shares = self.axes.transData + self.axes.transAxes.inverted()
         return [(x * self.width, y * self.height) for x, y in to_shares.transform(list(points))]
 
     def write(self, x: float, y: float, text: str, **style: Any) -> None:
-        """Write a text with its middle at `y`, in inches from the lower left corner."""
+        """Write a text, vertically centred at `y`; inches from the lower left corner."""
         style = {"va": "center_baseline", **style}
         self.axes.text(
             x / self.width, y / self.height, text, transform=self.axes.transAxes, clip_on=False,
@@ -203,21 +203,21 @@ class Panel:
         self.axes.plot(xs, ys, transform=self.axes.transAxes, clip_on=False, zorder=2, **style)
 
     def write_in_row(self, x: float, row: float, text: str, **style: Any) -> None:
-        """Write a text in the middle of a row, at inches from the left edge."""
+        """Write a text in the middle of a row; `x` is in inches from the left edge."""
         self.axes.text(
             x / self.width, row, text, transform=self.axes.get_yaxis_transform(), clip_on=False,
             va="center_baseline", **style,
         )  # fmt: skip
 
     def write_in_column(self, column: float, y: float, text: str, **style: Any) -> None:
-        """Write a text at a place of the axis x, at inches from the lower edge."""
+        """Write a text at `column` on the x axis; `y` is in inches from the lower edge."""
         self.axes.text(
             column, y / self.height, text, transform=self.axes.get_xaxis_transform(),
             clip_on=False, **style,
         )  # fmt: skip
 
     def write_number(self, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
-        """Write the number of a bar over its top, or under it where a line is too near."""
+        """Write a bar's number over its top, or inside the bar if a line is too near."""
         self.axes.annotate(
             text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
             va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
@@ -238,9 +238,9 @@ class Panel:
     def draw_limit_apart(
         self, gpu: str, limit_bytes: int, points: Iterable[tuple[float, float]]
     ) -> None:
-        """Draw a GPU's line, with its name where the fewest `points` are.
+        """Draw a GPU's limit line, with its name where the fewest `points` are.
 
-        `points` are those of the curves, in inches from the lower left corner.
+        `points` are on the curves, in inches from the lower left corner.
         """
         text = limit_text(gpu, limit_bytes, self.width - 0.2)
         wide, found = text_width(text, VALUE, bold=True), list(points)
@@ -279,7 +279,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """A slide to draw on; all places and sizes are in inches."""
+    """A slide to draw on; all positions and sizes are in inches."""
 
     figure: Figure
     theme: Theme
@@ -305,11 +305,11 @@ class Canvas:
         return Panel(axes, self.theme, width, height)
 
     def write(self, left: float, top: float, text: str, **style: Any) -> None:
-        """Write a text, its upper edge `top` inches under the slide's."""
+        """Write a text; its upper edge is `top` inches below the slide's."""
         self.figure.text(left / WIDTH, 1 - top / self.height, text, va="top", **style)
 
     def write_title(self, title: str, subtitle: str) -> None:
-        """Write title and subtitle; a long one gets smaller type, then is cut."""
+        """Write title and subtitle; a long one gets a smaller font, then is cut."""
         room = WIDTH - 0.8
         self.write(0.4, 0.28, weight="bold", gid="title", **_title(title))
         size = first_size(subtitle, (TICK, VALUE, SMALL), room)
@@ -319,9 +319,9 @@ class Canvas:
     def write_legend(
         self, handles: Sequence[Artist], *, top: float, left: float = 0.3, **style: Any
     ) -> None:
-        """Write one row of keys across the slide, its upper edge `top` inches under the slide's."""
+        """Write one row of legend entries; its upper edge is `top` inches below the slide's."""
         room = WIDTH - 0.7
-        # each key has a swatch, its label and the space to the next
+        # each entry has a swatch, its label and the space to the next entry
         labels = [str(handle.get_label()) for handle in handles]
         width = sum(text_width(label, VALUE) + 3.0 * VALUE / 72 for label in labels)
         size = VALUE if width <= room else SMALL
@@ -351,7 +351,7 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
         "xtick.labelsize": TICK,
         "ytick.labelsize": TICK,
         "text.usetex": False,
-        "text.parse_math": False,  # a `$` in an experiment's name is a `$`
+        "text.parse_math": False,  # a `$` in an experiment's name is not a formula
     }
     with plain_matplotlib(settings):
         figure = Figure(figsize=(WIDTH, height), facecolor=theme.background, dpi=PNG_DPI)
@@ -366,7 +366,7 @@ def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float
 
 
 def _title(text: str) -> dict[str, Any]:
-    """Return the text of a title and its size; a long title gets smaller type, then is cut."""
+    """Return the text of a title and its font size; a long title is shrunk, then cut."""
     room = WIDTH - 0.8
     size = first_size(text, (TITLE, 23, LABEL), room, bold=True)
     return {"text": shortened(text, size, room, bold=True), "size": size}

@@ -14,15 +14,15 @@ from memest.plots.style import Canvas, Panel, Theme, shortened, slide, text_on, 
 from memest.plots.words import dotted, gpu_label, setting_words, version_words
 from memest.units import GIB
 
-MAX_COLUMNS = 600  # with more events a column shows the fullest of its moments
+MAX_COLUMNS = 600  # with more events, each column shows its highest event
 TEMPORARIES = "#CC79A7"
 """Okabe and Ito's reddish purple; its luminance, 0.62, is far from the yellow or green below it."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 1.15, 0.35, 2.28, 0.85  # inches
-_BAND = 0.42  # inches of the strip that names the phases
-_LABEL_INCHES = 0.34  # of an area in which its name is written
+_BAND = 0.42  # height of the strip that names the phases, inches
+_LABEL_INCHES = 0.34  # least height of an area with its name, inches
 
-_ABBREVIATIONS = {"forward": ("fwd", "F"), "backward": ("bwd", "B")}  # where there is little room
+_ABBREVIATIONS = {"forward": ("fwd", "F"), "backward": ("bwd", "B")}  # used if there is little room
 _DRAWN = {
     **{kind: (kind,) for kind in (*style.KINDS[:-1], "temporaries")},
     "rest": ("buffers", "batch", "workspace"),
@@ -48,7 +48,7 @@ def plot_timeline(
     limit = gpu_limit_bytes / GIB if gpu_limit_bytes else 0.0
     highest = max(*reserved, timeline.total(timeline.peak) / GIB, 1e-9)
     has_line = 0 < limit < 1.5 * highest
-    top = 1.34 * limit if has_line else 1.22 * highest  # room for the words over it
+    top = 1.34 * limit if has_line else 1.22 * highest  # room for the text over it
     with slide(dark=dark) as canvas:
         width, height = style.WIDTH - _LEFT - _RIGHT, style.HEIGHT - _TOP - _BOTTOM
         panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
@@ -107,7 +107,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
             x, [*lower, lower[-1]], [*upper, upper[-1]], step="post", color=color, linewidth=0.4,
             gid=area,
         )  # fmt: skip
-        if area in ("params", "grads", "optimizer"):  # where no spike could hide under a line
+        if area in ("params", "grads", "optimizer"):  # kinds whose top line cannot hide a spike
             axes.step(x, [*upper, upper[-1]], where="post", color=theme.background, linewidth=1.0)
         place = _room_for(panel, area, columns, lower, upper)
         if place:
@@ -120,7 +120,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return the middle of the tallest place of an area that `text` fits into, or None."""
+    """Return where the area has the most height for `text`, or None if it has too little."""
     wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):
@@ -148,7 +148,7 @@ def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
         )  # fmt: skip
         texts = (span.name, *_ABBREVIATIONS.get(span.name, ()))
         text = next((t for t in texts if text_width(t, style.TICK) + 0.08 < wide * per_x), "")
-        spills = not text and span is spans[-1]  # into the strip before it
+        spills = not text and span is spans[-1]  # the text extends into the strip before it
         panel.write_in_column(
             span.stop if spills else start + wide / 2, height + 0.06 + _BAND / 2,
             f"{span.name} " if spills else text, ha="right" if spills else "center",

@@ -23,7 +23,7 @@ def gpu_label(gpu: str) -> str:
 
 
 def percent_off(predicted_bytes: int, measured_bytes: int) -> float:
-    """Return the signed error of a prediction in per cent of the measured figure."""
+    """Return the signed error of a prediction, as a percentage of the measured figure."""
     return 100 * (predicted_bytes - measured_bytes) / measured_bytes
 
 
@@ -88,7 +88,7 @@ def setting_words(plan: Mapping[str, Any]) -> list[str]:
 
 
 def token_words(reports: Sequence[Report]) -> str:
-    """Return the tokens per sample of all reports, and the pixels where they are all one size."""
+    """Return the tokens per sample of all reports, and the pixels if images are of one size."""
     lengths = sorted({int(n) for r in reports if (n := r.plan.get("seq_len"))})
     if not lengths:
         return ""
@@ -108,7 +108,7 @@ def version_words(reports: Sequence[Report] = ()) -> str:
 
 
 def plan_line(report: Report, *others: str) -> str:
-    """Return plan, GPU and tokens of a report, the other words, and the version."""
+    """Return a report's plan, GPU and tokens, `words`, and the memest version."""
     model = str(report.plan.get("model_name", ""))
     said = [] if model and model in report.name else [model.rsplit("/", 1)[-1]]
     return dotted(

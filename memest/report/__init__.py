@@ -53,7 +53,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """End of a plan's run."""
+    """Result of a plan's run."""
 
     FITS = "fits"
     OOM = "oom"
@@ -204,8 +204,7 @@ class StepTime:
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """Return JSON values as an instance of a type of the schema; unknown and computed keys are
-    ignored.
+    """Return JSON values as an instance of `kind`; unknown and computed keys are ignored.
 
     Raises:
         KeyError, TypeError, ValueError: something is missing or of the wrong kind.
@@ -237,7 +236,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 class Levels:
-    """Peaks of a run."""
+    """Peaks of a run in bytes: allocated, reserved, process."""
 
     __slots__ = ()
     peak_allocated_bytes: int
@@ -269,7 +268,7 @@ class JsonReport(Levels):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report that `to_dict` wrote; keys that it does not know are passed over.
+        """Return the report that `to_dict` wrote; unknown keys are ignored.
 
         Raises:
             KeyError, TypeError, ValueError: something is missing or of the wrong kind.
@@ -293,15 +292,14 @@ class Report(JsonReport):
     name: str
     plan: Mapping[str, Any]
     model: Mapping[str, Any]  # `class`, `num_params`, `num_trainable_params`
-    gpu: str  # The GPU that the figures are for
+    gpu: str  # GPU for which the figures are
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     process_bytes: int  # Bytes in nvidia-smi: reserved and the CUDA context
     host_bytes: int
-    """Predicted: host memory that the run holds on purpose, such as paged optimizer state.
-    Measured: the process's highest resident size; of a distributed run, what all ranks hold more
-    than before their models were built (`validate/experiment.py`).
-    """
+    """Predicted: host memory that the run allocates, such as paged optimizer state. Measured: the
+    process's highest resident size; of a distributed run, what all ranks hold more than before
+    their models were built (`validate/experiment.py`)."""
 
     phases: tuple[PhaseRow, ...]
     verdict: Outcome
@@ -321,7 +319,7 @@ class Report(JsonReport):
 
 
 class Simulated:
-    """Text forms of a report that was simulated, of a plan or of a script."""
+    """Text forms of a simulated report, of a plan or of a script."""
 
     def __str__(self) -> str:
         """The text report."""
@@ -424,7 +422,7 @@ class Measurement(Report):
 
 
 class Ending(StrEnum):
-    """End of a script."""
+    """The way in which a script ended."""
 
     FINISHED = "finished"  # Ended by itself, with any exit code
     STOPPED = "stopped"  # Stopped after the requested number of optimizer steps
@@ -440,7 +438,7 @@ _CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldRow:
-    """Bytes held at the peak by one owner: a module, a line, or a kind of memory."""
+    """Bytes alive at the peak with one owner: a module, a line, or a kind of memory."""
 
     name: str
     """Name of the owner: `activations`, `GPT2LMHeadModel.transformer.h.*` or `train.py:12`."""
@@ -464,7 +462,7 @@ class HeldRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPhase:
-    """The highest level of one phase of the script."""
+    """Highest allocated and reserved bytes of one phase of the script."""
 
     name: str  # `setup`, `forward`, `backward`, `optimizer`, `evaluation` or `generation`
     peak_allocated_bytes: int
@@ -495,7 +493,7 @@ class RunPeak(Peak):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guess:
-    """Values that the script read and that are unknown without a GPU."""
+    """Values that the script read although they are unknown without a GPU."""
 
     line: str
     what: str
@@ -610,12 +608,12 @@ MAX_RESULTS_BYTES = 512 << 20  # Limit of a file of results; a report has some t
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """The measured reports in a JSON Lines file, in its order; `PlanError` as `read_lines`."""
+    """Return the measured reports in a JSON Lines file, in order; `PlanError` as `read_lines`."""
     return read_lines(path, Measurement, "name a results file of `memest validate`")
 
 
 def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
-    """The reports in a JSON Lines file, in its order; `kinds` is a class of reports, or a union.
+    """Return the reports in a JSON Lines file, in order; `kinds` is a report class or a union.
 
     Raises:
         PlanError: the file cannot be read, is empty or cut short, or holds something else.

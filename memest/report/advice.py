@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def render_advice(advice: Advice) -> str:
-    """Return the advice as text: verdict, changes that fit, that do not, and not tried."""
+    """Return the advice as text: verdict, changes that fit, that do not fit, and not tried."""
     small = [["not enough alone", "needs", "margin", "a step"]]
     for option in advice.not_enough:
         sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)

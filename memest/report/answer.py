@@ -1,7 +1,4 @@
-"""Answer in two lines: whether the run fits and with what margin, and what fills the peak where.
-
-Steps are counted from 0 in reports and from 1 here.
-"""
+"""Two-line answer: whether the run fits and with what margin, and what fills the peak."""
 
 import re
 from collections import Counter
@@ -74,8 +71,7 @@ def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
 def summary_line(
     report: SimulatedReport, gpu: str = "", *, measured_bytes: int | None = None
 ) -> str:
-    """Return the verdict on one GPU in one line: reserved memory, or the need where it does not
-    fit.
+    """Return the verdict on one GPU in one line: reserved memory, or the need if it does not fit.
 
     `measured_bytes` is the peak reserved of a real run.
     """
@@ -86,7 +82,7 @@ def summary_line(
     size = format_size(verdict.reserved_bytes if has_room else verdict.needs_bytes)
     if measured_bytes is not None:
         size = f"predicted {size}, measured {format_size(measured_bytes)}"
-    elif not has_room:  # of a script, later requests are unknown
+    elif not has_room:  # later requests of a script are unknown
         least = "at least " if report.is_script else ""
         size = f"{least if is_oom else 'up to '}{size}"
     usable = f"{verdict.limit_bytes / GIB:.1f} GiB"
@@ -146,7 +142,7 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
 
 
 def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[str]:
-    """Return the verdict on the GPU of the report and what fills the peak; more if it is OOM.
+    """Return the verdict on the GPU of the report and what fills the peak; more lines if it is OOM.
 
     `change` is the cheapest change with which a plan fits, if it was looked for and found. The
     lines have colours of a terminal.
@@ -252,7 +248,7 @@ NAMES: Mapping[str, tuple[str, str]] = read_table(__file__, "schedulers.json")
 
 
 class DoesNotFitError(MemestError):
-    """The run fits no GPU of the report."""
+    """Raised if the run fits no GPU of the report."""
 
     exit_code = OOM_EXIT_CODE
 

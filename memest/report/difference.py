@@ -11,7 +11,7 @@ from memest.report import HeldRow, Outcome, SimulatedReport, Term, read_lines
 from memest.report.answer import summary_line
 from memest.units import format_bytes
 
-MAX_ROWS = 8  # rows of a text; the rest is counted
+MAX_ROWS = 8  # most rows in the text; the others are counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ def read_reports(path: Path) -> list[SimulatedReport]:
 def differences(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
-    """Return pairs of reports of one name, or the only ones; `PlanError` if no names match."""
+    """Return pairs of reports with equal names, or of the only ones; `PlanError` without pairs."""
     if len(before) == len(after) == 1:
         return [Difference(before=before[0], after=after[0])]
     by_name = {report.name: report for report in before}

@@ -1,4 +1,4 @@
-"""A page to play with: the plans of a grid, in one file without a server or a network."""
+"""An interactive page of the plans of a grid, in one file without a server or a network."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _AXES: dict[str, tuple[str, Any]] = {
 
 
 def explorer_page(data: dict[str, Any]) -> str:
-    """The page for the data of `explorer_data`."""
+    """Return the page for the data of `explorer_data`."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return _PAGE.read_text(encoding="utf-8").replace("__DATA__", text)
 
@@ -83,7 +83,7 @@ def explorer_data(
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
-    """Fields that distinguish the plans of a page, and others that decide a plan's memory."""
+    """Return the fields that distinguish the plans of a page and decide a plan's memory."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
     return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 

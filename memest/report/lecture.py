@@ -23,7 +23,7 @@ from memest.report import Outcome, Phase, PhaseRow, Verdict, read_as
 from memest.report.explorer import explorer_data, technique_of
 from memest.units import GIB, gib, gib_that_add_up
 
-SAME_BYTES = GIB // 20  # change of a need that a title calls nothing, 0.05 GiB
+SAME_BYTES = GIB // 20  # change of a need that a title calls nothing, bytes (0.05 GiB)
 _OPTIMIZERS = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adam_8bit": "8-bit Adam",
     "deepspeed_cpu": "Adam on the CPU",
@@ -35,7 +35,7 @@ class Series:
     """One colour of a chart."""
 
     name: str
-    color: str  # a kind of memory, `between`, `more`, `less`, or empty for what is not drawn
+    color: str  # a kind of memory, `between`, `more`, `less`, or empty for an invisible part
     values: tuple[float, ...]  # GiB, one per category
 
 
@@ -46,7 +46,7 @@ class Chart:
     is_upright: bool
     categories: tuple[str, ...]
     series: tuple[Series, ...]
-    limit: float  # GiB; 0 is not drawn
+    limit: float  # limit of the GPU, GiB; 0 draws no line
     limit_name: str
     has_legend: bool = True
 
@@ -73,7 +73,7 @@ class Step:
 
     before: Row
     after: Row
-    changes: Mapping[str, tuple[str, str]]  # key -> value before and after, in words
+    changes: Mapping[str, tuple[str, str]]  # key -> value before and after, as text
 
     @property
     def added_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Step:
 
     @property
     def words(self) -> list[str]:
-        """The kinds of change in words, or the numbers if nothing else changes."""
+        """The changed settings as text, or the changed numbers if there are no others."""
         main = [new for key, (_, new) in self.changes.items() if key not in _NUMBERS]
         return main or [new for _, new in self.changes.values()]
 
@@ -113,7 +113,7 @@ class Lecture:
         return found + [self._slide_of(step) for step in self.steps]
 
     def model(self, plan: TrainingPlan) -> str:
-        """Return a model's name without the beginning that all models share."""
+        """Return a model's name without the prefix that all models share."""
         return plan.model_name[self._cut :]
 
     # ------------------------------------------------------------------ changes
@@ -130,7 +130,7 @@ class Lecture:
         return {key: (old[key], new[key]) for key in old if old[key] != new[key]}
 
     def _words(self, plan: TrainingPlan) -> dict[str, str]:
-        """Return the settings of a plan in words."""
+        """Return the settings of a plan as text, by key."""
         count = plan.accumulate_grad_batches
         return {
             "model": self.model(plan),
@@ -401,11 +401,7 @@ def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str
 
 
 def _round(num_bytes: int) -> str:
-    """Return GiB as a title prints them: one decimal below 10.
-
-    >>> _round(22 << 30), _round(3 << 29)
-    ('22', '1.5')
-    """
+    """Return GiB with the precision of titles: one decimal below 10."""
     size = num_bytes / GIB
     return f"{size:.0f}" if round(size, 1) >= 10 else f"{size:.1f}"
 

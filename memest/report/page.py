@@ -31,7 +31,7 @@ _DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 _POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_DIGEST}'"
 )
-"""Content security policy of a page, which may run this script alone."""
+"""Content security policy of a page, which allows only this script."""
 
 
 def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dict[str, str]) -> str:
@@ -105,7 +105,7 @@ def _units(num_bytes: int) -> int:
 _OWN_COLOUR = ("params", "grads", "optimizer", "activations", "buckets", "gathered")
 """Kinds with a color in the page's style."""
 
-RANKS = "<!-- by rank -->"  # place of the table of ranks in a page
+RANKS = "<!-- by rank -->"  # placeholder for the table of ranks in a page
 
 
 def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | None = None) -> str:
@@ -201,7 +201,7 @@ def _parts() -> Any:
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
-    """A row for each report: its verdict on every GPU, and its peaks in GiB."""
+    """Return a row for each report: its verdict on every GPU, and its peaks in GiB."""
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:

@@ -42,7 +42,7 @@ def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a dataclass; add those of the classes that it uses to `definitions`."""
     hints: dict[str, Any] = get_type_hints(kind)
     docs = field_docs(kind)
-    if kind is TrainingPlan:  # what a file may have; the fields are what was read
+    if kind is TrainingPlan:  # schema of plan files, since fields hold the values after reading
         docs |= {name: row.help_text for name, row in PLAN_KEYS.items() if row.flag}
         hints |= {name: Mapping[str, Any] for name, row in PLAN_KEYS.items() if row.is_mapping}
         hints |= {name: hints[name] | str for name, row in PLAN_KEYS.items() if row.is_size}

@@ -17,7 +17,7 @@ from memest.plots.slides import colors_of
 from memest.plots.style import DARK, HEIGHT, LIGHT, WIDTH, Theme, text_on
 from memest.report.lecture import Chart, Slide
 
-_TITLE_ONLY = 5  # of the default template
+_TITLE_ONLY = 5  # index of this layout in the default template
 _BOX = (0.4, 1.55, WIDTH - 0.8, HEIGHT - 1.75)  # left, top, width and height of a chart, inches
 _MAX_TITLE = 44  # characters of a title that fit a line in the full size
 _LAYOUT = (
@@ -118,7 +118,7 @@ def _colour(native: Any, chart: Chart, theme: Theme) -> None:
             fill.fore_color.rgb = _rgb(color)
         labels = made.data_labels
         labels.show_value = True
-        labels.number_format = f'[>={0.05 * chart.top:.2f}]0.0;""'  # small parts have no room
+        labels.number_format = f'[>={0.05 * chart.top:.2f}]0.0;""'  # too small for a number
         labels.number_format_is_linked = False
         ink = theme.ink if series.color == "between" else text_on(color)
         labels.font.size, labels.font.color.rgb = (

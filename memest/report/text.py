@@ -28,8 +28,8 @@ def render_text(
 ) -> str:  # fmt: skip
     """Return the whole report: the answer, what filled the peak, levels, verdicts, assumptions.
 
-    `change` is the cheapest change with which a plan fits, `training` the whole training with hours
-    and price. `verbose` adds everything that is assumed, and the versions.
+    `change` is the cheapest change with which a plan fits. `training` adds hours and price of a
+    whole training. `verbose` adds all assumptions and the versions.
     """
     levels = level_rows(report) if isinstance(report, RunReport) else phase_rows(report)
     sections = [
@@ -93,7 +93,7 @@ _ENDINGS = {
 
 
 def heading(report: SimulatedReport) -> list[str]:
-    """Return what ran and where; of a script also how it ended."""
+    """Return what ran and on which GPU; for a script also how it ended."""
     if isinstance(report, Prediction):
         return _heading_of_plan(report)
     steps = counted(report.num_steps, "optimizer step")
@@ -154,7 +154,7 @@ def _heading_of_plan(prediction: Prediction) -> list[str]:
 
 
 def term_cells(report: SimulatedReport) -> list[list[str]]:
-    """Return kind, size, share and note of what is held at the peak; figures add up to the peak.
+    """Return kind, size, share and note of each term of the peak; figures add up to the peak.
 
     The sizes have the unit of the report.
     """
@@ -236,7 +236,7 @@ def _host_note(report: SimulatedReport) -> str:
 
 
 def phase_rows(prediction: Prediction) -> list[list[str]]:
-    """Return a table of the phases of the first two steps in GiB, with a head."""
+    """Return a table of the phases of the first two steps in GiB, with a header."""
     rows = ["GiB by phase;params;grads;optimizer;activations, rest;all;peak;reserved".split(";")]
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
@@ -285,7 +285,7 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[str]]:
-    """Return a table of modules with a head; those beyond `limit` are summed in one row."""
+    """Return a table of modules with a header; rows beyond `limit` are summed in one row."""
     unit = unit_in(report)
     shown = list(report.modules[:limit])
     found = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]
@@ -322,7 +322,7 @@ def _lines(report: SimulatedReport) -> list[str]:
 
 
 def level_rows(report: RunReport) -> list[list[str]]:
-    """Return a table of the levels of phases and steps, with a head."""
+    """Return a table of the levels of phases and steps, with a header."""
     unit = unit_in(report)
     rows = [[unit.name, "allocated after", "peak allocated", "peak reserved"]]
     for phase in report.phases:
@@ -347,12 +347,12 @@ def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list
 
 
 def times(count: int) -> str:
-    """Number of times in words."""
+    """Return `once`, `twice` or a number of times."""
     return "once" if count == 1 else f"{count} times"
 
 
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """A line for each GPU: the run's need and use, the verdict in colour, and the margin."""
+    """Return a line for each GPU: the run's need and share, the coloured verdict and the margin."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
     for name, v in verdicts.items():
         sizes = map(gib_or_mib, (v.limit_bytes, v.needs_bytes, v.reserved_bytes))
@@ -394,7 +394,7 @@ def covered(coverage: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
-    """Return aligned columns: the first `left`, and with `last_left` the last, to the left."""
+    """Return aligned columns; the first `left`, and with `last_left` the last, are left-aligned."""
     num_columns = len(rows[0])
     widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
     lines = []
@@ -440,7 +440,7 @@ def evidence(gpu: Gpu) -> str:
 
 
 def render_gpus(gpus: Iterable[Gpu], *, verbose: bool) -> str:
-    """The catalogue of GPUs; `verbose` adds where each figure is from."""
+    """Return the catalogue of GPUs as text; `verbose` adds the source of each figure."""
     gpus = list(gpus)
     rows = [["gpu", "memory", "context", "usable", "compute", "SMs", "figures", "name"]]
     for g in gpus:

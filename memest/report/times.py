@@ -19,14 +19,14 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A whole training, of which a run is a part."""
+    """Length and prices of a whole training."""
 
     num_steps: int
-    prices: Mapping[str, float]  # of one GPU for an hour by name; `""` is any other GPU
+    prices: Mapping[str, float]  # price of one GPU for an hour by name; `""` is any other GPU
     num_gpus: int = 1
 
     def hours(self, time: StepTime) -> tuple[float, float, float]:
-        """Return hours as estimated, at least, and at most."""
+        """Return estimated, lowest and highest hours."""
         each = (time.seconds, time.low_seconds, time.high_seconds)
         repeated = 1 - time.first_seconds / time.seconds
         low, middle, high = sorted(s * repeated * self.num_steps / HOUR_S for s in each)
@@ -39,7 +39,7 @@ class Training:
 
 
 def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
-    """Return the optimizer steps of a plan, over `epochs` of so many `samples`."""
+    """Return the optimizer steps of `epochs` over `samples` samples under a plan."""
     return max(1, ceil(epochs * samples / _samples(plan)))
 
 

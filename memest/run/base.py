@@ -1,4 +1,4 @@
-"""A script now and on the base branch of its git repository."""
+"""A script's memory now and on the base branch of its git repository."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ class BothReports:
     exit_code: int  # exit code of `memest run --check` now
     now: RunReport | None
     base: RunReport | None
-    notes: tuple[str, ...] = ()  # reasons for which there is no report of the base
+    notes: tuple[str, ...] = ()  # reasons why there is no report of the base
 
 
 def run_both(arguments: Sequence[str], base: str) -> BothReports:

@@ -31,9 +31,9 @@ class DeviceAtHand:
     """A GPU and its free memory."""
 
     name: str
-    total_bytes: int  # total of `torch.cuda.get_device_properties`: without the driver's own memory
+    total_bytes: int  # total of `torch.cuda.get_device_properties`, without the driver's own memory
     capability: tuple[int, int]
-    free_bytes: int  # free bytes; the cache of this process's allocator counts as free
+    free_bytes: int  # free bytes, including the cache of this process's allocator
     has_context: bool = False  # this process's CUDA context is not in `free_bytes`
 
     @property
@@ -115,7 +115,7 @@ _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class _UnsureError(Exception):
-    """NVML cannot identify the GPU."""
+    """Raised when NVML cannot identify the GPU."""
 
 
 def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
@@ -128,11 +128,11 @@ def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | Non
             return None
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
         if order != "PCI_BUS_ID" and len({nvml.nvmlDeviceGetName(h) for h in handles}) > 1:
-            raise _UnsureError  # CUDA puts the fastest first
+            raise _UnsureError  # CUDA's order is fastest first
         handle = handles[index]
     with suppress(nvml.NVMLError_NotSupported):  # GPUs without MIG do not support the query
         if nvml.nvmlDeviceGetMigMode(handle)[0]:
-            raise _UnsureError  # CUDA sees a slice of it
+            raise _UnsureError  # CUDA uses a MIG instance of it
     memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     total = memory.total - memory.reserved

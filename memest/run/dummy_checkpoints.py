@@ -81,7 +81,7 @@ LETTERS = {"a": "aeiou", "c": "bcdfghjklm", "s": "npqrstvwxyz"}
 """Letters that a letter represents: three letters give 1,092 patterns of up to six."""
 
 SIGNS = string.digits + string.punctuation
-MAX_BLANKS = 16  # longest run of blanks with its own token, as indentations of code have
+MAX_BLANKS = 16  # longest run of blanks with its own token, as for indented code
 TOKENIZERS: dict[str, Any] = read_table(__file__, "tokenizers.json")
 """Facts about tokenizers of transformers and LitGPT.
 
@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 def vocabulary_of(config: Any) -> Vocabulary | None:
-    """Return the vocabulary of a config of transformers; None for models without text."""
+    """Return the vocabulary of a transformers config; None for models without text."""
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int) or size < 1:
@@ -304,7 +304,7 @@ def _write_processors(config: Any, folder: Path) -> None:
         ("image_processor", "image_processing_auto", "IMAGE_PROCESSOR_MAPPING"),
         ("feature_extractor", "feature_extraction_auto", "FEATURE_EXTRACTOR_MAPPING"),
     ):
-        # By its full name: the package hides the first of them where torchvision is missing.
+        # Use the full name: the package hides the first of them without torchvision.
         auto = import_module(f"transformers.models.auto.{module}")
         made = _default_of(getattr(auto, mapping), config)
         if made is not None:
@@ -317,7 +317,7 @@ def _write_processors(config: Any, folder: Path) -> None:
     try:
         processor(**parts).save_pretrained(folder)
     except (TypeError, ValueError, AttributeError):
-        return  # a processor that needs more than its parts; the parts are written
+        return  # the processor needs more than its parts; the parts are written
 
 
 def _default_of(mapping: Any, config: Any) -> Any:

@@ -1,10 +1,5 @@
-"""Files of the user that a simulated script writes over, changes or deletes: all are kept.
-
-What a simulated script saves has no values. So a file that was there before moves aside before the
-script changes it, and returns at the end of the run. Functions of Python's library and `torch.save`
-are replaced for that. Files that the script makes stay. Libraries in C that open files by
-themselves, such as HDF5, are not seen.
-"""
+"""Files of the user that a simulated script overwrites, changes or deletes, and their
+restoration."""
 
 import builtins
 import hashlib
@@ -31,13 +26,13 @@ from memest.writing import cache_folder
 
 FOLDER = "MEMEST_KEPT_FILES"  # environment variable with the journal, for ranks and for workers
 PREFIX = "memest-kept-"
-OWN_FILES = os.path.join(tempfile.gettempdir(), "memest-")  # beginning of memest's own paths
+OWN_FILES = os.path.join(tempfile.gettempdir(), "memest-")  # prefix of memest's own temporary paths
 WAIT_MS = 30_000  # longest wait for another rank that moves a file
 MAX_COPIED_BYTES = 1 << 28  # larger files that are changed in place are not kept
 
 
 class _Thread(threading.local):
-    """State of a thread."""
+    """Thread-local flag of `KeptFiles`."""
 
     keeps = False  # True while this module itself moves files
 
@@ -55,7 +50,7 @@ class KeptFiles:
 
         self._start = Path.cwd()
         self._seen: set[str] = set()
-        self._made: set[str] = set()  # by the script
+        self._made: set[str] = set()  # paths that the script created
 
     # --- before a change
 
@@ -99,13 +94,13 @@ class KeptFiles:
                 self._note_made(after + name.removeprefix(before))
 
     def _keep(self, path: str, *, is_linked: bool = False, has_copy: bool = False) -> None:
-        """Move a file aside, once. A copy or a hard link may take its place."""
+        """Move a file aside unless that was done; a copy or a hard link may replace it."""
         own = OWN_FILES, str(cache_folder())  # other processes of memest write the cache, too
         if path in self._seen or path.endswith(".pyc") or path.startswith(own):
             return
         with self._alone():
             entry = self._entry(path)
-            if not entry.exists():  # else another rank has kept it, or made it
+            if not entry.exists():  # else another rank has moved it or created it
                 self._move(path, entry, is_linked, has_copy)
         self._seen.add(path)
 
@@ -121,7 +116,7 @@ class KeptFiles:
             self.not_kept.append(path)
             return
         try:
-            # on the file's system: where the script began, or the outermost folder above the file
+            # on the file's file system: the start folder, or the outermost writable folder above
             folders = (p for p in (*Path(path).parents, self._start) if os.access(p, os.W_OK))
             folder = [p for p in folders if p.stat().st_dev == info.st_dev][-1]
             kept = folder / f".{PREFIX}{entry.name}"
@@ -180,7 +175,7 @@ class KeptFiles:
         """Put all files back, and remove the journal; name files that cannot be put back."""
         is_done = True
         for path, kept in self._entries():
-            if not os.path.lexists(kept):  # put back before, by a run that could not put back all
+            if not os.path.lexists(kept):  # already restored by an incomplete run
                 continue
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -210,7 +205,7 @@ def kept_files() -> Iterator[KeptFiles]:
     outer = os.environ.get(FOLDER)
     if not outer and os.name == "posix":  # Windows has no test of which processes live
         for journal in _journals().glob("*"):
-            if not _is_alive(int(journal.name)):  # of a run that was killed
+            if not _is_alive(int(journal.name)):  # journal of a killed run
                 KeptFiles(journal).restore()
     kept = KeptFiles(Path(outer) if outer else _new_journal())
     patches = Patches()
@@ -234,13 +229,13 @@ def kept_files() -> Iterator[KeptFiles]:
 
 
 def _after(see: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which first calls `see` with its arguments."""
+    """Return `function` with a call of `see` before it, with the same arguments."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _thread.keeps:
             with setting(_thread, "keeps", True), suppress(OSError, TypeError, ValueError):
-                see(*args, **kwargs)  # the call itself reports what is wrong
+                see(*args, **kwargs)  # the call itself reports errors
         return function(*args, **kwargs)
 
     return call

@@ -1,8 +1,4 @@
-"""Commands of launchers, such as `torchrun`: the script and ranks that they start.
-
-Each launcher's own parser reads the command, and its own code makes the environment, up to the
-point where processes would start.
-"""
+"""Commands of launchers, such as `torchrun`: the script and the ranks that a launcher starts."""
 
 import os
 import sys
@@ -27,10 +23,10 @@ class Launch:
     script: str  # path of the script, or name of the module
     args: tuple[str, ...]
     is_module: bool = False
-    num_local: int | None = None  # ranks of a node; None without a launcher of ranks
+    num_local: int | None = None  # ranks of a node; None if the launcher starts no ranks
     num_nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)  # set besides `torchrun`'s
-    local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables besides `torchrun`'s
+    local_rank: str = ""  # argument to which each rank appends its number: `--local_rank=`
 
 
 def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
@@ -56,10 +52,10 @@ def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
 
 
 def _read_checked(read: Callable[[list[str]], Launch], words: list[str]) -> Launch:
-    warnings.simplefilter("ignore")  # of launchers that are deprecated
+    warnings.simplefilter("ignore")  # warnings of deprecated launchers
     try:
         return read(words[1:])
-    except SystemExit as error:  # its parser has printed the reason
+    except SystemExit as error:  # the parser has printed the reason
         raise PlanError(
             f"{shown(words[0])} starts no script", hint="correct its options"
         ) from error
@@ -127,9 +123,9 @@ def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
     launcher = import_module("accelerate.commands.launch")
 
     def one_process(args: Any) -> None:
-        if not args.num_processes:  # those of this machine, which has none
+        if not args.num_processes:  # defaults to this machine's GPUs, of which there are none
             raise _without_number("--num_processes")
-        if args.num_processes > 1 and not args.cpu:  # its choice where there are GPUs
+        if args.num_processes > 1 and not args.cpu:  # accelerate's choice if there are GPUs
             launcher.multi_gpu_launcher(args)
         raise _Started(args, launcher.prepare_simple_launcher_cmd_env(args)[1])
 
@@ -188,9 +184,9 @@ def _of_ranks(args: Any, environment: Mapping[str, str]) -> Launch:
     if args.no_python or getattr(args, "run_path", False):
         raise _not_python()
     number = getattr(args, "nproc_per_node", None)  # accelerate starts one process without it
-    if number is not None and not str(number).isdecimal():  # `gpu`, `auto`: those of the machine
+    if number is not None and not str(number).isdecimal():  # `gpu`, `auto`: those of this machine
         raise _without_number("--nproc-per-node")
-    nodes = str(getattr(args, "nnodes", 1)).partition(":")  # least and most of an elastic run
+    nodes = str(getattr(args, "nnodes", 1)).partition(":")  # least and most nodes of an elastic run
     return Launch(
         args.training_script,
         tuple(args.training_script_args),

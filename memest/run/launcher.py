@@ -35,7 +35,7 @@ _MEMEST = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _RUNPY = ("<frozen runpy>", runpy.__file__)
 _TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug"}
-"""Modes of services that record runs, in which they send nothing (their documentation)."""
+"""Settings that turn off services which record runs (documentation of each service)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     is_folder = target.is_module or target.path.is_dir()
     sys.path[:1] = [str(target.path if is_folder else target.path.parent)]  # as Python does
     error: BaseException | None = None
-    gc.collect()  # what was made before does not move the moments of the next collections
+    gc.collect()  # earlier objects do not affect when the next collections run
     try:
         with kept_files() as kept, mock.patch.dict(os.environ, _TRACKERS | os.environ):
             try:
@@ -114,7 +114,7 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
     before = signal.signal(number, end)
     timer = threading.Timer(seconds, _thread.interrupt_main, [number])
     timer.daemon = True
-    has_clock = hasattr(signal, "setitimer")  # it also interrupts calls of the system
+    has_clock = hasattr(signal, "setitimer")  # a timer that also interrupts system calls
     signal.setitimer(signal.ITIMER_REAL, seconds) if has_clock else timer.start()
     try:
         yield
@@ -166,7 +166,7 @@ def _exit_functions() -> Iterator[None]:
             func, call = registered.pop()
             try:
                 call()
-            except BaseException as error:  # as Python: printed, and the next one is called
+            except BaseException as error:  # as in Python: print it, and call the next function
                 if ending_of(error)[0] is not Ending.STOPPED:
                     text = f"Exception ignored in atexit callback {func!r}:\n{traceback_of(error)}"
                     sys.stderr.write(text)

@@ -26,14 +26,14 @@ from memest.run.device_at_hand import DeviceAtHand, device_at_hand
 from memest.units import GIB, gib_or_mib, parse_bytes
 
 VARIABLE = "MEMEST_PREFLIGHT"
-"""Variable of the environment; `off`, `0`, `no`, `false` end the check, `inside` marks it."""
+"""Environment variable; `off`, `0`, `no` or `false` skips the check, `inside` marks a check."""
 
 INSIDE = "inside"
 _OFF = ("0", "off", "no", "false", INSIDE)
 _DONE = "MEMEST_PREFLIGHT_DONE"
 """Variable that names the checked process and command, so that its children skip the check."""
 
-OTHERS_SHARE = 0.02  # share of the GPU that other processes have to hold to be named
+OTHERS_SHARE = 0.02  # share of the GPU from which other processes are mentioned
 
 ENDLESS = "32TiB"  # memory of a GPU on which everything fits, to measure the need of a script
 
@@ -59,7 +59,7 @@ class Outcome(StrEnum):
     TIGHT = "tight"  # fits, with less to spare than the margin
     OOM = "oom"
     UNKNOWN = "unknown"  # the virtual run gave no answer; `why` has the reason
-    OFF = "off"  # unchecked: switched off, a later rank, or within a virtual run
+    OFF = "off"  # not checked: switched off, a later rank, or within a virtual run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class Preflight:
 
 
 class PreflightStop(SystemExit):
-    """End of a script that will not fit, with exit code 5 if it is not caught."""
+    """Raised to end a script that will not fit; the exit code is 5 if it is not caught."""
 
     def __init__(self, result: Preflight) -> None:
         super().__init__(OOM_EXIT_CODE)
@@ -159,7 +159,7 @@ def _is_off() -> bool:
     if os.environ.get(VARIABLE, "").strip().lower() in _OFF:
         return True
     if multiprocessing.parent_process() is not None:
-        return True  # a worker that imports the script
+        return True  # a worker process that imports the script
     if any(os.environ.get(name, "").strip() not in ("", "0", "-1") for name in _RANKS):
         return True
     virtual = sys.modules.get("memest.estimator.virtual_gpu")
@@ -233,7 +233,7 @@ def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
     found = [change for change in possible if change.saved_bytes >= over]
     for change in found:
         if not (change.options or change.alloc_conf):
-            continue  # the script has to be changed
+            continue  # applies only to an edited script
         changed, _ = script.run(change.options, alloc_conf=change.alloc_conf)
         if changed is not None and changed.fits and not changed.error:
             needs = changed.verdicts[changed.gpu].needs_bytes
@@ -340,8 +340,8 @@ class Suggestion:
 def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
     """Yield changes of any script with their estimated savings, cheapest first.
 
-    `report` is of the script on a GPU with enough memory; `over` bytes are too many for the real
-    one.
+    `report` is of the script on a GPU with enough memory. `over` is the excess over the real GPU's
+    memory, bytes.
     """
     held = {term.name: term.num_bytes for term in report.terms}
     in_step = report.peak.phase == "optimizer"
@@ -466,7 +466,7 @@ def _of_callers(frame: FrameType | None) -> Command | None:
             continue
         path = Path(file).resolve()
         if is_in_packages(path) or path.is_relative_to(_MEMEST) or _LIBRARY in path.parents:
-            continue  # the code of a library
+            continue  # frame of a library
         if name == "__main__":
             return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
         if _runs_by_itself(file):

@@ -22,8 +22,8 @@ from memest.report import Ending, Interval, Outcome, RankRow, RunReport
 from memest.run.launcher import RunResult
 
 MAX_RANKS = 1 << 14  # limit on ranks, as in plans
-MAX_TOGETHER = 64  # ranks that run at the same time, since each takes about 0.5 GB of this machine
-MAX_ALL = 8  # ranks of a world whose ranks all run if the first and the last differ
+MAX_TOGETHER = 64  # most ranks that run at the same time; each takes about 0.5 GB of this machine
+MAX_ALL = 8  # largest world whose ranks all run if the first and the last differ
 POLL_SECONDS = 0.05  # interval between polls for ranks that other ranks have requested, seconds
 _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
@@ -102,8 +102,8 @@ def run_together(
 ) -> list[tuple[Rank, RunResult]]:  # fmt: skip
     """Run ranks and all ranks that exchange messages with them; return results by rank.
 
-    The output of the first of `chosen` comes first. If it fails and needs none of the others,
-    these end without a result.
+    The output of the first of `chosen` comes first. If that rank fails and waits for no other, the
+    others end without a result.
 
     Raises:
         MemestError: a process ended without a result.
@@ -190,7 +190,7 @@ def _result(rank: Rank, child: Child) -> RunResult:
 
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
-    """Return `report` with verdict `may`: out of memory only if blocks are freed late."""
+    """Return `report` with verdict `may`: it is out of memory only at late free timings."""
     own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: own}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)

@@ -35,7 +35,7 @@ def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[...
     return fetch
 
 
-_LONGEST_CHAIN = 20  # longest chain of errors that were raised while another was handled
+_LONGEST_CHAIN = 20  # longest chain of `__cause__` and `__context__` that is searched
 
 
 class Session:
@@ -123,12 +123,12 @@ class Session:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The highest number of bytes allocated so far, whatever the code resets."""
+        """Highest number of bytes allocated so far; resets by the code have no effect."""
         return self.virtual.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The highest number of bytes reserved so far, whatever the code resets."""
+        """Highest number of bytes reserved so far; resets by the code have no effect."""
         return self.virtual.peak_reserved_bytes
 
     @property
@@ -223,12 +223,12 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
         ending = Ending.UNSUPPORTED
     text = " ".join(str(error).split())
     if ending is Ending.OOM:
-        text = re.split(r" GPU \d+ has", text)[0]  # the rest is in the report
+        text = re.split(r" GPU \d+ has", text)[0]  # the report has the rest
     return ending, f"{type(error).__name__}: {text[:400]}"
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:
-    """Return the error of memest's own that `error` is, or was raised from."""
+    """Return memest's own error that `error` is, or was raised from; else None."""
     seen = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, MemestError):

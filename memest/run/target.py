@@ -50,7 +50,7 @@ class Target:
 
     @property
     def label(self) -> str:
-        """Name for the head of a report."""
+        """Name for the header of a report."""
         name = f"-m {self.name}" if self.is_module else os.path.basename(self.name) or self.name
         return " ".join((name, *self.args))
 
@@ -135,10 +135,10 @@ def check_single_process(environment: Mapping[str, str]) -> None:
 
 
 class NoInput(io.TextIOBase):
-    """Replacement of `sys.stdin` that raises where a script reads from it."""
+    """Replacement of `sys.stdin` that raises when a script reads it."""
 
     def readable(self) -> bool:
-        """Return True, as a file that is open."""
+        """Return True, like an open file."""
         return True
 
     def _refuse(self, *args: Any) -> NoReturn:

@@ -21,7 +21,7 @@ TOLERANCES = {"allocated": 0.5, "reserved": 0.5, "process": 2.0, "phase": 1.0}
 context of another driver.
 """
 
-SLACK = 0.5  # per cent by which one of several ranks may exceed the predicted interval
+SLACK = 0.5  # percent by which one of several ranks may be outside the predicted interval
 
 STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to the byte
 
@@ -36,7 +36,7 @@ class Difference:
 
     @property
     def predicted_bytes(self) -> int:
-        """Higher bound of the prediction."""
+        """Upper bound of the prediction."""
         return self.predicted.high_bytes
 
     @property
@@ -64,7 +64,7 @@ class Comparison:
     phases: tuple[Difference, ...]  # allocated at each phase, in order; as many as both sides have
     states: tuple[Difference, ...]  # params, grads and optimizer bytes that differ
     residual: str  # phase and part in which the largest difference begins; empty if there is none
-    versions: tuple[str, ...]  # libraries whose versions differ between the two sides
+    versions: tuple[str, ...]  # libraries with different versions on the two sides
 
     @property
     def is_verdict_right(self) -> bool:
@@ -79,7 +79,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Many experiments."""
+    """Summary of many experiments."""
 
     median_percent: Mapping[str, float]  # median absolute error by total; `phase` covers all phases
     worst_percent: Mapping[str, float]  # largest error by total, signed
@@ -88,7 +88,7 @@ class Summary:
 
 
 def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) -> list[Comparison]:
-    """Compare each measurement with the prediction at the same position."""
+    """Compare each measurement with the prediction at the same index."""
     return [_compare(m, p) for m, p in zip(measured, predicted, strict=True)]
 
 

@@ -33,7 +33,7 @@ class Device:
 
     @property
     def catalogue_name(self) -> str:
-        """Name in the catalogue, or the driver's where it has none."""
+        """Name in the catalogue, or the driver's name if the catalogue lacks the GPU."""
         gpu = match_device(self.name, self.memory_bytes)
         return self.name if gpu is None else gpu.name
 

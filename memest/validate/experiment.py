@@ -74,10 +74,10 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
 
 
 def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples that explain `held_bytes`, and those of the strategy's setup."""
+    """Return the samples that determine `held_bytes`, and those of the strategy's setup."""
     if not samples:
         return []
-    by_moment = {s["moment"]: s for s in reversed(samples)}  # the first of each
+    by_moment = {s["moment"]: s for s in reversed(samples)}  # the first sample of each moment
     highest = max(samples, key=_own_bytes)
     chosen = [by_moment[m] for m in (BEFORE_MODEL, AFTER_SETUP) if m in by_moment]
     return chosen + ([] if any(s is highest for s in chosen) else [highest])
@@ -110,7 +110,7 @@ ACTIONS = {
 }  # fmt: skip
 """Number of each action in a recording. `free_requested` marks a free that other streams defer."""
 
-MAX_EVENTS = 4_000_000  # number of events after which torch drops the oldest
+MAX_EVENTS = 4_000_000  # number of events above which torch drops the oldest
 
 
 def file_stem(label: str) -> str:
@@ -297,7 +297,7 @@ def run_experiment(
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     at_start = [sample_host("the start")] if plan.is_distributed else []
     device = query_device(rank)
-    if plan.is_distributed:  # with the rank's share of the cores, which DeepSpeed's Adam uses
+    if plan.is_distributed:  # with the rank's share of the cores, for DeepSpeed's Adam
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.world_size))
         torch.cuda.set_device(rank)
         torch.cuda.synchronize()  # opens the context
@@ -342,7 +342,7 @@ def execute(
 
     def on_end() -> None:
         if run.plan.is_distributed and accelerator == "gpu":
-            torch.cuda.synchronize()  # others still wait for this rank's kernels
+            torch.cuda.synchronize()  # other ranks wait for this rank's kernels
         measured = run.report(Outcome.FITS)
         delivered.append(None)
         deliver(measured)

@@ -28,7 +28,7 @@ from memest.plan.reading import read_table
 Call = Callable[[], Any]
 
 HALF = torch.bfloat16
-NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: those that do not count, and others
+NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: warm-up steps, and counted steps
 MIB = 1 << 20
 
 
@@ -61,7 +61,7 @@ def waited_us(call: Call) -> float:
 
 
 def host_times() -> dict[str, float]:
-    """Return microseconds of the host for what a training step does apart from launches.
+    """Return host microseconds of the parts of a training step besides launches.
 
     `list` is per tensor of a multi-tensor call, `step` and `zero_grad` per parameter of the
     optimizer. `loop` is a call of an optimizer that works on one parameter after another.
@@ -94,7 +94,7 @@ def _optimizer_times() -> dict[str, float]:
             zeros.append(_host_us(optimizer.zero_grad, 1))
             if observer is not None:
                 calls[name] = len(observer.found)
-        us[name] = statistics.median(steps[2:])  # the first step makes the states
+        us[name] = statistics.median(steps[2:])  # the first step allocates the states
     each = (us["lists"] - us["fused"]) / (calls["lists"] - 1)
     step = us["fused"] - each
     of_all = {"list": each, "step": step, "zero_grad": statistics.median(zeros)}
@@ -126,7 +126,7 @@ def checkpoint_times() -> dict[str, float]:
         "hook": partial(step, use_reentrant=False),
         "choice": partial(step, use_reentrant=False, context_fn=selective),
     }  # fmt: skip
-    rows = [[waited_us(call) for call in calls.values()] for _ in range(12)][3:]  # take turns
+    rows = [[waited_us(call) for call in calls.values()] for _ in range(12)][3:]  # calls take turns
     us = dict(zip(calls, map(statistics.median, zip(*rows, strict=True)), strict=True))
     again = us["forward"] + us["step"]  # a region runs its forward twice
     found = {
@@ -148,10 +148,10 @@ a list, and `names` of tensors. A name and a step of `calls` have a function and
 
 
 def model_times() -> Iterator[dict[str, list[list[float]]]]:
-    """Yield what forward and backward of small models launch, and their microseconds.
+    """Yield rows of the launches and microseconds of forward and backward of small models.
 
     A row has a number for each of `HOST_KINDS`, then the time: the median of all rounds so far.
-    Each yield is a round, as hosts change their speed within seconds where others use their cores.
+    Each yield is a round, since the speed of a shared host changes within seconds.
     """
     library: Any = importlib.import_module("transformers")
     models = []
@@ -176,7 +176,7 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
     """Fit host microseconds for each of `HOST_KINDS` to the measured times of the models.
 
-    Half of the models take longer, half of them less.
+    The fit is a median: half of the models take longer than it predicts.
     """
     found = {}
     for phase, rows in (("forward", forward), ("backward", backward)):

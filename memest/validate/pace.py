@@ -29,9 +29,9 @@ from memest.validate.host_pace import HALF, SHAPES, Call, Observer, waited_us
 
 Case = Callable[[], Call]  # makes the tensors of a call, and returns it
 
-MEASURED_US = 2000  # time for which one case repeats, after two calls that are not timed
-MOST_CALLS = 30  # of one case that the GPU runs one after another
-HEATED_MS = 10  # for which the GPU trains before each case, for the clocks of a training
+MEASURED_US = 2000  # microseconds for which one case repeats, after two calls that are not timed
+MOST_CALLS = 30  # most calls of one case that are queued at once
+HEATED_MS = 10  # milliseconds of training before each case, for realistic clocks
 SLEEP_CYCLES_PER_US = 3_000  # for which the GPU sleeps while the host launches: 1.5 us
 NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them some calls
 
@@ -50,7 +50,7 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     if find_spec("bitsandbytes") is not None:
         import_module("bitsandbytes")  # which adds its operators
     for part in range(NUM_PARTS):
-        found["models"] = next(models)  # hosts change their speed
+        found["models"] = next(models)  # host speed varies, so measure repeatedly
         hosts.append(host_pace.host_times())
         found["host"] = {k: statistics.median(h[k] for h in hosts) for k in hosts[0]}
         found["host"] |= host_pace.fitted_times(*found["models"].values())
@@ -82,7 +82,7 @@ def rounds(family: str) -> list[list[Case]]:
 
 
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Return a call's work, its kernels' microseconds, and extra ones of the first call.
+    """Return a call's work, microseconds of its kernels, and extra microseconds of the first call.
 
     `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
     """
@@ -143,7 +143,7 @@ def random(
 
 
 def matrix(dtype: torch.dtype, shape: Sequence[int], is_adjacent: bool) -> Tensor:
-    """Return random matrices, whose last dimension is adjacent in memory or not."""
+    """Return random matrices, contiguous along the last dimension if `is_adjacent`."""
     made = random(dtype, shape)
     return made if is_adjacent else made.mT.contiguous().mT
 
@@ -164,7 +164,7 @@ WORDS: dict[str, Any] = {
     "state_of": lambda name, h: torch.zeros_like(h) if name == "LSTM" else None,
     "allow_tf32": partial(setattr, torch.backends.cuda.matmul, "allow_tf32"),
 }  # fmt: skip
-"""Words of `shapes.json`; others are functions of torch, or operators such as `aten.mm`."""
+"""Meaning of words in `shapes.json`; other words are functions of torch, or operators."""
 
 
 def cases(family: dict[str, Any]) -> Iterator[Case]:
@@ -182,7 +182,7 @@ def cases(family: dict[str, Any]) -> Iterator[Case]:
 
 
 def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call:
-    """Return the last of `steps`, a call; `r0` is the first result of the one before.
+    """Return the last of `steps`, a call; `r0` is the first result of the step before.
 
     `names` are calls that make tensors of numbers of `scope` and of tensors before them.
     """
@@ -208,7 +208,7 @@ def called(step: list[Any], scope: dict[str, Any]) -> Call:
 
 
 def named(value: Any, scope: dict[str, Any]) -> Any:
-    """Return a value of a table, with each word in it replaced by what the word names."""
+    """Return a value of a table, with each word replaced by the object that it names."""
     if isinstance(value, dict):
         return {key: named(each, scope) for key, each in value.items()}
     if isinstance(value, list):

@@ -24,7 +24,7 @@ _OF_EACH_RANK = (
 )  # fmt: skip
 """Keys of a rank's `device` that the merged report has in `ranks`."""
 
-OOM_GRACE_S = 2.0  # for others to report once one rank is out of memory; they may hang
+OOM_GRACE_S = 2.0  # wait for other ranks after one is out of memory, since they may hang
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -108,14 +108,14 @@ def _collect(children: Sequence[Child], paths: Sequence[Path], folder: Path) -> 
     found: dict[int, Measurement] = {}
     while True:
         ended = {rank for rank, child in enumerate(children) if child.poll() is not None}
-        for rank, path in enumerate(paths):  # after it, for reports that they wrote in between
+        for rank, path in enumerate(paths):  # again, for reports written in the meantime
             if rank not in found and (measured := Measurement.read(path)) is not None:
                 found[rank] = measured
         if len(found) == len(paths) or time.monotonic() >= deadline:
             return list(found.values())
         if deadline == float("inf") and any(m.verdict is Outcome.OOM for m in found.values()):
             deadline = time.monotonic() + OOM_GRACE_S
-        time.sleep(POLL_S)  # also for those whose peer an ended rank was, or that were its peers
+        time.sleep(POLL_S)  # an ended rank may hang its peers
         if deadline == float("inf") and ended - found.keys():
             for rank, child in enumerate(children):
                 if child.poll() is not None and Measurement.read(paths[rank]) is None:

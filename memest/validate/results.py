@@ -14,7 +14,7 @@ from memest.report import Measurement, Outcome, read_measurements
 from memest.writing import write_whole, writing
 
 SKIPPED = "skipped: "  # prefix of the note of an experiment that was skipped
-_OF_THE_DATA = ("seq_len", "image_size", "padded")  # set by a data set, not the plan
+_OF_THE_DATA = ("seq_len", "image_size", "padded")  # keys set by the data set, not the plan
 
 
 def append(path: Path, measurement: Measurement) -> None:

@@ -1,4 +1,4 @@
-"""Many experiments, one process each; any end is a result, and the next one starts."""
+"""Many experiments, one process each; every end of a process is a result."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ _NAME_WIDTH = 34
 
 
 def header() -> str:
-    """Return the head of the table."""
+    """Return the header of the table."""
     return (
         f"{'experiment':<{_NAME_WIDTH}}  {'verdict':<7}"
         f"  {'allocated':>10}  {'reserved':>10}  {'process':>10}  {'host':>10}  {'time':>7}"
@@ -127,7 +127,7 @@ def _or_error(function: Callable[[], T]) -> T:
         raise MemestError(f"{type(error).__name__}: {error}") from error
 
 
-LOG_LINES = 4  # last lines of a failed run's log that its note repeats
+LOG_LINES = 4  # number of last lines of a failed run's log in its note
 
 
 def detect_device() -> Device:
@@ -194,7 +194,7 @@ def validate(
                 measure, members, died=lambda plan, error: _unfinished(device, plan, str(error)),
                 label=lambda plan: plan.label,
             )  # fmt: skip
-    with suppress(OSError):  # it is not there, or has logs of failed runs
+    with suppress(OSError):  # not there, or holds logs of failed runs
         _logs(results).rmdir()
     labels = [plan.label for plan in plans]
     results_file.sort(results, labels)
@@ -353,7 +353,7 @@ def _refusal(device: Device, plan: TrainingPlan) -> str:
     try:
         needed = predicted_host_bytes(plan)
     except MemestError:
-        return ""  # what cannot be predicted can still be measured
+        return ""  # an unpredictable plan can still be measured
     machine_bytes = host_memory_bytes()
     if needed <= machine_bytes:
         return ""
@@ -380,7 +380,7 @@ def predicted_host_bytes(plan: TrainingPlan) -> int:
 def _predict_host_bytes(plan: TrainingPlan) -> int:
     from memest.estimator.predict import predict
 
-    torch.set_num_threads(1)  # the threads of the parent are not here
+    torch.set_num_threads(1)  # a fork has only the calling thread
     return predict(plan).host_bytes
 
 

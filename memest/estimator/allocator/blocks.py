@@ -52,7 +52,7 @@ def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> i
 
 
 def link(block: Block) -> None:
-    """Make the neighbours of `block` point to it."""
+    """Link the neighbours of `block` to it."""
     if block.previous is not None:
         block.previous.next = block
     if block.next is not None:
@@ -161,7 +161,7 @@ class AddressSpace:
         self._has_handle = True
 
     def _own(self, num_bytes: int, room: int) -> int:
-        """Map a range for memory of the driver, with `room` free behind it; return the address."""
+        """Map a range for driver memory, with `room` bytes free after it; return its address."""
         hole = self._map(num_bytes + room)
         self._range_of[hole.address] = hole.range_at
         self._num_segments[hole.range_at] = 1

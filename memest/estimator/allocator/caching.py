@@ -56,7 +56,7 @@ class CachingAllocator:
         self.num_retries = 0
         self._pools = (FreeBlocks(), FreeBlocks())
         self._pools_of_streams: dict[int, tuple[FreeBlocks, FreeBlocks]] = {0: self._pools}
-        self.released_pools: set[int] = set()  # private pools whose CUDA graphs are all deleted
+        self.released_pools: set[int] = set()  # private pools whose CUDA graphs are freed
         self._deferred: dict[int, Block] = {}
         self.addresses = addresses or AddressSpace()
         self.settings = DEFAULT
@@ -211,7 +211,7 @@ class CachingAllocator:
         return free if self._tuning is None else (*free, *self._tuning.layout())
 
     def is_deferred(self, block: Block) -> bool:
-        """Return whether `block` is freed while another stream still uses it."""
+        """Return whether `block` was freed but another stream still uses it."""
         return id(block) in self._deferred
 
     def segments(self, live: list[Block]) -> list[Block]:
@@ -273,7 +273,7 @@ class CachingAllocator:
             self.peak_reserved_bytes = self.reserved_bytes
 
     def taken(self, block: Block) -> None:
-        """Hook for subclasses: `block` is a new segment."""
+        """Called when `block` is a new segment; subclasses override this method."""
 
     # --- expandable segments
 
@@ -282,5 +282,5 @@ class CachingAllocator:
         self._reserve(num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Hook for subclasses: memory was unmapped from addresses that are part of `block`."""
+        """Called when addresses that are part of `block` were unmapped; subclasses override it."""
         self.reserved_bytes -= num_bytes

@@ -41,8 +41,8 @@ class ExpandableSegments:
     def best_index(self, pool: FreeBlocks, index: int) -> int:
         """Return the index in `pool` of the block to take, at or after `index`.
 
-        The block at `index` is the smallest that is large enough. A block before unmapped addresses
-        counts with the size to which it can grow.
+        The block at `index` is the smallest that is large enough. A block followed by unmapped
+        addresses has the size to which it can grow.
         """
         keys, by_key = pool.keys, pool.by_key
         size = _size_if_grown(by_key[keys[index]])

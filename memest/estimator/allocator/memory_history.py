@@ -99,12 +99,12 @@ class MemoryHistory:
         self._add_block("alloc", block, self._stack)
 
     def free_requested(self, block: Block) -> None:
-        """Record that `block` is not needed any more."""
+        """Record that `block` was freed, also if another stream still uses it."""
         stack = self._freed_at.get(block.address, self.stacks.get(block.address))
         self._add_block("free_requested", block, stack)
 
     def free_completed(self, block: Block) -> None:
-        """Record that `block` may be used again."""
+        """Record that `block` returned to its pool."""
         allocated_at = self.stacks.pop(block.address, None)
         stack = self._freed_at.pop(block.address, None)
         self._add_block("free_completed", block, allocated_at if stack is None else stack)
@@ -173,7 +173,7 @@ class MemoryHistory:
         return made
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
-        """Return the frames of the block at `address`, if its stack was recorded."""
+        """Return the stack of the request at `address`, if it was recorded."""
         return self.frames_of(self.stacks[address]) if address in self.stacks else []
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:

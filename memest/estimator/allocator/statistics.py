@@ -31,7 +31,7 @@ class Stat:
         self.current = self.peak = self.allocated = self.freed = 0
 
     def change(self, amount: int) -> None:
-        """Add `amount`, which may be negative."""
+        """Add `amount`, which may be negative, and update peak and totals."""
         current = self.current = self.current + amount
         if amount > 0:
             self.allocated += amount
@@ -111,7 +111,7 @@ class CountingAllocator(CachingAllocator):
         self._end(block)
 
     def _end(self, block: Block) -> None:
-        """Free a block that is not allocated any more."""
+        """Count and free a block that is no longer allocated."""
         size, before, after = block.num_bytes, block.previous, block.next
         num_split = split_bytes = 0
         for free in (before, after):
@@ -164,7 +164,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_allocated(block)
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Count mapped memory."""
+        """Count memory mapped into an expandable segment."""
         super().mapped(address, num_bytes, block)
         self.num_segments += 1
         self._count(block.is_small, _SEGMENTS[1:], (num_bytes,))
@@ -172,7 +172,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_mapped(address, num_bytes, block)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Count unmapped memory."""
+        """Count memory unmapped from an expandable segment."""
         super().unmapped(address, num_bytes, block)
         self.num_segments_freed += 1
         self._count(block.is_small, _SEGMENTS[1:], (-num_bytes,))

@@ -37,7 +37,7 @@ class Tuning:
         self._allocator = allocator
         self._max_split = settings.max_split_bytes
         self._num_searches = [0, 0]  # `get_free_blocks_call_count`, by size of the pool
-        self._inserted_at: dict[int, int] = {}  # by the identity of a block that is free
+        self._inserted_at: dict[int, int] = {}  # by `id` of a free block
 
     # --- sizes
 
@@ -97,7 +97,7 @@ class Tuning:
         )
 
     def inserted(self, block: Block) -> None:
-        """Note when `block` was inserted into its pool."""
+        """Record when `block` was inserted into its pool."""
         if self.settings.garbage_collection_threshold:
             self._inserted_at[id(block)] = self._num_searches[block.is_small]
 

@@ -1,4 +1,4 @@
-"""Attribution: the module, phase and line of the script for which memory is requested."""
+"""Attribution of memory to the module, the phase and the line that requested it."""
 
 import sys
 import weakref
@@ -80,7 +80,7 @@ class LiveModules:
 
     @contextmanager
     def with_hooks(self) -> Iterator[None]:
-        """Install the hooks again within the block, which is inside of `without_hooks`."""
+        """Install the hooks again within the block, for use inside `without_hooks`."""
         self._put_hooks()
         try:
             yield
@@ -144,7 +144,7 @@ class LiveModules:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record that the running module and line make the next autograd nodes.
+        """Record that the running module and line create the next autograd nodes.
 
         Nodes have sequence numbers. `offset` is -1 below autograd, where the operator's own
         node has its number already.
@@ -160,7 +160,7 @@ class LiveModules:
         self._owners.append(owner)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        module = getattr(module, "_orig_mod", module)  # for torch.compile's OptimizedModule
+        module = getattr(module, "_orig_mod", module)  # unwrap torch.compile's OptimizedModule
         if not self._stack:
             self._call(module)
         self._stack.append(module)
@@ -169,7 +169,7 @@ class LiveModules:
     def _call(self, module: nn.Module) -> None:
         """Record the call of an outermost module."""
         if len(self._starts) > 4 * self.MAX_NOTES:
-            self.forget()  # a script that only generates takes no steps
+            self.forget()  # a script that only generates takes no optimizer steps
         is_new = id(module) not in self._names
         if is_new:
             root = type(module).__name__
@@ -200,7 +200,7 @@ class Attribution:
     def __init__(self, memory: Memory, lines: ScriptLines) -> None:
         self.lines = lines
         self.modules = LiveModules()
-        self.phase_given = ""  # set by a hook, such as `optimizer`; else autograd decides
+        self.phase_given = ""  # set by a hook, such as `optimizer`; if empty, autograd decides
         self.has_closure = False  # True if the running optimizer step calls a closure of the script
         self.has_started = False  # True if a module or a backward has run
         self._history: History = memory.history
@@ -245,7 +245,7 @@ class Attribution:
         return "forward"
 
     def failure(self, func: Any, error: Exception) -> Exception:
-        """Return the error for a script where `func` cannot be simulated, or its own error."""
+        """Return the error to raise when `func` fails: the original one, or "not simulated"."""
         module = self.modules.current().partition(".")[2]
         where = self.lines.current() or (f"`{module}`" if module else "the script")
         return refusal(func, error, where)
@@ -253,7 +253,7 @@ class Attribution:
     # --- labels
 
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Label parameters and gradients of `optimizer`, or without gradients its state."""
+        """Label parameters and gradients of `optimizer`, or its state if not `with_grads`."""
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -294,7 +294,7 @@ class Attribution:
         if index is None:
             return
         if kind is MemKind.PARAMS and self._storages.kinds[index] is MemKind.GATHERED:
-            return  # a parameter that stays whole where others are divided
+            return  # an unsharded parameter among sharded ones
         self._storages.kinds[index] = kind
         site = self._storages.sites[index]
         if owner and not site.module:

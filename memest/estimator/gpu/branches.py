@@ -1,7 +1,7 @@
-"""Guessed conditions of branches, avoiding code that raises and loops that do not end.
+"""Guessed branch conditions that avoid code that raises and loops that do not end.
 
-A guess is the opposite of itself if the code raises on it. A loop that waits for an unknown value
-runs `ROUNDS` times, as that of an adaptive solver does. Its second round takes the other branches.
+A guess is inverted if the code raises on it. A loop that waits for an unknown value runs `ROUNDS`
+times, like the loop of an adaptive solver. The second round takes the other branches.
 """
 
 import ast
@@ -69,7 +69,7 @@ class WaitingLoops:
         return not guess
 
     def _takes_other_way(self, frame: FrameType | None) -> bool:
-        """Return whether `frame` or a caller is in a waiting loop, in every second iteration."""
+        """Return whether `frame` or a caller is in every second iteration of a waiting loop."""
         running = {key for key, rounds in self._rounds.items() if not rounds % 2}
         while running and frame is not None:
             if any(owner == id(frame) and frame.f_lineno in loop for owner, loop in running):

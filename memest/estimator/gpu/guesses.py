@@ -27,7 +27,7 @@ from memest.estimator.tensors.placement import CPU, META, operators, storage_key
 
 aten = torch.ops.aten
 
-CHECK_DEPTH = 12  # innermost frames among which a check of `torch.distributions` is
+CHECK_DEPTH = 12  # innermost frames that are searched for a check of `torch.distributions`
 NUMBER = 1.0  # guess of a loss, a norm or a tensor that is copied to the host
 FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
 TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
@@ -347,7 +347,7 @@ class GuessedValues:
             return
         else:
             shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
-            first = int(func is aten.topk.default)  # as a divisor, 0 would end the script
+            first = int(func is aten.topk.default)  # index 0 might be used as a divisor
             numbers = torch.arange(first, first + out.numel(), device=CPU)
             numbers = numbers.remainder_(num_choices).view(shape)
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))

@@ -37,8 +37,7 @@ class EventLog:
 
     marks: list[tuple[int, str]] = field(default_factory=list)  # (number of events before, name)
     open: "array[int]" = field(default_factory=lambda: array("q"))
-    """Array for the next event: `events`, or once that is full a window that is discarded.
-    """
+    """Array for the next event: `events`, or once it is full a window that is discarded."""
 
     start: int = 0  # start of the part of `open` that was not searched yet
     is_full: bool = False
@@ -74,7 +73,7 @@ class Held:
 
 
 class History:
-    """Follows the allocator of a running script; `storages` is the table of its events."""
+    """Memory history of a running script; `storages` is the table of its events."""
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.log = EventLog()
@@ -131,7 +130,7 @@ class History:
         self._top_reserved = self._allocator.reserved_bytes
 
     def stepped(self) -> None:
-        """Record that an optimizer has taken its step and that its temporaries are freed."""
+        """Record an optimizer step, after its temporaries are freed."""
         self._close()
         allocated = self._allocator.allocated_bytes
         row = RunStep(

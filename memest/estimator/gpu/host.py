@@ -27,7 +27,7 @@ from memest.estimator.tensors.placement import CPU, META, Place, is_meta, operat
 
 aten = torch.ops.aten
 
-MANY_DRAWS = 1 << 26  # from here on skip ahead (0.1 s) in place of drawing (2 to 3 ns each)
+MANY_DRAWS = 1 << 26  # above this, skipping ahead (0.1 s) is faster than drawing (2 to 3 ns each)
 BLOCK = 16  # block size of normal numbers (`normal_fill`)
 _UNIFORM = operators("uniform_ rand rand.generator rand_like")
 _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float")
@@ -189,11 +189,11 @@ class HostTensors:
             yield num_bytes, key in self._pinned
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """Return a pinned copy of `tensor`: `Tensor.pin_memory`."""
+        """Return a pinned copy of `tensor`, as `Tensor.pin_memory` does."""
         return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is pinned: `Tensor.is_pinned`."""
+        """Return whether `tensor` is pinned, as `Tensor.is_pinned` does."""
         return placement.storage_key(tensor) in self._pinned
 
     def _pin(self, tensor: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class HostTensors:
             if not func._schema.returns:
                 return None
             if isinstance(first, Tensor) and not is_meta(first):
-                return first  # the written values are unknown, the old ones serve
+                return first  # the new values are unknown; keep the old ones
         out = self._on_meta(func, args, kwargs)
         for tensor in tensors_in((out,)):
             if is_meta(tensor):

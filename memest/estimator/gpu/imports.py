@@ -1,4 +1,4 @@
-"""Hooks that run after the script's imports: a stub is installed when the library is imported."""
+"""Hooks that install stubs when the script imports a library."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence

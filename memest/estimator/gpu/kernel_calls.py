@@ -22,7 +22,7 @@ from memest.estimator.tensors.storages import NEW_HANDLE, Coverage, Site
 aten = torch.ops.aten
 
 
-_empty_strided = torch.empty_strided  # that of the virtual GPU looks for `device="cuda"`
+_empty_strided = torch.empty_strided  # not the virtual GPU's, which looks for `device="cuda"`
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -39,7 +39,7 @@ class Recipe:
     """
 
     is_partial: bool  # True if something about the kernel is not modelled
-    has_empty: bool  # an output takes no memory: it is empty, or only the meta kernel makes it
+    has_empty: bool  # an output takes no memory: it is empty, or only the meta kernel returns it
     work: int | None = field(default=None, compare=False)  # number of the work in the log of time
     duration_us: float | None = field(default=None, compare=False)  # on its stream, once known
 
@@ -110,7 +110,7 @@ class KernelCalls:
         temporary: list[int] = []
         try:
             self._allocate(op, args, kwargs, out, recipe, temporary)
-        finally:  # also where no memory was left for one of them
+        finally:  # also if one of them was out of memory
             for index in reversed(temporary):
                 memory.free(index)
         if recipe.has_empty:

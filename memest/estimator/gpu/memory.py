@@ -41,11 +41,11 @@ from memest.estimator.tensors.storages import (
 #
 # Left out: tensors that a real run holds in C++ alone, such as gradients, have Python objects here.
 
-PER_STORAGE = 4  # containers per live storage: two of torch, the reference, the block
+PER_STORAGE = 4  # containers per live storage: two of torch, the weak reference, the block
 
 
 class GarbagePace:
-    """Adjusts Python's `gc` threshold by memest's objects, so that scripts collect as usual."""
+    """Adjusts Python's `gc` threshold for memest's objects, so that collections run as usual."""
 
     def __init__(self) -> None:
         self._own = self._moved = 0
@@ -65,7 +65,7 @@ class GarbagePace:
             self._own += num_objects
             return
         now = gc.get_threshold()
-        if now[0] != self._moved:  # the script has a threshold of its own
+        if now[0] != self._moved:  # the script has set its own threshold
             self._threshold, self._own = now, 0
         self._own += num_objects
         if self._threshold[0]:
@@ -157,7 +157,7 @@ class Memory:
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
     def allocate_workspace(self, num_bytes: int, site: Site) -> int:
-        """Allocate memory that no tensor holds, or run out of memory; return its id, for `free`."""
+        """Allocate memory without a tensor; return its id, for `free`, or raise out of memory."""
         self._return_blocks()
         index = self.storages.add(num_bytes, site, MemKind.WORKSPACE)
         self._request(index)
@@ -173,7 +173,7 @@ class Memory:
                 self.blocks[index] = self.allocator.malloc(num_bytes, home)
             except OutOfMemory:
                 self.num_ooms += 1
-                self.history.emptied()  # the allocator gave back its cache before it gave up
+                self.history.emptied()  # the allocator emptied its cache before it raised
                 self.refused_id = index
                 self.refused = num_bytes, self.storages.sites[index], self.allocator.reserved_bytes
                 message = out_of_memory(self.gpu, self.allocator, num_bytes)
@@ -324,7 +324,7 @@ class Memory:
     # --- uses by other streams and by collectives
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
-        """Note that `stream` uses the storage of `tensor`: `Tensor.record_stream`."""
+        """Record that `stream` uses the storage of `tensor`, as `Tensor.record_stream` does."""
         index = self.id_of(tensor)
         if index is None:
             return
@@ -333,7 +333,7 @@ class Memory:
             self._uses.setdefault(index, set()).add(stream)
 
     def stash(self, index: int, done: float) -> None:
-        """Keep a storage, by its id, for a collective that ends at `done` microseconds."""
+        """Keep storage `index` for a collective that ends at `done` microseconds."""
         self._stashed[index] = done
 
     def unstash(self, until: float | None = None) -> None:

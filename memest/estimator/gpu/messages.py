@@ -57,7 +57,7 @@ BENCHMARK = (
 INDICES_ELSEWHERE = (
     "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
 )
-"""torch's message for a tensor of the host that a script indexes with one of the GPU."""
+"""torch's message for a host tensor indexed with a GPU tensor."""
 
 
 def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:

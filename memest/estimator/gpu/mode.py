@@ -92,7 +92,7 @@ def _has_own_dispatch(kind: type) -> bool:
 def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
     """Run a factory called inside a composite on meta; `CudaSimMode._adopt` places its tensor."""
     made = func(*args, **kwargs)
-    if func is aten.scalar_tensor.default:  # of `torch.where` with a number
+    if func is aten.scalar_tensor.default:  # from a number in `torch.where`
         made.number = args[0]
     return made
 
@@ -131,7 +131,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._has_own_dispatch = cache(_has_own_dispatch)
         self._decomposes_under = cache(decomposition_key)
         self._last_recipe: Recipe | None = None
-        self._has_kernels = False  # flag: a kernel was launched
+        self._has_kernels = False  # flag: a kernel was already launched
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -296,7 +296,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = self.run_on_gpu(func, args, kwargs, adopts)
             finally:
                 memory.kind = before
-            del self.work.events[-1:]  # the copy is no kernel
+            del self.work.events[-1:]  # a copy is not a kernel launch
             is_pinned = self.host.is_pinned(source)
             waits = not (non_blocking and is_pinned)
             self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
@@ -323,7 +323,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return copied(self, func, args, kwargs)
 
     def pass_workspaces(self, func: Any, *sizes: int) -> None:
-        """Allocate and free a workspace of each size in bytes, one after the other."""
+        """Allocate and free workspaces of these sizes in bytes, one after the other."""
         for num_bytes in sizes:
             site = self.attribution.site(func)
             self.memory.free(self.memory.allocate_workspace(num_bytes, site))
@@ -414,7 +414,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func = op.func
         op.check(args, kwargs)
         if op.is_mutable and op.returns_nothing:
-            return None  # without values nothing changes
+            return None  # nothing changes if values are unknown
         if op.shaped_by:
             made = self.guessed.result(func, args, kwargs)
             if made is not None:
@@ -453,7 +453,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- values
 
     def _read(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return the known or guessed value of a read; the host waits."""
+        """Return the known or guessed value that the script reads; the host waits for the GPU."""
         self.timeline.synchronize()
         guess = self.guessed.read(func, args[0])
         if guess is not None:
@@ -467,7 +467,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func is aten.equal.default:
                 if is_set_to(*args):
                     return True
-                # results of layers differ; tensors that should be equal are tied weights
+                # outputs of layers differ; tensors that should be equal are tied weights
                 is_alike = args[0].shape == args[1].shape and args[0].grad_fn is args[1].grad_fn
                 self.guesses.note(f"{is_alike} from torch.equal")
                 return is_alike

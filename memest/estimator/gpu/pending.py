@@ -54,7 +54,7 @@ DoneWork: Any = _done_work()
 
 
 Communicator = tuple[str, int | None]
-"""Group name (empty: the default group), and the peer of a send or receive outside of a batch."""
+"""Group name (empty for the default group), and the peer if it sends or receives unbatched."""
 
 DEFAULT: Communicator = "", None
 
@@ -68,14 +68,14 @@ class PendingWorks:
         self._kept: Any = WeakKeyDictionary()
         self._last: Any = None  # kept alive so that pybind returns the same object
         self.messages: dict[Communicator, set[tuple[int, bool]]] = defaultdict(set)
-        """Each rank to which a communicator sends (True), and from which it receives."""
+        """Communicator -> ranks to which it sends (True) or from which it receives (False)."""
 
         self._streams: dict[Communicator, int] = {}  # stream of the messages of each communicator
         self.collectives: set[Communicator] = set()  # communicators that have run a collective
         self._created: set[Communicator] = set()  # communicators that were created with their group
         self.is_batch = False  # True within `batch_isend_irecv`
         self.is_eager = False  # `init_process_group` has a `device_id`: pairs have no communicator
-        self._alone: set[str] = set()  # groups of this rank alone that have communicated
+        self._alone: set[str] = set()  # groups of only this rank that have communicated
         self._registered: dict[int, Any] = {}  # work by functional result (`WorkRegistry`)
 
     def install(self, patches: Patches) -> None:

@@ -42,7 +42,7 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
 
     @patches.wrap(BaseProcess, "start")
     def noted_start(start: Any, self: Any) -> None:
-        """Start the process, or call its function here if it is this rank's."""
+        """Start the process, or call its function in this process if it is the simulated rank's."""
         target = getattr(self, "_target", None) or type(self).run
         home = str(getattr(target, "__module__", "")).partition(".")[0]
         if home in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools

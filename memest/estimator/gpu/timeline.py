@@ -1,11 +1,11 @@
-"""Timeline of the simulated GPU: CUDA streams, and the time at which each is done.
+"""Timeline of the simulated GPU: CUDA streams, and the time at which each finishes its work.
 
 The allocator returns a block that another stream used (`record_stream`) only after the GPU has
 passed the point at which it was freed (`free` and `process_events` of
-`c10/cuda/CUDACachingAllocator.cpp`). So time decides: the host launches operators one after
-another, and each stream executes its own (`hardware/speed.py`). On several GPUs the return decides
-how much each rank reserves. The log has the latest moment (`SLOWEST`), and a replay may return the
-block at once.
+`c10/cuda/CUDACachingAllocator.cpp`). The return therefore depends on time: the host launches
+operators in order, and each stream executes its own (`hardware/speed.py`). On several GPUs the
+return decides how much each rank reserves. The log assumes the latest return (`SLOWEST`); a replay
+may return the block at once.
 """
 
 from bisect import bisect_right
@@ -254,7 +254,7 @@ class Timeline:
         if self._capture_pool is not None:
             return self._capture_pool
         if self.mem_pool is None or torch._C._current_autograd_node() is not None:
-            return self.stream  # the thread that runs backward is another one
+            return self.stream  # backward runs in another thread
         self._streams_of_pools[self.mem_pool] = self.stream
         return self.mem_pool
 

@@ -68,9 +68,9 @@ class Mailbox:
             unfinished.replace(path)
 
     def fetch(self, key: object, source: int) -> Any:
-        """Message of rank `source`, or None if the value is not known or never comes.
+        """Return the message of rank `source`, or None if its value is unknown or it never comes.
 
-        Waits if `source` runs at the same time.
+        Wait if `source` runs at the same time.
 
         Raises:
             PeerEnded: `source` has ended without that message.
@@ -114,7 +114,7 @@ class Mailbox:
 
     @property
     def _companions(self) -> frozenset[int]:
-        """The ranks that started at the same time as this one."""
+        """Return the ranks that started at the same time as this one."""
         together = self._together
         return together - {self._own} if self._own in together else frozenset()
 
@@ -153,14 +153,14 @@ class Mailbox:
             self._wait(path, source, line)
 
     def meet(self, rank: int) -> None:
-        """Request that `rank` runs at the same time as this one."""
+        """Request to simulate `rank` at the same time as this one."""
         if rank not in self._peers:
             self.open()
             self._peers.add(rank)
             self._path("requested", rank).touch()
 
     def requested(self) -> set[int]:
-        """Ranks that some rank has requested by `meet`."""
+        """Return the ranks that were requested by `meet`."""
         paths = () if self._folder is None else self._folder.glob("requested.*")
         return {int(path.suffix[1:]) for path in paths}
 
@@ -212,7 +212,7 @@ class Rank:
     num_local: int = 1  # GPUs of each host, one rank each
     is_launched: bool = False  # `torchrun` starts the script: even one rank can join a group
     mailbox: Mailbox = field(default_factory=Mailbox, compare=False, repr=False)
-    """Messages of ranks that were run before, and of this one."""
+    """Messages of this rank and of ranks that were simulated before."""
 
     @property
     def may_wait(self) -> bool:

@@ -108,7 +108,7 @@ class Gpu:
 
     @property
     def sm_share(self) -> float:
-        """Share of the multiprocessors of the whole GPU: below 1 for an instance under MIG."""
+        """Share of the whole GPU's multiprocessors, below 1 for a MIG instance."""
         return self.num_sms / _catalogue()[self.whole].num_sms if self.whole else 1.0
 
     @property
@@ -117,7 +117,7 @@ class Gpu:
         return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)
 
     def beside(self, num_bytes: int | None) -> "Gpu":
-        """Return this GPU with `num_bytes` held by others; `PlanError` if they leave no room."""
+        """Return this GPU with `num_bytes` used by others; `PlanError` if no room is left."""
         if not num_bytes:
             return self
         if num_bytes >= self.memory_bytes - self.context_bytes:
@@ -139,7 +139,7 @@ class Gpu:
     def spread_under(self, limit_bytes: int, beside_bytes: int = 0) -> int:
         """Bytes of `limit_bytes`, a limit on this GPU, that another driver may take.
 
-        A lower limit of the user's is available with every driver. Libraries hold `beside_bytes`.
+        A lower limit set by the user is available with every driver. Libraries hold `beside_bytes`.
         """
         least = self.limit_bytes - beside_bytes - self.spread_bytes
         return max(0, limit_bytes - least)
@@ -286,11 +286,11 @@ WITHOUT_COLLECTIVES_BYTES = 198 * MIB  # of a communicator that only sends and r
 SENDING_BYTES = 64 * MIB
 RECEIVING_BYTES = 320 * MIB  # buffers for each rank it sends to, and each it receives from
 MESSAGES_BYTES = 64 * MIB
-"""Bytes of the kernels of a process that sends or receives.
+"""Memory of the kernels of a process that sends or receives, bytes.
 
-These five are of two and four H200s, torch 2.11, NCCL 2.28 (validation/scripts/nccl_memory.py).
-They give pipelines of two and four stages on four H100s, and scatter, gather and all-to-all on two
-and four H200s, within 16 MiB.
+The last five constants were measured on two and four H200s, torch 2.11, NCCL 2.28
+(validation/scripts/nccl_memory.py). They give pipelines of two and four stages on four H100s, and
+scatter, gather and all-to-all on two and four H200s, within 16 MiB.
 """
 
 DEEPSPEED_BYTES = 486 * MIB  # memory of DeepSpeed 0.19.8 besides the first communicator
@@ -302,7 +302,7 @@ Median of 14 runs without offload (1071 to 1259 MiB); `validation/runs/h200-*mul
 """
 
 INT8_BYTES = 64 * MIB
-"""cuBLAS's int8 kernels (LLM.int8). Five of six runs in validation/runs/h200-variants.jsonl."""
+"""Memory of cuBLAS's int8 kernels (LLM.int8), in 5 of 6 runs of h200-variants.jsonl."""
 
 
 def libraries_bytes(plan: TrainingPlan) -> int:
@@ -362,7 +362,7 @@ def split_mig(name: str) -> tuple[str, str] | None:
 
 
 def _check_whole_is_named(whole: str, profile: str) -> None:
-    """Raise a `PlanError` if an instance is named by its profile, without its GPU."""
+    """Raise a `PlanError` if a MIG instance is named by its profile alone."""
     if whole:
         return
     names = [

@@ -43,11 +43,10 @@ from memest.report import StepTime
 FORMAT = 5  # of a file of measured times; it grows when kinds of work or their sizes change
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
 _MEASURED = Path(__file__).with_name("pace")
-NUM_NEAREST = 8  # measured calls to which the plane is fitted, by the inverse square of distances
+NUM_NEAREST = 8  # measured calls to which the plane is fitted, weighted by inverse squared distance
 RIDGE = 0.01  # added to the squares of the slopes
 LEAST_SQUARE = 0.01  # added to squared distances: calls of the same sizes differ too
-"""Eight neighbours and this ridge are about best on held-out calls, of 6 to 24 neighbours
-and ridges of 0.003 to 1."""
+"""Best of the values from 0.003 to 1 on held-out calls, with `NUM_NEAREST` 8 of 6 to 24."""
 
 PAUSE_S = 1.3e-6
 """Pause between two kernels of a busy GPU: seven trainings on an H100 took 1.2 to 1.8 microseconds
@@ -55,11 +54,11 @@ a kernel longer than the sum of their kernels (`torch.profiler`)."""
 
 LEAST_S = 1.2e-6  # shortest kernels of eleven trainings on an H200 (`torch.profiler`)
 BANDWIDTH_SHARE = 0.88  # of the data sheet's bandwidth that kernels reach
-KNEE = 3  # exponent of the sum of the time for bytes and that for all else
+KNEE = 3  # exponent of the norm that combines the time for bytes and all other time
 """With this exponent, H100 times predict 450 calls on an H200 with a median error of 3 %."""
 
-ELSEWHERE = "pointwise 4"  # kind whose efficiency kernels have that were not measured
-MIN_STEPS = 3  # steps after which one step follows another as in a long run
+ELSEWHERE = "pointwise 4"  # kind whose efficiency is used for kernels that were not measured
+MIN_STEPS = 3  # number of steps after which further steps take the same time
 
 SPREAD = (0.8, 1.5)  # bounds of a step's time relative to the estimate, measured: docs/time.md
 SPREAD_ELSEWHERE = (0.65, 1.8)  # the same on a GPU that was not measured; assumed
@@ -106,7 +105,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
-    """Return a step with the given number of micro-batches: those in the middle are alike."""
+    """Return a step with `num_micro_batches`: micro-batches in the middle are repeated."""
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
@@ -133,8 +132,8 @@ class Clocks:
     ) -> list[tuple[float, float]]:
         """Return the seconds of each step, and those of first calls with new sizes.
 
-        `num_known` has the number of works that are known before each step. `kernels` are other
-        times of them. The host takes `host_share` of its time, and waits at the end of a step.
+        `num_known` has the number of works that occurred before each step. `kernels` replaces their
+        times. Host times are multiplied by `host_share`; the host waits at the end of a step.
         """
         hosts = [host_share * s for s in self._hosts]
         on_gpu = [
@@ -169,7 +168,7 @@ class Clocks:
         return found
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
-        """Return what binds a step: the resource without which the step is shortest."""
+        """Return the bottleneck of a step: the resource without which the step is shortest."""
 
         def alone(kernels: Sequence[float], host_share: float = 1.0) -> float:
             return self.run([events], [len(self._works)], kernels, host_share)[0][0]
@@ -207,7 +206,7 @@ class Table:
         host, first_us = times["host"], times["first_us"]
         self.file, self._gpu, self._measured, self._kinds = file, gpu, origin, kinds
         self._us, self._first_us = host, first_us
-        self.nearest = cache(lambda kind: nearest(kind, kinds))  # kind that was measured
+        self.nearest = cache(lambda kind: nearest(kind, kinds))  # the measured kind to use
         self._nearest_first = cache(lambda kind: nearest(kind, first_us))
         self.wait_s = 1e-6 * host["read"]
         each = [
@@ -292,7 +291,7 @@ class Calls:
         self._sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
         bounds = [roofline_s(rate, row[-3], row[-2], gpu) for row in rows]
         found = [1e6 * max(bound) / row[-1] for bound, row in zip(bounds, rows, strict=True)]
-        if not rate:  # no call is more efficient than the largest: small tensors stay in L2 there
+        if not rate:  # cap the efficiency at that of the largest call: small tensors stay in L2
             largest = {(*row[1:-3],): each for row, each in sorted(zip(rows, found, strict=True))}
             found = [min(e, largest[(*row[1:-3],)]) for row, e in zip(rows, found, strict=True)]
         self._efficiencies = np.log(found)
@@ -345,7 +344,7 @@ def _table_of(gpu: Gpu, path: str) -> Table:
 
 @cache
 def _kinds_of(file: Path, origin: Gpu) -> dict[str, Calls]:
-    """Return the measured calls of a file by kind; GPUs of other chips share them."""
+    """Return the measured calls of a file by kind; GPUs of other chips use them too."""
     return {kind: Calls(kind, rows, origin) for kind, rows in _read(file)["kernels"].items()}
 
 

@@ -2,8 +2,8 @@
 
     time = max(operations / peak rate of the type, bytes read and written / memory bandwidth)
 
-Only the moment at which blocks of two streams are freed depends on time, and so the reserved bytes
-of strategies.
+Only the free timing of blocks used by two streams depends on these times, and so the reserved bytes
+of parallel strategies.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ LAUNCH_US = 15.6
 of an H200, torch 2.11."""
 
 SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
-"""(MiB, microseconds): least host time of a `cudaMalloc` in eleven: `scripts/measure_pace.py` on
-the host of an H100. On another host it took up to eight times as long."""
+"""(MiB, microseconds): shortest of eleven host times of a `cudaMalloc`: `scripts/measure_pace.py`
+on the host of an H100. On another host it took up to eight times as long."""
 
 LOAD_US = 2500.0
 """Least host microseconds of an operator's first launch, which loads kernels. 0 where the GPU is
@@ -90,7 +90,7 @@ def kernel_us(gpu: Gpu, speed: Speed, func: Any, args: Any, kwargs: Any, out: An
     """Return microseconds of the kernels of one call; 0 for a view."""
     if func.is_view:
         return 0.0
-    # an operator in place returns what it writes, which would count twice
+    # an in-place operator returns what it writes, which would count twice
     positions = () if func._schema.returns else written(func)
     unreturned = [args[i] for i in positions if i < len(args)]
     num_bytes = sum(t.nbytes for t in tensors_in((*args, *unreturned, out)))

@@ -35,7 +35,7 @@ class Work(NamedTuple):
     num_flops: int
     num_bytes: int  # bytes read and written, each tensor once
     num_tensors: int = 1  # tensors of a list that one call works on; each takes the host time
-    more: tuple["Work", ...] = ()  # further kernels: a bias, copies of tensors that are strided
+    more: tuple["Work", ...] = ()  # further kernels: a bias, copies of strided tensors
 
 
 NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
@@ -49,7 +49,7 @@ STEP, ZERO_GRAD, HOOK, REGION, CHOICE = IN_PYTHON = (
 a call of a hook of saved tensors, and `choice` that of selective checkpointing for an operator.
 """
 
-HOST_KINDS = ("launch", "cudnn", "view")  # a launch, a call of cuDNN, a view
+HOST_KINDS = ("launch", "cudnn", "view")  # a kernel launch, a call of cuDNN, a view
 _NAMES: dict[str, Any] = {
     trait: frozenset(names) if isinstance(names, list) else names
     for trait, names in read_table(__file__, "work.json").items()
@@ -98,7 +98,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def by_bytes(kind: str, num_bytes: int, *sizes: int) -> Work:
-    """Return the work of a kernel that memory bounds; `sizes` are those apart from the bytes."""
+    """Return the work of a memory-bound kernel; `sizes` are its sizes besides the bytes."""
     return Work(kind, (num_bytes, *sizes), "", 0, num_bytes)
 
 
@@ -159,7 +159,7 @@ def _length(x: Tensor, dim: int) -> int:
 
 
 def _scale(*numels: int) -> int:
-    """Return how many times as many elements the larger of two images has."""
+    """Return the ratio of the element counts of two images, the larger one first."""
     return max(1, max(numels) // max(1, min(numels)))
 
 
@@ -200,7 +200,7 @@ def _run(shape: Strides, given: Strides, made: Strides) -> int:
 
 
 def _copied(x: Tensor) -> Work:
-    """Return the work of the copy that a norm or a softmax makes of a tensor in another order."""
+    """Return the work of the contiguous copy that a norm or a softmax makes of a tensor."""
     kind, *sizes = _order(x.shape, x.stride(), make_contiguous_strides_for(x.shape))
     return by_bytes(f"{kind} {x.element_size()}", 2 * x.nbytes, *sizes)
 
@@ -302,7 +302,7 @@ PRODUCTS = "convolution products"  # kind of a convolution whose kernels are tho
 
 
 def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> list[Work]:
-    """Return the products that a convolution of single positions in channels-last is."""
+    """Return the products that equal a 1x1 convolution in channels-last."""
     rows, _, made, given, _ = size
     forms = [(rows, given, made)] * data + [(made, given, rows)] * weights or [(rows, made, given)]
     kind = "matmul" + "-odd" * (item == 2 and bool(made % 8 or given % 8))
@@ -384,7 +384,7 @@ HOST = -10  # event of an operator on the host that takes `HOST - event` microse
 MIN_HOST_US = 50  # shortest operator on the host that counts; others are part of a launch's time
 LINK = "link"  # kind of a collective
 NUM_HOSTS = 3
-FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # what Python and C++ run around a launch
+FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # kinds of Python and C++ code around a launch
 
 
 class WorkLog:
@@ -394,12 +394,12 @@ class WorkLog:
 
     def __init__(self) -> None:
         self.works: list[Work] = []
-        self.steps: deque[array[int]] = deque(maxlen=MAX_STEPS)  # one of each optimizer
+        self.steps: deque[array[int]] = deque(maxlen=MAX_STEPS)  # one step per element
         self.num_known: deque[int] = deque(maxlen=MAX_STEPS)  # works that occurred before each
         self.events = array("q")  # since the last step of an optimizer
         self.is_in_optimizer = False  # True within `Optimizer.step`
         self.is_in_engine = False  # True within the step of DeepSpeed's engine
-        self.has_host = True  # False if operators on the host are not of the training
+        self.has_host = True  # False while host operators are not part of training
         self._stepped: set[int] = set()
         self._end = 0
         self._index: dict[Work, int] = {}
@@ -466,7 +466,7 @@ class WorkLog:
         self.run_python(ZERO_GRAD, num_params)
 
     def run_python(self, kind: str, count: int = 1) -> None:
-        """Add `count` times the Python code of a kind of `IN_PYTHON`."""
+        """Add the host time of `count` executions of Python code of this kind (`IN_PYTHON`)."""
         if count:
             self.add(Work(kind, (), "", 0, 0, count))
 
@@ -480,7 +480,7 @@ class WorkLog:
 
     def _add(self, index: int) -> None:
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
-            host = BACKWARD  # with gradients, Python runs a forward again
+            host = BACKWARD  # checkpointing runs a forward again
         else:
             host = OPTIMIZER if self.is_in_optimizer else FORWARD
         self.events.append(NUM_HOSTS * index + host)

@@ -1,8 +1,8 @@
 """bitsandbytes on the virtual GPU: its own Python, without its library of kernels.
 
 Its CUDA backend makes tensors by torch and passes their addresses to a native library, which
-allocates nothing by torch. A library that does nothing replaces it. Paged states, from
-`cudaMallocManaged`, are on the host here.
+allocates nothing through torch. A stub library replaces it. Paged states, from `cudaMallocManaged`,
+are on the host here.
 
 Source: bitsandbytes 0.50.2, cextension.py, functional.py, backends/cuda/ops.py. Evidence: measured
 plans with `use_qlora` and with its optimizers (validation/runs/*.jsonl).
@@ -30,7 +30,7 @@ _PARAM_NORM = 7  # position of `param_norm` in `optimizer_update_32bit`
 
 
 def _note_call(*args: Any) -> int:
-    """Record that a function of the library was called, and return 0 (success)."""
+    """Record the call of a library function, and return 0 (success)."""
     WorkLog.has_called = True
     return 0
 

@@ -1,6 +1,6 @@
 """Compilers: `torch.compile` (`inductor/`), `torch.jit`, extensions in CUDA.
 
-Other compilers run functions uncompiled, which takes more temporaries; the report notes that.
+Functions for other compilers run uncompiled, with more temporaries; the report notes that.
 """
 
 import sys
@@ -124,7 +124,7 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
     @patches.wrap(torch.jit, "script")
     def script(torchscript: Any, obj: Any = None, *args: Any, **options: Any) -> Any:
         if getattr(obj, "__module__", "").startswith("torch._decomp"):
-            return torchscript(obj, *args, **options)  # torch itself reads the graph
+            return torchscript(obj, *args, **options)  # the caller is torch, which reads the graph
         return as_written(obj)
 
     def trace(

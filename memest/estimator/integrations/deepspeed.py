@@ -87,10 +87,7 @@ def _label(mode: CudaSimMode, engine: Any) -> None:
 
 
 def _buckets(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the bucket buffers: lists in stages 1 and 2, one buffer in stage 3.
-
-    DeepSpeed before 0.17.5 has one list in place of buckets.
-    """
+    """Yield the gradient buckets: lists of buffers in stages 1 and 2, one buffer in stage 3."""
     yield from getattr(optimizer, "ipg_buffer", None) or ()
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buffer = getattr(bucket, "buffer", None)
@@ -98,7 +95,7 @@ def _buckets(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleType) -> None:
-    """Label the buckets of stages 1 and 2, and assume finite gradients."""
+    """Label the buckets of stages 1 and 2, and assume that gradients are finite."""
     kind = module.DeepSpeedZeroOptimizer
 
     @patches.wrap(kind, "_has_inf_or_nan")

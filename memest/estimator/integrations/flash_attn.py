@@ -1,4 +1,4 @@
-"""The package `flash_attn` on the virtual GPU, where it can be neither built nor imported.
+"""The package `flash_attn` on the virtual GPU, which cannot be built without a GPU.
 
 `models_meta.flash_attention` replaces it for transformers' `flash_attention_2` and for a script
 that imports it. Libraries that only check for the package find the installed state.

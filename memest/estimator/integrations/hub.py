@@ -1,6 +1,6 @@
-"""Hugging Face Hub (huggingface_hub 1.33): a simulated script reads from it, and sends nothing.
+"""Hugging Face Hub (huggingface_hub 1.33): a simulated script downloads, but uploads nothing.
 
-What the script would send has no values.
+Tensors that the script would upload have no values.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     def replace(module: Any) -> None:
         functions = []
         for name in (*_COMMITS, *_OTHERS):
-            if not hasattr(module.HfApi, name):  # a later release has it
+            if not hasattr(module.HfApi, name):  # absent in older releases
                 continue
             made = _unsent(module, name, mode.notes.add)
             patches.set(module.HfApi, name, made)

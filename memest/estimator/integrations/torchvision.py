@@ -55,7 +55,7 @@ def _after(module: ModuleType) -> None:
 
 
 def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Assume as many positives among unknown labels as a detector's sampler takes."""
+    """Assume as many positives among unknown labels as a detector's sampler can take."""
 
     @patches.wrap(module.BalancedPositiveNegativeSampler, "__call__")
     def sample_guessed(sample: Any, self: Any, matched_idxs: list[Tensor]) -> Any:
@@ -68,7 +68,7 @@ def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> N
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Run the operators of `nms_kernel`. All boxes are assumed to be kept."""
+    """Run the operators of `nms_kernel`. No box is assumed to be suppressed."""
     if torch.is_autocast_enabled("cuda"):
         boxes, scores = boxes.float(), scores.float()
     count = boxes.shape[0]

@@ -1,4 +1,4 @@
-"""Triton, with kernel launches that do nothing, which request the same memory.
+"""Triton with kernel launches that compute nothing and request the same memory.
 
 Where Triton cannot be installed, a stub replaces it, so that libraries take the same paths.
 Source: triton 3.6.0, runtime/jit.py, runtime/autotuner.py, runtime/driver.py, testing.py.
@@ -343,7 +343,7 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
     made = SimpleNamespace(
         get_current_stream=lambda device=0: mode.timeline.stream,
         get_current_device=constant(0),
-        set_current_device=constant(None),  # there is one GPU
+        set_current_device=constant(None),  # only one GPU is visible
         get_device_capability=constant(mode.gpu.capability),
         get_current_target=lambda: target("cuda", major * 10 + minor, 32),
         get_active_torch_device=lambda: GPU.device,
@@ -377,7 +377,7 @@ _BENCHES = {"do_bench": do_bench, "do_bench_cudagraph": do_bench_cudagraph}
 
 
 def _renew(patches: Patches) -> None:
-    """Update modules of Inductor that were imported without Triton with the stub's names."""
+    """Set the stub's names in Inductor modules that were imported without Triton."""
     compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
     if compat is None or hasattr(compat.triton, "Config"):
         return
@@ -395,7 +395,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Install Triton, with launches that do nothing."""
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        """Add the kernel's work to the log, in place of a launch."""
+        """Add the kernel's work to the log; nothing is launched."""
         given = (*args, *kwargs.values())
         mode.work.add(fused_work(value for value in given if isinstance(value, Tensor)))
 

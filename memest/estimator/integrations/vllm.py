@@ -275,7 +275,7 @@ def files_bytes(model: str) -> int | None:
 
 
 class Finder(StubFinder):
-    """Finder of the stub of `vllm`, for the script and TRL; for all code if vLLM is installed."""
+    """Finder that serves the vLLM stub to the script and TRL; to all code if vLLM is installed."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
@@ -304,7 +304,7 @@ class Finder(StubFinder):
         return importer == "trl" or self._mode.attribution.lines.frame(frame) is frame
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module; names that are not known refuse to be called."""
+        """Fill the module; unknown names raise when they are called."""
         name = module.__name__
         vars(module).update(self._contents.get(name, {}))
         if name == "vllm":

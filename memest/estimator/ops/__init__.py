@@ -1,1 +1,1 @@
-"""Rules for each operator on CUDA: results, memory, refusals, random offsets."""
+"""CUDA rules of each operator: results, memory, error messages, random offsets."""

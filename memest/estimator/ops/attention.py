@@ -258,7 +258,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
-    """Return the first result of a kernel; the others are dropped in order, as by `std::tuple`."""
+    """Return a kernel's first result; free the others in order, as `std::tuple` does."""
     results = [*op(*args, scale=scale)]
     while len(results) > 1:
         results.pop(1)
@@ -449,8 +449,8 @@ def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int
 def flash_backward(c: KernelCall) -> Events:
     """Requests of `mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
 
-    Queries are rounded up to 128 tokens. Grouped heads add key and value gradients of all query
-    heads, summed into the outputs.
+    Queries are rounded up to 128 tokens. Grouped heads add temporary key and value gradients for
+    each query head, which are summed into the outputs.
     """
     shape = _Shape.of(c)
     copies = [t.nbytes for t in (c.grad_out, c["out"]) if not _tokens_first(t)]

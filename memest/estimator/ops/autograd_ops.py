@@ -146,7 +146,7 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decisions_again() -> Iterator[None]:
-    """Apply `decisions_of` also to operators that a dispatch mode calls within the block."""
+    """Apply `decisions_of` also to operators that a dispatch mode calls in the block."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
@@ -175,7 +175,7 @@ class Next:
         return self._op.redispatch(self._keyset & _BELOW, *args, **kwargs)
 
     def below_autograd(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator without a node of its own in the graph."""
+        """Run the operator without its own autograd node."""
         keyset = self._keyset & _BELOW & torch._C._after_autograd_keyset
         return self._op.redispatch(keyset, *args, **kwargs)
 
@@ -343,7 +343,7 @@ def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[s
 
 
 def _refuse(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    """Call torch's kernel on the GPU, `binary_cross_entropy_banned`, which raises."""
+    """Call torch's GPU kernel `binary_cross_entropy_banned`, which raises."""
     return op._op_dk(_AUTOCAST, *args, **kwargs) if _is_on_gpu(args) else (args, kwargs)
 
 

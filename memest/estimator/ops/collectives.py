@@ -1,8 +1,8 @@
-"""Collectives and point-to-point operators of `c10d` in a process group that sends nothing.
+"""Collectives and point-to-point operators of `c10d` in a process group without communication.
 
 NCCL's buffers are outside the caching allocator. A sum over W ranks is W times the known or guessed
-value of this rank, as if all ranks had the same. A broadcast or a receive gives the value that its
-source has posted in the mailbox (`gpu/worlds.py`).
+value of this rank, as if all ranks had equal values. A broadcast or a receive returns the value
+that its source has posted in the mailbox (`gpu/worlds.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -133,7 +133,7 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 
 
 def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
-    """Send or receive one tensor; the other rank runs at the same time.
+    """Send or receive one tensor; the other rank is simulated at the same time.
 
     A receive of integers waits for the message, since a script may read them. A rank's message to
     itself does not wait.
@@ -167,7 +167,7 @@ def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
-    """Give `tensor` a received value; False if none was posted."""
+    """Store a received `value` in `tensor`; return False if none was posted."""
     fits = value is not None and value.shape == tensor.shape and value.dtype == tensor.dtype
     if fits:
         _set(mode, tensor, value)
@@ -196,7 +196,7 @@ def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> Non
 def _store(
     mode: SimMode, output: Tensor, given: Tensor | None, made: Callable[[Tensor], Tensor]
 ) -> None:
-    """Store `made(value)` in `output`, for the known or guessed value of `given`, if any."""
+    """Store `made(value)` in `output`, if the value of `given` is known or guessed."""
     known = None if given is None else mode.values.value_of(given)
     if known is not None:
         _set(mode, output, made(known))
@@ -221,7 +221,7 @@ def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
 
 
 def _factor(mode: SimMode, args: Args) -> int:
-    """Return the factor of a reduction over ranks with equal values: the world size for a sum."""
+    """Return the factor of a reduction over equal ranks: the world size for a sum, else 1."""
     for op in args[2:]:
         if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
             what: Any = op

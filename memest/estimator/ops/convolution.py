@@ -43,7 +43,7 @@ from memest.estimator.tensors.placement import INSIDE
 from memest.estimator.versions import allows_tf32, simulated
 from memest.writing import cache_folder, write_whole
 
-# Workspaces of cuDNN's convolutions: by the installed cuDNN, else by a rule of their shapes.
+# Workspaces of cuDNN's convolutions: from the installed cuDNN, else from a rule on shapes.
 #
 # cuDNN chooses its kernels by heuristics that are not public, and the kernel decides the
 # workspace. The installed library runs the heuristics without a GPU (`cudnn_library`); its
@@ -171,7 +171,7 @@ class Answers:
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
     def find(self, asked: tuple[Any, ...], compute: Callable[[], Answer]) -> Answer:
-        """Return the answer about `asked`, by default `compute()`; () if cuDNN refuses the call."""
+        """Return the answer for call `asked`, computed once; () if cuDNN refuses the call."""
         key = self.key(*asked)
         if key not in self.stored:
             answer: Answer = ()
@@ -181,14 +181,14 @@ class Answers:
         return self.stored[key]
 
     def put(self, key: str, answer: Answer) -> None:
-        """Store an answer."""
+        """Store the cuDNN answer for a call."""
         self.stored[key] = answer
         self._num_new += 1
         if self._num_new >= WRITE_EVERY:
             self.write()
 
     def write(self) -> None:
-        """Add the new answers to the file; a folder that cannot be written is passed over."""
+        """Add the new answers to the file; ignore a folder that cannot be written."""
         if not self._num_new:
             return
         self._num_new = 0
@@ -286,7 +286,7 @@ def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
 
 
 def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
-    """Workspace of one direction; none for torch's own kernels, and on GPUs older than Ampere."""
+    """Workspace of one direction; none for torch's own kernels or on GPUs older than Ampere."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_by_library=_is_without_cudnn(c))
     cudnn = torch.backends.cudnn
@@ -315,7 +315,7 @@ def recorded_calls() -> Iterator[Calls]:
 
 
 def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
-    """Return whether cuDNN takes the same workspaces on two GPUs."""
+    """Return whether cuDNN's workspaces of `calls` are equal on two GPUs."""
 
     def on(gpu: Gpu) -> list[Workspace | tuple[int, ...]]:
         return [

@@ -125,7 +125,7 @@ register(
 
 @registry.above_autograd("_pad_packed_sequence combinations pad_sequence vander")
 def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the result on the device of the given tensor (`options()` in C++)."""
+    """Run a factory on the device of `given`, as `options()` does in C++."""
     with setting(INSIDE, "composite", True):
         return then(given, *args, **kwargs)
 

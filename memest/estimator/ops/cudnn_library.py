@@ -380,7 +380,7 @@ def _lines(message: int) -> Iterator[bytes]:
 def _on_a_gpu(
     engine: int, reasons: bytes, shapes: ConvolutionShapes, direction: str, gpu: str
 ) -> Iterator[Plan]:
-    """Yield the plan of a rejected configuration if a GPU accepts it."""
+    """Yield the plan of a configuration that cuDNN rejects only for lack of a GPU."""
     if engine == FOURIER_ENGINES[direction]:
         if cudnn_rules.is_fourier(shapes, direction):
             yield Plan(cudnn_rules.fourier_bytes(shapes, direction), frozenset({FOURIER}))

@@ -49,7 +49,7 @@ class ConvolutionShapes:
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Samples, input channels and output channels."""
+        """Number of samples, input channels and output channels."""
         return self.tensor[0], self.tensor[1], self.output[1]
 
     @property
@@ -284,6 +284,6 @@ def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def _rearranged_bytes(c: ConvolutionShapes) -> int:
-    """Bytes of input, output and weight in another order."""
+    """Bytes of channels-last copies of input, output and weight."""
     elements = prod(c.tensor) + prod(c.output) + prod(c.weight)
     return elements * c.dtype.itemsize + HEADER_BYTES

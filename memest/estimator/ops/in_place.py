@@ -70,7 +70,7 @@ register("add.Tensor", in_backward=_sum_of_gradients)
 
 
 def _are_alike(left: Any, right: Any) -> bool:
-    """Return whether two summands can be gradients of one tensor."""
+    """Return whether two summands can be gradients of the same tensor."""
     return (
         isinstance(left, Tensor)
         and isinstance(right, Tensor)
@@ -81,7 +81,7 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:
-    """Return the reference counts of the tensor and of its storage, this call included."""
+    """Return the reference counts of the tensor and of its storage, including this call's."""
     storage = tensor.untyped_storage()
     held = torch._C._storage_Use_Count(storage._cdata)
     return tensor._use_count(), held  # type: ignore[attr-defined]

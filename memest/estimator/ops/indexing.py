@@ -80,7 +80,7 @@ def index_tensors(args: Args) -> list[Tensor]:
 
 
 def _has_no_mask(c: KernelCall) -> bool:
-    """Return whether there is no mask, whose entries are unknown here, or it is a `masked_fill`."""
+    """Return whether the call has no mask, whose entries are unknown, or is a `masked_fill`."""
     return _is_fill(c.args) or not any(i.dtype in MASK_DTYPES for i in index_tensors(c.args))
 
 
@@ -342,7 +342,7 @@ def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
 
 
 def _is_fill(args: Args) -> bool:
-    """Return whether a single number is written, which does not accumulate."""
+    """Return whether `index_put` writes a single number without accumulation."""
     return len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
 
 

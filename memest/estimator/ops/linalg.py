@@ -67,11 +67,11 @@ class _Matrices:
         return not self.is_single and (self.n <= 16 or (self.n <= 128 and self.batch <= 8))
 
     def is_solved_in_a_loop(self, num_right: int) -> bool:
-        """Return whether cuSOLVER solves one matrix after the other, without cuBLAS."""
+        """Return whether cuSOLVER solves the matrices one after the other."""
         return self.n != num_right and 8 < self.n <= 64 and self.batch <= 2
 
     def loop(self, num_bytes: int) -> Events:
-        """Return a temporary of `num_bytes` for each matrix in turn."""
+        """Return events that allocate and free `num_bytes` for each matrix in turn."""
         return passing(num_bytes) * self.batch
 
 
@@ -354,7 +354,7 @@ def _geev(a: _Matrices) -> Events:
 
 
 def _are_real(a: _Matrices) -> Events:
-    """Requests of the test whether an eigenvalue has an imaginary part."""
+    """Requests of the test whether any eigenvalue has an imaginary part."""
     count = a.n * a.batch
     return around((count,), passing(1)) if count > 1 else passing(1, 1)
 
@@ -464,7 +464,7 @@ def _scaled_exp(a: Tensor, norms: Tensor) -> Tensor:
 
 
 def _taylor(a: Tensor) -> Tensor:
-    """Run `compute_T18`: powers of the matrices, and five sums of these."""
+    """Run `compute_T18`: powers of the matrices, and five sums of these powers."""
     num_sums = 5
     _coefficients = torch.empty(num_sums, num_sums, dtype=a.real.dtype, device=a.device)
     powers = a.new_empty(num_sums, *a.shape)

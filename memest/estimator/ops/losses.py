@@ -200,7 +200,7 @@ register(
 
 
 def _goes_to_cudnn(batch: Tensor, targets: Tensor, lengths: list[int], of: list[int]) -> bool:
-    """Return whether cuDNN computes a loss with blank 0: `_use_cudnn_ctc_loss` (LossCTC.cpp)."""
+    """Return whether cuDNN computes the loss (`_use_cudnn_ctc_loss` of LossCTC.cpp); blank is 0."""
     is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
     is_fit = {*lengths} == {len(batch)} and all(size < 256 and size <= len(batch) for size in of)
     return is_host and is_fit and batch.dtype is torch.float32 and torch._C._get_cudnn_enabled()

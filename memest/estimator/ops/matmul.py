@@ -149,7 +149,7 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Call of cuBLAS by a matrix product."""
+    """cuBLAS call of a matrix product."""
 
     kind: str  # `matrix`, `batch`, `vector` or `dot`
     first: int = 0  # position of the first factor; a summand comes before it

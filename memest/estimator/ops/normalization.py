@@ -43,7 +43,7 @@ def takes_cudnn(
     tensor: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, *, is_training: bool, is_enabled: bool,
 ) -> bool:  # fmt: skip
-    """Return whether CUDA runs a batch norm by cuDNN: `_select_batch_norm_backend`."""
+    """Return whether CUDA runs a batch norm with cuDNN (`_select_batch_norm_backend`)."""
     if weight is None or bias is None or not is_enabled:
         return False
     if torch.bfloat16 in (tensor.dtype, weight.dtype) or tensor.dim() < 3:
@@ -73,13 +73,13 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
 
 
 def _is_workspace_known(c: KernelCall) -> bool:
-    """Return whether it is known: NCHW, and channels-last on Hopper except float64."""
+    """Return whether the workspace is known: NCHW, or channels-last on Hopper except float64."""
     is_measured = c.input.dtype in FORWARD_ROWS and c.gpu.capability == (9, 0)
     return is_measured or not _is_channels_last(c.input)
 
 
 def _has_no_gaps(c: KernelCall) -> bool:
-    """Return whether no sequence has gaps: torch's own kernels (bfloat16) were recorded without."""
+    """Return whether no input has gaps; torch's own bfloat16 kernels were recorded without gaps."""
     return c.input.dim() != 3 or c.input.is_contiguous()
 
 
@@ -334,6 +334,6 @@ def _fused_rms_norm(
 
 _HAS_FUSED_RMS_NORM = hasattr(aten, "_fused_rms_norm_backward")
 if _HAS_FUSED_RMS_NORM:
-    # without a kernel torch decomposes the operator, and does not take the operator's own gradient
+    # without a kernel, torch decomposes the operator and ignores its own gradient
     _library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _library.m.impl("_fused_rms_norm", "Meta", _fused_rms_norm, False)  # which `impl` refuses

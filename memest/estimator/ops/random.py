@@ -43,7 +43,7 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:
     """Skip `count` 32-bit numbers of a CPU `generator` (Mersenne Twister); at least `WORDS`."""
-    # all words are made ones
+    # an offset beyond the state, so that all words are new
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
     state = generator.get_state().numpy().copy()
@@ -116,7 +116,7 @@ Parts = NDArray[np.int64]
 Numbers = NDArray[Any]
 
 BLOCK_THREADS = 256
-DRAWS = 4  # 32-bit numbers that Philox makes at once; offsets are multiples of it
+DRAWS = 4  # 32-bit numbers that one Philox call returns; offsets are multiples of it
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
@@ -229,7 +229,7 @@ class CudaRng:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.default = GpuGenerator()
-        self.of_script: dict[int, GpuGenerator] = {}  # generators of the script by identity
+        self.of_script: dict[int, GpuGenerator] = {}  # generators that the script created, by `id`
 
     def draw(
         self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None
@@ -276,7 +276,7 @@ class CudaRng:
         return shaped.permute([order.index(d) for d in range(made.dim())])
 
     def _chosen(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
-        """Return samples without replacement, or one: the largest odds over exponential numbers."""
+        """Return samples without replacement: the largest odds divided by exponential noise."""
         given: Tensor = c.self
         num_samples: int = c.num_samples
         rows = given.numel() // given.size(-1)
@@ -297,7 +297,7 @@ class CudaRng:
 
 
 def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
-    """Return samples with replacement: uniform numbers, searched in the cumulative odds."""
+    """Return samples with replacement: uniform numbers searched in the cumulative odds."""
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
         return None
     thread = np.arange(num_samples, dtype=np.uint64)
@@ -374,7 +374,7 @@ def _overloads(*packets: Any) -> list[OpOverload]:
 def randperm_offset(c: KernelCall) -> int:
     """Return the offset step of `randperm` (Randperm.cu): keys, and a shuffle of equal ones."""
     count = c.out.numel()
-    wide = count > 1 and math.log2(count) * 2 > 28  # keys of so many bits are of 64
+    wide = count > 1 and math.log2(count) * 2 > 28  # keys with more bits are 64-bit
     return launch(count, c.gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
 
 
@@ -537,7 +537,7 @@ def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
 
 @registry.result("normal_")
 def filled_normal(c: KernelCall) -> Tensor:
-    """Fill an empty tensor: on meta torch makes the numbers first, by a dozen operators."""
+    """Fill an empty tensor, because on meta torch calls a dozen operators instead."""
     filled: Tensor = c.self
     if filled.is_floating_point() and c.std >= 0:
         return filled

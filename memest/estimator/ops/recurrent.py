@@ -181,7 +181,7 @@ def _backward_bytes(layers: Layers, is_persistent: bool) -> int:
 
 
 def _chunk(layers: Layers) -> int:
-    """Return the number of steps whose gradients are computed at once."""
+    """Return the number of steps whose gradients cuDNN computes at once."""
     if layers.num_layers == 1:
         return layers.num_steps
     batch = layers.batch
@@ -422,7 +422,7 @@ def _gru_cell_backward(c: KernelCall) -> Any:
 
 
 def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
-    """`_pack_padded_sequence` (PackedSequence.cpp): the steps that have equally many sequences."""
+    """`_pack_padded_sequence` (PackedSequence.cpp): segments of steps with equal batch sizes."""
     steps = x.transpose(0, 1) if batch_first else x
     found, start = [], 0
     for end in sorted(set(lengths.tolist())):

@@ -363,7 +363,7 @@ def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
-    """Return the events of the sum of a temporary `tensor` over `dim`."""
+    """Return the events of a sum over `dim` of a temporary `tensor`."""
     return around((tensor.nbytes,), passing(*sum_bytes(tensor, (dim,), tensor.dtype, gpu)))
 
 

@@ -1,4 +1,4 @@
-"""Messages of CUDA's kernels for calls that meta takes: mixed dtypes, numbers that do not fit.
+"""Messages of CUDA's kernels for calls that meta accepts: mixed dtypes, numbers that do not fit.
 
 Each family registers the checks of its kernels (torch 2.11) with `refuse`, in torch's words;
 `tests/data/mistakes.json` holds a GPU's messages.
@@ -44,7 +44,7 @@ def tensor_type(dtype: torch.dtype) -> str:
 
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
-    """Return the rule of a floating-point kernel that needs one dtype for two arguments."""
+    """Return the rule of a floating-point kernel whose two arguments must have one dtype."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[first].dtype
@@ -59,7 +59,7 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
 
 
 def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> RefuseRule:
-    """Return a rule that accepts `dtypes` for one argument; `message` has a field for another."""
+    """Return a rule that argument `number` has one of `dtypes`; `message` formats another dtype."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[number].dtype
@@ -71,7 +71,7 @@ def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> Refus
 def same_type(
     first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
 ) -> RefuseRule:
-    """Return a rule that two arguments have one dtype; `message` has fields for both dtypes."""
+    """Return a rule that two arguments have one dtype; `message` formats both dtypes."""
 
     def rule(call: KernelCall) -> str:
         types = call.args[first].dtype, call.args[second].dtype
@@ -81,7 +81,7 @@ def same_type(
 
 
 def fits(call: KernelCall) -> str:
-    """Rule for the number `value`, which is written into a tensor of the type of `self`."""
+    """Check that the number `value` fits the type of `self`, into which it is written."""
     return overflow(call.value, call.self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Registry of operators: what CUDA does for each of them and torch's meta kernel does not show.
+"""Registry of operators: what CUDA does that torch's meta kernels do not show.
 
 A file of this package holds one family of operators. It registers the parts of each operator, the
 fields of `Op`: by `op`, by `register`, or by the decorator of a part (`requests`, `result`). The
@@ -39,8 +39,8 @@ Kwargs = dict[str, Any]
 class KernelCall(dict[str, Any]):
     """Arguments of one call of an operator, by their names in its schema, with defaults.
 
-    They are items and attributes: `call["values"]`, `call.k`. Tensors have no values. `args` are
-    the positional arguments, `out` is the call's result, a tensor or a tuple of them, and `gpu`
+    Arguments are items and attributes: `call["values"]`, `call.k`. Tensors have no values. `args`
+    are the positional arguments, `out` is the call's result, a tensor or a tuple of them, and `gpu`
     runs the call. `known` is what `Op.from_values` returned.
     """
 
@@ -100,7 +100,7 @@ class Op:
 
     layout: Callable[[KernelCall], Any] | None = None  # results with CUDA's strides
     composed: Callable[..., Any] | None = None
-    """Runs in place of the operator, below autograd: calls the operators that CUDA calls."""
+    """Replaces the operator below autograd by the operators that CUDA calls."""
 
     shaped_by: Callable[[Args], Any] | None = None  # arguments whose values decide the shape
     refuse: Callable[[KernelCall], str] | None = None
@@ -124,12 +124,12 @@ class Op:
     random_offset: Callable[[KernelCall], int | None] | None = None
     """Returns the increase of the generator's offset; None for the grid of `ops/random.Launch`."""
 
-    product: Any = None  # call of cuBLAS by a matrix product (`matmul.Product`), or None
+    product: Any = None  # cuBLAS call of a matrix product (`matmul.Product`), or None
     calls_cublas: Callable[[KernelCall], bool] | None = None
     """Returns whether a call uses a cuBLAS handle, for operators that are no matrix products."""
 
     is_convolution: bool = False  # run by cuDNN; `benchmark` tries algorithms at the first call
-    makes_alike: bool = False  # True for a factory whose argument only describes the result
+    makes_alike: bool = False  # True for a factory with an argument that only describes the result
     may_mix_devices: bool = False  # takes tensors of the host together with those of the GPU
     takes_handle: bool = field(init=False)  # can take a handle of cuBLAS, which has a workspace
     names: tuple[str, ...] = field(init=False)  # arguments of the schema
@@ -185,7 +185,7 @@ class Op:
         return KernelCall(given, args, out, gpu, known)
 
     def is_modelled(self, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-        """Return whether the requests of a call are known."""
+        """Return whether the requests of this call are modelled."""
         if self.requests is None:
             return self.has_outputs_only
         return self.modelled is None or bool(self.modelled(self.call(args, kwargs, None, gpu)))
@@ -299,7 +299,7 @@ def register(*operators: OpOverload | str, about: str = "", when: str = "", **pa
 
 
 def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
-    """Decorate a function that becomes `part` of `operators`; `others` are further parts."""
+    """Decorate a function as the `part` of `operators`; `others` are further parts."""
 
     def set_part(rule: Rule) -> Rule:
         others[part] = rule

@@ -9,7 +9,7 @@ from memest.estimator.tensors.lines import Notes
 
 
 class SimMode(Protocol):
-    """Part of `gpu.mode.CudaSimMode`. This package may not import it: `Any` is for its classes."""
+    """Interface of `gpu.mode.CudaSimMode` for this package, which may not import its classes."""
 
     gpu: Gpu
     values: KnownValues

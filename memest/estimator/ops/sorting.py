@@ -188,7 +188,7 @@ op("bucketize.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.bound
 op("searchsorted.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.sorted_sequence),
    modelled=_is_plain_search)  # fmt: skip
 
-UNALIGNED = 255  # storage of CUB's algorithms that need none, for its alignment
+UNALIGNED = 255  # bytes with which CUB aligns algorithms without storage
 SHARED_BYTES_PER_BLOCK = 48 << 10  # on every GPU; CUDA Programming Guide 13, table 30
 
 

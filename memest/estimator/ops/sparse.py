@@ -448,7 +448,7 @@ class SparseTensors:
         if self._rule(func, tensors) is not None:
             return True
         if op_of(func).is_view and (func in VIEWS or not any(map(is_compressed, tensors))):
-            return False  # its parts run it
+            return False  # the rule of its parts runs it
         raise self._refused(func, tensors)
 
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -469,7 +469,7 @@ class SparseTensors:
 
     def _rule(self, func: Any, tensors: list[Tensor]) -> SparseRule | None:
         op, layouts = op_of(func), {t.layout for t in tensors} - {torch.strided}
-        if not layouts:  # it makes a sparse tensor of dense ones
+        if not layouts:  # an operator that makes a sparse tensor from dense ones
             return op.on_sparse or op.on_compressed
         if layouts == {torch.sparse_coo}:
             return op.on_sparse
@@ -482,7 +482,7 @@ class SparseTensors:
 
 
 def install(patches: Patches) -> None:
-    """Let `grad.new(indices, values, shape)`, as optimizers write it, make tensors of the GPU."""
+    """Make `grad.new(indices, values, shape)`, as used by optimizers, create GPU tensors."""
     new = torch.Tensor.new
 
     def new_on_gpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

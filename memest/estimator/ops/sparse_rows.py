@@ -77,7 +77,7 @@ def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
 
 
 def filled(mode: SimMode, tensor: Tensor) -> Tensor:
-    """Forget the known values of `tensor`, which a kernel has filled; return it."""
+    """Drop the known values of `tensor`, which a kernel has overwritten; return it."""
     mode.values.forget(storage_key(tensor))
     return tensor
 
@@ -516,7 +516,7 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
-    """Return facts about the product of two matrices, which decide its workspaces and size.
+    """Return the size of the product of two matrices: multiplied pairs, entries, and if guessed.
 
     The first is the number of pairs of entries that are multiplied. The second has the positions
     of the result's entries, or their number if unknown; the last is whether it is a guess.

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def contiguous(call: KernelCall) -> Any:
-    """Return contiguous results, where the meta kernel copies the strides of an argument."""
+    """Return contiguous results; the meta kernel copies the strides of an argument instead."""
     if isinstance(call.out, Tensor):
         return strided(call.out, make_contiguous_strides_for(call.out.shape))
     return tuple(t if t is None else t.contiguous() for t in call.out)
@@ -77,7 +77,7 @@ def _has_number(func: OpOverload, args: Args) -> bool:
 
 
 def strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `made` with other strides, if they differ."""
+    """Return `made` with these strides, copied only if they differ."""
     if made.stride() == strides:
         return made
     return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)

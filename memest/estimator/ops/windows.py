@@ -1,4 +1,4 @@
-"""Pooling, padding, resizing and sliding windows: copies and the buffers that are outgrown.
+"""Pooling, padding, resizing and sliding windows: copies and buffers.
 
 Sources (torch 2.11, `aten/src/ATen/native/cuda`): UpSample*.cu, DilatedMaxPool3d.cu,
 AveragePool3d.cu, AdaptiveMaxPooling2d.cu, AdaptiveMaxPooling3d.cu, AdaptiveAveragePooling3d.cu,
@@ -132,7 +132,7 @@ op(
 
 @registry.requests("grid_sampler_2d_backward")
 def grid_sampler_backward(c: KernelCall) -> Events:
-    """Requests of `cudnn_grid_sampler_backward`, which computes the gradient of the grid always."""
+    """Requests of `cudnn_grid_sampler_backward`, which always computes the gradient of the grid."""
     if not _is_by_cudnn(c):
         return c.outputs()
     copies = _cudnn_copies(c) + (c.grad_output.nbytes,) * (0 in c.grad_output.stride())

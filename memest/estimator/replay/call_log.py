@@ -32,7 +32,7 @@ aten = torch.ops.aten
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
 """bitsandbytes' choice of a kernel by shapes (0.50.2, backends/cuda/ops.py), if it has one."""
 
-READERS = ("lightning", "bitsandbytes")  # read the capability, but choose only by `GEMM_RULE`
+READERS = ("lightning", "bitsandbytes")  # these read the capability, but choose only by `GEMM_RULE`
 ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at most 16 elements
 
 
@@ -108,7 +108,7 @@ class CallRecorder:
         self._calls: list[Call] = []
         self._templates: dict[Template, int] = {}
         self._by_recipe: dict[int, int] = {}
-        self._kept: list[Recipe] = []  # so that the ids above stay theirs
+        self._kept: list[Recipe] = []  # keeps objects alive whose `id` is used above
         self._cut_at = 0
 
     @contextmanager
@@ -341,7 +341,7 @@ class Rebuilt:
     def with_bytes(self, requests: "Sequence[Requests]") -> Program:
         """Return the program with the bytes of `requests`, one for each template."""
         tables: list[Sequence[int]] = [each.num_bytes for each in requests]
-        tables += [(0,), self._base.storages.num_bytes]  # at `ZERO` and `NO_CALL`
+        tables += [(0,), self._base.storages.num_bytes]  # for the marks `ZERO` and `NO_CALL`
         num_bytes = [tables[i][position] for i, position in self._slots]
         return replace(self._program, storages=replace(self._storages, num_bytes=num_bytes))
 
@@ -370,7 +370,7 @@ class Rebuilt:
                 events.append(self._allocated(event, (NO_CALL, event)))
 
     def _renamed(self, shift: Shift) -> dict[int, int]:
-        """Return `shift` with the ids of the rebuilt program."""
+        """Return `shift` with the storage ids of the rebuilt program."""
         return {self._ids[made]: self._ids[before] for made, before in shift.items()}
 
     def _allocated(self, old: int, slot: tuple[int, int]) -> int:

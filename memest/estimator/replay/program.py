@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memest.estimator.replay.call_log import CallLog
     from memest.models_meta.geometry import LayerGeometry
 
-Shift = Mapping[int, int]  # renames before a span is replayed: those it made -> those it frees
+Shift = Mapping[int, int]  # renames before a span is replayed: ids it allocates -> ids it frees
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Program:
     coverage: Coverage = field(default_factory=Coverage)
 
     ranges_stay: bool = False  # argument of `AddressSpace`; True for a rank among several GPUs
-    num_known_steps: int | None = None  # after which the last's rows repeat, or None
+    num_known_steps: int | None = None  # steps after which further rows repeat the last, or None
     _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
 
     def play(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
@@ -109,7 +109,7 @@ class Program:
         return sum(self.storages.num_bytes[index] for index in alive)
 
     def until_forward(self) -> Iterator[Sequence[int]]:
-        """Yield the event streams of the first step up to the end of its forward."""
+        """Yield the event streams of the first step up to the end of its forward pass."""
         for part in self.steps[0][0]:
             yield part.events
             if part.phase is Phase.AFTER_FORWARD:
@@ -142,7 +142,7 @@ def find_shifts(program: Program) -> None:
         for number, batch in enumerate(step):
             before = set(alive)
             for part in batch:
-                if part.is_optimizers and number == 1:  # one in the middle ends here
+                if part.is_optimizers and number == 1:  # a micro-batch in the middle ends here
                     shift = _renames(program.storages, before, alive)
                 play(part.events, alive, program.storages)
             if number == 1 and not any(part.is_optimizers for part in batch):
@@ -228,7 +228,7 @@ def within_model(site: Site, root: str = "") -> Site:
     """Return `site` with its module named by the path within the model `root`."""
     module = site.module
     inside = module.removeprefix(f"{root}.")
-    if not root or inside == module:  # outside of the model, or there is nothing around it
+    if not root or inside == module:  # outside of the model, or the model is the outermost module
         inside = "" if f"{root}.".startswith(f"{module}.") else module.partition(".")[2]
     names = (name for name in inside.split(".") if name not in _WRAPPERS)
     return Site(site.op, ".".join(names), site.phase)

@@ -147,7 +147,7 @@ class Timeline:
     reserved: Sequence[int]
     spans: tuple[Span, ...]
     peak: int  # point with most allocated
-    where: str  # module and operator of the peak; empty if the step began with it
+    where: str  # module and operator of the peak; "" if the step began with it
     refused_bytes: int  # bytes of the failed request that ended the step; 0 if none failed
 
     def total(self, point: int) -> int:
@@ -183,7 +183,7 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     step = min(step, max((mark.step for mark in recording.marks), default=step))
     marks = [mark for mark in recording.marks if mark.step == step]
     later = [mark for mark in recording.marks if mark.step > step]
-    begin = marks[0].index if marks else 0  # the step has the actions after it, up to `end`
+    begin = marks[0].index if marks else 0  # the step has the actions from `begin` to `end`
     end = later[0].index if later else len(recording.actions)
     is_cut = not later and recording.result.failed is not None
     live: dict[int, Lifetime] = {}  # by address
@@ -193,7 +193,7 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
         sign, is_inside = SIGNS.get(action.action, 0), index > begin
         if is_of_segment(action):
             reserved += sign * action.block_bytes
-            changes[point + is_inside] = reserved  # the block of the segment is the next point
+            changes[point + is_inside] = reserved  # the block of a new segment is the next point
         elif sign:
             point += is_inside
             if sign > 0:
@@ -384,7 +384,7 @@ def _trace(recording: Recording) -> Iterator[dict[str, Any]]:
     """Yield an entry for each action, with its position as the time."""
     made = zip(recording.actions, recording.history.trace(), strict=True)
     for index, (action, entry) in enumerate(made):
-        category = "unknown"  # the page needs one such event where there are categories at all
+        category = "unknown"  # `_memory_viz` needs one such event if categories are used
         if not is_of_segment(action) and action.stack >= 0:
             category = kind_of(recording.storages, action.stack)
         yield entry | {"time_us": index, "category": category}

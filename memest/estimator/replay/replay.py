@@ -22,7 +22,7 @@ from memest.report import Phase, PhaseRow
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One event of a run: number `index` in `step`, which allocated `storage`."""
+    """One event of a run: event `index` of `step`, which allocated `storage`."""
 
     index: int
     step: int
@@ -39,7 +39,7 @@ class Replayed:
     peak: Moment = Moment(0, 0, -1)
     failed: Moment | None = None  # request for which no memory was left
     failed_bytes: int = 0
-    lacking_bytes: int = 0  # to which requests raised a soft limit; 0 if they did not
+    lacking_bytes: int = 0  # limit to which requests raised a soft limit; 0 if they did not
     setup_reserved_bytes: int = 0  # peak while the model was built, before the first step
     num_retries: int = 0  # times that the allocator freed its cache to serve a request
     num_events: int = field(default=0, compare=False)  # that were replayed or repeated
@@ -118,11 +118,11 @@ class Player:
             count += 1
             if event < 0:
                 block = pop(free_of(event), None)
-                if block is not None:  # a storage that a step makes once is freed once
+                if block is not None:  # a storage that only the first step allocates is freed once
                     free(block)
                 elif event <= EMPTIED:
                     self._play_other(event)
-            elif event not in blocks and num_bytes[event]:  # nor is it allocated again
+            elif event not in blocks and num_bytes[event]:  # and is not allocated again
                 self.num_events, self.storage = count, event
                 blocks[event] = malloc(num_bytes[event])
                 if allocator.allocated_bytes > highest:
@@ -252,7 +252,7 @@ class _Replay:
         player = self.player
         player.step, player.is_immediate = self.step, self.timing.is_immediate(self.step)
         rename(player.blocks, self.program.shift(self.step, micro, num_micro_batches))
-        if batch is self._played:  # what it left waiting is returned where another one follows
+        if batch is self._played:  # its deferred blocks return in the next micro-batch
             for index in list(player.deferred):
                 self.allocator.complete(player.deferred.pop(index))
         self._played = batch

@@ -86,7 +86,7 @@ class _Numbers:
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
         """Return the call's requests `index` steps after the first sample."""
-        if index and any(map(any, self.differences[1:])):  # else it is the same at all sizes
+        if index and any(map(any, self.differences[1:])):  # else equal at all sizes
             return requests_of(gpu, self.template, self.at(index))
         if not self.at_first:
             self.at_first.append(requests_of(gpu, self.template, self.differences[0]))
@@ -167,7 +167,7 @@ class Interpolation:
         return replace(self._sample, program=program, work=None, calls=None)
 
     def chooses_alike(self, value: int) -> bool:
-        """Return whether every kernel choice is the same at `value` as in the samples."""
+        """Return whether every kernel choice at `value` is the same as in the samples."""
         outcomes = self.outcomes(value)
         return outcomes is not None and all(
             outcome == choice.outcome
@@ -192,7 +192,7 @@ def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
     """Return the outcome of a kernel choice on `gpu` for other integers, such as sizes."""
     try:
         args, kwargs = put_numbers(choice.template, numbers)
-    except RuntimeError:  # no tensor has such a shape
+    except RuntimeError:  # no tensor can have such a shape
         return None
     if choice.rule == "gemm_4bit":
         ops = import_module("bitsandbytes.backends.cuda.ops")
@@ -395,7 +395,7 @@ class _Copier:
             self.ids[kept] = self.ids.pop(before)
 
 
-# A plan's program on another chip, from the calls of its run on the first.
+# A plan's program on another chip, made from the calls of its run on the first chip.
 #
 # The requests of each call are computed again with the other GPU. If the other GPU takes another
 # attention kernel for some shapes, attention runs alone with these shapes on both GPUs. The calls
@@ -495,7 +495,7 @@ def _attention_inputs(template: Template, position: int) -> Template:
 
 
 Output = tuple[int, int]  # storage of an attention run alone: its call, its place in the results
-_NO_CALL = -1  # in place of the number of a call, for storages that are made between logged calls
+_NO_CALL = -1  # index of a call for storages that are made between logged calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +503,7 @@ class _CallAlone:
     """One attention call that `_run_alone` ran outside of the model."""
 
     template: Template
-    outputs: frozenset[Output]  # outputs that take memory
+    outputs: frozenset[Output]  # positions of outputs that take memory
     later: list[Output | int]  # made and freed until the next call; inputs by their ids
 
 

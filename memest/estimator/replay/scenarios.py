@@ -132,16 +132,13 @@ class LeastLimit:
                     return True, peak
         self._num_left = max(0, self._num_left - 1)
         fits, num_bytes = self._replay(limit * UNIT_BYTES)
-        # expandable segments can grow by more than was compared with a cap
+        # expandable segments can exceed the size that was compared with a cap
         units = ceil_div(num_bytes, UNIT_BYTES)
         return fits, min(limit, units) if fits else units
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
-    """Return the highest of the least limits of `runs`: ranks and free timings of a plan or script.
-
-    A run that fits under the highest need so far is not searched.
-    """
+    """Return the highest least limit of `runs`: ranks and free timings of a plan or script."""
     needs = 0
     for run in runs:
         is_sure = needs > limit_bytes or run.fits(limit_bytes)
@@ -188,7 +185,7 @@ class Scenario:
 
     @property
     def traced(self) -> TracedPlan:
-        """The traced plan, which has facts about its model."""
+        """The traced plan of this scenario."""
         assert self._traced is not None, "a script has none"
         return self._traced
 

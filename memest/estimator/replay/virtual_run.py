@@ -50,9 +50,9 @@ from memest.report import Phase, PhaseRow, Term
 from memest.units import counted
 
 UNLIMITED_BYTES = 1 << 50  # memory of a GPU that no plan fills
-MAX_STEPS = 2  # that differ: the first makes the optimizer's state, whose gradients stay
+MAX_STEPS = 2  # steps that differ: the first one allocates the optimizer's state
 MAX_STEPS_OF_STRATEGY = 3  # that differ: optimizer state first, then rebuilt buckets
-MAX_MICRO_BATCHES = 2  # that differ: one makes gradients, one adds to them
+MAX_MICRO_BATCHES = 2  # micro-batches that differ: one allocates gradients, one adds to them
 MAX_MICRO_BATCHES_APART = 3
 """Simulated micro-batches of a step if its last differs from the others. A strategy sums gradients
 over the GPUs in the last one only. The Trainer of transformers loads all batches of a step at once
@@ -123,7 +123,7 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
 
 
 def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Return the number of elements of `tensors` for each dtype, by its name."""
+    """Return the number of elements of `tensors`, by name of the dtype."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
@@ -131,14 +131,14 @@ def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
 
 
 class NoLines(ScriptLines):
-    """Source of lines for a run without a script."""
+    """Stub of `ScriptLines` for a run without a script."""
 
     def frame(self, frame: Any = None) -> None:
         """Return None."""
         return
 
     def current(self) -> str:
-        """Return no line."""
+        """Return "", since there is no script."""
         return ""
 
 
@@ -169,7 +169,7 @@ class _Watch:
         return len(mode.memory.log.events)
 
     def training_starts(self) -> None:
-        """Record the start of the training: the model is wrapped, the cache is empty."""
+        """Record the start of training: the model is wrapped, the cache is empty."""
         self.virtual.mode.attribution.has_started = True
         del self.virtual.mode.work.events[:]
         self.virtual.mode.work.has_host = False
@@ -310,7 +310,7 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
             f" such as one of shape {shapes[0]}",
             hint="use `strategy: ddp_find_unused_parameters_true`, or `freeze` them",
         ) from error
-    except Exception as error:  # the model's own code, which may do anything
+    except Exception as error:  # the model's own code may raise anything
         raise model_failure(job.plan, watch.model, error) from error
     if virtual.mode.memory.log.is_full:
         raise UnsupportedError(
@@ -405,7 +405,7 @@ def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
 def _program(watch: _Watch) -> Program:
     mode = watch.virtual.mode
     events = mode.memory.log.events
-    is_wrapped = watch.job.plan.is_distributed  # by a strategy
+    is_wrapped = watch.job.plan.is_distributed  # True if a strategy wraps the model
     root = mode.attribution.modules.path_of(watch.model) if is_wrapped else ""
     program = Program(
         storages=_storages(mode.memory.storages, watch.num_storages, root),

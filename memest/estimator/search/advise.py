@@ -72,12 +72,12 @@ class Option:
 
     @property
     def rank(self) -> tuple[Cost, float, int]:
-        """Sort key: the kind of cost, the time of a step, the number of changes."""
+        """Sort key: kind of cost, time of a step, number of changes."""
         return self.cost, self.time.seconds if self.time else math.inf, len(self.changes)
 
     @property
     def title(self) -> str:
-        """Its changes in one line."""
+        """Text of the option's changes, in one line."""
         return " + ".join(change.title for change in self.changes) or "as it is"
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,9 +114,9 @@ class Advice:
     """Changes that make a plan fit one GPU."""
 
     gpu: str
-    limit_bytes: int  # that the caching allocator can reserve, or the plan's `memory_limit`
+    limit_bytes: int  # bytes that the caching allocator can reserve, or the plan's `memory_limit`
     current: Option  # the plan without changes
-    options: tuple[Option, ...]  # that fit, cheapest in kind first; empty if `current` fits
+    options: tuple[Option, ...]  # options that fit, cheapest in kind first; empty if `current` fits
     not_enough: tuple[Option, ...]  # single changes that do not fit alone, by their cost
     smallest: Option  # the option with the smallest need
     refused: tuple[Refused, ...]
@@ -148,7 +148,7 @@ class Advice:
 
 
 class _Spent(Exception):
-    """The search has made its maximal number of predictions."""
+    """Raised when the search has made its maximal number of predictions."""
 
 
 def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> Advice:
@@ -211,7 +211,7 @@ def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) 
     search = _Search(_on_gpu(plan, target), target, max_predictions)
     found: Option | None = None
     limit_bytes = prediction.verdicts[target.name].limit_bytes
-    techniques = only(  # without changes that are known to need more
+    techniques = only(  # leave out changes whose lower bound does not fit
         techniques_for(search.plan, search.facts(prediction), target),
         lambda change: least_bytes(change, traced) <= limit_bytes,
     )
@@ -299,7 +299,7 @@ class _Search:
                     raise prediction
                 self.known[plan] = self._option(plan, ordered, prediction)
             known = self.known[plan]
-            if len(ordered) < len(known.changes):  # the rest had no effect with these
+            if len(ordered) < len(known.changes):  # the other changes had no effect
                 known = self.known[plan] = replace(known, changes=ordered)
             return known
         except MemestError as error:
@@ -341,7 +341,7 @@ class _Search:
                 options[option.plan] = option
 
     def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
-        """Yield single changes, cheapest first: at most one that fits per technique and cost."""
+        """Yield single changes that fit, cheapest first: at most one per technique and cost."""
         has_found = False
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
@@ -376,7 +376,7 @@ class _Search:
         """Return the first change of a graded technique that fits with `others`, or None."""
         grades = list(technique.changes)
         while grades and (strongest := self.weigh([*others, grades[-1]])) is None:
-            grades.pop()  # such as a text without room for its image
+            grades.pop()  # an invalid grade, such as a text too short for its image
         if not grades or strongest is None or not strongest.fits:
             return None
         last = len(grades) - 1
@@ -420,7 +420,7 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Return each technique's strongest change up to `cost`; of an optimizer, at exactly `cost`."""
+    """Return each technique's strongest change up to `cost`; for optimizers, at exactly `cost`."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []

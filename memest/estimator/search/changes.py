@@ -13,17 +13,17 @@ from memest.plan import TrainingPlan
 from memest.units import ceil_div
 
 BF16_CAPABILITY = (8, 0)  # of tensor cores with bf16 (CUDA C++ Programming Guide)
-SHORTEST_SHARE = 8  # of its length to which a text is cut, and no less than `SHORTEST_TEXT`
+SHORTEST_SHARE = 8  # largest factor by which a text is shortened, down to `SHORTEST_TEXT`
 SHORTEST_TEXT = 16
 
 
 class Cost(IntEnum):
     """Cost of a change, cheapest first; a combination has the highest cost of its changes."""
 
-    words: str  # text for a reader
+    words: str  # text for users
 
     def __new__(cls, value: int, words: str) -> Self:
-        """Make the member, from its number and its words."""
+        """Make the member from its number and its text."""
         made = int.__new__(cls, value)
         made._value_, made.words = value, words
         return made
@@ -108,7 +108,7 @@ def least_bytes(change: Change, traced: TracedPlan) -> int:
     if change.cost <= Cost.TIME or keys == {"seq_len"}:
         return program.most_held_bytes("params", "grads", "optimizer")
     if change.cost is Cost.OFFLOAD:
-        is_same = set(traced.param_groups["params"]) == {"bfloat16"}  # DeepSpeed's own format
+        is_same = set(traced.param_groups["params"]) == {"bfloat16"}  # DeepSpeed's own bf16 weights
         return program.forward_held_bytes() if is_same else 0
     if keys == {"optim"}:
         states = program.most_held_bytes("params", "grads")

@@ -19,7 +19,7 @@ _OPTIMIZER_CALLS = {
     "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit", ""),
     "deepspeed_cpu": ("deepspeed.ops.adam.DeepSpeedCPUAdam", ""),
 }
-_STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}  # without a name in Lightning
+_STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}  # strategies without a name in Lightning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class ModelFacts:
 
     class_name: str
     vision_modules: tuple[str, ...]  # names of the modules of the vision tower; empty without one
-    lora_targets: tuple[str, ...]  # that get adapters where the plan names none; or peft's
+    lora_targets: tuple[str, ...]  # modules that get adapters if the plan names none; or peft's
     seq_len: int  # tokens per sample in the prediction of the plan
     image_size: int | None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memest.estimator.search.related_plans import RelatedPlans
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MICRO_BATCHES = (1, 2, 4)  # of the grid; they need no traces, and batch sizes few
+MICRO_BATCHES = (1, 2, 4)  # numbers of micro-batches in the grid; they need no traces
 KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
 
 _FULL = [
@@ -187,7 +187,7 @@ def point_of(
 
 
 def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return bytes and arithmetic of the terms of a peak, by `KINDS`."""
+    """Return bytes and explanations of the terms of a peak, by `KINDS`."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:

@@ -48,10 +48,10 @@ FIRST_SEQ_LEN = 64  # first sequence length of the search
 class Largest:
     """The largest value of one key with which a plan fits a GPU, and how it was found."""
 
-    plan: TrainingPlan  # with the largest value, or the smallest tried where none fits
+    plan: TrainingPlan  # plan with the largest value, or with the smallest if none fits
     gpu: str
     key: str  # `batch_size` or `seq_len`
-    value: int | None  # largest value; None where not even the smallest fits
+    value: int | None  # largest value; None if not even the smallest fits
     peak_allocated_bytes: int
     peak_reserved_bytes: int  # of `value`; where none fits, of the smallest, unlimited
     verdict: Verdict  # verdict of `plan` on this GPU
@@ -103,7 +103,7 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
     """
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
     num_played = len(program.steps[0])
-    if num_played != num_micro_batches:  # one from the middle is like another
+    if num_played != num_micro_batches:  # a micro-batch from the middle repeats another
         num_played = min(num_micro_batches, 3)
     alive: dict[int, None] = {}
     total = peak = 0
@@ -119,7 +119,7 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
                 elif free_of(event) in alive:
                     del alive[free_of(event)]
                     total -= num_bytes[free_of(event)]
-            if events is program.setup:  # loading of the model is not judged
+            if events is program.setup:  # the setup has no limit
                 peak = total
     return peak
 
@@ -156,7 +156,7 @@ class _Search:
         return self._report(low, time.perf_counter() - started)
 
     def trial(self, value: int) -> Trial | None:
-        """Return the cached result at `value`; None if the plan is invalid there."""
+        """Return the cached result at `value`; None if no such plan is valid."""
         if value not in self._trials:
             label = f"{self.plan.label}: {self.series.key} {value} on {self.gpu.name}"
             notify(Event(label=label, is_done=False, weight=0, total=0, task=value))
@@ -195,7 +195,7 @@ class _Search:
     def _smallest(self) -> int:
         """Return a value that fits, or minus the smallest value that is valid."""
         if self._is_batch:
-            tries = [2, 1]  # a batch of one has its own form and is rarely the answer
+            tries = [2, 1]  # a batch of one often chooses other kernels, and is rarely the answer
         else:
             tries = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
         allowed = next((value for value in tries if self.trial(value) is not None), None)
@@ -241,7 +241,7 @@ class _Search:
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
-        """Return `value`, or a larger one that fits although a smaller does not."""
+        """Return `value`, or a larger one that fits although smaller ones may not."""
         largest = value
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
@@ -259,7 +259,7 @@ class _Search:
     def _is_confirmed(self, value: int) -> bool:
         """Return whether real traces near the answer equal the interpolated ones."""
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
-        if not sizes or not self._is_batch:  # the next length often has another form
+        if not sizes or not self._is_batch:  # the next length often chooses other kernels
             sizes.append(abs(value))
         guessed = {v: self.series.guess(v) for v in sizes}
         return all(self.series.trace(v) == traced for v, traced in guessed.items())
@@ -310,7 +310,7 @@ class TechniqueRow:
     technique: str
     gpu: str
     largest: Largest | None
-    error: str = ""  # why there is none: the technique does not go with the model
+    error: str = ""  # error of a technique that does not work with the model
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -327,7 +327,7 @@ def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
         unused = _OF_FULL if has_adapters else _OF_ADAPTERS
         unused = unused if "use_qlora" in changes else unused | _OF_QLORA
         kept = {k: v for k, v in values.items() if k not in unused}
-        if plan.offloads:  # which works with one optimizer only
+        if plan.offloads:  # offload works with one optimizer only
             kept["optim"] = plan.optim
         made[name] = kept | changes | {"name": f"{plan.label}: {name}"}
     return made

@@ -33,7 +33,7 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 
 
 def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
-    """Call `trace`, which runs a plan; `UnsupportedError` in a forked process."""
+    """Call `trace`, which simulates a plan; `UnsupportedError` in a forked process."""
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
     return trace(*args)
@@ -78,7 +78,7 @@ class TraceSeries:
         return None
 
     def guess(self, value: int) -> TracedPlan:
-        """Return the program by any interpolation with the same kernel choices, unchecked."""
+        """Return the program from any interpolation with the same kernel choices, unchecked."""
         spacing = SPACING[self.key]
         traced = [v for v in self._traces if v > 1]
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
@@ -212,7 +212,7 @@ SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
 
 
 class RelatedPlans:
-    """Programs of related plans on one chip at `values` of `key`, from few simulated runs.
+    """Traced plans of related plans on one chip, for `values` of `key`, from few simulated runs.
 
     One optimizer is simulated at a few sizes, with and without checkpointing. With `accumulates`, a
     step has two micro-batches. Other optimizers are simulated once. Interpolations cover `steps`.
@@ -263,7 +263,7 @@ class RelatedPlans:
         return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
-        """Return the step of the plan's optimizer; None if the plans differ in more."""
+        """Return the step of the plan's optimizer; None if the two plans differ in more."""
         own = getattr(plan, self.key)
         size = min((value for value in self.values if value > 1), default=own)
         short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)
@@ -271,7 +271,7 @@ class RelatedPlans:
             short = replace(short, accumulate_grad_batches=1)
         if short not in self._optimizers:
             self._optimizers[short] = None
-            with suppress(NotInterpolable, MemestError):  # the lead may be what fails
+            with suppress(NotInterpolable, MemestError):  # the lead plan itself may fail
                 own = _made(trace_plan, short, self.gpu)
                 other = self._in_short(replace(short, optim=lead.optim))
                 self._optimizers[short] = OptimizerStep(own, other)

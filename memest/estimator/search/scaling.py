@@ -83,7 +83,7 @@ def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPla
 
 
 def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
-    """Return the keys of `values` that are not at their defaults and that `strategy` ignores."""
+    """Return the non-default keys of `values` that `strategy` ignores."""
     return [
         name
         for name, row in PLAN_KEYS.items()
@@ -151,7 +151,7 @@ class Growth:
 
     @property
     def label(self) -> str:
-        """Text of the setting, or a name for the defaults."""
+        """Text of the setting, or "defaults"."""
         return self.alloc_conf or "PyTorch's defaults"
 
     def rows(self) -> list[dict[str, Any]]:

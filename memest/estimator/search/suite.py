@@ -32,7 +32,7 @@ def predict_each(
     Raises:
         MemestError: a plan names a model or a GPU that does not exist.
     """
-    for plan in plans:  # what can be refused at once is refused before anything heavy is imported
+    for plan in plans:  # fail at once, before heavy imports
         target_gpus(plan)
         check_name(plan.model_name)
     alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
@@ -56,7 +56,7 @@ def predict_each(
 def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """Return the plans with a prediction and the plans with an error."""
+    """Separate plans with a prediction from plans with an error."""
     pairs = list(zip(plans, found, strict=True))
     predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
     return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Grid = list[tuple[dict[str, Any], TrainingPlan | MemestError]]  # varied values, plan or error
 MAX_POINTS = 1000  # default limit of predictions in one sweep
-MAX_VALUES = 1 << 20  # of a range
+MAX_VALUES = 1 << 20  # most values of a range
 _VARIED = ("batch_size", "seq_len")  # keys whose values share traces, in this order
 _KINDS = {name: row.type for name, row in PLAN_KEYS.items()}
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
@@ -172,7 +172,7 @@ def make_grid(
 def sweep_grid(
     grid: Grid, *, jobs: int | None = None, engine: str = "local", known: Known | None = None
 ) -> list[dict[str, Any]]:
-    """Return flat rows for the points of `make_grid`, including those that are no plans."""
+    """Return flat rows for the points of `make_grid`, with an error for invalid plans."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     points = sweep(plans, jobs=jobs, engine=engine, known=known)
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
@@ -257,14 +257,14 @@ def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
     for index, plan in enumerate(plans):
         # a length that is left out is the model's default, and no number of a series
         alone = getattr(plan, key) if getattr(plan, key) is None else 0
-        own = index if plan.is_distributed else -1  # a trace for each: over all processes
+        own = index if plan.is_distributed else -1  # a distributed plan shares no trace
         rest = (own, alone, *(getattr(plan, name) for name in names))
         groups.setdefault(rest, []).append(index)
     return key, sorted(groups.values(), key=lambda group: _work(plans[group[0]]), reverse=True)
 
 
 def _work(plan: TrainingPlan) -> tuple[bool, ...]:
-    """Return a key that sorts plans by the time that a trace of them takes.
+    """Return a sort key: the expected time of a plan's trace, longest first.
 
     Long tasks begin first, so that at the end no worker runs alone for long.
     """
@@ -281,14 +281,14 @@ def _sweep_group(
     given = [getattr(plan, key) for plan in plans]
     values = sorted({value for value in given if value is not None})
     chips: dict[Any, RelatedPlans] = {}
-    with suppress(MemestError):  # each point is predicted below, where its error is found
+    with suppress(MemestError):  # each point is predicted below and reports its error there
         for gpu in reversed(target_gpus(plans[0])):
             chips[gpu.chip] = RelatedPlans(gpu, values, values, key, accumulates=False)
     for plan in {plan.optim: plan for plan in plans}.values():
         with suppress(MemestError):
             for related in chips.values():
                 related.at(plan)
-    gc.freeze()  # collections pass over the traces, which are many objects
+    gc.freeze()  # exclude the traces, which are many objects, from collections
     try:
         found = _replay_in_parallel(plans, chips, jobs)
         rest: Any = (
@@ -301,7 +301,7 @@ def _sweep_group(
         gc.unfreeze()
 
 
-MIN_PARALLEL_POINTS = 16  # below which one process is as fast as several
+MIN_PARALLEL_POINTS = 16  # number of points below which one process is as fast as several
 
 
 def _replay_in_parallel(

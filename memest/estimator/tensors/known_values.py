@@ -41,7 +41,7 @@ _IGNORED_ON_CPU = {"device", "pin_memory"}
 
 
 class ValueUnknown(Exception):
-    """An operator needs a value that is not known."""
+    """Raised when an operator needs an unknown value."""
 
 
 class KnownValues:
@@ -110,7 +110,7 @@ class KnownValues:
             self._above.drop(key)
 
     def _lose(self, tensor: Tensor) -> None:
-        """Forget the elements of `tensor`, which were overwritten by unknown ones."""
+        """Drop the values of `tensor`, which was overwritten by unknown ones."""
         key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self._copies:
             self.drop(key)
@@ -152,7 +152,7 @@ class KnownValues:
         return any(is_meta(t) and storage_key(t) in self.guessed for t in tensors_in(args))
 
     def decides(self, tensor: Tensor) -> bool:
-        """Return whether the value of `tensor` may decide a shape: known, and not guessed."""
+        """Return whether the value of `tensor` may decide a shape: it is known, not guessed."""
         return self.value_of(tensor) is not None and not self.is_guessed([tensor])
 
     # --- compute
@@ -200,7 +200,7 @@ class KnownValues:
         if is_mutable and isinstance(first, Tensor) and not self.is_known(first):
             return
         if is_mutable and _is_view_in_place(func):
-            return  # `first` has its new geometry already, and the values stay
+            return  # only the geometry changed, and is set already
         if id(func) in _CONSTANT_LIKE and isinstance(first, Tensor):
             if self.may_hold(out):
                 like = torch.empty((), dtype=first.dtype, device=CPU).expand(first.size())
@@ -240,7 +240,7 @@ class KnownValues:
         every = tensors_in((*args, *kwargs.values()))
         if self._below is None and all(map(self.is_known, every)):
             with suppress(NotImplementedError, RuntimeError):
-                self.compute(func, args, kwargs)  # writes the copies
+                self.compute(func, args, kwargs)  # writes the copies in place
                 return
         for tensor in args[0]:
             if isinstance(tensor, Tensor) and is_meta(tensor) and self.is_known(tensor):

@@ -66,7 +66,7 @@ class ScriptLines:
 
     def _look(self, code: CodeType, frame: FrameType) -> bool:
         name = code.co_filename
-        if name == "<string>":  # `python -c`, or code that a library made
+        if name == "<string>":  # `python -c`, or generated code
             return bool(frame.f_globals.get("__name__") == "__main__")
         if name.startswith("<") and not name.startswith(("<ipython", "<stdin>")):
             return False
@@ -79,7 +79,7 @@ class ScriptLines:
 
 
 class Notes:
-    """Notes of a report, each once, in the order in which they were added."""
+    """Notes of a report, without duplicates, in the order in which they were added."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -135,7 +135,7 @@ class Patches:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Put back everything, until the block ends."""
+        """Restore the originals until the block ends."""
         current = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in self._before]
         for owner, name, before in reversed(self._before):
             _restore(owner, name, before)

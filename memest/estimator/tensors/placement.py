@@ -85,7 +85,7 @@ def local_part(tensor: Tensor) -> Tensor:
         inner = getattr(tensor, "_local_tensor", None)
         parts: Any = getattr(tensor, "__tensor_flatten__", None)
         if inner is None and parts is not None:
-            with suppress(AttributeError):  # one that is being made has no parts yet
+            with suppress(AttributeError):  # an instance under construction has no parts yet
                 inner = getattr(tensor, parts()[0][0])
         if inner is None:
             break
@@ -148,7 +148,7 @@ class Place(Enum):
 
 
 class _Inside(threading.local):
-    """State of a thread."""
+    """Thread-local state of the mode."""
 
     depth = 0  # number of nested calls of the mode; above 0 the mode's own code runs
     composite = False  # True while C++ makes tensors that are on the GPU, like those given to it

@@ -55,7 +55,7 @@ NEW_HANDLE = EMPTIED - 2  # event at which cuBLAS creates a handle
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Place where a storage was allocated."""
+    """Place in model and script where a storage was allocated."""
 
     op: str
     module: str

@@ -16,7 +16,7 @@ def install(patches: Patches, work: WorkLog) -> None:
     make = saved_tensors_hooks.__init__
 
     def init(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:
-        # partial functions, since few objects move the moments of Python's garbage collection
+        # partial functions, since few containers change when Python collects garbage
         make(hooks, partial(_call, work, HOOK, pack_hook), partial(_call, work, HOOK, unpack_hook))
 
     patches.set(saved_tensors_hooks, "__init__", init)

@@ -327,7 +327,7 @@ class Kernel:
         self.name = name
         self._mode = mode
         self._declared = declared = Declaration.load(source)
-        # which way is the fastest is not known: the first is taken
+        # the fastest launch is unknown: assume the first config
         configs = declared.configs[:1] if source in mode.timed else declared.configs
         try:
             self._num_ways = len(timed_configs(declared, configs, mode.gpu))
@@ -375,7 +375,7 @@ class Declaration:
 
     @property
     def changes(self) -> list[int]:
-        """Positions of the tensors that the kernel changes."""
+        """Positions of the tensors that the kernel writes."""
         signature = self.triton_meta.get("signature", {})
         names = [name for name, kind in signature.items() if str(kind)[:1] == "*"]
         changed = self.inductor_meta.get("mutated_arg_names", ())
@@ -429,10 +429,7 @@ class Declaration:
 
 
 def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
-    """Return `configs`, and those with half of the largest block that Inductor times as well.
-
-    It halves a block again as long as `is_scaled` (`CachingAutotuner._dynamic_scale_rblock`).
-    """
+    """Return `configs`, and those with a halved largest block that Inductor also times."""
     timed = list(configs)
     for config in timed:
         if is_scaled(kernel, config, gpu):
@@ -446,7 +443,7 @@ def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list
 
 
 def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
-    """Return whether a thread of a reduction takes more registers than allow all threads to run."""
+    """Return whether the registers per thread keep a reduction below full occupancy."""
     meta = kernel.inductor_meta
     if not kernel.is_reduction or meta.get("persistent_reduction"):
         return False

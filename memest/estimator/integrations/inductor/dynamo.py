@@ -1,4 +1,4 @@
-"""Dynamo under the patches of memest: which functions and hooks it sees, and how it fails."""
+"""Dynamo under the patches of memest: functions, hooks, guards and failures."""
 
 from contextlib import nullcontext, suppress
 from functools import cache, partial
@@ -82,7 +82,7 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
     from torch._dynamo import exc
 
     convert_frame = dynamo.convert_frame
-    # DDPOptimizer compiles a frame under the modes of the script
+    # DDPOptimizer compiles a frame under the script's modes
     patches.within(convert_frame, "_compile", lambda *_: mode.attribution.modules.without_hooks())
     patches.within(convert_frame, "_compile", lambda *_: as_the_compiler(mode))
     patches.within(convert_frame, "_compile", lambda *_: _disable_current_modes())

@@ -51,7 +51,7 @@ def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Te
         return torch.tensor(given, dtype=dtype, device=device)
     if given.dtype is not dtype or given.device.type != device.type:
         raise TypeError(f"expected {device.type} {dtype} (got {given.device.type} {given.dtype})")
-    return given.detach()  # the same storage
+    return given.detach()  # shares the storage
 
 
 def install_legacy(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
@@ -120,7 +120,7 @@ def _install_default(patches: Patches) -> None:
             torch.set_default_device(None if before is None else before.device)
 
     before = _default_context()
-    patches.set(Tensor, "__new__", staticmethod(new))  # it follows the type, not the device
+    patches.set(Tensor, "__new__", staticmethod(new))  # follows the type, not the device
     patches.set(torch, "set_default_tensor_type", set_default_tensor_type)
     patches.on_undo(end_default)
 
@@ -199,7 +199,7 @@ def _from_data(
         moved = moved.to(kwargs.get("dtype") or moved.dtype)
         made = moved.detach().clone() if copies else moved
         return made.requires_grad_() if kwargs.get("requires_grad") else made
-    is_pinned = kwargs.pop("pin_memory", False)  # C++ would initialize CUDA
+    is_pinned = kwargs.pop("pin_memory", False)  # avoids that C++ initializes CUDA
     requires_grad = kwargs.pop("requires_grad", False)
     goes_to_gpu = device is not None and torch.device(device).type == "cuda"
     made = function(*args, device=CPU if goes_to_gpu else device, **kwargs)

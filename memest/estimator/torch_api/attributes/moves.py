@@ -18,7 +18,7 @@ from memest.estimator.torch_api.attributes.constructors import install_legacy
 
 
 def _install_places(patches: Patches, mode: CudaSimMode) -> None:
-    """Install attributes of the place where the mode has put tensors and storages."""
+    """Install attributes that report where the mode has put tensors and storages."""
     live = mode.memory.live
 
     def device(tensor: Tensor) -> torch.device:
@@ -113,7 +113,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _address_of(mode: CudaSimMode, key: int) -> int:
-    """Return the address of the block on the GPU; any unique number for a host storage."""
+    """Return the address of the GPU block; for a host storage, any unique number."""
     index = mode.memory.live.get(key)
     if index is None:
         return key
@@ -230,7 +230,7 @@ def _parser(move: Move, to_: Move) -> Move:
         if "other" in kwargs:
             args = (kwargs.pop("other"), *args)
         if args and isinstance(args[0], Tensor):
-            if INSIDE.compiles:  # fake tensors, which C++ has on one device
+            if INSIDE.compiles:  # fake tensors, which are on one device in C++
                 return to_(tensor, *args, **kwargs)
             return move(tensor, args[0].device, args[0].dtype, *args[1:], **kwargs)
         if args and not isinstance(args[0], torch.dtype):
@@ -277,7 +277,7 @@ def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
         return mode.host.place(tensor if is_meta(tensor) else other) is not Place.META
 
     # parameters without a shape allow the replaced methods too
-    lazy: Any = UninitializedParameter.__mro__[1]  # the class that buffers have, too
+    lazy: Any = UninitializedParameter.__mro__[1]  # the base class of parameters and buffers
     known = [getattr(Tensor, name) for name in _MOVES]
     known += [Tensor.untyped_storage, torch._has_compatible_shallow_copy_type]
     patches.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *known])
@@ -310,7 +310,7 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
             grad = tensor.grad if tensor.is_leaf else None
             try:
                 swap_tensors(tensor, swapped)
-            except RuntimeError:  # autograd holds it: a graph that an exception has left behind
+            except RuntimeError:  # the autograd graph holds it after an exception
                 if not is_meta(tensor):
                     raise
                 data_of.__set__(tensor, _without_data(value, mode))

@@ -22,7 +22,7 @@ true_class: Any = torch.device
 
 
 class _LikeTrueClass(type):
-    """Metaclass that makes `isinstance` and `==` behave as for torch's own class."""
+    """Metaclass that gives `isinstance` and `==` the results of torch's own class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, true_class)
@@ -209,7 +209,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
     patches.set(torch.version, "hip", None)
     patches.set(torch.backends.mps, "is_available", constant(False))  # Lightning prefers MPS
-    if torch.version.cuda is None:  # torchvision compares a CUDA build's own value with its own
+    if torch.version.cuda is None:  # torchvision compares a CUDA build's version with its own
         patches.set(torch.version, "cuda", CUDA_VERSION)
     patches.set(torch._C, "_cuda_getCompiledVersion", compiled_version)
     patches.set(torch._C, "_cuda_getDriverVersion", driver_version)
@@ -257,7 +257,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
 
 
 class Generator(torch.Generator):
-    """`torch.Generator`, which makes an `OnGpu` for the virtual GPU."""
+    """`torch.Generator`; returns an `OnGpu` for the virtual GPU."""
 
     rng: ClassVar[CudaRng]
     kind_on_gpu: "ClassVar[type[OnGpu]]"

@@ -188,7 +188,7 @@ class Stacks:
             if not code.co_filename.startswith(_OWN):
                 found.append((code, frame.f_lasti))
                 continue
-            # a call from memest itself
+            # called by memest itself
             while found and getattr(found[-1][0], "co_filename", "") == _TORCH_OPS:
                 found.pop()
             if needs_operator and code.co_name == "__torch_dispatch__":
@@ -204,7 +204,7 @@ class Stacks:
 
 
 def _frame(code: CodeType | str, at: int) -> dict[str, Any]:
-    if isinstance(code, str):  # torch's own mark of a frame that has no file
+    if isinstance(code, str):  # torch's mark of a frame without a file
         return {"filename": "??", "line": 0, "name": code}
     lines = (line for start, end, line in code.co_lines() if start <= at < end and line is not None)
     line = next(lines, code.co_firstlineno)

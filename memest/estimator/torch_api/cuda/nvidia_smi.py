@@ -72,7 +72,7 @@ def install(patches: Any, module: Any) -> None:
     def run(command: str) -> int:
         if NAME not in command:
             return system(command)
-        return subprocess.Popen(command, shell=True).wait() << 8  # a status, as of `os.wait`
+        return subprocess.Popen(command, shell=True).wait() << 8  # a wait status, as from `os.wait`
 
     patches.set(subprocess.Popen, "__init__", start_with_program)
     patches.set(os, "system", run)

@@ -41,7 +41,7 @@ class _Error(Exception):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Answer `pynvml` and torch's queries to NVML for the virtual GPU."""
+    """Serve `pynvml` and torch's NVML queries with values of the virtual GPU."""
     found = sys.modules.get("pynvml")
     module = found if found is not None and hasattr(found, "NVMLError") else _stub()
     patches.set_item(sys.modules, "pynvml", module)

@@ -134,7 +134,7 @@ class StreamContext:
 
 
 class _Generic(type):
-    """Metaclass of `torch.Stream` and `torch.Event`, whose instances include the GPU's."""
+    """Metaclass of `torch.Stream` and `torch.Event`; their instances include the GPU's."""
 
     of_cuda: type
     original: type
@@ -204,7 +204,7 @@ class Captures:
     def begin(self, pool: tuple[int, int]) -> None:
         """Serve requests from `pool` from now on.
 
-        The default generator stores seed and offset on the GPU while a graph draws from it
+        The default generator stores seed and offset on the GPU while a graph uses it
         (`register_graph` of CUDAGeneratorImpl.cpp).
         """
         if not self._generator_state:

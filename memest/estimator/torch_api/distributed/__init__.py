@@ -1,4 +1,4 @@
-"""One rank of a process group: nothing is sent.
+"""One rank of a process group, without communication.
 
 - `process_group` makes groups of torch's `fake` backend under the name of the requested one.
 - `ddp` lets torch's own reducer of `DistributedDataParallel` run on tensors without data.

@@ -197,7 +197,7 @@ class _Accumulation:
             _at_end_of_backward(self.join)
 
     def join(self) -> None:
-        """Let the model's stream wait for the accumulation of a backward that has ended."""
+        """Make the model's stream wait for the gradient accumulation of a finished backward."""
         if self._waits_for_end:
             self._waits_for_end = False
             self._mode.timeline.stream_waits(MAIN, self._mode.timeline.event(self._stream))

@@ -177,7 +177,7 @@ def _install_handle(
 
 
 def _install_second(patches: Patches, resize: Callable[..., None]) -> None:
-    """Install FSDP2: buffers of gathered parameters."""
+    """Label the buffers of gathered parameters under FSDP2."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     except ModuleNotFoundError:  # torch 2.5

@@ -1,4 +1,4 @@
-"""`torch.distributed` of one rank: groups of torch's `fake` backend, which sends nothing."""
+"""`torch.distributed` of one rank: groups of torch's `fake` backend, without communication."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import GPU
 from memest.estimator.torch_api.distributed import ddp, fsdp
 
-FAKE = "fake"  # torch's own backend that sends nothing
+FAKE = "fake"  # torch's own backend without communication
 NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/nccl.txt`)
 
 
@@ -190,7 +190,7 @@ class _Functions:
 
 
 def check(rank: Rank) -> None:
-    """Check that this process can be `rank`; `UnsupportedError` if it is in a group already."""
+    """Raise if this process cannot be `rank`; `UnsupportedError` if it is in a group already."""
     if rank.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",
@@ -208,7 +208,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank)
 
     functions = _Functions(mode, rank)
     for name in [name for name in vars(_Functions) if not name.startswith("_")]:
-        # libraries read the signature: DeepSpeed that of `device_id`
+        # libraries read the signature, such as DeepSpeed for `device_id`
         function = wraps(getattr(c10d, name))(partial(getattr(functions, name)))
         for owner in (c10d, dist, device_mesh):  # a mesh may call `init_process_group`
             if hasattr(owner, name):
@@ -257,7 +257,7 @@ class Store(c10d.Store):
         self._mailbox.post(("store", key), self._values[key])
 
     def get(self, key: str) -> bytes:
-        """Return a stored value; `UnsupportedError` if no rank that was run has set it."""
+        """Return a stored value; `UnsupportedError` if no simulated rank has set it."""
         value = self._values.get(key)
         if value is None:
             value = self._mailbox.fetch(("store", key), 0)
@@ -279,7 +279,7 @@ class Store(c10d.Store):
         return all(key in self._values or self._mailbox.has(("store", key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, as if all ranks had added the same."""
+        """Add to a number, as if all ranks had added the same amount."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total

@@ -51,13 +51,13 @@ _PRIORITY = 1  # priority before torch's own packages, whose first is the CPU wi
 
 
 class _State(threading.local):
-    """State of a thread that saves or loads."""
+    """Thread-local state while files are saved or loaded."""
 
     placeholders: dict[Any, torch.UntypedStorage] | None = None
     """Placeholders of the running `torch.save`, which tensors of one storage and dtype share."""
 
     is_mapped = False  # True while `torch.load` maps its file
-    is_old = False  # True while a file of the old format is read, which has the values last
+    is_old = False  # True while a file of torch's old format, with values at its end, is read
 
 
 class Checkpoints:
@@ -142,7 +142,7 @@ class Checkpoints:
             if is_gpu or full or is_large:
                 base = self._allocate(untyped, full[0] if full else untyped.nbytes(), storage.dtype)
             else:
-                base = _clone(untyped)  # the file may be written to while it is used
+                base = _clone(untyped)  # clone, since the file may be overwritten meanwhile
             setattr(untyped, _BASE, base)
         if full:
             offset, stride = full[1:]
@@ -394,7 +394,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             self._file.__exit__(*exception)
 
         def _virtual(self, name: str) -> Tensor | None:
-            """The tensor `name` without data, if it is large and of floating-point numbers."""
+            """Return the tensor `name` without data, if it is large and floating-point."""
             described = self._file.get_slice(name)
             dtype, shape = dtypes.get(described.get_dtype()), described.get_shape()
             if not self._is_torch or dtype is None or not dtype.is_floating_point:

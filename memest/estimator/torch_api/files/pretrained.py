@@ -27,7 +27,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", 
 """Extensions of weight files. A folder with such a file has weights, and a mismatch is an error."""
 
 DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config.json"))
-"""Files of bundled models that are not downloaded, only read from this machine."""
+"""Config files of bundled models: read from this machine, never downloaded."""
 
 
 class NoWeights(str):
@@ -37,7 +37,7 @@ class NoWeights(str):
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make transformers, if a script imports it, load models without weight files."""
     hooks.after("transformers.utils.hub", partial(_install_configs, patches, mode))
-    hooks.after(  # without threads, which would allocate in random order
+    hooks.after(  # without threads, whose allocation order would be random
         "transformers.core_model_loading",
         lambda module: patches.set(module, "ThreadPoolExecutor", constant(None)),
     )
