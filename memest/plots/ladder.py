@@ -50,8 +50,8 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
 def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
     """Return the verdict's word on a GPU that can reserve `limit_bytes`; `?` if unknown.
 
-    A stored verdict has this limit. Otherwise a run fits its peak reserved, and not less than its
-    peak allocated.
+    The word is that of a stored verdict with this limit. Without one, the run fits if the limit is
+    at least its peak reserved, and is OOM if the limit is below its peak allocated.
     """
     for name, verdict in report.verdicts.items():
         is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")

@@ -30,7 +30,7 @@ def in_nodes(
     more: Args = (),
     is_possible: Callable[..., bool] | None = None,
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
-    """Return the rule of an operator that backward formulas call in place without a dispatch mode.
+    """Return the rule of an operator that autograd runs in place when no dispatch mode is active.
 
     `nodes` has the names of autograd nodes whose formulas do so. They call `instead`, by default
     the in-place overload, with the further arguments `more`. `is_possible` returns whether a call

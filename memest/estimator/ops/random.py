@@ -43,7 +43,7 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:
     """Skip `count` 32-bit numbers of a CPU `generator` (Mersenne Twister); at least `WORDS`."""
-    # an offset beyond the state, so that all words are new
+    # draw `WORDS` numbers, so that every word of the state is one that the recurrence made
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
     state = generator.get_state().numpy().copy()

@@ -516,10 +516,10 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
-    """Return the size of the product of two matrices: multiplied pairs, entries, and if guessed.
+    """Return the work and the size of the product of two sparse matrices.
 
-    The first is the number of pairs of entries that are multiplied. The second has the positions
-    of the result's entries, or their number if unknown; the last is whether it is a guess.
+    The results are the number of multiplied pairs of entries, the positions of the product's
+    entries (or their number if unknown), and whether the positions are guessed.
     """
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
     known, other = (

@@ -1,4 +1,4 @@
-"""Replay of event streams through the simulated allocator, with rows where a probe would read."""
+"""Replay of event streams through the simulated allocator, with a report row at each probe."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

@@ -264,7 +264,7 @@ def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
 
 
 def _work(plan: TrainingPlan) -> tuple[bool, ...]:
-    """Return a sort key: the expected time of a plan's trace, longest first.
+    """Return a sort key, which is higher for plans whose trace takes longer.
 
     Long tasks begin first, so that at the end no worker runs alone for long.
     """

@@ -221,7 +221,7 @@ _PYTHON_TYPES: Any = {float: torch.float64, int: torch.int64, bool: torch.bool}
 
 
 def _parser(move: Move, to_: Move) -> Move:
-    """Return `Tensor.to`, which moves to devices by `move`."""
+    """Return a replacement of `Tensor.to`, the original `to_`, that calls `move`."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(_PYTHON_TYPES.get(a, a) if isinstance(a, type) else a for a in args)
