@@ -27,7 +27,7 @@ def command() -> None:
         code = end.code or 0
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+        with contextlib.suppress(OSError, ValueError):  # the pipe's reader has closed it
             stream.flush()
     os._exit(code)
 

@@ -157,7 +157,7 @@ def fork(run: Callable[[], object]) -> Child:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns when there are threads; those of the libraries' pools are idle here.
+        # Python 3.12 warns if threads exist; the libraries' pool threads are idle here
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:

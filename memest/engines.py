@@ -216,7 +216,7 @@ class Local(Engine):
 
 
 class _Worker:
-    """Child process that runs tasks one after the other; a new one replaces a dead one."""
+    """Child process that runs tasks in turn; a new process replaces a dead one."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -274,7 +274,7 @@ def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn
 
 
 class Ray(Engine):
-    """A Ray cluster: the one of `RAY_ADDRESS`, or else a new one on this machine."""
+    """A Ray cluster: that of `RAY_ADDRESS`, or a new one on this machine."""
 
     def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool

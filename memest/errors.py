@@ -57,7 +57,7 @@ def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
 
 
 def raise_if_all_failed(results: Collection[object]) -> None:
-    """Raise the first of `results` if there are some, and all are errors."""
+    """Raise the first of `results` if all of them are errors; do nothing for no results."""
     errors = [result for result in results if isinstance(result, MemestError)]
     if errors and len(errors) == len(results):
         raise errors[0]

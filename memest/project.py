@@ -16,7 +16,7 @@ class Project:
     """Settings of the nearest pyproject.toml; empty ones without a table `[tool.memest]`."""
 
     gpu: str = ""  # GPU to simulate if a command or test names none
-    limit: str = ""  # memory that a script or test may take on it, such as `38GiB`
+    limit: str = ""  # memory that a script or test may use on it, such as `38GiB`
     command: tuple[str, ...] = ()  # of `memest run` without a script: `--max-steps 3 train.py`
     folder: Path | None = None  # folder of the file, or None without one
 

@@ -100,7 +100,7 @@ async def advise(plan: dict[str, Any]) -> dict[str, Any]:
     """Find changes with which a training plan fits one GPU, cheapest first.
 
     Args:
-        plan: keys as of `predict`; `gpu` has one name.
+        plan: keys as for `predict`; `gpu` has one name.
     """
     return await _of_plan("advise", plan)
 
@@ -145,7 +145,7 @@ async def _memest(
         try:
             code = await asyncio.to_thread(child.wait, seconds)
         finally:
-            child.kill()  # also what the script has started
+            child.kill()  # also processes that the script has started
         if code is None:
             raise MemestError(f"the run did not end within {seconds:g} s")
         text = file.read_text(encoding="utf-8") if file.is_file() else ""

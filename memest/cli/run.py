@@ -94,7 +94,7 @@ class _RunCommand(click.Command):
 
 _ARGUMENTS = "memest.run.arguments"
 
-MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for one that is not there
+MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for an unsimulated rank
 
 
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})

@@ -70,7 +70,7 @@ class _Lines:
         self._num_done = self._num_running = self._total = 0
 
     def show(self, event: Event) -> None:
-        """Count a task that begins or has ended; write a line if the last one is old enough."""
+        """Count a task that begins or has ended; write a line if the last line is old enough."""
         if not event.total:
             if monotonic() - self._last >= LOG_SECONDS:
                 self._last = monotonic()

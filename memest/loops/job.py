@@ -144,7 +144,7 @@ def run_job(job: Job) -> None:
     job.notes.extend(feed.notes)
     job.data_notes = list(feed.notes) if options.data is not None else []
     make_optimizer = partial(_optimizer_over, plan, model)
-    if not plan.is_distributed:  # made now: what it allocates at once is not a step's
+    if not plan.is_distributed:  # before the loop, so that its allocations count as setup
         made = make_optimizer()
         make_optimizer = partial(lambda optimizer: optimizer, made)
     task = Task(job, model, make_optimizer, feed)

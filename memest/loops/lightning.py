@@ -27,7 +27,7 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
     """Return the value of `Trainer(strategy=...)`: a strategy object, or `auto` on one GPU.
 
     Raises:
-        PlanError: a class to wrap is not there.
+        PlanError: a class to wrap does not exist.
         UnsupportedError: DeepSpeed is not installed.
     """
     if plan.is_ddp:

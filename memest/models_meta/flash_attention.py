@@ -312,7 +312,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 @contextlib.contextmanager
 def replace_functions() -> Iterator[None]:
-    """Patch transformers to use the functions above in place of those of `flash_attn`.
+    """Patch transformers to use the functions above instead of those of `flash_attn`.
 
     An installed package is not imported, and `sys.modules` is unchanged.
     """
@@ -368,7 +368,7 @@ _STATE = frozenset(
 """Variables of transformers that hold the functions it found."""
 
 _CHECKS = frozenset(("is_flash_attn_2_available", "is_flash_attn_greater_or_equal_2_10"))
-"""Functions by which transformers 4.55 to 4.57 looks for the package."""
+"""Functions with which transformers 4.55 to 4.57 checks for the package."""
 
 _IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
 """Families that import `_flash_attention_forward` only where the package is installed."""

@@ -409,7 +409,7 @@ def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str)
 
 
 def _load_remote(source: str) -> "PretrainedConfig":
-    """Load the config of a model with Python code of its own, which runs."""
+    """Load the config of a model that has its own Python code, which runs."""
     from transformers import AutoConfig
 
     try:

@@ -61,7 +61,7 @@ class States:
         return _distinct(_local(t) for t in found if isinstance(t, Tensor))
 
     def optimizer(self) -> Iterator[Tensor]:
-        """Yield the state of the optimizer; for DeepSpeed that of the innermost, and master copies.
+        """Yield the state of the (innermost) optimizer, and for DeepSpeed the master copies.
 
         A master copy that is a parameter's own partition does not count.
         """

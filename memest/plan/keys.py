@@ -101,7 +101,7 @@ def read_lengths(value: Any) -> tuple[int, ...]:
 
 
 def steps_of(lengths: tuple[int, ...], num_micro_batches: Any) -> int:
-    """Return the optimizer steps for which there are lengths; at least one."""
+    """Return the number of optimizer steps for which there are lengths; at least one."""
     is_count = isinstance(num_micro_batches, int) and num_micro_batches > 0
     return max(1, len(lengths) // (num_micro_batches if is_count else 1))
 
@@ -162,8 +162,8 @@ class Key:
     type: str = ""  # annotation of the field
     default: Any = None
     flag: str = ""
-    """Option of the command line; empty where there is none. A switch names its opposite after a
-    slash where that does not begin with `--no-`."""
+    """Command-line option; empty if there is none. A switch gives its opposite after a slash if the
+    opposite does not begin with `--no-`."""
 
     help: str = ""  # help of the flag; `{choices}` stands for the values
     section: str = "Plan"  # section of `--help` and of docs/plan.md
@@ -173,7 +173,7 @@ class Key:
     other_names: tuple[str, ...] = ()  # names in `TrainingArguments` with the same meaning
     unset: str = ""  # text for the value if the key is not given; empty if it is `default`
     in_loops: Mapping[str, Any] = field(default_factory=dict)  # default by loop, if not `default`
-    sweep: str = ""  # help of the flag of `memest sweep`; without it `--vary` takes the key
+    sweep: str = ""  # help of the flag of `memest sweep`; if empty, only `--vary` accepts the key
     aliases: Mapping[str, str] = field(default_factory=dict)  # short forms of values
     is_size: bool = False  # bytes, which files and flags may give as `24GiB`
     is_always_written: bool = False  # True to write the key in commands even at its default

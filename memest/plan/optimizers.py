@@ -23,7 +23,7 @@ class OptimizerRow:
 
     library: str
     class_name: str
-    options: tuple[tuple[str, Any], ...] = ()  # options besides those of a plan
+    options: tuple[tuple[str, Any], ...] = ()  # options in addition to the plan's
     transformers: str = ""  # name of the same optimizer in `TrainingArguments.optim`
 
     @property

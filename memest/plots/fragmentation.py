@@ -63,7 +63,7 @@ def plot_fragmentation(
 
 
 def _reason(run: Growth, limit_bytes: int) -> str:
-    """Return how the first run stays under the limit and why it ends, as two lines of text."""
+    """Return two lines of text: how the first run stays under the limit, and why it ends."""
     over = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
     if over is None:
         return ""

@@ -292,7 +292,7 @@ def _write_title(
     several = any((r.plan.get("devices") or 1) > 1 for r in reports)
     noun = "experiment" if len(reports) == 1 else "experiments"
     of_suite = f" of {suite}" if suite else ""
-    taken = max(  # by which libraries of several GPUs lower a GPU's limit
+    taken = max(  # memory that libraries of several GPUs use
         (
             limits[gpu] - verdict.limit_bytes
             for report in reports

@@ -156,7 +156,7 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
     """Hatch up to the failure; write a dash for the phases after it."""
     theme = panel.theme
     reached = column.failed_at_bytes / GIB
-    if not reached:  # of a run that fits: the micro-batch is not the one before the step
+    if not reached:  # in a run that fits, this micro-batch has no optimizer step
         is_cut = column.report.verdict is not Outcome.FITS
         panel.write_number(x, 0.0, "not\nreached" if is_cut else "none")
         return

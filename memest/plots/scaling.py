@@ -141,7 +141,7 @@ def _draw_line(panel: Panel, line: ScalingLine) -> None:
 
 
 def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
-    """Draw the GPU's line, its name over or under it where no strategy passes, if there is room."""
+    """Draw the GPU's limit line, with its name over or under it if no strategy is there."""
     points: list[tuple[float, float]] = []
     for line in lines:
         ends = panel.inches((n, r.needs_bytes / GIB) for n, r in line.reports.items())

@@ -58,7 +58,7 @@ def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> s
 
 
 def wrapped(text: str, size: float, inches: float) -> str:
-    """Return `text` in lines of at most `inches`, broken at spaces; its own lines stay."""
+    """Return `text` in lines of at most `inches`, broken at spaces; its own line breaks stay."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         start = len(lines)
@@ -270,7 +270,7 @@ class Panel:
         width, height = wide * per_x, tall * per_y
         strokes = []
         for index in range(1, ceil((width + height) / _HATCH_INCHES)):
-            foot = index * _HATCH_INCHES - height  # where the stroke would meet the box's edge y
+            foot = index * _HATCH_INCHES - height  # y at which the stroke would meet the box's edge
             start, stop = max(foot, 0.0), min(foot + height, width)
             strokes.append([(x + at / per_x, y + (at - foot) / per_y) for at in (start, stop)])
         lines = LineCollection(strokes, colors=color, linewidths=2.0, zorder=zorder, gid=gid)

@@ -125,13 +125,12 @@ class Verdict:
     reserved_bytes: int
     """Peak reserved on this GPU, cached blocks included; up to the failure if out of memory."""
 
-    spread_bytes: int = 0  # Bytes of the limit that another driver of this GPU may take
+    spread_bytes: int = 0  # Bytes of the limit that may be missing with another driver of this GPU
     at: str = ""  # Failed request of an `oom` or a `may`: step, phase, module and operator
     decides: str = ""  # Blocks of a `may`: the verdict depends on when they are freed
     needs_bytes: int = field(init=False)
     """The least limit under which the run fits; on several GPUs, the highest over ranks and free
-    timings. Of a script that ended out of memory, a lower bound.
-    """
+    timings. A lower bound for a script that ended out of memory."""
 
     is_tight: bool = field(init=False)
     """True if the run fits, but may not if another driver leaves less."""
@@ -143,7 +142,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """The one word that every report and chart uses: `fits`, `tight`, `may` or `OOM`."""
+        """The verdict's word in all reports and charts: `fits`, `tight`, `may` or `OOM`."""
         return "tight" if self.is_tight else self.verdict.word
 
 
@@ -277,7 +276,7 @@ class JsonReport(Levels):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return the report in a file of `to_json`, or None where there is none."""
+        """Return the report in a file of `to_json`, or None if there is no file."""
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -555,7 +554,7 @@ class RunReport(Simulated, JsonReport):
     warnings: tuple[str, ...] = ()
     """Reasons to trust the figures less, which the report prints first."""
 
-    notes: tuple[str, ...]  # Assumptions and observations that limit what the figures mean
+    notes: tuple[str, ...]  # Assumptions and observations that limit the validity of the figures
     assumptions: tuple[str, ...]
     versions: Mapping[str, str]
     elapsed_s: float
@@ -581,7 +580,7 @@ class RunReport(Simulated, JsonReport):
 
     @property
     def is_cut_short(self) -> bool:
-        """Return whether the script ended before its own end, or is running."""
+        """Return whether the script ended early or is still running."""
         return self.ending in _CUT_SHORT
 
     @property

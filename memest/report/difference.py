@@ -193,7 +193,7 @@ def unpaired(
 
 
 def markdown(report: SimulatedReport, found: Difference | None, base: str = "") -> str:
-    """Return a comment for a pull request: the peak, that of the base, and lines that changed."""
+    """Return a comment for a pull request: the peak, the base's peak, and lines that changed."""
     lines = ["### GPU memory", "", f"`{report.name}`: {summary_line(report)}", ""]
     if found is not None:
         lines += [f"| peak | {base or 'before'} | now | change |", "|---|---:|---:|---:|"]

@@ -129,7 +129,7 @@ def time_cells(
     report: SimulatedReport, training: Training | None = None, gpus: Sequence[str] | None = None
 ) -> list[list[str]]:
     """Return the header and one row per GPU; `training` adds its hours, `gpus` selects GPUs."""
-    plan = {} if report.plan.get("lengths") else report.plan  # tokens are those of equal lengths
+    plan = {} if report.plan.get("lengths") else report.plan  # tokens per second need equal lengths
     tokens = int(plan["seq_len"]) * _samples(plan) if plan.get("seq_len") else 0
     has_price = training is not None and any(training.price_of(g) for g in report.times)
     rows = []
@@ -172,7 +172,7 @@ def _samples(plan: Mapping[str, Any]) -> int:
 
 
 def time_notes(report: SimulatedReport) -> list[str]:
-    """Return what the estimate assumes."""
+    """Return the assumptions of the time estimate."""
     times = report.times.values()
     notes = ["estimate of the time, not of the memory (docs/time.md); data loading is not known"]
     if origins := ", ".join(sorted({t.origin for t in times if t.origin})):

@@ -78,7 +78,7 @@ def _work_tree(base: str, folder: Path) -> Iterator[Path]:
 
 
 def _git(*words: str) -> str | None:
-    """Return what a git command prints, or None if it fails."""
+    """Return the output of a git command, or None if it fails."""
     if shutil.which("git") is None:
         return None
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)

@@ -106,7 +106,7 @@ def _read_accelerate_launch(words: list[str]) -> Launch:
 def _read_trl(words: list[str]) -> Launch:
     """Read `trl sft` and its like, which start a script of TRL by `accelerate launch`.
 
-    TRL checks the script's arguments before, and those of most trainers need a GPU.
+    TRL first checks the script's arguments, and those of most trainers need a GPU.
     """
     require("trl")
     session = import_module("memest.run.session")

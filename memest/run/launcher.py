@@ -43,7 +43,7 @@ class RunResult:
     """Result of a script's run."""
 
     exit_code: int  # exit code of the script
-    error_text: str  # that Python would write to stderr: a traceback, or that of `sys.exit`
+    error_text: str  # text that Python would write to stderr, such as a traceback
     refusal: MemestError | None  # call that cannot be simulated, if that ended the script
     report: RunReport | None  # report, or None if the script never used the GPU
     decides: str = ""  # blocks that returned at the latest free timing, and may return earlier
@@ -99,7 +99,7 @@ def _note_kept(session: Session, kept: KeptFiles) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]:
-    """Raise an `UnsupportedError` with the current line after some seconds; None is no limit."""
+    """Raise an `UnsupportedError` with the current line after `seconds`; None is no limit."""
     if seconds is None:
         yield
         return
@@ -110,7 +110,7 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
             hint="does it wait for another rank? A longer `--time-limit` gives it more",
         )
 
-    number = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows sends none of its own
+    number = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows lacks SIGALRM
     before = signal.signal(number, end)
     timer = threading.Timer(seconds, _thread.interrupt_main, [number])
     timer.daemon = True

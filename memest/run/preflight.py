@@ -254,7 +254,7 @@ class _Script:
     def run(
         self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""
     ) -> tuple[RunReport | None, str]:
-        """Run the script on a virtual GPU like `device`, or like it with `memory`.
+        """Run the script on a virtual GPU like `device`, with its memory or with `memory`.
 
         Return its report, or None and the reason why there is none.
         """

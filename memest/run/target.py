@@ -17,7 +17,7 @@ from memest.packages import is_in_packages
 SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
 
 COMMANDS = frozenset(("lightning", "fabric", "srun", "mpirun"))  # that `memest run` does not read
-SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))  # start Python in a process of its own
+SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))  # scripts that start Python themselves
 _NAME_THE_SCRIPT = "name the Python script itself: `memest run train.py`"
 
 LAUNCHERS = frozenset(("torch.distributed.elastic", "deepspeed.launcher.launch"))
@@ -99,7 +99,7 @@ def _console_script(name: str) -> Target | None:
 
 
 def find_module(name: str, args: tuple[str, ...]) -> Target:
-    """Return the module `name`, as `python -m` searches it; only its outermost package is searched.
+    """Return the module `name`, as `python -m` finds it; only its outermost package is searched.
 
     Raises:
         PlanError: there is none.

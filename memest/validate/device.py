@@ -39,7 +39,7 @@ class Device:
 
 
 def query_device(index: int = 0) -> Device:
-    """Return the CUDA device of this index, by opening it; `UnsupportedError` if there is none."""
+    """Return the CUDA device of this index, which is opened; `UnsupportedError` without one."""
     import torch
 
     elsewhere = "run it on a machine with an NVIDIA GPU; `memest predict` needs none"

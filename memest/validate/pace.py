@@ -198,7 +198,7 @@ def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call
 
 
 def called(step: list[Any], scope: dict[str, Any]) -> Call:
-    """Return a call: a function, its arguments, and by name those of a last dictionary."""
+    """Return a call: a function, its arguments, and keyword arguments from a last dictionary."""
     function, *args = named(step, scope)
     options = args.pop() if args and isinstance(args[-1], dict) else {}
     if isinstance(function, str):

@@ -220,7 +220,7 @@ def _detect(task: str) -> Device:
 def _parts(
     plans: Sequence[TrainingPlan], engine: str, workers: int | None, device: Device
 ) -> Iterator[tuple[Engine, list[TrainingPlan]]]:
-    """Yield the engines that run the plans, one after the other, each with its plans."""
+    """Yield the engines that run the plans in turn, each with its plans."""
     if engine != "local":
         for num_gpus in sorted({plan.world_size for plan in plans}):
             members = [plan for plan in plans if plan.world_size == num_gpus]
@@ -308,7 +308,7 @@ def _measure(
     plan: TrainingPlan, *, logs: Path, device: Device, timeout_s: float, options: RunOptions,
     start: Callable[..., Child] | None,
 ) -> Measurement:  # fmt: skip
-    """Run one experiment in a process of its own, whose output is a file in `logs`."""
+    """Run one experiment in its own process, whose output goes to a file in `logs`."""
     refusal = _refusal(device, plan)
     if refusal:
         return _unfinished(device, plan, f"{SKIPPED}{refusal}")
@@ -395,7 +395,7 @@ def host_memory_bytes() -> int:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # not there, or `max`
+        except (OSError, ValueError):  # no such file, or the limit is `max`
             continue
     return min(limits)
 

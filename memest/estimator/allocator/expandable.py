@@ -149,7 +149,7 @@ class ExpandableSegments:
         self._allocator.unmapped(begin, end - begin, gone)
 
     def _keep(self, num_bytes: int, address: int, gone: Unmapped) -> None:
-        """Insert the part of a free block that stays mapped, next to the unmapped `gone`."""
+        """Insert the part of a free block that stays mapped, next to the unmapped part `gone`."""
         around = (gone.previous, gone) if address < gone.address else (gone, gone.next)
         kept = _linked(Block, gone, address, num_bytes, *around)
         self._pool(kept).insert(kept)

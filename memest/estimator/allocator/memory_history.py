@@ -14,7 +14,7 @@ from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL, Block
 from memest.estimator.allocator.expandable import Unmapped
 from memest.estimator.allocator.settings import AllocatorSettings
 
-POOL = (0, 0)  # id of the default pool among those of `torch.cuda.MemPool`
+POOL = (0, 0)  # id of the default pool, as `torch.cuda.MemPool` ids
 
 
 def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Tuning:
         return self._num_searches[block.is_small] - self._inserted_at.get(id(block), 0)
 
     def release_oversize(self, size: int, is_small: bool, stream: int) -> bool:
-        """Free one oversize block that is large enough, or as many as are needed together.
+        """Free oversize blocks: one that is large enough, or as many as are needed.
 
         Return whether that was enough for a request of `size`.
         """

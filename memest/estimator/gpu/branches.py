@@ -95,7 +95,7 @@ def _read_now() -> tuple[FrameType | None, range | None]:
 def _conditions(file: str) -> tuple[tuple[range, range], ...]:
     """Return the lines of the only condition of `while` loops in a file, and the loop's lines.
 
-    A loop with another exit, such as a maximum of iterations, ends by itself.
+    Loops with another exit, such as a maximum of iterations, are left out: they end.
     """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))

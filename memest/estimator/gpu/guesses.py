@@ -31,7 +31,7 @@ CHECK_DEPTH = 12  # innermost frames that are searched for a check of `torch.dis
 NUMBER = 1.0  # guess of a loss, a norm or a tensor that is copied to the host
 FALL = 0.01  # the n-th number that a script reads is `NUMBER / (1 + FALL * n)`, so a loss falls
 TOLERANCE = 1e-4  # largest threshold of a test of convergence, which an unknown value exceeds
-LARGE = 1e4  # least limit, such as that of float16, which no unknown value exceeds
+LARGE = 1e4  # smallest limit, such as that of float16, that no unknown value exceeds
 MAX_IN_A_ROW = 100_000  # reads by one line without an optimizer step: a waiting loop
 _REDUCTIONS = operators("all all.dim any any.dim")
 _ALL_FALSE = _REDUCTIONS | operators(
@@ -43,7 +43,7 @@ _ALL_TRUE = operators("ne.Tensor ne.Scalar gt.Tensor ge.Tensor")
 """Comparisons that return True: an unknown value differs from all others, and is the larger one."""
 
 PASSING_CHECKS = operators("_is_all_true allclose")
-"""Checks of a script's own values, such as those of `torch.distributions`; they return True."""
+"""Checks of a script's own values, such as in `torch.distributions`; they return True."""
 
 _VALIDATE = distribution.Distribution._validate_sample.__code__
 _CHECKS = "" if "_is_all_true" in _VALIDATE.co_names else _VALIDATE.co_filename
@@ -282,7 +282,7 @@ class GuessedValues:
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the guessed result of an operator with `Op.shaped_by`, on meta, and count it.
 
-        None where the shape is known, or has no bound.
+        None if the shape is known, or has no bound.
         """
         shaped_by = op_of(func).shaped_by
         assert shaped_by is not None
@@ -356,7 +356,7 @@ class GuessedValues:
 def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the largest result of an operator with `Op.shaped_by`, on meta.
 
-    None where it has no bound.
+    None if its size has no bound.
     """
     source: Tensor = args[0]
     size = source.numel()

@@ -240,7 +240,7 @@ class Memory:
             self._release(index)
 
     def use_driver(self, event: int) -> None:
-        """Log `FIRST_KERNEL` or `NEW_HANDLE`, for which the driver takes memory of its own."""
+        """Log `FIRST_KERNEL` or `NEW_HANDLE`, at which the driver takes memory."""
         if self.logs_driver:
             self.settle()
             addresses = self.allocator.addresses

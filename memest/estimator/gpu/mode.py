@@ -84,7 +84,7 @@ _SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd e
 
 
 def _has_own_dispatch(kind: type) -> bool:
-    """Return whether `kind` is a class of tensors with its own `__torch_dispatch__`."""
+    """Return whether `kind` is a tensor class with its own `__torch_dispatch__`."""
     disabled = torch._C._disabled_torch_dispatch_impl
     return kind is not Tensor and getattr(kind, "__torch_dispatch__", disabled) is not disabled
 

@@ -103,7 +103,7 @@ class Gpu:
 
     @property
     def multiprocessor(self) -> Multiprocessor:
-        """Limits of each multiprocessor; those of 9.0 for an unknown compute capability."""
+        """Limits of each multiprocessor; those of 9.0 if the compute capability is unknown."""
         return MULTIPROCESSORS.get(self.capability, MULTIPROCESSORS[9, 0])
 
     @property
@@ -130,7 +130,7 @@ class Gpu:
 
     @property
     def spread_bytes(self) -> int:
-        """Bytes of `limit_bytes` that another driver or CUDA context may take."""
+        """Bytes of `limit_bytes` that may be missing with another driver or CUDA context."""
         memory = self.memory_range_bytes
         if memory is None:
             memory = int(LARGEST_MEMORY_RANGE * self.memory_bytes)

@@ -191,8 +191,8 @@ class Clocks:
 class Table:
     """Times of kernels and of the host on one GPU.
 
-    `times` are those of a file in `pace/`, of which `kinds` has the kernels, measured on `origin`.
-    `file` names a user's file in place of the package's.
+    `times` is the content of a file in `pace/`, and `kinds` its kernels, measured on `origin`.
+    `file` is the path of a user's file, if it replaces the package's.
     """
 
     def __init__(
@@ -298,9 +298,9 @@ class Calls:
         self.efficiency = cache(self._efficiency)
 
     def _efficiency(self, size: tuple[int, ...]) -> float:
-        """Return the efficiency of a call: between those of the nearest measured ones.
+        """Return the efficiency of a call, interpolated between the nearest measured calls.
 
-        Sizes beyond those of these calls have the height at the edge.
+        Sizes outside of these calls have the efficiency at their edge.
         """
         apart = self._sizes - np.log(np.maximum(1, size))
         squares = (apart**2).sum(axis=1)

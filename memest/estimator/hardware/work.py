@@ -34,7 +34,7 @@ class Work(NamedTuple):
     rate: str  # peak rate of its operations: `float16`, `bfloat16`, `tf32`, `float32` or `float64`
     num_flops: int
     num_bytes: int  # bytes read and written, each tensor once
-    num_tensors: int = 1  # tensors of a list that one call works on; each takes the host time
+    num_tensors: int = 1  # number of tensors in the list of one call; each takes host time
     more: tuple["Work", ...] = ()  # further kernels: a bias, copies of strided tensors
 
 
@@ -124,7 +124,7 @@ _SIZES: dict[str, Callable[[Tensor, dict[str, Any], Any], tuple[int, ...]]] = {
     "joined": lambda x, values, out: (_num_joined(**values | {"out": out}),),
     "listed": lambda x, values, out: (len(next(iter(values.values()))),),
 }
-"""Sizes on which the time of a kernel depends apart from its bytes."""
+"""Sizes, besides the bytes, on which the time of a kernel depends."""
 
 
 def _kind(name: str, func: Any, x: Tensor, values: dict[str, Any], out: Any) -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ def _steps(x: Tensor) -> list[int]:
 
 
 def _length(x: Tensor, dim: int) -> int:
-    """Return the size of a dimension; 1 if there is none, as of a single number."""
+    """Return the size of a dimension; 1 for a tensor without dimensions."""
     return x.shape[dim] if -x.dim() <= dim < x.dim() else 1
 
 
@@ -298,7 +298,7 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     return found._replace(more=(*more,))
 
 
-PRODUCTS = "convolution products"  # kind of a convolution whose kernels are those of products
+PRODUCTS = "convolution products"  # kind of a convolution that runs the kernels of products
 
 
 def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> list[Work]:
@@ -418,7 +418,7 @@ class WorkLog:
             self.add(work_of(func, args, kwargs, out))
 
     def add(self, work: Work) -> None:
-        """Add work: also that of a compiled kernel or a collective, and a view."""
+        """Add the work of an operator, a compiled kernel, a collective or a view."""
         self._add(self._index_of(work))
 
     def copy(self, direction: str, num_bytes: int, *, is_pinned: bool, waits: bool) -> None:

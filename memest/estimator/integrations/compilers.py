@@ -67,7 +67,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
             _note_once(mode.guesses.warn, mode, CAPTURED if tuning == "max-autotune" else TUNED)
             options["mode"] = None
         given = dict(options.get("options") or {})
-        if any([given.pop(name, False) for name in TUNING]):  # all are taken out
+        if any([given.pop(name, False) for name in TUNING]):  # a list: removes all
             _note_once(mode.guesses.warn, mode, TUNED)
             options["options"] = given
         if model is None:

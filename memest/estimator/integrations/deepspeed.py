@@ -149,7 +149,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     for name in _WITH_STATE:
         hooks.after(name, restore_afterwards)
-    patches.set(functional, "linear", functional.linear)  # `zero.Init` replaces it for good
+    patches.set(functional, "linear", functional.linear)  # `zero.Init` does not restore it
     hooks.after("deepspeed.runtime.engine", after_engine)
     watch = partial(_watch_stages_1_and_2, mode, patches)
     hooks.after("deepspeed.runtime.zero.stage_1_and_2", watch)

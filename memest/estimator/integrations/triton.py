@@ -304,7 +304,7 @@ class Finder(StubFinder, importlib.metadata.DistributionFinder):
         for submodule in self._contents:
             if submodule.rpartition(".")[0] == name:
                 __import__(submodule)
-        if name == "triton.runtime":  # an object, in place of the module
+        if name == "triton.runtime":  # `triton.runtime.driver` is an object, not a module
             vars(module)["driver"] = self._contents["triton.runtime.driver"]["driver"]
 
     def find_distributions(

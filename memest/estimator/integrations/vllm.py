@@ -268,7 +268,7 @@ def files_bytes(model: str) -> int | None:
 
         try:
             folder = Path(snapshot_download(model, local_files_only=True))
-        except Exception:  # several kinds, all of which mean that there is none
+        except Exception:  # several kinds of errors, all of which mean that there is no cache
             return None
     files = () if folder is None else (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
     return sum(path.stat().st_size for path in files) or None

@@ -433,7 +433,7 @@ def convolution_backward(c: KernelCall) -> Events:
     of_grad: tuple[int, ...] = ()
     if c.transposed or is_native(shapes):
         of_grad = copies_in(given, grad)
-    elif suggest_memory_format(plane) != given:  # `to(memory_format)`, which leaves what is strided
+    elif suggest_memory_format(plane) != given:  # `to(memory_format)` keeps other strides
         of_grad = (grad.nbytes,)
     else:
         each = copies_in(memory_format, grad)

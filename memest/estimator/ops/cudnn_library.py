@@ -114,7 +114,7 @@ class Plan:
 
     workspace_bytes: int  # bytes that the plan requests
     notes: frozenset[int]  # numerical notes of its engine
-    is_estimated: bool = False  # `product_bytes` estimated it, seldom right to 512 B
+    is_estimated: bool = False  # `product_bytes` estimated it, rarely right to 512 B
 
     def is_allowed(self, kernels: Kernels) -> bool:
         """Return whether `filterEngineConfigs` of Conv_v8.cpp keeps the plan."""
@@ -176,7 +176,7 @@ def _has_cublaslt(folder: Path) -> bool:
 
 
 class Library:
-    """cuDNN's backend API; not for several threads at once."""
+    """cuDNN's backend API; not thread-safe."""
 
     def __init__(self, loaded: Any) -> None:
         self._library = loaded

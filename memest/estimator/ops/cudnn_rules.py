@@ -132,7 +132,7 @@ def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
 def is_winograd(c: ConvolutionShapes, direction: str) -> bool:
     """Return whether a GPU accepts Winograd's engines: windows of 3x3, without stride.
 
-    In channels-last only the one for the weight is accepted.
+    In channels-last it accepts only the engine for the weight.
     """
     is_taken = direction == "weight" or not c.is_channels_last
     return is_taken and c.is_plane and c.window == (3, 3) and c.dtype != torch.float64

@@ -23,7 +23,7 @@ from memest.units import ceil_div, round_up
 
 LARGEST_PRIME = 127  # largest factor without Bluestein's convolution, above `SHARED`
 SHARED = 32768  # largest transform that one block computes in shared memory, bytes
-FEW_PRIMES = 31  # largest prime factor of a length without a pass of its own, in float32
+FEW_PRIMES = 31  # largest prime factor of a length without an extra pass, in float32
 FEWER_PRIMES = 13  # the same in float64, and for each length of a 2-D transform
 ONE_PASS = frozenset((480, 600, 640, 768, 800, 960, 1000, 1920))  # real transforms above 400
 WIDE_DOUBLE = frozenset((6000, 22050))  # real float64 transforms with the last complex point

@@ -156,7 +156,7 @@ def _sorted_gradient(
     accumulator = accumulator_bytes_of(grad.dtype)
     if not adds_atomically(num_indices, num_rows, width, gpu):
         sums: tuple[int, ...] = (partials * width * accumulator,)
-    else:  # the segment of each partial sum, and a float32 gradient in place of a 16-bit one
+    else:  # the segment of each partial sum, and a float32 gradient if it is 16-bit
         is_wide = accumulator != grad.itemsize
         sums = (per_partial, num_rows * width * accumulator) if is_wide else (per_partial,)
     sorting = passing(row, cub.radix_sort_bytes(num_indices, gpu))

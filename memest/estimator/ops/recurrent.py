@@ -92,7 +92,7 @@ def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], in
 
 
 def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
-    """Return whether `get_algo` of RNN.cpp takes the persistent kernels.
+    """Return whether `get_algo` of RNN.cpp selects the persistent kernels.
 
     cuDNN has none for bfloat16 and double.
     """
@@ -357,7 +357,7 @@ def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
 
 
 def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """Return a contiguous tensor in the storage of `tensor`, which is no view for autograd."""
+    """Return a contiguous tensor in the storage of `tensor` that is no view for autograd."""
     made = torch.empty(0, dtype=tensor.dtype, device=META)
     stride = torch.empty(shape, device=META).stride()
     return made.set_(tensor.untyped_storage(), offset, shape, stride)

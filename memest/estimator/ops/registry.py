@@ -126,11 +126,11 @@ class Op:
 
     product: Any = None  # cuBLAS call of a matrix product (`matmul.Product`), or None
     calls_cublas: Callable[[KernelCall], bool] | None = None
-    """Returns whether a call uses a cuBLAS handle, for operators that are no matrix products."""
+    """Returns whether a call uses a cuBLAS handle, for operators other than matrix products."""
 
     is_convolution: bool = False  # run by cuDNN; `benchmark` tries algorithms at the first call
     makes_alike: bool = False  # True for a factory with an argument that only describes the result
-    may_mix_devices: bool = False  # takes tensors of the host together with those of the GPU
+    may_mix_devices: bool = False  # True if host tensors and GPU tensors can be mixed
     takes_handle: bool = field(init=False)  # can take a handle of cuBLAS, which has a workspace
     names: tuple[str, ...] = field(init=False)  # arguments of the schema
     defaults: Kwargs = field(init=False)

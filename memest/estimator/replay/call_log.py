@@ -293,8 +293,8 @@ def _tensor(shape: _TensorShape, numbers: Iterator[int]) -> Tensor:
     return flat.as_strided(size, stride, shape.offset)
 
 
-NO_CALL = -1  # mark in place of a template: a storage that existed before the trace
-ZERO = -2  # mark in place of a template: an output that meta makes and CUDA does not
+NO_CALL = -1  # mark instead of a template: a storage that existed before the trace
+ZERO = -2  # mark instead of a template: an output that meta makes and CUDA does not
 NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 
@@ -437,7 +437,7 @@ class RequestOrder(NamedTuple):
     """Position of an allocated output, (n,) for a free of temporary n, None for a new temporary."""
 
     num_copies: int  # contiguous operands of a matrix product: temporaries after the outputs
-    num_cublas: int  # workspaces that it needs: that of the handle, then that of cuBLASLt
+    num_cublas: int  # number of workspaces: the handle's, then cuBLASLt's
     is_partial: bool
 
 

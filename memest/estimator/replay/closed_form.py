@@ -29,7 +29,7 @@ _FUSED_ATTENTION = re.compile("_scaled_dot_product_(flash|efficient|cudnn)_atten
 def closed_form(
     plan: TrainingPlan, program: Program, geometry: LayerGeometry | None, seq_len: int
 ) -> ClosedForm | None:
-    """Compare the textbook with the trace of `program`; None where the textbook does not apply.
+    """Compare the textbook with the trace of `program`; None if the textbook does not apply.
 
     It applies to whole dense models trained in 16 bit on one GPU.
     """

@@ -220,7 +220,7 @@ class TracedPlan:
 
 
 _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Names under which torch puts a module into a wrapper."""
+"""Module names under which torch's wrappers store the wrapped module."""
 
 
 @cache

@@ -85,7 +85,7 @@ class Recording(Player):
         self.marks.append(Mark(len(self.actions), step, micro_batch, phase))
 
 
-MAX_EVENTS = 4_000_000  # limit of events of a recording, as of real ones: some GB of memory
+MAX_EVENTS = 4_000_000  # most events of a recording, as of real ones: some GB of memory
 
 
 def record_run(

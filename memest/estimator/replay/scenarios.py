@@ -17,7 +17,7 @@ from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Verdict
 from memest.units import ceil_div, format_bytes
 
-# Least limit under which a run fits, found by replays under other limits.
+# Least limit under which a run fits, found by replays under several limits.
 #
 # Reserved bytes do not measure a run's need: the allocator fills the GPU with cached blocks.
 

@@ -95,7 +95,7 @@ def _num_run(plan: TrainingPlan) -> int:
 
 
 def _is_whole(plan: TrainingPlan) -> bool:
-    """Return whether no step can be left out: batches differ, or there are validations."""
+    """Return whether no step can be left out: batches differ, or the plan validates."""
     return plan.validates or bool(plan.lengths)
 
 

@@ -55,7 +55,7 @@ class Option:
     changes: tuple[Change, ...]  # changes, cheapest first
     plan: TrainingPlan
     verdict: Verdict
-    time: StepTime | None  # estimated time of a step; None where there is no estimate
+    time: StepTime | None  # estimated time of a step, or None
     host_bytes: int  # host memory of the run, such as paged optimizer state
     command: str  # command that predicts it
     training_lines: tuple[str, ...]  # changes of the training script

@@ -53,7 +53,7 @@ class Explored:
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `KINDS`, without a limit; the sum is the peak
-    arithmetic: Mapping[str, str]  # explanation of each kind, in words
+    arithmetic: Mapping[str, str]  # explanation of each kind
     reserved_bytes: int  # peak reserved on a GPU without a limit
     phases: tuple[tuple[int, int, int, int, int], ...]
     """Bytes by kind and their peak at each phase of the second step's last micro-batch."""

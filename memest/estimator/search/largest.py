@@ -168,7 +168,7 @@ class _Search:
         return found if isinstance(found, Trial) else None
 
     def _traced(self, value: int) -> TracedPlan:
-        plan = with_value(self.plan, self.series.key, value)  # refuses what is no plan
+        plan = with_value(self.plan, self.series.key, value)  # raises if it is no valid plan
         if not self._guesses:
             return self.series.at(value)
         if not self._is_batch:

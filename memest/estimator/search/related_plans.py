@@ -61,7 +61,7 @@ class TraceSeries:
 
     @property
     def is_alone(self) -> bool:
-        """True if every size is simulated by itself."""
+        """True if no size can be interpolated, so that each is simulated."""
         return self.plan.is_distributed
 
     def at(self, value: int) -> TracedPlan:

@@ -1,4 +1,4 @@
-"""Many plans: each predicted alone, over as many processes as there are cores."""
+"""Many plans, each predicted separately, in one process per core."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -44,7 +44,7 @@ class SweepPoint:
 
     plan: TrainingPlan
     gpu: str
-    verdict: Verdict | None  # None where the plan does not exist or is not modelled
+    verdict: Verdict | None  # None if the plan is invalid or not modelled
     peak_allocated_bytes: int = 0
     process_bytes: int = 0
     unlimited_reserved_bytes: int = 0  # bytes that it would reserve on an unlimited GPU

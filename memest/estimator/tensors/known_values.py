@@ -131,7 +131,7 @@ class KnownValues:
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether this object, not the one below, has the value of a meta tensor."""
+        """Return whether this layer, not the one below, has the value of a meta tensor."""
         return is_meta(tensor) and storage_key(tensor) in self._copies
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -249,7 +249,7 @@ class KnownValues:
     def may_hold(self, result: Tensor, *, is_copy: bool = False) -> bool:
         """Return whether `result` is small enough for a known value, and has none yet.
 
-        A copy of data, such as an adjacency matrix, may be larger than what is computed from it.
+        A copy of data, such as an adjacency matrix, may be larger than a computed result.
         """
         storage = result.untyped_storage()
         num_bytes, key = storage.nbytes(), storage._cdata

@@ -105,7 +105,7 @@ class StorageTable:
         """True if the speed of the GPU decides when some block is freed."""
         return bool(self.deferred or self.stashed)
 
-    unused: list[int] = field(default_factory=list)  # ids that were forgotten and are used again
+    unused: list[int] = field(default_factory=list)  # ids of forgotten storages, for reuse
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
         """Add a storage; returns its id."""

@@ -208,7 +208,7 @@ def library_versions(*packages: str) -> dict[str, str]:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of memest and of those of `packages` that are installed."""
+    """Return the versions of memest and of the installed ones of `packages`."""
     from importlib import metadata
 
     from memest import __version__

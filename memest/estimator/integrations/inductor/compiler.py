@@ -132,7 +132,7 @@ class NotSimulated(UnsupportedError):
 @contextmanager
 def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
     """Run the block with Inductor patched as if a GPU were present."""
-    with warnings.catch_warnings(action="ignore"):  # torch's own, of what it uses itself
+    with warnings.catch_warnings(action="ignore"):  # torch's own warnings
         from torch._inductor import config
 
         patches = Patches()
@@ -197,7 +197,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
     unset_fake = vars(proxy_tensor)["unset_fake_temporarily"]
     guards: Any = torch._C._dynamo.guards
     triton = importlib.import_module("triton")
-    utils.__dict__.setdefault("triton", triton)  # imported there if there is CUDA
+    utils.__dict__.setdefault("triton", triton)  # Inductor imports it there if there is CUDA
     patches.set(proxy_tensor, "unset_fake_temporarily", with_constants_on_the_gpu)
     if isinstance(vars(triton_utils).get("AttrsDescriptorWrapper"), type):  # Triton is a stub
         patches.set(triton_utils, "AttrsDescriptorWrapper", lambda *args, **kwargs: {})
@@ -549,7 +549,7 @@ _ROWS_APPENDED = 0.8
 _COLUMNS_APPENDED = 0.6
 _TRANSPOSED = 0.15  # share of the bandwidth of `torch.cat` of a transposed matrix with zeros
 _LAUNCH_S = 3e-6
-_MARGIN = 1.1  # factor by which padding has to be faster (`is_padded_faster` in pad_mm.py)
+_MARGIN = 1.1  # factor by which padding must be faster (`is_padded_faster` in pad_mm.py)
 
 
 def is_estimated() -> bool:
@@ -588,7 +588,7 @@ def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
         timed[key] = decisions[-1]
         return decisions[-1]
 
-    # in place of Inductor's cache on disk: a run is simulated as the first one of its machine
+    # replaces Inductor's cache on disk: a run is simulated as the first on its machine
     timed = mode.timed
     cache = SimpleNamespace(
         lookup=timed.get, set_value=lambda key, *, value: timed.update({key: value})

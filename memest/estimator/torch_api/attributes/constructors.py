@@ -136,7 +136,7 @@ Constructor = Callable[..., Any]
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
-    if not makes_subclasses_under_modes():  # it is a view, so it stays where the tensor is
+    if not makes_subclasses_under_modes():  # a view, so it stays where the tensor is
         patches.within(Tensor, "as_subclass", lambda *_: _disable_current_modes())
     data_functions: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray}
     functions: set[Any] = {f for f in _device_constructors() if f not in data_functions}

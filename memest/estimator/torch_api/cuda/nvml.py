@@ -103,7 +103,7 @@ class _Functions:
         return self._mode.gpu.context_bytes + self._mode.memory.allocator.reserved_bytes
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
-        # a script may name GPUs of its own machine
+        # a script may name GPUs of another machine
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if index not in range(GPU.num_visible) and str(index) not in named:
             raise self._error(_INVALID_ARGUMENT)

@@ -74,7 +74,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Any:
-        """Gather the numbers of parameters, which are read at once."""
+        """Gather the numbers of parameters, which C++ reads immediately."""
         work = self.group.allgather(outputs, tensors, options)
         work.wait()
         return work

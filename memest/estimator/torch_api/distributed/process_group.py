@@ -79,7 +79,7 @@ class _Functions:
         return known or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
-        """Record and return the backend of `group`; None means that of the default group.
+        """Record and return the backend of `group`; for None, that of the default group.
 
         `eager_connect_single_device` creates a communicator if the default group has a device.
         """

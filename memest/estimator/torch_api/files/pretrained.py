@@ -24,7 +24,7 @@ from memest.estimator.tensors.placement import CPU, META
 from memest.models_meta.registry import ModelEntry, find_entry
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
-"""Extensions of weight files. A folder with such a file has weights, and a mismatch is an error."""
+"""Extensions of weight files. A folder with such a file has weights, so a mismatch is an error."""
 
 DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config.json"))
 """Config files of bundled models: read from this machine, never downloaded."""
