@@ -178,7 +178,7 @@ class OneProcess(LightningEnvironment):
 
 
 def fit(task: Task) -> None:
-    """Train for the plan's steps; a listener that does not return skips the teardown.
+    """Train for the plan's steps; if a listener ends the process, there is no teardown.
 
     Every rank gets the same micro-batches.
     """

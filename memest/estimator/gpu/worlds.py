@@ -30,7 +30,7 @@ class PeerEnded(UnsupportedError):
 
 
 class Mailbox:
-    """Messages between simulated ranks of one run, as files; forks and pickles share the folder."""
+    """Messages between simulated ranks, as files in a folder that forked and pickled copies share."""
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()

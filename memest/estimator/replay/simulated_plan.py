@@ -1,4 +1,4 @@
-"""A plan's program on one kind of GPU."""
+"""Simulated run of a plan on one kind of GPU, as a program that replays use."""
 
 import functools
 from collections.abc import Iterator, Sequence
