@@ -30,7 +30,7 @@ class PeerEnded(UnsupportedError):
 
 
 class Mailbox:
-    """Messages between simulated ranks, as files in a folder that forked and pickled copies share."""
+    """Messages between simulated ranks, as files in a folder that all copies of it share."""
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()
