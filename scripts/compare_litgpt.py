@@ -6,7 +6,7 @@ RECIPES is the folder `config_hub/finetune` of a checkout of LitGPT. Each recipe
 steps under `memest run --gpu a10g`, with dummy checkpoints and rows of Alpaca2k's lengths. The
 minutes are those of a step times the steps of the recipe, with validation: 100 batches every 100
 steps or fewer. The 100 tokens that are generated each time are left out. `--write` stores what is
-found, and writes the table of docs/time.md; `--page` writes what is stored.
+found, and writes the table of validation/litgpt.md; `--page` writes what is stored.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 import pages
 import yaml
-from compare_times import PAGE
 from pages import ROOT
 
 DATA = ROOT / "validation" / "litgpt_a10g.json"
+PAGE = ROOT / "validation" / "litgpt.md"
 START, END = "<!-- table: scripts/compare_litgpt.py -->", "<!-- end of LitGPT's table -->"
 NUM_ROWS = 2000
 """Rows of Alpaca2k, of which a recipe holds a part back."""
