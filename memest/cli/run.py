@@ -308,10 +308,10 @@ def _run_ranks(
     interrupted = []
     with kept_files():
         every = run_together(chosen, partial(run_one, files, folder=folder))
-        if runs_others and (more := other_ranks(every)):
-            later = run_together(more, partial(run_one, files, folder=folder))
+        for pair in other_ranks(every) if runs_others else ():
+            later = run_together(pair, partial(run_one, files, folder=folder))
             # an unmodified script may fail if its first rank has ended
-            every += [pair for pair in later if _is_whole(pair[1])]
+            every += [each for each in later if _is_whole(each[1])]
         for rank, ran in every:
             report = ran.report
             if report is None:

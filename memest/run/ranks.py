@@ -68,17 +68,19 @@ def _numbers(numbers: str, size: int) -> list[int]:
     return sorted(found)
 
 
-def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[Rank]:
+def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[list[Rank]]:
     """Return the ranks that have not run, if those that have differ and the world is small.
 
-    Ranks differ by their data, by uneven shards, or by what they store for others.
+    Ranks differ by their data, by uneven shards, or by what they store for others. They come in
+    pairs, since each needs memory of this machine.
     """
     first, ran = results[0]
     peaks = {_peaks(each.report) for _, each in results if each.report}
     if ran.exit_code or len(peaks) < 2 or first.world_size > MAX_ALL:
         return []
     known = {rank.rank for rank, _ in results}
-    return [replace(first, rank=rank) for rank in range(first.world_size) if rank not in known]
+    others = [replace(first, rank=rank) for rank in range(first.world_size) if rank not in known]
+    return [others[start : start + 2] for start in range(0, len(others), 2)]
 
 
 def _peaks(report: RunReport) -> tuple[int, int]:
