@@ -252,7 +252,7 @@ def _processor(config: ModelConfig) -> Any:
     source = checkpoint_source(config)
     try:
         return AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]
-    except Exception as error:  # as above
+    except Exception as error:  # see above
         raise MemestError(
             f"the processor of `{source}` cannot be loaded: {error_text(error)}",
             hint="`--data` needs the model's own processor: a Hub id, or a folder that holds it",

@@ -55,7 +55,7 @@ def make_optimizer(
 
 
 def _class_of(library: str, name: str) -> Any:
-    if library == DEEPSPEED:  # on the host, compiled at first use
+    if library == DEEPSPEED:  # host optimizer, compiled at first use
         require("deepspeed")
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -48,7 +48,7 @@ class ModelEntry:
     aliases: tuple[str, ...]  # other names, matched like `name`
     family: str
     modality: str  # `text`, `image`, `image-text` or `audio`
-    num_params: int  # of the class in `architectures`; a tied tensor counts once
+    num_params: int  # parameters of the class in `architectures`; a tied tensor counts once
     num_params_published: int  # in the published checkpoint; `note` explains a difference
     source: Mapping[str, str]  # sources of the config and of the published count
     note: str = ""

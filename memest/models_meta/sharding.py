@@ -52,7 +52,7 @@ class States:
         found: list[Any] = [p.grad for p in self._parameters]
         for flat in self._flats:
             found += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
-        if hasattr(self._optimizer, "averaged_gradients"):  # of ZeRO, around the plan's
+        if hasattr(self._optimizer, "averaged_gradients"):  # ZeRO's optimizer around the plan's
             for name in ("averaged_gradients", "all_grad_tensors"):
                 groups = getattr(self._optimizer, name, None) or {}
                 found += [grad for grads in groups.values() for grad in grads or ()]
@@ -73,7 +73,7 @@ class States:
         if inner is not self._optimizer:
             kept = {_address(t) for t in self.params()}
             masters = [p for group in inner.param_groups for p in group["params"]]
-            masters += getattr(self._optimizer, "fp32_partitioned_groups_flat", [])  # of stage 3
+            masters += getattr(self._optimizer, "fp32_partitioned_groups_flat", [])  # stage 3
             yield from (p for p in _distinct(iter(masters)) if _address(p) not in kept)
 
 
@@ -225,6 +225,6 @@ def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
         )
     if plan.sharding_strategy == "SHARD_GRAD_OP":
         options["reshard_after_forward"] = False
-    for name, _ in layers:  # by name: a checkpointed layer is inside its wrapper now
+    for name, _ in layers:  # find by name, since a checkpointed layer is in its wrapper now
         fully_shard(model.get_submodule(name), **options)
     fully_shard(model, **options)

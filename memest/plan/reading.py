@@ -11,7 +11,7 @@ from memest.errors import PlanError
 from memest.packages import require
 
 MAX_FILE_BYTES = 512 << 10  # above any config or suite of a thousand experiments
-MAX_NODES = 100_000  # of YAML, aliases expanded; a suite of a thousand experiments has fewer
+MAX_NODES = 100_000  # YAML nodes with aliases expanded; a suite of a thousand experiments has fewer
 _MAX_WAIT_S = 60.0  # seconds for which a pipe may send nothing
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Windows
 

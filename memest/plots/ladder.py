@@ -62,7 +62,7 @@ def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
     return Outcome.FITS.word if report.unlimited_reserved_bytes <= limit_bytes else "?"
 
 
-MAX_ROWS = 18  # above which the slide becomes taller instead of the type smaller
+MAX_ROWS = 18  # rows above which the slide becomes taller instead of the type smaller
 _TOP, _BOTTOM, _LEFT, _RIGHT = 1.68, 0.42, 0.3, 0.25  # inches
 _TOTAL, _GPU = 1.02, 1.05  # inches of the columns at the right: needs, and each GPU's verdicts
 _NAME = 4.5  # widest row label, inches; longer ones lose their middle
@@ -333,10 +333,10 @@ def _write_keys(
     canvas.write_legend(handles, top=1.28)
 
 
-_MAX_TRADES = 16  # above which the slide becomes taller instead of the type smaller
+_MAX_TRADES = 16  # rows above which the slide becomes taller instead of the type smaller
 _TRADE_TOP, _TRADE_BOTTOM = 1.95, 0.45  # inches
 _TRADE_NAMES, _TRADE_GAP, _TRADE_RIGHT = 4.4, 0.55, 0.9  # inches
-_TRADE_BAR = 0.62  # of the height of a row
+_TRADE_BAR = 0.62  # height of a bar, as a share of its row
 _BOUND = {"host": "#8C8C8C", "compute": "#0072B2", "memory": "#E69F00", "link": "#009E73"}
 """Colours of a step's bottleneck: Okabe and Ito, for the colour-blind."""
 

@@ -14,7 +14,7 @@ from memest.units import GIB, format_size
 
 STACK = style.KINDS[:4]
 
-_PHASES = tuple(Phase)[:4]  # of a step; the last phase is of a validation
+_PHASES = tuple(Phase)[:4]  # phases of a step; the last phase is of a validation
 _NUMBER_INCHES = 0.35  # width of a number over a bar, inches
 FAR_LIMIT = 2.2  # a limit above this many times the highest bar is named at the edge, not drawn
 

@@ -16,7 +16,7 @@ _HEADER = [
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
     """Return the table of totals, the summary, and the phases in which large errors begin."""
     lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
-    residuals = [  # of the runs that are off by more than half a per cent, or 256 MiB
+    residuals = [  # runs that are off by more than half a percent, or 256 MiB
         f"residual of {c.name}: {c.residual}"
         for c in comparisons
         if c.residual

@@ -23,7 +23,7 @@ from memest.report.difference import Change, Difference
 from memest.report.text import heading, term_cells, unit_in
 from memest.units import GIB, MIB, Unit, counted, gib, gib_that_add_up
 
-MAX_BLOCKS = 500_000  # of a step in a page: 5 MB, which a browser reads in a second
+MAX_BLOCKS = 500_000  # blocks of a step in a page: 5 MB, which a browser reads in a second
 UNIT_BYTES = 512  # unit of blocks in a page: `kMinBlockSize` of CUDACachingAllocator.cpp
 _FOLDER = Path(__file__).parent
 SCRIPT = (_FOLDER / "instrument.js").read_text(encoding="utf-8")  # script of every page

@@ -200,7 +200,7 @@ def _fast_tokenizer(
     return made
 
 
-LITGPT_DTYPE = torch.bfloat16  # of a model that memest does not bundle
+LITGPT_DTYPE = torch.bfloat16  # dtype of a model that memest does not bundle
 
 
 @dataclass(frozen=True, slots=True)

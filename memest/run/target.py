@@ -16,7 +16,7 @@ from memest.packages import is_in_packages
 
 SEVERAL_GPUS_HINT = "run it outside of the launcher: `memest run --nproc-per-node N train.py`"
 
-COMMANDS = frozenset(("lightning", "fabric", "srun", "mpirun"))  # that `memest run` does not read
+COMMANDS = frozenset(("lightning", "fabric", "srun", "mpirun"))  # launchers that are not read
 SHELL = frozenset((".sh", ".bash", ".slurm", ".sbatch"))  # scripts that start Python themselves
 _NAME_THE_SCRIPT = "name the Python script itself: `memest run train.py`"
 

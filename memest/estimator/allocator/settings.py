@@ -22,7 +22,7 @@ from the second (`AllocatorConfig.cpp`, `CUDAAllocatorConfig.h`).
 
 NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
-NUM_INTERVALS = 16  # of `roundup_power2_divisions`: from 1 MiB to 64 GiB, one per power of two
+NUM_INTERVALS = 16  # `roundup_power2_divisions`: one per power of two from 1 MiB to 64 GiB
 WITHOUT_EFFECT = (
     "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_num_register_threads",
     "pinned_reserve_segment_size_mb", "pinned_free_catch_all", "pinned_max_round_threshold_mb",

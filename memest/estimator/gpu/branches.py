@@ -24,7 +24,7 @@ _FOREIGN = tuple(
 )
 _BETWEEN = ("TO_BOOL", "NOT_TAKEN", "NOP", "CACHE")  # a condition and its jump
 _ENDS = ("RETURN", "JUMP", "POP_JUMP", "FOR_ITER", "YIELD", "STORE")
-ROUNDS = 2  # of a loop that waits for an unknown value, while no optimizer steps
+ROUNDS = 2  # rounds of a loop that waits for an unknown value, while no optimizer steps
 
 
 class WaitingLoops:

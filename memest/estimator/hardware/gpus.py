@@ -29,7 +29,7 @@ from memest.plan import TrainingPlan
 from memest.plan.reading import read_table
 from memest.units import MIB, gib_or_mib
 
-DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")  # where the user names none
+DEFAULT_GPUS = ("a100-40gb", "a100-80gb", "h100-80gb", "h200")  # default GPUs
 CONTEXT_RANGE_BYTES = 64 << 20
 """Largest context of the single-GPU runs in validation/runs (H100 and H200, driver 580), 824 MiB,
 less the catalogue's 760 MiB. CUDA loads a kernel when it first runs, so contexts differ by run."""
@@ -71,14 +71,14 @@ class Gpu:
     memory_bytes: int  # total of `cudaMemGetInfo`: below the nominal size, without ECC
     capability: tuple[int, int]  # compute capability, `(major, minor)`: decides which kernels run
     num_sms: int  # streaming multiprocessors: decide how reductions and attention are split
-    memory_gb_s: int  # by NVIDIA's data sheet, 1e9 bytes/s; only for free timing (speed.py)
+    memory_gb_s: int  # data sheet's bandwidth, 1e9 bytes/s; only for free timing (speed.py)
     l2_kib: int = 51200  # L2 cache; the H100's is assumed for GPUs without a figure
     tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Dense peak rates of matrix products by precision: `float16` (with float32 sums), `tf32`,
     `float32`, `float64`, in 1e12 operations/s. Empty for a GPU without rates.
     """
 
-    context_bytes: int  # of one process outside the allocator: context, kernels, libraries
+    context_bytes: int  # memory of one process outside the allocator: context, kernels, libraries
     source: str  # sources of the figures
     chip: str = ""
     """GPU whose kernels and workspaces this one has: its own name, or that of the same chip with
@@ -278,11 +278,11 @@ def _kind(words: frozenset[str]) -> frozenset[str]:
 
 COMMUNICATOR_BYTES = 846 * MIB  # first communicator of a process, with NCCL's kernels
 FURTHER_COMMUNICATOR_BYTES = 388 * MIB  # over the same GPUs: the device mesh of FSDP2
-COMMUNICATOR_OF_ONE_BYTES = 564 * MIB  # of a single rank: H100, torch 2.11, `all_reduce`
-SUBGROUP_BYTES = 485 * MIB  # of any further group: 484 to 486 MiB on four H100s, torch 2.11
-NCCL_KERNELS_BYTES = COMMUNICATOR_BYTES - SUBGROUP_BYTES  # of a process with a communicator
-SUBGROUP_OF_ONE_BYTES = 388 * MIB  # of a further group of one rank: two and four H200s
-WITHOUT_COLLECTIVES_BYTES = 198 * MIB  # of a communicator that only sends and receives
+COMMUNICATOR_OF_ONE_BYTES = 564 * MIB  # one of a single rank: H100, torch 2.11, `all_reduce`
+SUBGROUP_BYTES = 485 * MIB  # each further group: 484 to 486 MiB on four H100s, torch 2.11
+NCCL_KERNELS_BYTES = COMMUNICATOR_BYTES - SUBGROUP_BYTES  # kernels of a process with a communicator
+SUBGROUP_OF_ONE_BYTES = 388 * MIB  # a further group of one rank: two and four H200s
+WITHOUT_COLLECTIVES_BYTES = 198 * MIB  # a communicator that only sends and receives
 SENDING_BYTES = 64 * MIB
 RECEIVING_BYTES = 320 * MIB  # buffers for each rank it sends to, and each it receives from
 MESSAGES_BYTES = 64 * MIB
@@ -294,7 +294,7 @@ scatter, gather and all-to-all on two and four H200s, within 16 MiB.
 """
 
 DEEPSPEED_BYTES = 486 * MIB  # memory of DeepSpeed 0.19.8 besides the first communicator
-DEEPSPEED_ALONE_BYTES = 952 * MIB  # on a single GPU, with the first communicator
+DEEPSPEED_ALONE_BYTES = 952 * MIB  # DeepSpeed on a single GPU, with the first communicator
 DEEPSPEED_HOST_BYTES = 1160 * MIB
 """Host memory of one process under DeepSpeed without offloaded tensors: CUDA, NCCL, modules.
 

@@ -53,7 +53,7 @@ PAUSE_S = 1.3e-6
 a kernel longer than the sum of their kernels (`torch.profiler`)."""
 
 LEAST_S = 1.2e-6  # shortest kernels of eleven trainings on an H200 (`torch.profiler`)
-BANDWIDTH_SHARE = 0.88  # of the data sheet's bandwidth that kernels reach
+BANDWIDTH_SHARE = 0.88  # share of the data sheet's bandwidth that kernels reach
 KNEE = 3  # exponent of the norm that combines the time for bytes and all other time
 """With this exponent, H100 times predict 450 calls on an H200 with a median error of 3 %."""
 

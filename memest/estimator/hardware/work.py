@@ -30,7 +30,7 @@ class Work(NamedTuple):
     """Work of one call: kind of kernel, sizes, operations and bytes, for the estimated time."""
 
     kind: str  # kernels that take the same time at the same sizes, such as `matmul float16`
-    size: tuple[int, ...]  # on which the efficiency depends; bytes where operations are none
+    size: tuple[int, ...]  # sizes that decide the efficiency; bytes if there are no operations
     rate: str  # peak rate of its operations: `float16`, `bfloat16`, `tf32`, `float32` or `float64`
     num_flops: int
     num_bytes: int  # bytes read and written, each tensor once
@@ -243,7 +243,7 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
 
     Kernels of TF32 are fast only if both matrices are adjacent along the summed dimension.
     """
-    if name == "int8_linear_matmul":  # of bitsandbytes: rows of any number of dimensions
+    if name == "int8_linear_matmul":  # bitsandbytes: rows of any number of dimensions
         left, right = left.flatten(0, -2), right.t()
     *batch, rows, inner = left.shape
     if name == "_grouped_mm" and right.dim() != left.dim():
@@ -362,7 +362,7 @@ def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def _bytes_of(tensor: Tensor) -> int:
     """Return the bytes of distinct elements: an expanded dimension counts once."""
-    if tensor.is_contiguous():  # also a lazy parameter, which has no shape yet
+    if tensor.is_contiguous():  # true for a lazy parameter, which has no shape
         return tensor.nbytes
     count = prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step or n == 1)
     return (count if tensor.numel() else 0) * tensor.element_size()

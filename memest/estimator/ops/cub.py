@@ -83,7 +83,7 @@ def select_bytes(num_items: int, gpu: Gpu) -> int:
 
 def unique_bytes(num_items: int, gpu: Gpu, item_bytes: int) -> int:
     """`DeviceSelect::Unique` (dispatch_select_if.cuh): 8-byte states, as `select_bytes`."""
-    tiles = {  # of items of 1, 2, 4 and 8 bytes
+    tiles = {  # tiles by item size: 1, 2, 4 and 8 bytes
         (9, 0): (256 * 22, 256 * 22, 384 * 17, 384 * 11),
         (8, 0): (992 * 20, 576 * 14, 256 * 18, 192 * 10),
     }.get(gpu.capability, (128 * 10, 128 * 10, 128 * 10, 128 * 5))

@@ -79,7 +79,7 @@ def _is_workspace_known(c: KernelCall) -> bool:
 
 
 def _has_no_gaps(c: KernelCall) -> bool:
-    """Return whether no input has gaps; torch's own bfloat16 kernels were recorded without gaps."""
+    """Return whether a 3-d input has no gaps, as in recordings of torch's own bfloat16 kernels."""
     return c.input.dim() != 3 or c.input.is_contiguous()
 
 

@@ -189,7 +189,7 @@ op("searchsorted.Tensor", _COPIES, after=lambda c: _searched_copies(c.self, c.so
    modelled=_is_plain_search)  # fmt: skip
 
 UNALIGNED = 255  # bytes with which CUB aligns algorithms without storage
-SHARED_BYTES_PER_BLOCK = 48 << 10  # on every GPU; CUDA Programming Guide 13, table 30
+SHARED_BYTES_PER_BLOCK = 48 << 10  # shared memory of every GPU; CUDA Programming Guide 13, table 30
 
 
 @registry.requests(

@@ -47,7 +47,7 @@ class Template:
 
     shape: Any  # (operator, arguments, keyword arguments, results), a mark for each number
     numbers: tuple[int, ...]
-    floats: tuple[float, ...]  # of the call; no size depends on them, and they may differ
+    floats: tuple[float, ...]  # floats of the call; no size depends on them, and they may differ
 
     @property
     def operator(self) -> str:
@@ -427,7 +427,7 @@ class Requests:
     """Requests of one call to the allocator."""
 
     order: "RequestOrder"  # requests without bytes; equal orders make the same stream of events
-    num_bytes: tuple[int, ...]  # of each storage that the call allocates, in order
+    num_bytes: tuple[int, ...]  # bytes of each storage that the call allocates, in order
 
 
 class RequestOrder(NamedTuple):

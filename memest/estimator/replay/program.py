@@ -208,7 +208,7 @@ class TracedPlan:
     seq_len: int
     image_size: int | None
     host_terms: tuple[Term, ...] = ()  # host memory of all ranks together
-    geometry: "LayerGeometry | None" = None  # of the layers, where the textbook applies
+    geometry: "LayerGeometry | None" = None  # geometry of the layers, if the textbook applies
     libraries_bytes: int = 0  # NCCL and others on each GPU, outside the allocator
     work: "WorkLog | None" = field(default=None, compare=False)
     """Launches of the plan's steps; None if the program was interpolated."""

@@ -42,7 +42,7 @@ class Replayed:
     lacking_bytes: int = 0  # limit to which requests raised a soft limit; 0 if they did not
     setup_reserved_bytes: int = 0  # peak while the model was built, before the first step
     num_retries: int = 0  # times that the allocator freed its cache to serve a request
-    num_events: int = field(default=0, compare=False)  # that were replayed or repeated
+    num_events: int = field(default=0, compare=False)  # events that were replayed or repeated
     timing: FreeTiming = FreeTiming.LATEST  # when blocks return that the GPU's speed decides
 
 

@@ -51,7 +51,7 @@ from memest.estimator.tensors.storages import EMPTIED, StorageTable, free_of
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.plan import TrainingPlan
 
-DEGREE = {"batch_size": 1, "seq_len": 2}  # of the polynomials in the size, by the varied key
+DEGREE = {"batch_size": 1, "seq_len": 2}  # degree of the polynomials in the size, by the varied key
 
 
 def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:

@@ -26,7 +26,7 @@ from memest.report import Term
 from memest.units import format_bytes
 
 MAX_ALL_RANKS = 8  # number of ranks of ZeRO 1 and 2 up to which all are traced
-MAX_ALL_RANKS_OF_FSDP = 4  # of FSDP1 that are all traced; else the first and the last
+MAX_ALL_RANKS_OF_FSDP = 4  # ranks of FSDP1 up to which all are traced; else the first and the last
 
 
 def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:

@@ -51,7 +51,7 @@ from memest.units import counted
 
 UNLIMITED_BYTES = 1 << 50  # memory of a GPU that no plan fills
 MAX_STEPS = 2  # steps that differ: the first one allocates the optimizer's state
-MAX_STEPS_OF_STRATEGY = 3  # that differ: optimizer state first, then rebuilt buckets
+MAX_STEPS_OF_STRATEGY = 3  # steps that differ: optimizer state first, then rebuilt buckets
 MAX_MICRO_BATCHES = 2  # micro-batches that differ: one allocates gradients, one adds to them
 MAX_MICRO_BATCHES_APART = 3
 """Simulated micro-batches of a step if its last differs from the others. A strategy sums gradients

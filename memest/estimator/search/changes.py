@@ -12,7 +12,7 @@ from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
 from memest.units import ceil_div
 
-BF16_CAPABILITY = (8, 0)  # of tensor cores with bf16 (CUDA C++ Programming Guide)
+BF16_CAPABILITY = (8, 0)  # tensor cores with bf16 (CUDA C++ Programming Guide)
 SHORTEST_SHARE = 8  # largest factor by which a text is shortened, down to `SHORTEST_TEXT`
 SHORTEST_TEXT = 16
 

@@ -53,7 +53,7 @@ class Largest:
     key: str  # `batch_size` or `seq_len`
     value: int | None  # largest value; None if not even the smallest fits
     peak_allocated_bytes: int
-    peak_reserved_bytes: int  # of `value`; where none fits, of the smallest, unlimited
+    peak_reserved_bytes: int  # peak of `value`; if none fits, of the smallest, unlimited
     verdict: Verdict  # verdict of `plan` on this GPU
     next_needs_bytes: int | None  # least limit for `value + 1`; None beyond `ceiling`
     at: str  # place where the next larger value runs out of memory

@@ -20,7 +20,7 @@ class ScalingLine:
     """Reports of one strategy for each number of GPUs."""
 
     strategy: str
-    reports: Mapping[int, Prediction]  # by the number of GPUs, without those that failed
+    reports: Mapping[int, Prediction]  # reports by number of GPUs, without those that failed
     missing: tuple[int, ...] = ()  # numbers of GPUs that could not be predicted
     notes: tuple[str, ...] = ()  # settings of the strategy, or why a number of GPUs is missing
 

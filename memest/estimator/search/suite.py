@@ -13,7 +13,7 @@ from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
 
-MIN_PLANS_FOR_PROCESSES = 4  # below which starting processes costs more than it saves
+MIN_PLANS_FOR_PROCESSES = 4  # plans below which starting processes costs more than it saves
 
 
 def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> list[Prediction]:

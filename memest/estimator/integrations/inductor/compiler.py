@@ -366,7 +366,7 @@ class Kernel:
 class Declaration:
     """A kernel as its source declares it."""
 
-    function: Any = None  # of `triton.jit`
+    function: Any = None  # function decorated with `triton.jit`
     configs: Sequence[Any] = (None,)  # ways to launch it
     size_hints: Mapping[str, int] = field(default_factory=dict)
     triton_meta: Mapping[str, Any] = field(default_factory=dict)
