@@ -5,6 +5,7 @@ is killed too, its result is an error.
 """
 
 import gc
+import itertools
 import logging
 import os
 import shutil
@@ -17,7 +18,6 @@ from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -121,6 +121,27 @@ class Engine(ABC):
             if not pending:
                 break
         return [found[index] for index in range(len(tasks))]
+
+    def map_groups(
+        self, one: Callable[[Sequence[T]], list[R]], items: Sequence[T], *,
+        alike: Callable[[T], Any], label: Callable[[Sequence[T]], str],
+        work: Callable[[T], Any] = lambda item: 0, weight: Callable[[Sequence[T]], int] = len,
+    ) -> "list[R | DiedError]":  # fmt: skip
+        """Return a result for each item, in order, from `one`, which takes a group of items.
+
+        Items with an equal `alike` are a group. Groups with most `work` begin first, so that at the
+        end no worker runs alone for long.
+        """
+        groups: dict[Any, list[int]] = {}
+        for position, item in enumerate(items):
+            groups.setdefault(alike(item), []).append(position)
+        order = sorted(groups.values(), key=lambda group: work(items[group[0]]), reverse=True)
+        tasks = [[items[position] for position in group] for group in order]
+        found = self.map(
+            one, tasks, died=lambda group, error: [error] * len(group), label=label, weight=weight
+        )
+        results = dict(zip(itertools.chain(*order), itertools.chain(*found), strict=True))
+        return [results[position] for position in range(len(items))]
 
     @abstractmethod
     def _outcomes(
@@ -288,7 +309,7 @@ class Ray(Engine):
         running: dict[Any, int] = {}
         try:
             while True:
-                for place in islice(waiting, limit - len(running)):
+                for place in itertools.islice(waiting, limit - len(running)):
                     begins(place)
                     running[remote.remote(one, tasks[place])] = place
                 if not running:

@@ -24,8 +24,8 @@ from memest.project import find_project
 from memest.report import RunReport
 from memest.report.answer import answer, plain
 from memest.report.page import render_page
-from memest.run.replays import record_run_of
 from memest.run.session import Session, virtual_gpu
+from memest.run.summary import record_run_of
 
 __all__ = ["CellReport", "load_ipython_extension"]
 

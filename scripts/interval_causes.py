@@ -59,9 +59,8 @@ def main() -> int:
 def _run(out: Path, command: list[str]) -> int:
     """Run both ranks of a script, and write the causes of each to `out` with its number."""
     from memest.estimator.hardware.gpus import find_gpu
-    from memest.run.launcher import RunResult, run_target
     from memest.run.ranks import Rank, chosen_ranks, run_together
-    from memest.run.session import Session
+    from memest.run.session import RunResult, Session, run_target
     from memest.run.target import find_module, find_script
 
     is_module = command[0] == "-m"
@@ -118,7 +117,7 @@ def _line() -> str:
 def _causes(virtual: Any, lines: dict[int, str]) -> dict[str, Any]:
     """`[percent, percent by stashes alone, by streams alone]` of each figure, and the lines."""
     from memest.estimator.tensors.storages import FreeTiming
-    from memest.run.replays import run_of
+    from memest.run.summary import run_of
 
     run, limit = run_of(virtual), virtual.allocator.limit_bytes
     storages = run.program.storages

@@ -20,7 +20,7 @@ import kernels_page
 from stored_predictions import RESULTS, Runs, predicted_now, store, stored
 
 from memest.report import Outcome
-from memest.report.compare import render_comparison_markdown
+from memest.report.difference import render_comparison_markdown
 from memest.units import GIB, gib_or_mib
 from memest.validate.compare import TOTALS, Comparison, compare, summarise
 

@@ -17,8 +17,8 @@ from pathlib import Path
 os.environ.setdefault("MEMEST_TORCH", "2.11")  # the release that the runs were measured with
 
 from memest.cli.explore import LAB_GPUS
-from memest.estimator.search.explore import explore
-from memest.plan.files import read_suite
+from memest.estimator.search.sweep import explore
+from memest.plan.training_plan import read_suite
 from memest.report.explorer import explorer_data
 from memest.report.lecture import Row, Rows, predicted_rows
 

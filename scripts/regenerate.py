@@ -64,7 +64,7 @@ TARGETS = {
     "accuracy": Target(
         command=("scripts/make_docs.py", "--stored"),
         inputs=("scripts/make_docs.py", "scripts/stored_predictions.py", "validation/runs/*.jsonl",
-                "validation/runs/predictions.jsonl.gz", "memest/report/compare.py"),
+                "validation/runs/predictions.jsonl.gz", "memest/report/difference.py"),
         outputs=("docs/accuracy.md", "validation/accuracy-tables.md"),
     ),
     "plan": Target(
@@ -111,7 +111,7 @@ TARGETS = {
     ),
     "explorer": Target(
         command=(*MEMEST, "explore", "--suite", "lab-a100", "-o", "{out}/explorer.html"),
-        inputs=("memest/report/explorer.*", "memest/estimator/search/explore.py",
+        inputs=("memest/report/explorer.*", "memest/estimator/search/sweep.py",
                 "memest/__init__.py", _SUITES.format("lab-a100")),
         outputs=("docs/img/explorer.png",), made="explorer.html", height=889,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memest.estimator.replay.program import (
+from memest.estimator.replay.replay import (
     MicroBatch,
     Part,
     Program,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memest.estimator.gpu.worlds import Mailbox, Rank
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.replay import virtual_run
-from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Program
 from memest.estimator.tensors.storages import RETURNED, MemKind
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.loops.data import Feed

@@ -22,12 +22,18 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan, target_gpus, usable_bytes
 from memest.estimator.replay.recording import Timeline
 from memest.estimator.replay.recording import timeline as timeline_of
-from memest.estimator.search.scaling import SETTINGS, growths, scale
-from memest.estimator.search.suite import partition, predict_all, predict_each
+from memest.estimator.search.scaling import (
+    SETTINGS,
+    growths,
+    partition,
+    predict_all,
+    predict_each,
+    scale,
+)
 from memest.estimator.search.sweep import Grid, fits_table, parse_values, read_rows, sweep_grid
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
-from memest.plan.files import read_config, read_suite
+from memest.plan.training_plan import read_config, read_suite
 from memest.plots.words import setting_words
 from memest.report import RunReport, read_measurements
 from memest.report.difference import read_reports

@@ -14,15 +14,17 @@ from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH
 from memest.cli.run import with_project
 from memest.cli.terminal import folded, progress_bar
-from memest.estimator.search.suite import predict_all
+from memest.estimator.search.scaling import predict_all
 from memest.estimator.versions import nearest, simulating
 from memest.report import Prediction, SimulatedReport, read_measurements
-from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
 from memest.report.difference import (
     Difference,
+    comparison_json,
     differences,
     markdown,
     read_reports,
+    render_comparison,
+    render_comparison_markdown,
     sarif,
     unpaired,
 )

@@ -13,12 +13,11 @@ from memest.cli.options import OUT, PATH, completes
 from memest.cli.terminal import progress_bar
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.search.explore import SETTINGS
-from memest.estimator.search.explore import explore as explore_grid
-from memest.estimator.search.sweep import parse_values
+from memest.estimator.search.sweep import SETTINGS, parse_values
+from memest.estimator.search.sweep import explore as explore_grid
 from memest.packages import require
 from memest.plan import TrainingPlan
-from memest.plan.files import read_suite
+from memest.plan.training_plan import read_suite
 from memest.report.explorer import MAX_PAGE_BYTES, explorer_data, explorer_page
 from memest.report.lecture import Lecture, predicted_rows, stored_rows
 from memest.units import counted

@@ -10,8 +10,7 @@ import click
 from memest.cli.terminal import folded
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
-from memest.plan.files import read_config, read_suite
-from memest.plan.training_plan import WITH_ADAPTERS
+from memest.plan.training_plan import WITH_ADAPTERS, read_config, read_suite
 from memest.report import SimulatedReport
 from memest.writing import why_not_writable, write_output
 

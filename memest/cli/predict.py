@@ -23,13 +23,12 @@ from memest.cli.terminal import has_colour, progress_bar
 from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator.hardware.gpus import custom_gpu
 from memest.estimator.predict import record_plan, target_gpus
-from memest.estimator.search.suite import partition, with_label
+from memest.estimator.search.scaling import partition, with_label
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction
-from memest.report.advice import render_advice
 from memest.report.answer import NAMES, resource_lines, summary_line
-from memest.report.text import render_suite, render_text
+from memest.report.text import render_advice, render_suite, render_text
 
 if TYPE_CHECKING:
     from memest.estimator.search.advise import Option

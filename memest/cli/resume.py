@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import click
 
 from memest.engines import Event, watched
 from memest.errors import MemestError
-from memest.estimator.search.suite import predict_each
+from memest.estimator.search.scaling import predict_each
 from memest.estimator.search.sweep import Grid, SweepPoint, sweep_grid
 from memest.estimator.versions import STACK, library_versions
 from memest.plan import TrainingPlan
@@ -73,7 +73,7 @@ class StoredResults:
         self.known[row["plan"]] = result
 
     @contextmanager
-    def storing(self, results_of: Callable[[Event], Mapping[TrainingPlan, Any]]) -> Iterator[None]:
+    def storing(self) -> Iterator[None]:
         """Store the results of each event in the block.
 
         On an interrupt, the number of stored results is printed.
@@ -109,10 +109,14 @@ def plan_key(plan: TrainingPlan) -> str:
     return json.dumps(plan.to_dict(), sort_keys=True)
 
 
-def predictions_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return the predictions that a task of `predict_each` has made; errors are not stored."""
-    pairs: Sequence[Any] = list(zip(event.task, event.result, strict=True))
-    return {plan: made.to_dict() for plan, made in pairs if isinstance(made, Prediction)}
+def results_of(event: Event) -> dict[TrainingPlan, Any]:
+    """Return the predictions or points of a task's plans, as JSON values; errors are not stored."""
+    pairs = zip(event.task, event.result, strict=True)
+    return {
+        plan: [point.to_dict() for point in made] if isinstance(made, list) else made.to_dict()
+        for plan, made in pairs
+        if not isinstance(made, MemestError)
+    }
 
 
 def predict_resumably(
@@ -124,7 +128,7 @@ def predict_resumably(
     stored = StoredResults(target, is_resumed=is_resumed)
     known = {p: Prediction.from_dict(row) for p, row in stored.of(plans).items()}
     new = [plan for plan in plans if plan not in known]
-    with stored.storing(predictions_of):
+    with stored.storing():
         made = iter(predict_each(new, jobs=jobs) if new else ())
     return [known[plan] if plan in known else next(made) for plan in plans]
 
@@ -138,12 +142,5 @@ def sweep_resumably(
     stored = StoredResults(target, is_resumed=is_resumed)
     rows = stored.of([plan for _, plan in grid if isinstance(plan, TrainingPlan)])
     known = {p: [SweepPoint.from_dict(p, row) for row in each] for p, each in rows.items()}
-    with stored.storing(points_of):
+    with stored.storing():
         return sweep_grid(grid, known=known, **how)
-
-
-def points_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return the points that a task of a sweep has made; errors are not stored."""
-    plans, _ = event.task
-    pairs = zip(plans, event.result, strict=True)
-    return {plan: [p.to_dict() for p in made] for plan, made in pairs if isinstance(made, list)}

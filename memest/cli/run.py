@@ -31,16 +31,22 @@ from memest.project import FILE, find_project
 from memest.report import Ending, Outcome, RunReport
 from memest.report.answer import NAMES, resource_lines, summary_line
 from memest.report.text import error_hint, render_text
-from memest.run.other_python import active_environment, run_elsewhere
-from memest.run.target import NoInput, Target, check_single_process, find_module, find_script
+from memest.run.target import (
+    NoInput,
+    Target,
+    active_environment,
+    check_single_process,
+    find_module,
+    find_script,
+    run_elsewhere,
+)
 from memest.units import format_bytes
 from memest.writing import write_output
 
 if TYPE_CHECKING:
     from memest.estimator.gpu.worlds import Rank
     from memest.run.launch_command import Launch
-    from memest.run.launcher import RunResult
-    from memest.run.session import Session
+    from memest.run.session import RunResult, Session
 
 NOT_USED_EXIT_CODE = 2  # exit code of a script that ends without using the GPU
 RULE = "-" * 80
@@ -249,8 +255,8 @@ def _run_one(
     limit_s: float | None, has_input: bool, has_stdout: bool, is_immediate: bool = False,
     folder: str = "",
 ) -> RunResult:  # fmt: skip
-    from memest.run.launcher import run_target
     from memest.run.ranks import rows_of
+    from memest.run.session import run_target
 
     if not has_input:
         sys.stdin = NoInput()
@@ -430,7 +436,7 @@ class _Files:
         if self.json is not None:
             write_output(self.json, report.to_json() + "\n")
         if any(self.paths[1:]):
-            from memest.run.replays import record_run_of
+            from memest.run.summary import record_run_of
 
             recording, chrome = record_run_of(session.virtual, report), self.chrome
             files = {"html": self.html, "snapshot": self.snapshot, "chrome_trace": chrome}

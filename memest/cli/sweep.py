@@ -22,11 +22,9 @@ from memest.estimator.predict import predict, target_gpus
 from memest.estimator.search.sweep import Grid, make_grid, parse_values
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
-from memest.plan.files import read_config
-from memest.plan.training_plan import PLAN_KEYS
+from memest.plan.training_plan import PLAN_KEYS, read_config
 from memest.report import RunReport, SimulatedReport
-from memest.report.advice import json_lines, render_largest, render_techniques, to_csv
-from memest.report.text import table
+from memest.report.text import json_lines, render_largest, render_techniques, table, to_csv
 from memest.report.times import Training, time_cells, time_notes
 from memest.run.target import find_script
 
@@ -224,8 +222,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
     """Run the script on the largest GPU, and replay it on the others; refuse options of plans."""
-    from memest.run.launcher import run_target
-    from memest.run.session import Session
+    from memest.run.session import Session, run_target
 
     if unknown := sorted(set(given) - {"gpu"}):
         raise PlanError(

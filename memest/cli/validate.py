@@ -16,7 +16,7 @@ from memest.cli.options import OUT, PATH
 from memest.engines import Event, watched
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
-from memest.plan.files import read_suite
+from memest.plan.training_plan import read_suite
 from memest.units import GIB
 from memest.validate.results import find_suite, suite_for_device
 

@@ -20,10 +20,8 @@ from memest.plan import TrainingPlan
 from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS
 
 if TYPE_CHECKING:
-    from memest.estimator.hardware.work import WorkLog
-    from memest.estimator.replay.program import TracedPlan
     from memest.estimator.replay.recording import Recording
-    from memest.estimator.replay.replay import Replayed
+    from memest.estimator.replay.replay import Replayed, TracedPlan
     from memest.estimator.replay.scenarios import Scenario
     from memest.report import Prediction, StepTime, Verdict
 
@@ -136,13 +134,12 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     """
     first, *others = chips
     known: dict[int, Trial] = {}
-    work: WorkLog | None = None  # of the first chip, and of chips whose programs derive from it
 
     def on(part: Sequence[Sequence[Gpu]]) -> _Results:
         found = _Results()
         for gpus in part:
             try:
-                found.add(_results_on_chip(plan, gpus, known, without=work))
+                found.add(_results_on_chip(plan, gpus, known))
             except MemestError as error:
                 found.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
         return found
@@ -151,17 +148,13 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     own, *parts = (chips[n::num_parts] for n in range(num_parts))
     try:
         if not plan.is_distributed:  # fork before this: forked processes begin with this run
-            work = _trace(plan, first[0]).work
+            _trace(plan, first[0])
         with ExitStack() as copies:
             answers = [copies.enter_context(forked(partial(on, part))) for part in parts]
             found = _results_on_chip(plan, first, known)
             found.add(on(own[1:]))
-            times = {gpu.name: _time_of(plan, work, gpu) for gpus in others for gpu in gpus}
             for answer, part in zip(answers, parts, strict=True):
                 found.add(answer() or on(part))
-        for name in found.verdicts.keys() - found.times.keys():
-            if (time_of_step := times.get(name)) is not None:
-                found.times[name] = time_of_step
     except MemestError as error:
         others.sort(key=lambda gpus: gpus[0].capability, reverse=True)
         if not others or others[0][0].capability <= first[0].capability:
@@ -177,18 +170,13 @@ def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
     return trace_plan(plan, gpu)
 
 
-def _results_on_chip(
-    plan: TrainingPlan,
-    gpus: Sequence[Gpu],
-    known: dict[int, Trial],
-    *,
-    without: WorkLog | None = None,
-) -> _Results:
+def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], known: dict[int, Trial]) -> _Results:
     """Return the results on `gpus` of one chip; the simulated run uses the speed of the first.
 
-    `known` has trials on other chips (`trials`). A run with the work log `without` gets no time
-    estimate, since the caller makes it.
+    `known` has trials on other chips (`trials`).
     """
+    from memest.estimator.hardware.pace import estimate
+
     found = _Results()
 
     def traced(gpu: Gpu) -> TracedPlan:
@@ -199,21 +187,12 @@ def _results_on_chip(
         found.results[gpu.name] = trial.results
         found.verdicts[gpu.name] = trial.verdict
         work = trial.scenarios[0].traced.work
-        if work is not without and (time_of_step := _time_of(plan, work, gpu)) is not None:
+        if work is None or plan.offloads:  # the own step was not run, or the host computes a part
+            continue
+        time_of_step = estimate(work, gpu, num_micro_batches=plan.accumulate_grad_batches)
+        if time_of_step is not None:
             found.times[gpu.name] = time_of_step
     return found
-
-
-def _time_of(plan: TrainingPlan, work: WorkLog | None, gpu: Gpu) -> StepTime | None:
-    """Return the estimated time of a step.
-
-    None if the plan's own step was not run, or if the host computes a part of it.
-    """
-    from memest.estimator.hardware.pace import estimate
-
-    if work is None or plan.offloads:
-        return None
-    return estimate(work, gpu, num_micro_batches=plan.accumulate_grad_batches)
 
 
 def record_plan(plan: TrainingPlan) -> Recording:

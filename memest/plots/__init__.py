@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from memest.packages import require
 
 if TYPE_CHECKING:
-    from memest.plots.fragmentation import plot_fragmentation
     from memest.plots.heatmap import plot_fits, plot_largest_batch
     from memest.plots.ladder import plot_ladder, plot_trade_off
     from memest.plots.phases import plot_phases
-    from memest.plots.saving import Picture, parse_formats, save, svg_text
-    from memest.plots.scaling import plot_ranks, plot_scaling, plot_scaling_bars
+    from memest.plots.scaling import plot_fragmentation, plot_ranks, plot_scaling, plot_scaling_bars
     from memest.plots.scatter import plot_scatter
-    from memest.plots.style import retitle
+    from memest.plots.style import Picture, parse_formats, retitle, save, svg_text
     from memest.plots.timeline import plot_timeline
     from memest.plots.words import gpu_label
 
@@ -31,12 +29,12 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Picture": "saving", "gpu_label": "words", "parse_formats": "saving", "plot_fits": "heatmap",
-    "plot_fragmentation": "fragmentation", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
+    "Picture": "style", "gpu_label": "words", "parse_formats": "style", "plot_fits": "heatmap",
+    "plot_fragmentation": "scaling", "plot_ladder": "ladder", "plot_largest_batch": "heatmap",
     "plot_phases": "phases", "plot_ranks": "scaling", "plot_scaling": "scaling",
     "plot_scaling_bars": "scaling",
     "plot_scatter": "scatter", "plot_timeline": "timeline", "plot_trade_off": "ladder",
-    "retitle": "style", "save": "saving", "svg_text": "saving",
+    "retitle": "style", "save": "style", "svg_text": "style",
 }  # fmt: skip
 """Module of each name."""
 

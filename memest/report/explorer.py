@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memest import __version__
-from memest.estimator.search.explore import KINDS, Explored
+from memest.estimator.search.sweep import KINDS, Explored
 from memest.plan import TrainingPlan
 
 MAX_PAGE_BYTES = 3 << 20  # largest size of a page, small enough for a course's web site

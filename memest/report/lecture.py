@@ -14,10 +14,10 @@ from typing import Any
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.commands import predict_command
-from memest.estimator.search.explore import explored, point_of
-from memest.estimator.search.suite import partition, predict_each
+from memest.estimator.search.scaling import partition, predict_each
+from memest.estimator.search.sweep import explored, point_of
 from memest.plan import TrainingPlan
-from memest.plan.files import read_suite
+from memest.plan.training_plan import read_suite
 from memest.plots.words import label_of
 from memest.report import Outcome, Phase, PhaseRow, Verdict, read_as
 from memest.report.explorer import explorer_data, technique_of
@@ -171,7 +171,7 @@ class Lecture:
         after, size = step.after, _round(abs(step.added_bytes))
         still = "still " if step.before.fits == after.fits else ""
         verdict = f"{still}{'fits' if after.fits else 'does not fit'}"
-        verdict += ", barely" if after.word == "tight" else ""
+        verdict += ", barely" if after.verdict.word == "tight" else ""
         name = self.model(after.plan)
         if "model" in step.changes:
             word = "more" if step.added_bytes > 0 else "less"
@@ -186,7 +186,7 @@ class Lecture:
     def _against_limit(self, row: Row) -> str:
         margin = row.verdicts[self.gpu].margin_bytes
         words = f"{gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
-        return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {words}, {row.word}."
+        return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {words}, {row.verdict.word}."
 
     def _notes(self, lines: Sequence[str]) -> tuple[str, ...]:
         versions = ", ".join(f"{name} {number}" for name, number in self.rows.versions.items())
@@ -196,7 +196,7 @@ class Lecture:
 
     def _bars(self, rows: Sequence[Row]) -> Chart:
         labels = tuple(
-            f"{row.plan.label}\n{row.needs_bytes / GIB:.1f} GiB, {row.word}" for row in rows
+            f"{row.plan.label}\n{row.needs_bytes / GIB:.1f} GiB, {row.verdict.word}" for row in rows
         )
         return self._chart(labels, [row.parts for row in rows])
 
@@ -220,7 +220,7 @@ class Lecture:
         rows = self.rows.rows
         count = sum(row.fits for row in rows)
         notes = [
-            f"{row.plan.label}: {gib(row.needs_bytes)} GiB, {row.word}; {row.num_params:,}"
+            f"{row.plan.label}: {gib(row.needs_bytes)} GiB, {row.verdict.word}; {row.num_params:,}"
             f" parameters, {row.num_trained:,} trained."
             for row in rows
         ]
@@ -275,7 +275,7 @@ class Lecture:
         before, forward, backward, step = moments
         state = step.optimizer_bytes
         name = _optimizer(row.plan)
-        verdict = "barely fits" if row.word == "tight" else "fits"
+        verdict = "barely fits" if row.verdict.word == "tight" else "fits"
         return [
             f"The weights take {_round(before.params_bytes)} GiB before anything runs",
             f"The forward saves {_round(forward.activations_bytes)} GiB for the backward",
@@ -420,24 +420,19 @@ class Row:
     is_cut: bool  # True if the run ends out of memory and `kinds` are those of that moment
 
     @property
-    def gpu(self) -> str:
-        """The first GPU."""
-        return next(iter(self.verdicts))
+    def verdict(self) -> Verdict:
+        """The verdict on the first GPU."""
+        return next(iter(self.verdicts.values()))
 
     @property
     def needs_bytes(self) -> int:
         """The least limit under which the plan fits, on the first GPU."""
-        return self.verdicts[self.gpu].needs_bytes
-
-    @property
-    def word(self) -> str:
-        """The verdict on the first GPU."""
-        return self.verdicts[self.gpu].word
+        return self.verdict.needs_bytes
 
     @property
     def fits(self) -> bool:
         """True if the plan fits the first GPU."""
-        return self.verdicts[self.gpu].verdict is Outcome.FITS
+        return self.verdict.verdict is Outcome.FITS
 
     @property
     def parts(self) -> dict[str, int]:

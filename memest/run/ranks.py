@@ -19,7 +19,7 @@ from memest.child import SILENT, Child, DiedError, Terminated, signals_once, sub
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.gpu.worlds import Mailbox, Rank
 from memest.report import Ending, Interval, Outcome, RankRow, RunReport
-from memest.run.launcher import RunResult
+from memest.run.session import RunResult
 
 MAX_RANKS = 1 << 14  # limit on ranks, as in plans
 MAX_TOGETHER = 64  # most ranks that run at the same time; each takes about 0.5 GB of this machine

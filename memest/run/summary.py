@@ -1,19 +1,31 @@
-"""From a run on the virtual GPU to its report."""
+"""From a run on the virtual GPU to its report, its verdicts on other GPUs, and its recording."""
 
 import linecache
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
 
+from memest.estimator.allocator.caching import OutOfMemory
 from memest.estimator.gpu.guesses import Guesses
 from memest.estimator.gpu.history import Held, History
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.hardware.pace import estimate
 from memest.estimator.ops.convolution import describe_source
-from memest.estimator.replay.closed_form import LAYER
-from memest.estimator.summary import beside_assumed, context_assumed, coverage_of, kernels_assumed
+from memest.estimator.replay.recording import Recording
+from memest.estimator.replay.replay import MicroBatch, Moment, Part, Program, Replayed, Run
+from memest.estimator.replay.scenarios import Scenario, intervals, verdict_over, where_failed
+from memest.estimator.summary import (
+    LAYER,
+    beside_assumed,
+    context_assumed,
+    coverage_of,
+    kernels_assumed,
+)
 from memest.estimator.tensors.lines import ScriptLines
-from memest.estimator.tensors.storages import MemKind, Site
+from memest.estimator.tensors.storages import FreeTiming, MemKind
 from memest.estimator.versions import library_versions
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.report import (
@@ -21,13 +33,15 @@ from memest.report import (
     Ending,
     Guess,
     HeldRow,
+    Interval,
     Outcome,
+    Phase,
     RunPeak,
     RunPhase,
     RunReport,
     RunStep,
+    Verdict,
 )
-from memest.run.replays import intervals_of, verdicts_of
 from memest.units import counted, format_bytes
 
 MAX_SOURCE = 100  # characters of a source line in the report
@@ -66,7 +80,7 @@ def report_of(
         peak=_peak(history),
         terms=_terms(held, history.peak_allocated_bytes),
         modules=_rows(held, _module_group),
-        lines=_rows(held, lambda site: site.where or NO_LINE, mode.attribution.lines),
+        lines=_rows(held, lambda entry: entry.site.where or NO_LINE, mode.attribution.lines),
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
@@ -84,16 +98,16 @@ def report_of(
     )  # fmt: skip
 
 
-def held_for(kind: MemKind, site: Site) -> str:
+def _held_for(entry: Held) -> str:
     """Return the kind in `KINDS` of a storage's use.
 
     Storages of backward and optimizer are temporary; those made before any model ran are `other`.
     """
-    if kind is not MemKind.ACTIVATIONS:
-        return str(kind)
-    if site.phase in ("backward", "optimizer"):
+    if entry.kind is not MemKind.ACTIVATIONS:
+        return str(entry.kind)
+    if entry.site.phase in ("backward", "optimizer"):
         return "temporaries"
-    return "other" if site.phase == "setup" else "activations"
+    return "other" if entry.site.phase == "setup" else "activations"
 
 
 def _own_share(virtual: VirtualGpu) -> float | None:
@@ -122,39 +136,29 @@ def _peak(history: History) -> RunPeak:
 
 
 def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
-    sizes: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for entry in held:
-        kind = held_for(entry.kind, entry.site)
-        sizes[kind] += entry.num_bytes
-        counts[kind] += entry.count
-    rows = [
-        HeldRow(name=kind, num_bytes=sizes[kind], num_tensors=counts[kind], kinds={})
-        for kind in KINDS
-        if sizes[kind]
-    ]
-    rest = peak_bytes - sum(sizes.values())
+    found = [row for row in _rows(held, _held_for) if row.num_bytes]
+    rows = [replace(r, kinds={}) for r in sorted(found, key=lambda row: KINDS.index(row.name))]
+    rest = peak_bytes - sum(row.num_bytes for row in rows)
     return (*rows, HeldRow(name="rounding", num_bytes=rest, num_tensors=0, kinds={}))
 
 
-def _module_group(site: Site) -> str:
+def _module_group(entry: Held) -> str:
     """Return the stack of layers that a module belongs to, or its three outermost modules."""
-    layer = LAYER.match(site.module)
-    if layer:
-        return f"{layer[1]}.*"
-    return ".".join(site.module.split(".")[:3]) or "(outside of modules)"
+    module = entry.site.module
+    layer = LAYER.match(module)
+    return f"{layer[1]}.*" if layer else ".".join(module.split(".")[:3]) or "(outside of modules)"
 
 
 def _rows(
-    held: Iterable[Held], group_of: Callable[[Site], str], lines: ScriptLines | None = None
+    held: Iterable[Held], group_of: Callable[[Held], str], lines: ScriptLines | None = None
 ) -> tuple[HeldRow, ...]:
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     counts: Counter[str] = Counter()
     line_of: dict[str, str] = {}
     for entry in held:
-        group = group_of(entry.site)
+        group = group_of(entry)
         line_of[group] = entry.site.line
-        kinds[group][held_for(entry.kind, entry.site)] += entry.num_bytes
+        kinds[group][_held_for(entry)] += entry.num_bytes
         counts[group] += entry.count
     rows = [
         HeldRow(
@@ -211,3 +215,241 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
             f" {log.num_steps} of {virtual.num_steps} optimizer steps, were kept for the verdicts"
             " of other GPUs and for recordings; peaks are those of the whole run"
         )
+
+
+def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
+    """Return the stored events of a script as a run: one micro-batch a step, without probes.
+
+    `share` is the share of a GPU's memory that the script allows itself.
+    """
+    log = virtual.mode.memory.log
+    ends = (at for at, name in log.marks if name == "after_optimizer_step")
+    steps: list[list[MicroBatch]] = [
+        [[Part(log.events[a:b])]] for a, b in pairwise((0, *ends, len(log.events)))
+    ]
+    program = Program(virtual.mode.memory.storages, steps=steps)
+    settings = virtual.allocator.settings
+    return Run(program, len(steps), settings=settings, is_share=share is not None)
+
+
+def verdicts_of(
+    virtual: VirtualGpu, outcome: Outcome, share: float | None, others: Sequence[str]
+) -> tuple[dict[str, Verdict], list[str]]:
+    """Return the verdicts on the GPU of the run and on `others`, and notes on them.
+
+    `share` is the share of a GPU's memory that the script allows itself.
+    """
+    own = virtual.gpu
+    on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
+    of_run = on_gpus.own(_own_verdict(virtual, outcome))
+    verdicts = {own.name: of_run}
+    unknown = []
+    for name in others:
+        gpu = replace(find_gpu(name), beside_bytes=own.beside_bytes)
+        if gpu.name == own.name:
+            continue
+        usable = gpu.limit_bytes - virtual.communicators_bytes
+        usable = min(usable, virtual.limit_bytes or usable)
+        limit = usable if share is None else min(usable, int(share * gpu.memory_bytes))
+        verdict = on_gpus.verdict(limit, _spread_bytes(virtual, gpu, limit))
+        if outcome is Outcome.OOM:
+            if verdict is None and limit <= of_run.limit_bytes:  # refuses the last request too
+                verdict = replace(of_run, limit_bytes=limit)
+            if verdict is not None:  # the need includes at least the refused request
+                verdict = replace(verdict, margin_bytes=limit - of_run.needs_bytes)
+        if verdict is not None and virtual.mode.memory.storages.shares:
+            verdict = _with_own_shares(virtual, gpu, of_run, verdict)
+        if verdict is None:
+            unknown.append(gpu.name)
+        else:
+            verdicts[gpu.name] = verdict
+    notes = []
+    if unknown:
+        notes.append(
+            f"whether it fits {', '.join(unknown)} is not known from this run, which did not get"
+            f" that far on {own.name}: run it with `--gpu {unknown[-1]}`"
+        )
+    num_ooms = virtual.mode.memory.num_ooms
+    if num_ooms and outcome is not Outcome.OOM:
+        notes.append(
+            f"the script caught {num_ooms} out-of-memory errors; on another GPU"
+            " it may have chosen otherwise"
+        )
+    order = {name: place for place, name in enumerate(others)}
+    return dict(sorted(verdicts.items(), key=lambda item: order.get(item[0], -1))), notes
+
+
+def _with_own_shares(
+    virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
+) -> Verdict | None:
+    """Return `verdict` after storages whose size is a share of the GPU's memory are resized.
+
+    Return None if a script that was refused memory gets further there, or the log is full.
+    """
+    memory, run = virtual.mode.memory, run_of(virtual)
+    there = memory.storages.on(gpu.memory_bytes)
+    run = replace(run, program=replace(run.program, storages=there))
+    if own.verdict is not Outcome.OOM:
+        if memory.log.is_full:
+            return None
+        timings = (FreeTiming.LATEST, *_earlier_timings(virtual))
+        scenarios = [Scenario(run, timing) for timing in timings]
+        results = [scenario.under(verdict.limit_bytes) for scenario in scenarios]
+        return verdict_over(scenarios, results, verdict.limit_bytes, verdict.spread_bytes)
+    counted = run.program.alive_after(run.program.streams()) | {memory.refused_id}
+    own_sizes = memory.storages.num_bytes
+    more = sum(there.num_bytes[i] - own_sizes[i] for i in there.shares if i in counted)
+    margin = verdict.limit_bytes - own.needs_bytes - more
+    failed = run.on(verdict.limit_bytes).failed
+    if failed is None and margin >= 0:
+        return None
+    at = own.at if failed is None else where_failed(failed.step, there.sites[failed.storage])
+    return replace(verdict, verdict=Outcome.OOM, margin_bytes=min(-1, margin), at=at)
+
+
+def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:
+    """Return intervals of allocated, reserved and, plus `outside_bytes`, process bytes of the run.
+
+    They cover the free timings, if all requests were stored.
+    """
+    limit = virtual.allocator.limit_bytes
+    earlier = [run_of(virtual).on(limit, timing) for timing in _earlier_timings(virtual)]
+    return intervals([_own_figures(virtual), *earlier], outside_bytes=outside_bytes)
+
+
+def _own_figures(virtual: VirtualGpu) -> Replayed:
+    """Return the figures of the simulated run itself, in the form of a replay's."""
+    memory = virtual.mode.memory
+    return Replayed(
+        peak_allocated_bytes=memory.history.peak_allocated_bytes,
+        peak_reserved_bytes=memory.history.peak_reserved_bytes,
+        num_events=len(memory.log.events),
+    )
+
+
+def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
+    """Return the free timings besides `LATEST` on which blocks depend, if all events are known."""
+    memory = virtual.mode.memory
+    if not virtual.depends_on_time or memory.log.is_full:
+        return ()
+    return FreeTiming.IMMEDIATE, FreeTiming.IMMEDIATE_IN_STEP_1
+
+
+def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
+    """Return the verdict on the GPU of the run, from its own peaks."""
+    history, allocator = virtual.mode.memory.history, virtual.allocator
+    limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
+    margin, at = limit - history.peak_reserved_bytes, ""
+    if outcome is Outcome.OOM and virtual.mode.memory.refused is not None:
+        num_bytes, site, reserved = virtual.mode.memory.refused
+        margin = limit - reserved - num_bytes
+        at = where_failed(virtual.num_steps, site)
+    return Verdict(
+        verdict=outcome, margin_bytes=margin, limit_bytes=limit,
+        reserved_bytes=history.peak_reserved_bytes,
+        spread_bytes=_spread_bytes(virtual, virtual.gpu, limit), at=at,
+    )  # fmt: skip
+
+
+def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
+    return gpu.spread_under(limit_bytes, virtual.communicators_bytes)
+
+
+class _Verdicts:
+    """Verdicts under limits of other GPUs, from `run`, which is cut short if the log is full."""
+
+    def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
+        memory = virtual.mode.memory
+        self._log, self._outcome, self._run = memory.log, outcome, run
+        self._is_whole = outcome is Outcome.FITS and not memory.log.is_full
+        self._allocated = memory.history.peak_allocated_bytes
+        self._reserved = memory.history.peak_reserved_bytes
+        settings = run.settings
+        collects = settings.garbage_collection_threshold > 0 and run.is_share
+        gives_back = collects or settings.max_split_bytes is not None
+        self._felt_no_limit = not virtual.allocator.num_retries and not gives_back
+        self._own = _own_figures(virtual)
+        unlimited = self._own if self._felt_no_limit else None
+        self._scenarios: list[Scenario] = []
+        if self._is_whole:
+            earlier = (Scenario(run, timing) for timing in _earlier_timings(virtual))
+            self._scenarios = [Scenario(run, unlimited=unlimited), *earlier]
+
+    def own(self, verdict: Verdict) -> Verdict:
+        """Return the simulated GPU's `verdict`, with the least limit that fits as its need."""
+        if not self._is_whole:
+            return verdict
+        limit = verdict.limit_bytes
+        self._scenarios[0].least.add(limit, True, verdict.reserved_bytes)
+        return self._over_scenarios(self._own, limit, verdict.spread_bytes)
+
+    def _over_scenarios(self, latest: Replayed, limit_bytes: int, spread_bytes: int) -> Verdict:
+        earlier = [scenario.under(limit_bytes) for scenario in self._scenarios[1:]]
+        return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
+
+    def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
+        """Return the verdict under `limit_bytes`; None if the log is too short for a verdict."""
+        is_enough = self._felt_no_limit and self._reserved <= limit_bytes
+        if self._is_whole:
+            latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)
+            return self._over_scenarios(latest, limit_bytes, spread_bytes)
+        fits = Verdict(
+            verdict=Outcome.FITS, margin_bytes=limit_bytes - max(self._reserved, self._allocated),
+            limit_bytes=limit_bytes, reserved_bytes=self._reserved, spread_bytes=spread_bytes,
+        )  # fmt: skip
+        if is_enough:
+            return fits if self._outcome is Outcome.FITS else None
+        oom = replace(fits, verdict=Outcome.OOM, margin_bytes=min(-1, fits.margin_bytes))
+        found = self._run.on(limit_bytes)
+        if found.failed is not None:
+            site = self._run.program.storages.sites[found.failed.storage]
+            at = where_failed(found.failed.step, site)
+            return replace(oom, reserved_bytes=found.peak_reserved_bytes, at=at)
+        if self._allocated > limit_bytes:
+            at = f"after step {self._log.num_steps - 1}"
+            return replace(oom, reserved_bytes=limit_bytes, at=at)
+        return None
+
+
+_PROBES = {
+    "forward": Phase.BEFORE_FORWARD,
+    "backward": Phase.AFTER_FORWARD,
+    "before_optimizer_step": Phase.AFTER_BACKWARD,
+    "optimizer": Phase.AFTER_BACKWARD,
+    "after_optimizer_step": Phase.AFTER_OPTIMIZER_STEP,
+}
+
+
+def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
+    """Return every action of the allocator in the stored events of a script, with its probes."""
+    memory, like = virtual.mode.memory, virtual.allocator
+    recording = Recording(memory.storages, report.limit_bytes, report.gpu)
+    allocator = recording.allocator
+    allocator.use(like.settings)
+    allocator.gpu_bytes, allocator.allowed_bytes = like.gpu_bytes, like.allowed_bytes
+    result, events = recording.result, memory.log.events
+    position, micro_batch = 0, 0
+    before: Phase | None = None
+    for at, name in (*memory.log.marks, (len(events), "")):
+        with suppress(OutOfMemory):  # under a limit that the script set later
+            recording.play(events[position:at])
+        position, phase = at, _PROBES.get(name)
+        if phase is None or phase is before:
+            continue
+        if phase is Phase.BEFORE_FORWARD and before is Phase.AFTER_OPTIMIZER_STEP:
+            recording.step, micro_batch = recording.step + 1, 0
+        elif phase is Phase.BEFORE_FORWARD and before is Phase.AFTER_FORWARD:
+            micro_batch += 1  # no step since the last backward
+        recording.reached(recording.step, micro_batch, phase)
+        before = phase
+    if memory.refused is not None and not report.fits:
+        refused_bytes = memory.refused[0]
+        recording.storage = -1
+        recording.history.gather()
+        free_bytes = max(0, report.limit_bytes - allocator.reserved_bytes)
+        recording.history.refused(refused_bytes, 0, free_bytes)
+        result.failed, result.failed_bytes = Moment(len(events), recording.step, -1), refused_bytes
+    result.peak_allocated_bytes = allocator.peak_allocated_bytes
+    result.peak_reserved_bytes = allocator.peak_reserved_bytes
+    result.peak = replace(recording.peak, storage=-1)
+    return recording

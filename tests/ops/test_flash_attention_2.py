@@ -27,7 +27,7 @@ from memest.models_meta.build import build_model
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import Prediction
-from memest.validate.device import Device
+from memest.validate.experiment import Device
 from memest.validate.runner import validate
 from tests.sim import SimGpu
 

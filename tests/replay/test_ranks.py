@@ -15,7 +15,7 @@ from memest.estimator.allocator.blocks import AddressSpace, Block
 from memest.estimator.allocator.caching import CachingAllocator
 from memest.estimator.gpu.timeline import MAIN
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Program
 from memest.estimator.replay.simulated_plan import run_rank
 from memest.estimator.replay.virtual_run import canonical, rank_of
 from memest.plan import TrainingPlan

@@ -15,10 +15,9 @@ import pytest
 
 from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import find_gpu
-from memest.run.launcher import RunResult, run_target
 from memest.run.ranks import run_rank
-from memest.run.replays import record_run_of
-from memest.run.session import Session
+from memest.run.session import RunResult, Session, run_target
+from memest.run.summary import record_run_of
 from memest.run.target import find_script
 from tests import forked
 

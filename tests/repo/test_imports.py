@@ -216,7 +216,7 @@ RUN_CLI = "from memest.cli import main\ntry:\n    main({args})\nexcept SystemExi
         "import memest",
         "import memest; memest.TrainingPlan(model_name='gpt2')",
         "import memest, os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; memest.preflight()",
-        "import memest.report, memest.report.text, memest.plan.files\n"
+        "import memest.report, memest.report.text, memest.plan.training_plan\n"
         "import memest.estimator.hardware.gpus",
         RUN_CLI.format(args=["--help"]),
         RUN_CLI.format(args=["predict", "--help"]),

@@ -19,7 +19,7 @@ NAMES = frozenset(
 GUARDED = {
     "child.py": {"os.fork", "os.killpg", "os.setsid", "os.WNOHANG", "signal.SIGKILL"},
     "estimator/virtual_gpu.py": {"os.register_at_fork"},
-    "run/launcher.py": {"signal.setitimer"},
+    "run/session.py": {"signal.setitimer"},
     "validate/runner.py": {"os.sysconf"},
 }
 """Uses behind `CAN_FORK` or `hasattr`; tests/unit/test_portable.py runs without these names."""

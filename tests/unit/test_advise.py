@@ -33,7 +33,7 @@ from memest.estimator.search.changes import (
 from memest.estimator.search.commands import ModelFacts, predict_command, training_lines
 from memest.plan import TrainingPlan
 from memest.report import Outcome, Prediction
-from memest.report.advice import render_advice
+from memest.report.text import render_advice
 from memest.units import GIB, MIB
 from tests import forked
 from tests.command import memest_here

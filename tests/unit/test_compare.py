@@ -11,7 +11,7 @@ import pytest
 
 from memest.errors import PlanError
 from memest.report import Measurement, Outcome, Peak, Phase, PhaseRow, Prediction, read_measurements
-from memest.report.compare import comparison_json, render_comparison, render_comparison_markdown
+from memest.report.difference import comparison_json, render_comparison, render_comparison_markdown
 from memest.validate.compare import compare, parse_tolerances, plan_of, summarise
 
 GIB = 2**30

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Program
 from memest.estimator.tensors.storages import MemKind
 from memest.estimator.torch_api.distributed.ddp import NotFinished
 from memest.report import Phase

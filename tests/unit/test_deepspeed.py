@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memest import virtual_gpu
 from memest.estimator.integrations.deepspeed import _buckets
 from memest.estimator.predict import predict
-from memest.estimator.replay.program import Program
+from memest.estimator.replay.replay import Program
 from memest.estimator.replay.simulated_plan import candidate_ranks
 from memest.estimator.tensors.storages import MemKind
 from memest.plan import TrainingPlan

@@ -108,10 +108,10 @@ def test_slurm_is_refused_where_nothing_can_be_submitted(monkeypatch: pytest.Mon
 def test_a_sweep_gives_its_groups_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dead(Ray):
         def _outcomes(self, one: Any, tasks: Any, begins: Any, again: bool) -> Any:
-            seen.append((self.workers, [len(plans) for plans, _ in tasks]))
+            seen.append((self.workers, [len(plans) for plans in tasks]))
             yield 0, engines._Death("killed by SIGKILL")
             if len(tasks) > 1:
-                yield 1, [[SweepPoint(plan=plan, gpu="t4", verdict=None)] for plan in tasks[1][0]]
+                yield 1, [[SweepPoint(plan=plan, gpu="t4", verdict=None)] for plan in tasks[1]]
 
     seen: list[tuple[int | None, list[int]]] = []
     monkeypatch.setattr(engines, "require", lambda *packages: None)

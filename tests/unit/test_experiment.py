@@ -26,7 +26,7 @@ from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase
 from memest.validate import experiment
-from memest.validate.device import Device
+from memest.validate.experiment import Device
 
 H200 = Device(
     name="NVIDIA H200", memory_bytes=143_155 << 20, capability=(9, 0), num_sms=132, driver="580.65"

@@ -14,8 +14,8 @@ from memest import TrainingPlan, predict
 from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.search.explore import SETTINGS, Explored, explore
-from memest.plan.files import read_suite
+from memest.estimator.search.sweep import SETTINGS, Explored, explore
+from memest.plan.training_plan import read_suite
 from memest.report.explorer import (
     MAX_PAGE_BYTES,
     explorer_data,
@@ -100,7 +100,7 @@ def test_batch_sizes_of_one_progression_share_traces(model: str) -> None:
 
 
 def test_the_grid_of_the_lab_has_600_plans() -> None:
-    from memest.estimator.search.explore import BATCHES, MICRO_BATCHES
+    from memest.estimator.search.sweep import BATCHES, MICRO_BATCHES
 
     models = {plan.model_name for plan in read_suite(find_suite("lab-a100"), {})}
     assert len(models) * len(SETTINGS) * len(BATCHES) * len(MICRO_BATCHES) >= 600
@@ -258,8 +258,8 @@ def test_the_rows_of_a_suite_are_presets(played: Any, points: list[Explored]) ->
 
 
 def test_the_grid_has_the_rows_of_the_lab_with_adapters_and_8_bit_states() -> None:
-    from memest.estimator.search.explore import BATCHES, MICRO_BATCHES
-    from memest.plan.files import read_suite
+    from memest.estimator.search.sweep import BATCHES, MICRO_BATCHES
+    from memest.plan.training_plan import read_suite
     from memest.validate.results import find_suite
 
     grid = {

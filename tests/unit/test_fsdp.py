@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from memest import report
-from memest.estimator.replay.program import Program, StateBytes
+from memest.estimator.replay.replay import Program, StateBytes
 from tests.ranks import alive_after, events_until, run_rank
 
 B = 2

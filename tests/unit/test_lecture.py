@@ -13,7 +13,7 @@ import pytest
 from memest import predict
 from memest.cli import main
 from memest.estimator.versions import simulating
-from memest.plan.files import read_suite
+from memest.plan.training_plan import read_suite
 from memest.plots.slides import draw_slide, pdf_bytes
 from memest.plots.style import WIDTH
 from memest.report.lecture import Lecture, Rows, predicted_rows, stored_rows

@@ -16,8 +16,7 @@ import transformers
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict
-from memest.estimator.replay.program import Program
-from memest.estimator.replay.replay import Replayed, Run
+from memest.estimator.replay.replay import Program, Replayed, Run
 from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.loops import job
 from memest.loops import lightning as lightning_loop

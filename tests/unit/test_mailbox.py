@@ -9,9 +9,8 @@ import pytest
 from memest import virtual_gpu
 from memest.estimator.gpu.worlds import Mailbox, PeerEnded, Rank
 from memest.estimator.hardware.gpus import find_gpu
-from memest.run.launcher import RunResult, run_target
 from memest.run.ranks import chosen_ranks, run_rank, run_together
-from memest.run.session import Session
+from memest.run.session import RunResult, Session, run_target
 from memest.run.target import find_script
 
 SCRIPT = """

@@ -9,7 +9,6 @@ import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan
-from memest.estimator.replay.program import Program, StateBytes
 from memest.estimator.replay.recording import (
     chrome_trace,
     is_of_segment,
@@ -17,7 +16,7 @@ from memest.estimator.replay.recording import (
     timeline,
     torch_snapshot,
 )
-from memest.estimator.replay.replay import Run
+from memest.estimator.replay.replay import Program, Run, StateBytes
 from memest.estimator.replay.reuse import NotInterpolable
 from memest.estimator.search.commands import predict_command
 from memest.estimator.search.largest import largest, technique_values

@@ -12,8 +12,7 @@ import pytest
 
 from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.replay import simulated_plan
-from memest.estimator.replay.program import TracedPlan
-from memest.estimator.replay.replay import Run
+from memest.estimator.replay.replay import Run, TracedPlan
 from memest.estimator.replay.reuse import NotInterpolable, on_other_chip
 from memest.estimator.replay.simulated_plan import trace_plan
 from memest.estimator.replay.virtual_run import canonical, logged_trace

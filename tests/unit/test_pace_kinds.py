@@ -249,7 +249,7 @@ def test_a_gpu_with_other_rates_has_the_roofline() -> None:
 TABLES = """
 import json, sys, torch
 from memest.validate import pace
-from memest.validate.host_pace import SHAPES, Observer
+from memest.validate.pace import SHAPES, Observer
 
 if "--quantized" in sys.argv:
     import bitsandbytes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memest.errors import PlanError
-from memest.plan.files import read_config, read_suite
+from memest.plan.training_plan import read_config, read_suite
 
 
 def write(folder: Path, text: str) -> Path:

@@ -23,8 +23,7 @@ from memest.errors import PlanError
 from memest.plots import plot_ladder, plot_phases, plot_scatter, save
 from memest.plots.ladder import peak_parts, word_on
 from memest.plots.phases import shown_step
-from memest.plots.saving import FORMATS
-from memest.plots.style import DARK, KINDS, LIGHT, shortened, text_on, text_width
+from memest.plots.style import DARK, FORMATS, KINDS, LIGHT, shortened, text_on, text_width
 from memest.plots.words import MINUS
 from memest.report import (
     Measurement,
@@ -632,7 +631,7 @@ def test_a_failure_leaves_the_old_files_and_no_others(
 def test_pyplot_is_never_imported_and_matplotlib_only_when_something_is_drawn() -> None:
     code = (
         "import sys, memest.plots; assert 'matplotlib' not in sys.modules\n"
-        "from memest.plots import plot_ladder, plot_phases, plot_scatter, save, saving\n"
+        "from memest.plots import plot_ladder, plot_phases, plot_scatter, save, style\n"
         "assert callable(save) and 'matplotlib' in sys.modules\n"
         "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules\n"
     )

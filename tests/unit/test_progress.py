@@ -19,12 +19,12 @@ from memest.cli.resume import (
     forget,
     plan_key,
     predict_resumably,
-    predictions_of,
+    results_of,
 )
 from memest.cli.terminal import progress_bar, result_lines
 from memest.engines import Event, Local, notify, watched
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.search import suite
+from memest.estimator.search import scaling
 from memest.estimator.search.largest import largest
 
 PLANS = [
@@ -149,7 +149,7 @@ def test_an_interrupted_suite_keeps_what_is_done_and_goes_on_from_there(
             raise answer
         return answer
 
-    monkeypatch.setattr(suite, "predict", interrupted)
+    monkeypatch.setattr(scaling, "predict", interrupted)
     with pytest.raises(KeyboardInterrupt):
         predict_resumably(PLANS, tmp_path / "lab", is_resumed=False, jobs=1)
     assert "1 results are kept" in capsys.readouterr().err
@@ -235,4 +235,4 @@ def test_errors_are_not_kept(reports: list[Prediction]) -> None:
     event = Event(label="", is_done=True, weight=2, total=2, task=PLANS,
                   result=[reports[0], PlanError("no")])  # fmt: skip
 
-    assert list(predictions_of(event)) == [PLANS[0]]
+    assert list(results_of(event)) == [PLANS[0]]

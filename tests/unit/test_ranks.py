@@ -21,8 +21,8 @@ from memest.estimator.gpu.worlds import Rank
 from memest.loops.job import RunOptions
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome
-from memest.validate import ranks, runner
-from memest.validate.device import Device
+from memest.validate import runner
+from memest.validate.experiment import Device
 from memest.validate.runner import validate
 from memest.writing import write_whole
 
@@ -96,7 +96,7 @@ def test_out_of_memory_on_one_rank_is_the_verdict_of_all(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 waits for it in a collective, for ever: it is given a moment and ended."""
-    monkeypatch.setattr(ranks, "OOM_GRACE_S", 0.2)
+    monkeypatch.setattr(runner, "OOM_GRACE_S", 0.2)
 
     measured = run("is too large", timeout_s=30.0)
 
@@ -138,9 +138,9 @@ def test_no_rank_is_left_once_the_reports_are_in(tmp_path: Path) -> None:
     def deliver(path: Path) -> Any:
         measured = report(plan("a"), int(os.environ["RANK"]), note=str(os.getpid()))
         write_whole(path, measured.to_json())
-        ranks.wait_for_the_end()
+        runner.wait_for_the_end()
 
-    found = ranks.run_ranks(3, deliver, tmp_path)
+    found = runner.run_ranks(3, deliver, tmp_path)
 
     assert sorted(m.device["rank"] for m in found) == [0, 1, 2]
     for measured in found:
@@ -149,7 +149,7 @@ def test_no_rank_is_left_once_the_reports_are_in(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_that_of_torchrun() -> None:
-    given = ranks.rank_environment(2, 4, 12345)
+    given = runner.rank_environment(2, 4, 12345)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in given.items():
             patch.setenv(name, value)
@@ -168,10 +168,10 @@ def test_the_worst_rank_is_out_of_memory_or_has_reserved_most() -> None:
     first, second = report(of, 0), report(of, 1)
     failed = report(of, 0, verdict=Outcome.OOM, peak_reserved_bytes=2)
 
-    merged = ranks.merge([second, first])
+    merged = runner.merge([second, first])
 
     assert merged.device["rank"] == 1
-    assert ranks.merge([failed, second]).verdict is Outcome.OOM
+    assert runner.merge([failed, second]).verdict is Outcome.OOM
     assert [(r["rank"], r["peak_allocated_bytes"], r["host_bytes"]) for r in merged.ranks] == [
         (0, 19, 30), (1, 18, 31),
     ]  # fmt: skip
@@ -181,6 +181,6 @@ def test_the_worst_rank_is_out_of_memory_or_has_reserved_most() -> None:
 
 def test_a_merged_report_reads_back_as_it_was() -> None:
     of = plan("a")
-    merged = ranks.merge([report(of, 0), report(of, 1)])
+    merged = runner.merge([report(of, 0), report(of, 1)])
 
     assert Measurement.from_dict(merged.to_dict()) == merged

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from memest.errors import PlanError
-from memest.plan.files import read_config, read_suite
 from memest.plan.reading import MAX_NODES, parse_yaml, read_limited
+from memest.plan.training_plan import read_config, read_suite
 
 
 def bomb(levels: int) -> str:

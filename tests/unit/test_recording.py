@@ -16,7 +16,6 @@ from torch.cuda import _memory_viz
 
 from memest.errors import PlanError
 from memest.estimator.predict import record_plan
-from memest.estimator.replay.program import Program, StateBytes
 from memest.estimator.replay.recording import (
     Recording,
     Span,
@@ -27,7 +26,7 @@ from memest.estimator.replay.recording import (
     write_chrome_trace,
     write_snapshot,
 )
-from memest.estimator.replay.replay import Run
+from memest.estimator.replay.replay import Program, Run, StateBytes
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.plan import TrainingPlan
 from tests.programs import lightning_program

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.replay.program import TracedPlan
+from memest.estimator.replay.replay import TracedPlan
 from memest.estimator.replay.reuse import (
     NotInterpolable,
     OptimizerStep,

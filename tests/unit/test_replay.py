@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memest.estimator.replay import replay as replay_module
-from memest.estimator.replay.program import Program, StateBytes
-from memest.estimator.replay.replay import Moment, Replayed, Run, live_at
+from memest.estimator.replay.replay import Moment, Program, Replayed, Run, StateBytes, live_at
 from memest.estimator.tensors.storages import MemKind, Site, StorageTable
 from memest.report import Phase
 from tests.programs import lightning_program

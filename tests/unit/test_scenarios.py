@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memest import TrainingPlan, predict
-from memest.estimator.replay.program import Part, Program, ended_by
-from memest.estimator.replay.replay import Run, live_at
+from memest.estimator.replay.replay import Part, Program, Run, ended_by, live_at
 from memest.estimator.tensors.storages import RETURNED, FreeTiming, MemKind, Site, StorageTable
 from memest.report import Interval, Outcome, Prediction
 from memest.units import MIB

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memest.estimator.gpu.timeline import MAIN
-from memest.estimator.replay.program import Part, Program
-from memest.estimator.replay.replay import Run
+from memest.estimator.replay.replay import Part, Program, Run
 from memest.estimator.tensors.storages import RETURNED, MemKind, Site, StorageTable
 from tests.sim import SimGpu
 

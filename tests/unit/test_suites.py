@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from memest.errors import PlanError
-from memest.plan.files import read_suite
+from memest.plan.training_plan import read_suite
 from memest.validate.results import find_suite, list_suites, suite_for_device
 
 OPT_3, OPT_7, XXL = "blip2-opt-2.7b", "blip2-opt-6.7b", "blip2-flan-t5-xxl"

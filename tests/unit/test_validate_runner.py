@@ -29,9 +29,9 @@ from memest.loops.job import RunOptions
 from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase, PhaseRow, read_measurements
-from memest.validate import device as device_module
+from memest.validate import experiment as device_module
 from memest.validate import results, runner
-from memest.validate.device import Device
+from memest.validate.experiment import Device
 from memest.validate.runner import table_row, validate
 from tests.engine_tasks import experiment
 

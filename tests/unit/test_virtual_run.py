@@ -16,8 +16,7 @@ from torch import nn
 
 from memest.errors import TraceError
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.replay.program import Program, StateBytes, TracedPlan
-from memest.estimator.replay.replay import Run
+from memest.estimator.replay.replay import Program, Run, StateBytes, TracedPlan
 from memest.estimator.replay.virtual_run import run_plan, shortened
 from memest.estimator.tensors.storages import MemKind
 from memest.estimator.virtual_gpu import VirtualGpu

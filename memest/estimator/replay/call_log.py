@@ -23,7 +23,7 @@ from memest.estimator.ops import attention
 from memest.estimator.ops.matmul import CublasWorkspaces
 from memest.estimator.ops.registry import Op, op_of
 from memest.estimator.ops.temporaries import OLDEST
-from memest.estimator.replay.program import Program, Shift, TracedPlan, within_model
+from memest.estimator.replay.replay import Program, Shift, TracedPlan, within_model
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, free_of
 

@@ -45,7 +45,7 @@ from memest.estimator.replay.call_log import (
     requests_of,
     take_numbers,
 )
-from memest.estimator.replay.program import MicroBatch, Part, Program, TracedPlan, find_shifts
+from memest.estimator.replay.replay import MicroBatch, Part, Program, TracedPlan, find_shifts
 from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, NoLines
 from memest.estimator.tensors.storages import EMPTIED, StorageTable, free_of
 from memest.estimator.virtual_gpu import VirtualGpu

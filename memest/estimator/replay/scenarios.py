@@ -10,8 +10,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from memest.estimator.allocator.settings import parse_settings
-from memest.estimator.replay.program import TracedPlan
-from memest.estimator.replay.replay import Replayed, Run
+from memest.estimator.replay.replay import Replayed, Run, TracedPlan
 from memest.estimator.tensors.storages import FreeTiming, Site, StorageTable
 from memest.plan import TrainingPlan
 from memest.report import Interval, Outcome, Verdict

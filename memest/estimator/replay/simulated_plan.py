@@ -8,8 +8,7 @@ from dataclasses import replace
 from memest.estimator.gpu.worlds import Rank
 from memest.estimator.hardware.gpus import DEEPSPEED_HOST_BYTES, Gpu, libraries_bytes
 from memest.estimator.ops.convolution import Calls, has_same_workspaces, recorded_calls
-from memest.estimator.replay.program import TracedPlan
-from memest.estimator.replay.replay import Run
+from memest.estimator.replay.replay import Run, TracedPlan
 from memest.estimator.replay.reuse import NotInterpolable, on_other_chip
 from memest.estimator.replay.scenarios import describe_deferred_blocks
 from memest.estimator.replay.virtual_run import (

@@ -26,7 +26,7 @@ from memest.estimator.hardware.gpus import Gpu, libraries_bytes
 from memest.estimator.hardware.work import CUT
 from memest.estimator.ops.attention import check_gpu
 from memest.estimator.replay.call_log import CallRecorder
-from memest.estimator.replay.program import (
+from memest.estimator.replay.replay import (
     Part,
     Program,
     StateBytes,

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from memest.estimator.allocator.settings import EXPANDABLE
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.replay.program import TracedPlan
+from memest.estimator.replay.replay import TracedPlan
 from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
 from memest.units import ceil_div

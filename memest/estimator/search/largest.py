@@ -24,8 +24,7 @@ from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or
 from memest.estimator.allocator.blocks import round_request
 from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.predict import Trial, usable_bytes
-from memest.estimator.replay.program import Program, TracedPlan
-from memest.estimator.replay.replay import rename, streams_of
+from memest.estimator.replay.replay import Program, TracedPlan, rename, streams_of
 from memest.estimator.replay.reuse import NotInterpolable, with_value
 from memest.estimator.search.related_plans import GROWTH, SPACING, TraceSeries
 from memest.estimator.tensors.storages import free_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from memest.errors import MemestError, PlanError, UnsupportedError
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.replay.program import TracedPlan
+from memest.estimator.replay.replay import TracedPlan
 from memest.estimator.replay.reuse import (
     DEGREE,
     Interpolation,

@@ -1,18 +1,76 @@
-"""Memory over the number of GPUs by strategy, and over steps by setting of the allocator."""
+"""Many plans, each predicted separately, in one process per core.
 
+Two such groups: one plan on several numbers of GPUs by strategy, and by setting of the allocator.
+"""
+
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product, zip_longest
+from operator import attrgetter
 from typing import Any
 
+from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, closest, raise_if_all_failed, result_or_error
 from memest.estimator.predict import predict, target_gpus, usable_bytes
-from memest.estimator.search.suite import predict_each
+from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.plan.keys import STRATEGIES
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Prediction
+
+MIN_PLANS_FOR_PROCESSES = 4  # plans below which starting processes costs more than it saves
+
+
+def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> list[Prediction]:
+    """Return the predictions of `plans` in their order, or raise the first error with its name."""
+    predicted, failed = partition(plans, predict_each(plans, jobs=jobs))
+    if failed:
+        raise failed[0][1] if len(plans) == 1 else with_label(*failed[0])
+    return [report for _, report in predicted]
+
+
+def predict_each(
+    plans: Sequence[TrainingPlan], *, jobs: int | None = None
+) -> list[Prediction | MemestError]:
+    """Return predictions like `predict_all`, with an error for each plan that cannot be predicted.
+
+    Raises:
+        MemestError: a plan names a model or a GPU that does not exist.
+    """
+    for plan in plans:  # fail at once, before heavy imports
+        target_gpus(plan)
+        check_name(plan.model_name)
+    alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
+    if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
+        jobs = 1
+    return find_engine("local", jobs).map_groups(
+        partial(_each, jobs=alone), plans, work=attrgetter("is_distributed"),
+        alike=lambda p: replace(p, name="", memory_limit=None, host_memory=None, steps=2),
+        label=lambda plans: plans[0].label + f" and {len(plans) - 1} alike" * (len(plans) > 1),
+    )  # fmt: skip
+
+
+def _each(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | MemestError]:
+    return [result_or_error(predict, plan, jobs=jobs) for plan in plans]
+
+
+def partition(
+    plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
+) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
+    """Separate plans with a prediction from plans with an error."""
+    pairs = list(zip(plans, found, strict=True))
+    predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
+    return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]
+
+
+def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
+    """Return `error` with the name of the experiment in front of its message."""
+    made = type(error)(f"experiment `{plan.label}`: {error}")
+    made.hint = error.hint
+    return made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

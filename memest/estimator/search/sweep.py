@@ -1,4 +1,4 @@
-"""Plans that differ in a few keys, predicted from few traces.
+"""Plans that differ in a few keys, predicted from few traces: sweeps, grids of interactive pages.
 
 Plans that differ in the optimizer, and in batch size or sequence length, share traces on one kind
 of chip (`RelatedPlans`). Every point equals the prediction of that plan to the byte.
@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 from memest.child import forked
 from memest.engines import find_engine
 from memest.errors import MemestError, PlanError, raise_if_all_failed, result_or_error, shown
+from memest.estimator.hardware.gpus import Gpu, find_gpu
 from memest.estimator.predict import target_gpus, trials
+from memest.models_meta.registry import check_name
 from memest.packages import PLANS, require
 from memest.plan import TrainingPlan
 from memest.plan.reading import read_limited
 from memest.plan.training_plan import PLAN_KEYS
-from memest.report import Outcome, Verdict, read_as
+from memest.report import Outcome, PhaseRow, Term, Verdict, read_as
 
 if TYPE_CHECKING:
     from memest.estimator.search.related_plans import RelatedPlans
@@ -209,18 +211,15 @@ def sweep(
     require(*PLANS)
     known = known or {}
     new = [plan for plan in plans if plan not in known]
-    key, groups = _groups(new)
-    tasks = [([new[i] for i in group], key) for group in groups]
-    inner = (jobs or os.cpu_count() or 1) // max(1, len(tasks)) if engine == "local" else 1
-    one = partial(_sweep_group, jobs=max(1, inner))
-    found = find_engine(engine, jobs).map(
-        one, tasks, died=lambda task, error: [error] * len(task[0]), label=_label_of,
-        weight=lambda task: len(task[0]),
+    key = max(_VARIED, key=lambda k: len({getattr(plan, k) for plan in new}))
+    alike = partial(_shared, key)
+    num_groups = max(1, len(set(map(alike, new))))
+    inner = (jobs or os.cpu_count() or 1) // num_groups if engine == "local" else 1
+    found = find_engine(engine, jobs).map_groups(
+        partial(_sweep_group, key=key, jobs=max(1, inner)), new, alike=alike, work=_work,
+        label=partial(_label_of, key),
     )  # fmt: skip
-    by_index: dict[int, list[SweepPoint] | MemestError] = {}
-    for group, results in zip(groups, found, strict=True):
-        by_index |= dict(zip(group, results, strict=True))
-    made = iter([by_index[i] for i in range(len(new))])
+    made = iter(found)
     ordered = [known[plan] if plan in known else next(made) for plan in plans]
     raise_if_all_failed(ordered)
     points: list[SweepPoint] = []
@@ -232,8 +231,7 @@ def sweep(
     return points
 
 
-def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
-    plans, key = task
+def _label_of(key: str, plans: Sequence[TrainingPlan]) -> str:
     first = plans[0]
     num_optimizers = len({plan.optim for plan in plans})
     optimizers = first.optim if num_optimizers == 1 else f"{num_optimizers} optimizers"
@@ -244,40 +242,28 @@ def _label_of(task: tuple[Sequence[TrainingPlan], str]) -> str:
     return " ".join(parts)
 
 
-def _groups(plans: Sequence[TrainingPlan]) -> tuple[str, list[list[int]]]:
-    """Return the key with the most values, and positions of plans that share traces.
-
-    Plans that share simulated runs differ only in this key and in the optimizer.
-    """
-    num_values = {key: len({getattr(plan, key) for plan in plans}) for key in _VARIED}
-    key = max(_VARIED, key=lambda k: num_values[k])
-    same = (*PLAN_KEYS, "assumed", "trust_remote_code")
-    names = [name for name in same if name not in (key, "optim", "name")]
-    groups: dict[Any, list[int]] = {}
-    for index, plan in enumerate(plans):
-        # a length that is left out is the model's default, and no number of a series
-        alone = getattr(plan, key) if getattr(plan, key) is None else 0
-        own = index if plan.is_distributed else -1  # a distributed plan shares no trace
-        rest = (own, alone, *(getattr(plan, name) for name in names))
-        groups.setdefault(rest, []).append(index)
-    return key, sorted(groups.values(), key=lambda group: _work(plans[group[0]]), reverse=True)
-
-
 def _work(plan: TrainingPlan) -> tuple[bool, ...]:
-    """Return a sort key, which is higher for plans whose trace takes longer.
-
-    Long tasks begin first, so that at the end no worker runs alone for long.
-    """
+    """Return a sort key, which is higher for plans whose trace takes longer."""
     return plan.is_distributed, "mixed" in plan.precision, plan.act_ckpt
 
 
+def _shared(key: str, plan: TrainingPlan) -> Any:
+    """Return what plans that share simulated runs have in common: all except `key` and optimizer.
+
+    A value that is left out is the model's default, and no number of a series.
+    """
+    if plan.is_distributed:  # it shares no trace
+        return id(plan)
+    names = {field.name for field in fields(plan)} - {key, "optim", "name"}
+    return getattr(plan, key) is None, *(getattr(plan, name) for name in sorted(names))
+
+
 def _sweep_group(
-    task: tuple[Sequence[TrainingPlan], str], *, jobs: int
+    plans: Sequence[TrainingPlan], *, key: str, jobs: int
 ) -> list[list[SweepPoint] | MemestError]:
     """Return the points of each plan of one group, or its error."""
     from memest.estimator.search.related_plans import RelatedPlans
 
-    plans, key = task
     given = [getattr(plan, key) for plan in plans]
     values = sorted({value for value in given if value is not None})
     chips: dict[Any, RelatedPlans] = {}
@@ -290,13 +276,9 @@ def _sweep_group(
                 related.at(plan)
     gc.freeze()  # exclude the traces, which are many objects, from collections
     try:
-        found = _replay_in_parallel(plans, chips, jobs)
-        rest: Any = (
-            result_or_error(_points, plan, chips)
-            for plan, points in zip(plans, found, strict=True)
-            if points is None
-        )
-        return [points or next(rest) for points in found]
+        found = zip(plans, _replay_in_parallel(plans, chips, jobs), strict=True)
+        made: Any = [points or result_or_error(_points, plan, chips) for plan, points in found]
+        return list(made)
     finally:
         gc.unfreeze()
 
@@ -450,3 +432,177 @@ def _verdict(row: Mapping[str, Any]) -> Verdict | None:
         spread_bytes=int(row.get("spread_bytes", 0)),
         at=row["oom_at"],
     )
+
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MICRO_BATCHES = (1, 2, 4)  # numbers of micro-batches in the grid; they need no traces
+KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
+
+_FULL = [
+    {"precision": precision, "optim": optim, "act_ckpt": is_ckpt}
+    for precision in ("32-true", "bf16-true")
+    for optim in ("adamw", "sgd", "adam_8bit")
+    for is_ckpt in (False, True)
+    if precision == "bf16-true" or optim == "adamw" or not is_ckpt
+]
+_MIXED = [{"precision": "bf16-mixed", "optim": "adamw", "act_ckpt": False}]
+_ADAPTED = [
+    {"precision": precision, "optim": "adamw", "act_ckpt": is_ckpt, "use_lora": True}
+    for precision, is_ckpt in (("32-true", False), ("bf16-true", False), ("bf16-true", True))
+]
+_QUANTIZED = [
+    {"precision": precision, "optim": "adamw", "act_ckpt": True, "use_qlora": True}
+    for precision in ("32-true", "bf16-true")
+]
+SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED, *_QUANTIZED)
+"""Plan keys of each setting. Adapters train with AdamW, and 4-bit weights are multiplied in
+bf16, as in QLoRA's paper (arXiv:2305.14314). QLoRA checkpoints activations, which is
+peft's default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explored:
+    """A plan of the grid, and its predicted memory."""
+
+    plan: TrainingPlan
+    kinds: Mapping[str, int]  # at the peak by `KINDS`, without a limit; the sum is the peak
+    arithmetic: Mapping[str, str]  # explanation of each kind
+    reserved_bytes: int  # peak reserved on a GPU without a limit
+    phases: tuple[tuple[int, int, int, int, int], ...]
+    """Bytes by kind and their peak at each phase of the second step's last micro-batch."""
+
+    verdicts: Mapping[str, Verdict]  # results on each GPU, as in `predict`
+
+
+def explore(
+    models: Sequence[str],
+    gpus: Sequence[str],
+    *,
+    settings: Sequence[Mapping[str, Any]] = SETTINGS,
+    batches: Sequence[int] = BATCHES,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
+    seq_len: int | None = None,
+    jobs: int | None = None,
+    engine: str = "local",
+) -> list[Explored]:
+    """Predict every model with every setting, batch size and number of micro-batches, on each GPU.
+
+    Plans that cannot be predicted are left out. `jobs` is the number of the engine's workers.
+
+    Raises:
+        MemestError: there is no such model or GPU, or nothing at all can be predicted.
+    """
+    targets = [find_gpu(name) for name in dict.fromkeys(gpus)]
+    if not models or not targets or not batches:
+        raise PlanError("the grid is empty", hint="name a model, a GPU and a batch size")
+    for model in models:
+        check_name(model)
+    from memest.estimator.search.related_plans import SAME_MODEL
+
+    common = {"seq_len": seq_len, "batch_size": max(batches)}
+    plans = [
+        TrainingPlan.from_dict(setting, model_name=model, **common)
+        for model, setting in itertools.product(dict.fromkeys(models), settings)
+    ]
+    found = find_engine(engine, jobs).map_groups(
+        partial(_group, targets=targets, batches=batches, micro_batches=micro_batches), plans,
+        alike=lambda plan: replace(plan, **SAME_MODEL), label=_grid_label,
+        weight=lambda plans: len(plans) * len(batches) * len(micro_batches),
+    )  # fmt: skip
+    raise_if_all_failed(found)
+    return [point for points in found if isinstance(points, list) for point in points]
+
+
+def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
+    """Return one plan as a point of a grid; `MemestError` if it cannot be predicted."""
+    found = _group(
+        [plan], targets=[find_gpu(name) for name in gpus], batches=(plan.batch_size,),
+        micro_batches=(plan.accumulate_grad_batches,),
+    )[0]  # fmt: skip
+    if isinstance(found, MemestError):
+        raise found
+    return found[0]
+
+
+def _grid_label(plans: Sequence[TrainingPlan]) -> str:
+    plan = plans[0]
+    adapter = " QLoRA" if plan.use_qlora else " LoRA" if plan.use_lora else ""
+    return f"{plan.model_name} {plan.precision}{adapter}"
+
+
+def _group(
+    plans: Sequence[TrainingPlan],
+    *,
+    targets: Sequence[Gpu],
+    batches: Sequence[int],
+    micro_batches: Sequence[int],
+) -> list[list[Explored] | MemestError]:
+    """Predict plans that differ in batch size and micro-batches only."""
+    from memest.estimator.search.related_plans import RelatedPlans
+
+    steps = _progression(batches)
+    chips = {gpu.chip: RelatedPlans(gpu, steps, batches) for gpu in reversed(targets)}
+
+    def points(plan: TrainingPlan) -> list[Explored]:
+        grid = itertools.product(micro_batches, batches)
+        sized = (replace(plan, accumulate_grad_batches=n, batch_size=b) for n, b in grid)
+        return [_point(each, chips, targets) for each in sized]
+
+    return [result_or_error(points, plan) for plan in plans]
+
+
+def _progression(batches: Sequence[int]) -> Sequence[int]:
+    """Return equally spaced values that include `batches`, so that few runs cover them all."""
+    rest = sorted(set(batches) - {1})
+    step = math.gcd(*rest) if rest else 1
+    return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches
+
+
+def _point(
+    plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]", targets: Sequence[Gpu]
+) -> Explored:
+    from memest.estimator.summary import peak_terms
+
+    traced = {chip: related.at(plan) for chip, related in chips.items()}
+    found = list(trials(plan, targets, lambda gpu: traced[gpu.chip]))
+    verdicts = {gpu.name: trial.verdict for gpu, trial in found}
+    first = found[0][1]
+    whole = first.scenarios[0].unlimited
+    terms = peak_terms(first.traced, plan.accumulate_grad_batches, whole)
+    return point_of(plan, terms, whole.peak_reserved_bytes, whole.rows, verdicts)
+
+
+def point_of(
+    plan: TrainingPlan,
+    terms: Iterable[Term],
+    reserved_bytes: int,
+    rows: Iterable[PhaseRow],
+    verdicts: Mapping[str, Verdict],
+) -> Explored:
+    """Return the grid's entry for a plan, from the terms at its peak and the rows of its phases."""
+    kinds, words = by_kind(terms)
+    last = plan.accumulate_grad_batches - 1
+    return Explored(
+        plan=plan,
+        kinds=kinds,
+        arithmetic=words,
+        reserved_bytes=reserved_bytes,
+        phases=tuple(
+            (r.params_bytes, r.grads_bytes, r.optimizer_bytes, r.activations_bytes,
+             r.peak_allocated_bytes)
+            for r in rows if r.step == 1 and r.micro_batch == last
+        ),
+        verdicts=verdicts,
+    )  # fmt: skip
+
+
+def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return bytes and explanations of the terms of a peak, by `KINDS`."""
+    kinds = dict.fromkeys(KINDS, 0)
+    words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
+    for term in terms:
+        kind = term.kind if term.kind in kinds else "rest"
+        kinds[kind] += term.num_bytes
+        words[kind].append((term.num_bytes, term.arithmetic if kind != "rest" else term.kind))
+    largest = {k: sorted(found, reverse=True)[:2] for k, found in words.items()}
+    return kinds, {k: "; ".join(text for _, text in found) for k, found in largest.items()}

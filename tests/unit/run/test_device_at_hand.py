@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.run import device_at_hand as module
-from memest.run.device_at_hand import DeviceAtHand, device_at_hand
+from memest.run import preflight as module
+from memest.run.preflight import DeviceAtHand, device_at_hand
 
 GIB = 1 << 30
 H100 = find_gpu("h100-80gb")

@@ -14,8 +14,8 @@ import memest
 from memest.estimator.gpu import history
 from memest.estimator.replay.recording import chrome_trace, torch_snapshot
 from memest.report import RunReport
-from memest.run.replays import record_run_of, run_of
 from memest.run.session import Session
+from memest.run.summary import record_run_of, run_of
 
 
 def train(num_steps: int, *, peak_at: int = -1) -> Session:

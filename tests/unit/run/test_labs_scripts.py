@@ -13,8 +13,7 @@ from transformers import Blip2Config, Blip2QFormerConfig, Blip2VisionConfig, T5C
 from memest.estimator.hardware.gpus import find_gpu
 from memest.report import Ending, RunReport
 from memest.run.dummy_checkpoints import write_checkpoint
-from memest.run.launcher import run_target
-from memest.run.session import Session
+from memest.run.session import Session, run_target
 from memest.run.target import find_script
 
 pytest.importorskip("lightning")

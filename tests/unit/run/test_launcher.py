@@ -11,8 +11,7 @@ import pytest
 from memest.errors import PlanError, UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.report import Ending, Outcome
-from memest.run.launcher import RunResult, run_target
-from memest.run.session import Session
+from memest.run.session import RunResult, Session, run_target
 from memest.run.target import find_module, find_script
 
 USE = "import torch\nx = torch.zeros(1 << 20, device='cuda')\n"

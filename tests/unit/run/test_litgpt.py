@@ -19,8 +19,7 @@ from memest.errors import UnsupportedError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.integrations.litgpt import MEASURED_RELEASE
 from memest.run.dummy_checkpoints import write_checkpoint
-from memest.run.launcher import RunResult, run_target
-from memest.run.session import Session
+from memest.run.session import RunResult, Session, run_target
 from memest.run.target import find_module, find_script
 
 pytestmark = [

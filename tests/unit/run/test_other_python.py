@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memest.errors import PlanError
-from memest.run.other_python import active_environment, run_elsewhere
+from memest.run.target import active_environment, run_elsewhere
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """\

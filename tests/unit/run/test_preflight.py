@@ -21,8 +21,7 @@ from memest.estimator.allocator.settings import parse_settings
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu
 from memest.report import Ending, RunReport
 from memest.run import preflight as module
-from memest.run.device_at_hand import DeviceAtHand
-from memest.run.preflight import Command, Outcome
+from memest.run.preflight import Command, DeviceAtHand, Outcome
 from memest.run.session import Session
 from memest.run.target import NoInput
 from memest.units import parse_bytes
@@ -348,7 +347,7 @@ SCRIPT = """
 import sys, time
 import memest
 from memest.run import preflight
-from memest.run.device_at_hand import DeviceAtHand
+from memest.run.preflight import DeviceAtHand
 
 card = DeviceAtHand("NVIDIA H100 80GB HBM3", 85017493504, (9, 0), 2 << 30)
 preflight.device_at_hand = lambda: card
