@@ -16,7 +16,7 @@ import torch
 from memest.errors import PlanError
 from memest.loops import data
 from memest.loops.probe import PhaseRecorder
-from memest.models_meta.assemble import assemble, describe_model, trained_parameters
+from memest.models_meta.assemble import assemble, describe_model, loss_of, trained_parameters
 from memest.models_meta.registry import resolve_config
 from memest.packages import require
 from memest.plan import TrainingPlan
@@ -118,6 +118,10 @@ class Task:
     model: Any  # module on the device, in training mode
     make_optimizer: Callable[[], Any]  # called after a strategy has sharded the model
     feed: data.Feed
+
+    def loss(self, model: Any, inputs: data.Inputs) -> Any:
+        """Return the loss of the running micro-batch, on the device."""
+        return loss_of(model, inputs, self.feed.loss_output)
 
     def batch(self, number: int) -> data.Inputs:
         """Return the micro-batch of this number."""

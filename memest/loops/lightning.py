@@ -106,7 +106,8 @@ class FineTune(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of the next micro-batch; `batch` is its number."""
         inputs = self._task.batch(batch_idx)
-        return loss_of(self.model, moved(inputs, self.device), self._task.feed.loss_output)
+        loss: Tensor = self._task.loss(self.model, moved(inputs, self.device))
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the loss of the next validation micro-batch."""

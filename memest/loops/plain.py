@@ -39,10 +39,10 @@ class _Loop:
         self._record(Phase.BEFORE_FORWARD)
         inputs = moved(self.task.batch(number), self.where)
         with self._autocast():
-            loss = loss_of(self.model, inputs, self.task.feed.loss_output)
+            loss = self.task.loss(self.model, inputs)
         loss = loss / self.plan.accumulate_grad_batches
         self._record(Phase.AFTER_FORWARD)
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss).backward()
         self._record(Phase.AFTER_BACKWARD)
 
     def step(self) -> None:

@@ -73,8 +73,10 @@ class ProbedTrainer(Trainer):
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, *args: Any, **kw: Any
     ) -> Any:
         """Return the plan's loss."""
-        loss = loss_of(model, inputs, self.task.feed.loss_output)
-        if model.training:
+        if not model.training:
+            loss = loss_of(model, inputs, self.task.feed.loss_output)
+        else:
+            loss = self.task.loss(model, inputs)
             self.record(Phase.AFTER_FORWARD)
         return (loss, {"loss": loss}) if return_outputs else loss
 
