@@ -24,7 +24,7 @@ from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.plan.training_plan import PLAN_KEYS, read_config
 from memest.report import RunReport, SimulatedReport
-from memest.report.text import json_lines, render_largest, render_techniques, table, to_csv
+from memest.report.text import render_largest, render_techniques, table, to_csv
 from memest.report.times import Training, time_cells, time_notes
 from memest.run.target import find_script
 
@@ -72,7 +72,7 @@ def max_batch(
             rows = largest(plan, gpus, key)
         nothing_fits = any(row.value is None for row in rows)
     if as_json:
-        text = json_lines([row.to_dict() for row in rows])
+        text = "\n".join(json.dumps(row.to_dict()) for row in rows)
     else:
         text = render_techniques(rows, key) if all_techniques else render_largest(rows)
     print_or_write(text, output, is_folded=not as_json)
@@ -144,7 +144,7 @@ def sweep(
     points = grid_points(**flags)
     with progress_bar():
         rows = sweep_resumably(points, output, is_resumed=resume, jobs=jobs, engine=engine)
-    text = json_lines(rows) if as_json else to_csv(rows)
+    text = "\n".join(map(json.dumps, rows)) if as_json else to_csv(rows)
     print_or_write(text, output)
     forget(output)
     return OOM_EXIT_CODE if check and not any(row["verdict"] == "fits" for row in rows) else 0

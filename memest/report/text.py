@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -597,11 +596,6 @@ def _figures(row: Largest) -> list[str]:
         return ["none", "-", "-", *figures]
     needs, uses = gib_or_mib(found.needs_bytes), gib_or_mib(found.reserved_bytes)
     return [str(row.value), needs, uses, *figures]
-
-
-def json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return JSON Lines: an object for each row."""
-    return "\n".join(json.dumps(row) for row in rows)
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

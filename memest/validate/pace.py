@@ -5,7 +5,6 @@ kernels. The rows of one GPU are `estimator/hardware/pace/NAME.json`, which `pac
 `shapes.json` has the calls.
 """
 
-import importlib
 import itertools
 import json
 import statistics
@@ -166,7 +165,7 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
     A row has a number for each of `HOST_KINDS`, then the time: the median of all rounds so far.
     Each yield is a round, since the speed of a shared host changes within seconds.
     """
-    library: Any = importlib.import_module("transformers")
+    library: Any = import_module("transformers")
     models = []
     for (name, sizes), is_autocast in itertools.product(SHAPES["models"].items(), (False, True)):
         config = getattr(library, f"{name}Config")(**sizes)

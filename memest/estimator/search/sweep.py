@@ -276,9 +276,8 @@ def _sweep_group(
                 related.at(plan)
     gc.freeze()  # exclude the traces, which are many objects, from collections
     try:
-        found = zip(plans, _replay_in_parallel(plans, chips, jobs), strict=True)
-        made: Any = [points or result_or_error(_points, plan, chips) for plan, points in found]
-        return list(made)
+        found: Any = zip(plans, _replay_in_parallel(plans, chips, jobs), strict=True)
+        return [points or result_or_error(_points, plan, chips) for plan, points in found]
     finally:
         gc.unfreeze()
 
