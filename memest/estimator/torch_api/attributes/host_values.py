@@ -135,13 +135,6 @@ def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> Non
         with _disable_current_modes():
             return np.array(numpy_(on_host(tensor.detach())))
 
-    @patches.wrap(Tensor, "__array__")
-    def array(array_: Any, tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
-        if not is_meta(tensor):
-            return array_(tensor, dtype)
-        made = numpy(tensor)
-        return made if dtype is None else made.astype(dtype, copy=False)
-
     @patches.wrap(Tensor, "tolist")
     def tolist(tolist_: Any, tensor: Tensor) -> Any:
         if not is_meta(tensor) or mode.host.place(tensor) is Place.META:

@@ -206,6 +206,7 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
     }
     patches.set_all(in_c, torch._C)
     patches.set(torch.cuda, "_initialized", True)
+    patches.set(torch.cuda, "_cached_device_count", GPU.num_visible)
     patches.set(torch.cuda, "_get_device_properties", lambda index=0: properties)
     patches.set(torch.version, "hip", None)
     patches.set(torch.backends.mps, "is_available", constant(False))  # Lightning prefers MPS
@@ -248,12 +249,9 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
         switch(get, set_, getattr(c, get)(), note)
     note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
     switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
-    cudnn = {"is_available": True, "version": simulated().cudnn_version, "is_acceptable": True}
+    cudnn = {"version": simulated().cudnn_version, "is_acceptable": True}
     patches.set_all(constants(cudnn), torch.backends.cudnn)
-    cudart = Cudart()
-    patches.set(c, "_cudart", cudart)
-    patches.set(torch.cuda, "_cudart", cudart)
-    patches.set(torch.cuda, "cudart", lambda: cudart)
+    patches.set_all({"_cudart": Cudart()}, c, torch.cuda)
 
 
 class Generator(torch.Generator):
@@ -313,30 +311,11 @@ class OnGpu(Generator):
 
 
 def _install_generators(patches: Patches, rng: CudaRng) -> None:
-    default = rng.default
+    """Install generators; the functions of `torch.cuda.random` use the default one."""
     generator: Any = type("Generator", (Generator,), {"rng": rng, "__module__": "torch"})
     generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})
     of_gpu = generator("cuda")
-    of_gpu.on_gpu = rng.of_script[of_gpu._cdata] = default
-
-    def seed() -> None:
-        default.manual_seed(torch.initial_seed())
-
-    def set_state(state: Any, device: Any = "cuda") -> None:
-        default.set_state(state)
-
-    functions: dict[str, Any] = {
-        "manual_seed": default.manual_seed,
-        "manual_seed_all": default.manual_seed,
-        "seed": seed,
-        "seed_all": seed,
-        "initial_seed": lambda: default.seed,
-        "get_rng_state": lambda device="cuda": default.state(),
-        "set_rng_state": set_state,
-        "get_rng_state_all": lambda: [default.state()],
-        "set_rng_state_all": lambda new: set_state(new[0]) if len(new) else None,
-    }
-    patches.set_all(functions, torch.cuda, torch.cuda.random)
+    of_gpu.on_gpu = rng.of_script[of_gpu._cdata] = rng.default
     patches.set(torch, "Generator", generator)
     patches.set(torch.cuda, "default_generators", (of_gpu,) * GPU.num_visible)
     if hasattr(torch._C, "_accelerator_getDefaultGenerator"):  # since 2.14

@@ -54,16 +54,6 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch.cuda, "pynvml", module)
     patches.set(torch.cuda, "_HAS_PYNVML", True)
     patches.set(torch.cuda, "_raw_device_uuid_nvml", lambda: [f"GPU-{UUID}"])
-    patches.set_all({"_get_nvml_device_index": _index_of}, torch.cuda, torch.cuda.memory)
-
-
-def _index_of(device: Any) -> int:
-    """Return a device's index in NVML, which ignores `CUDA_VISIBLE_DEVICES`."""
-    index = torch.cuda._utils._get_device_index(device, optional=True)
-    if index not in range(GPU.num_visible):
-        visible = list(range(GPU.num_visible))
-        raise RuntimeError(f"device {index} is not visible (CUDA_VISIBLE_DEVICES={visible})")
-    return int(index)
 
 
 @cache

@@ -296,17 +296,13 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
             return checkpoints.copied(storage)
         return clone(storage)
 
-    def to_gpu(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        if storage._cdata in mode.memory.live:
-            return storage
-        return checkpoints.restored(storage, str(resolve(GPU.device if device is None else device)))
-
     @patches.wrap(storage_class, "to")
     def to(true_to: Any, storage: Any, *, device: Any, **options: Any) -> Any:
-        move = to_gpu if torch.device(device).type == "cuda" else true_to
-        return move(storage, device=device, **options)
+        if torch.device(device).type != "cuda":
+            return true_to(storage, device=device, **options)
+        is_there = storage._cdata in mode.memory.live
+        return storage if is_there else checkpoints.restored(storage, str(resolve(device)))
 
-    patches.set(storage_class, "cuda", to_gpu)
     share: Any = Tensor.share_memory_
     patches.set(Tensor, "share_memory_", lambda t: t if is_meta(t) else share(t))
 
