@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, META, Place, local_part, storage_key
+from memest.estimator.tensors.placement import CPU, META, Place, local_part
 from memest.estimator.tensors.storages import MemKind, Site
 
 
@@ -113,7 +113,7 @@ def _resizer(mode: CudaSimMode) -> Callable[..., None]:
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Install freeing and allocating of GPU storages for FSDP1 and FSDP2."""
-    from torch.distributed.fsdp import _flat_param, _init_utils, _runtime_utils
+    from torch.distributed.fsdp import _flat_param, _runtime_utils
 
     resize = _resizer(mode)
     free = partial(resize, num_bytes=0)
@@ -123,32 +123,14 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         timeline = mode.timeline
         return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
-    def record_stream(tensor: Tensor, stream: Any) -> None:
-        mode.memory.record_stream(tensor, stream.number)
-
     def take(tensor: Tensor, size: torch.Size) -> None:
         resize(tensor, size.numel() * tensor.element_size())
 
-    def needs_to_be_made(
-        module: nn.Module, ignored: set[Any], ignored_modules: set[nn.Module]
-    ) -> tuple[bool, bool]:
-        """Return whether `module` itself is on meta, as `_need_to_materialize_module` does."""
-        tensors: list[Tensor] = [*_init_utils._get_orig_params(module, ignored)]
-        for submodule in module.modules():
-            if submodule not in ignored_modules:
-                tensors += submodule.buffers(recurse=False)
-        return any(mode.host.place(tensor) is Place.META for tensor in tensors), False
-
-    patches.set(_init_utils, "_need_to_materialize_module", needs_to_be_made)
     _install_handle(patches, mode, _flat_param.FlatParamHandle, free)
     patches.within(_runtime_utils, "_post_backward_hook", of_node)
-    for owner in (_flat_param, _runtime_utils):
-        patches.set(owner, "_no_dispatch_record_stream", record_stream)
     _install_states(patches)
     patches.set(_flat_param, "_alloc_storage", take)
     patches.set(_flat_param, "_free_storage", free)
-    patches.set(_flat_param, "_data_ptr_allocated", lambda t: t.untyped_storage().nbytes() > 0)
-    patches.set(_flat_param, "_same_storage", lambda a, b: storage_key(a) == storage_key(b))
     _install_second(patches, resize)
 
 
