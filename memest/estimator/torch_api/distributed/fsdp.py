@@ -1,7 +1,6 @@
 """Storages that FSDP resizes, and shapes of DTensors."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.tensors.patches import Patches
-from memest.estimator.tensors.placement import CPU, META, Place, local_part
-from memest.estimator.tensors.storages import MemKind, Site
+from memest.estimator.tensors.placement import CPU, META, local_part
+from memest.estimator.tensors.storages import MemKind
 
 
 def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
@@ -97,69 +96,10 @@ def _install_states(patches: Patches) -> None:
         return gathered
 
 
-def _resizer(mode: CudaSimMode) -> Callable[..., None]:
-    def resize(tensor: Tensor, num_bytes: int) -> None:
-        """Resize the storage of `tensor`, which is on the GPU, to `num_bytes`."""
-        storage = tensor.untyped_storage()
-        if mode.host.place(tensor) is Place.GPU or not storage.nbytes():
-            if storage.nbytes() != num_bytes:
-                site = Site("", "", mode.attribution.phase())
-                mode.memory.resize(tensor, num_bytes, site, MemKind.GATHERED)
-        else:
-            storage.resize_(num_bytes)
-
-    return resize
-
-
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Install freeing and allocating of GPU storages for FSDP1 and FSDP2."""
+    """Install labels of gathered parameters, and streams and views of FSDP1."""
     from torch.distributed.fsdp import _flat_param, _runtime_utils
 
-    resize = _resizer(mode)
-    free = partial(resize, num_bytes=0)
-
-    def of_node(state: Any, handle: Any, *args: Any) -> Any:
-        """Run a hook on the stream of its autograd node."""
-        timeline = mode.timeline
-        return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
-
-    def take(tensor: Tensor, size: torch.Size) -> None:
-        resize(tensor, size.numel() * tensor.element_size())
-
-    _install_handle(patches, mode, _flat_param.FlatParamHandle, free)
-    patches.within(_runtime_utils, "_post_backward_hook", of_node)
-    _install_states(patches)
-    patches.set(_flat_param, "_alloc_storage", take)
-    patches.set(_flat_param, "_free_storage", free)
-    _install_second(patches, resize)
-
-
-def _install_handle(
-    patches: Patches, mode: CudaSimMode, handle_type: Any, free: Callable[[Tensor], None]
-) -> None:
-    """Install the resizes of a handle that run without an operator."""
-
-    @patches.wrap(handle_type, "_get_shard")
-    def own_shard(get_shard: Any, tensor: Tensor, *args: Any) -> tuple[Tensor, int]:
-        """Run `_get_shard`; if called by `shard`, free the source, as `_typed_storage` does."""
-        found: tuple[Tensor, int] = get_shard(tensor, *args)
-        if sys._getframe(2).f_code.co_name == "shard":
-            free(tensor)
-        return found
-
-    @patches.wrap(handle_type, "_use_unsharded_views")
-    def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
-        """Make views of a flat parameter, and its `AccumulateGrad` node, in each forward."""
-        mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
-        use_unsharded_views(handle, as_params)
-
-    # outside of inference mode, where torch refuses the data of the views on meta
-    patches.within(handle_type, "_use_sharded_views", lambda handle: torch.no_grad())
-    patches.within(handle_type, "_use_sharded_views", lambda handle: torch.inference_mode(False))
-
-
-def _install_second(patches: Patches, resize: Callable[..., None]) -> None:
-    """Label the buffers of gathered parameters under FSDP2."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     except ModuleNotFoundError:  # torch 2.5
@@ -168,6 +108,29 @@ def _install_second(patches: Patches, resize: Callable[..., None]) -> None:
             _fsdp_param_group,
         )
 
+    def alloc_gathered(alloc: Any, tensor: Tensor, *size: Any) -> None:
+        mode.memory.label(tensor, MemKind.GATHERED)
+        alloc(tensor, *size)
+
+    patches.wrap(_flat_param, "_alloc_storage")(alloc_gathered)
     for module in (_fsdp_param, _fsdp_param_group):
-        patches.set(module, "alloc_storage", lambda tensor: resize(tensor, tensor.nbytes))
-    patches.set(_fsdp_param, "free_storage", partial(resize, num_bytes=0))
+        patches.wrap(module, "alloc_storage")(alloc_gathered)
+
+    def of_node(state: Any, handle: Any, *args: Any) -> Any:
+        """Run a hook on the stream of its autograd node."""
+        timeline = mode.timeline
+        return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
+
+    handle_type = _flat_param.FlatParamHandle
+
+    @patches.wrap(handle_type, "_use_unsharded_views")
+    def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
+        """Make views of a flat parameter, and its `AccumulateGrad` node, in each forward."""
+        mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
+        use_unsharded_views(handle, as_params)
+
+    patches.within(_runtime_utils, "_post_backward_hook", of_node)
+    # outside of inference mode, where torch refuses the data of the views on meta
+    patches.within(handle_type, "_use_sharded_views", lambda handle: torch.no_grad())
+    patches.within(handle_type, "_use_sharded_views", lambda handle: torch.inference_mode(False))
+    _install_states(patches)
