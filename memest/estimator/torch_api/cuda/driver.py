@@ -249,8 +249,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
         switch(get, set_, getattr(c, get)(), note)
     note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
     switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
-    cudnn = {"version": simulated().cudnn_version, "is_acceptable": True}
-    patches.set_all(constants(cudnn), torch.backends.cudnn)
+    patches.set(torch.backends.cudnn, "version", constant(simulated().cudnn_version))
     patches.set_all({"_cudart": Cudart()}, c, torch.cuda)
 
 

@@ -17,15 +17,10 @@ from memest.estimator.tensors.storages import MemKind
 
 def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
     """Install shape propagation on the meta device, and the test for finite values."""
-    from torch.distributed.tensor import DTensor, _dispatch, _op_schema, _random, _sharding_prop
-
-    def bare(spec: Any) -> Tensor:
-        meta = spec.tensor_meta
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=META)
+    from torch.distributed.tensor import DTensor, _dispatch, _random, _sharding_prop
 
     patches.set(_sharding_prop, "FakeTensorMode", _on_meta)
     patches.set(_sharding_prop, "detect_fake_mode", lambda *args: None)
-    patches.set(_op_schema, "_rebuild_tensor_from_dtensor_meta", bare)
     # random offsets of ranks have no effect here
     if hasattr(_dispatch, "run_dtensor_rng_op"):
         patches.set(
@@ -56,7 +51,7 @@ class _OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None:
+        if "device" in kwargs or func is torch.ops.aten.empty_strided.default:
             kwargs = {**kwargs, "device": META}
         return func(*args, **kwargs)
 

@@ -7,12 +7,14 @@ its first tensor, in the order of the file.
 """
 
 import copy
+import importlib
 import json
 import math
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from io import BytesIO
 from os import SEEK_END
@@ -56,6 +58,7 @@ class _State(threading.local):
     placeholders: dict[Any, torch.UntypedStorage] | None = None
     """Placeholders of the running `torch.save`, which tensors of one storage and dtype share."""
 
+    metadata: Any = None  # metadata of the tensor that is rebuilt
     is_mapped = False  # True while `torch.load` maps its file
     is_old = False  # True while a file of torch's old format, with values at its end, is read
 
@@ -77,6 +80,11 @@ class Checkpoints:
         patches.within(serialization, "_legacy_load", lambda *_: old())
         patches.wrap(serialization, "load")(self._load)
         patches.set(torch, "load", serialization.load)
+        patches.wrap(torch._utils, "_rebuild_tensor")(self._rebuild)
+        patches.within(torch._utils, "_rebuild_tensor_v2", self._with_metadata)
+        unpickler: Any = importlib.import_module("torch._weights_only_unpickler")
+        allowed = unpickler._get_allowed_globals.__wrapped__
+        patches.set(unpickler, "_get_allowed_globals", allowed)
 
     # --- writing
 
@@ -125,18 +133,19 @@ class Checkpoints:
         setattr(storage, _LOCATION, str(GPU.device))
         return storage
 
-    def rebuilt(
-        self, storage: Any, offset: int, size: Any, stride: Any, metadata: Any = None
-    ) -> Tensor | None:
-        """Return the tensor on a loaded storage if it has no data, else None."""
+    def _with_metadata(self, *args: Any) -> AbstractContextManager[None]:
+        """Store the metadata, the last argument of `_rebuild_tensor_v2`, while it runs."""
+        return setting(self._state, "metadata", args[6] if len(args) > 6 else None)
+
+    def _rebuild(self, make: Any, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
+        """Return the tensor on a loaded storage, with data or without."""
         untyped = storage._untyped_storage
-        full = _read_mark(metadata)
+        full = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
-        if untyped.device.type == "meta" and full is None:
-            return None
         is_large = storage.dtype.is_floating_point and untyped.nbytes() >= VIRTUAL_HOST_BYTES
-        if not (is_gpu or full or self._state.is_mapped):
-            return None
+        is_of_meta = untyped.device.type == "meta" and full is None
+        if is_of_meta or not (is_gpu or full or self._state.is_mapped):
+            return make(storage, offset, size, stride)
         base = getattr(untyped, _BASE, None)
         if base is None:
             if is_gpu or full or is_large:
@@ -226,7 +235,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     checkpoints = Checkpoints(mode)
     checkpoints.install(patches)
     _install_writing(patches, mode, checkpoints)
-    _install_reading(patches, checkpoints)
     _install_storages(patches, mode, checkpoints)
     hooks.after("safetensors.torch", partial(_install_safetensors, patches, mode))
 
@@ -256,34 +264,6 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
     packages = module._package_registry
     own = (_PRIORITY, lambda storage: getattr(storage, _LOCATION, None), checkpoints.restored)
     patches.set(module, "_package_registry", [own, *packages])
-
-
-def _install_reading(patches: Patches, checkpoints: Checkpoints) -> None:
-    module: Any = torch._utils
-    make, make_v2 = module._rebuild_tensor, module._rebuild_tensor_v2
-
-    def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-        made = checkpoints.rebuilt(storage, offset, size, stride)
-        return make(storage, offset, size, stride) if made is None else made
-
-    def _rebuild_tensor_v2(
-        storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any,
-        metadata: Any = None,
-    ) -> Tensor:  # fmt: skip
-        made = checkpoints.rebuilt(storage, offset, size, stride, metadata)
-        if made is None:
-            return make_v2(storage, offset, size, stride, requires_grad, hooks, metadata)
-        made.requires_grad = requires_grad
-        made._backward_hooks = hooks
-        return made
-
-    for function in (_rebuild_tensor, _rebuild_tensor_v2):
-        function.__module__, function.__qualname__ = "torch._utils", function.__name__
-        patches.set(module, function.__name__, function)
-    from torch import _weights_only_unpickler
-
-    allowed: Any = _weights_only_unpickler._get_allowed_globals
-    patches.set(_weights_only_unpickler, "_get_allowed_globals", allowed.__wrapped__)
 
 
 def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
