@@ -109,7 +109,6 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
         return storage
 
     patches.set(class_of_storage, "device", property(device))
-    patches.set(class_of_storage, "is_cuda", property(lambda s: device(s).type == "cuda"))
 
 
 def _address_of(mode: CudaSimMode, key: int) -> int:

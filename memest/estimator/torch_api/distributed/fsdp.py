@@ -1,7 +1,7 @@
 """Storages that FSDP resizes, and shapes of DTensors."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,10 @@ from memest.estimator.tensors.storages import MemKind
 
 def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
     """Install shape propagation on the meta device, and the test for finite values."""
-    from torch.distributed.tensor import DTensor, _dispatch, _random, _sharding_prop
+    from torch.distributed.tensor import DTensor, _sharding_prop
 
     patches.set(_sharding_prop, "FakeTensorMode", _on_meta)
     patches.set(_sharding_prop, "detect_fake_mode", lambda *args: None)
-    # random offsets of ranks have no effect here
-    if hasattr(_dispatch, "run_dtensor_rng_op"):
-        patches.set(
-            _dispatch, "run_dtensor_rng_op", lambda start, end, op, *args, **kw: op(*args, **kw)
-        )
-    tracker = _random.OffsetBasedRNGTracker
-    patches.set(tracker, "_distribute_region", lambda *args, **kwargs: nullcontext())
     for owner in (torch, Tensor):
         patches.wrap(owner, "isfinite")(partial(_isfinite, DTensor, mode))
 
