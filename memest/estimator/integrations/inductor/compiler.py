@@ -77,15 +77,10 @@ def install_fakes(patches: Patches) -> None:
             return device_in_c(args)
         return dispatch(cls, func, types, args, kwargs or {})
 
-    def is_on(name: str) -> property:
-        return property(lambda tensor: device(tensor).type == name)
-
     patches.set(kind, "__new__", staticmethod(new))
     patches.set(kind, "__torch_dispatch__", classmethod(torch_dispatch))
     patches.set(kind, "device", property(device, kind.device.fset))
     patches.set(kind, "fake_device", property(fake_device, set_fake_device))
-    for name in ("cuda", "cpu", "meta"):
-        patches.set(kind, f"is_{name}", is_on(name))
     no_gpu = property(lambda mode: True)  # `torch.tensor` makes its data on the host first
     patches.set(fake_tensor.FakeTensorMode, "avoid_device_init", no_gpu)
     patches.set_item(handlers, _DEVICE, device_in_c)

@@ -1,7 +1,7 @@
 """`Tensor.to` and related methods, which move a tensor to the script's device; parameters."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,15 +35,10 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
             return GPU.device
         return CPU if key in placement.host_storages else META
 
-    def is_on(kind: str) -> property:
-        return property(lambda tensor: device(tensor).type == kind)
-
     patches.set(Tensor, "device", property(device))
     for kind in ("cuda", "meta", "cpu"):
-        patches.set(Tensor, f"is_{kind}", is_on(kind))
-    patches.set(
-        Tensor, "get_device", lambda t: GPU.device.index if device(t).type == "cuda" else -1
-    )
+        patches.set(Tensor, f"is_{kind}", property(partial(_is_on, kind)))
+    patches.set(Tensor, "get_device", lambda t: GPU.device.index if t.is_cuda else -1)
     if hasattr(Tensor, "rename"):  # torch 2.13 has none
 
         @patches.wrap(Tensor, "rename")
@@ -66,6 +61,10 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
 
     install_legacy(patches, device)
     _install_storages(patches, mode)
+
+
+def _is_on(kind: str, tensor: Tensor) -> bool:
+    return tensor.device.type == kind  # a subclass may have a device of its own
 
 
 def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
@@ -201,7 +200,7 @@ def _mover(mode: CudaSimMode, to_: Move) -> Move:
             if tensor.is_nested:
                 raise placement.refused("Tensor.to", "nested", mode.attribution.lines.current())
             if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.GPU:
-                run = functools.partial(to_, **kwargs)
+                run = partial(to_, **kwargs)
                 return _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
         elif torch.device(device).type == "meta" and place in (Place.GPU, Place.HOST):
             return _empty(tensor, META, _dtype_of(tensor, rest, kwargs))
