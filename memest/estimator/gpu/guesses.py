@@ -20,7 +20,7 @@ from torch.distributions import distribution
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.branches import WaitingLoops
-from memest.estimator.ops.registry import arguments_by_name, op_of
+from memest.estimator.ops.registry import Args, Kwargs, arguments_by_name, op_of
 from memest.estimator.tensors.known_values import COMPARISONS, KnownValues, materialise
 from memest.estimator.tensors.lines import LARGEST, Notes
 from memest.estimator.tensors.placement import CPU, META, operators, storage_key, tensors_in
@@ -126,7 +126,7 @@ _ABOVE = operators("gt.Scalar ge.Scalar")
 _BELOW = operators("lt.Scalar le.Scalar")
 
 
-def guessed_comparison(func: Any, args: tuple[Any, ...]) -> bool | None:
+def guessed_comparison(func: Any, args: Args) -> bool | None:
     """Return the guessed result of a comparison of unknown operands; None for other operators."""
     if func in _ABOVE or func in _BELOW:
         size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
@@ -141,7 +141,7 @@ def guessed_comparison(func: Any, args: tuple[Any, ...]) -> bool | None:
 MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
 
-def guess_booleans(values: KnownValues, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
+def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> None:
     """Store the guessed values of booleans `out` in `values`, unless they are known.
 
     Values selected at unknown positions are known if all values of the source are equal.
@@ -279,7 +279,7 @@ class GuessedValues:
         self.guesses.note("a choice, spread evenly")
         return value_of.item()
 
-    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def result(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return the guessed result of an operator with `Op.shaped_by`, on meta, and count it.
 
         None if the shape is known, or has no bound.
@@ -305,7 +305,7 @@ class GuessedValues:
             self._selections.add(deciding)
         return made
 
-    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def follow(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
         """Guess the result of an `argmax`, `topk` or comparison, and compute results of guesses.
 
         Call it before the known values follow the same call.
@@ -332,9 +332,7 @@ class GuessedValues:
             layer.follow(func, args, kwargs, out)
             self._selections.follow(func, first, out)
 
-    def _choose(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-    ) -> None:
+    def _choose(self, func: Any, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         source = args[0]
         default = None if func in (aten.argmax.default, aten.argmin.default) else -1
         dim = arguments_by_name(func, args, kwargs).get("dim", default)  # None: of all elements
@@ -353,7 +351,7 @@ class GuessedValues:
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
 
 
-def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def largest_result(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the largest result of an operator with `Op.shaped_by`, on meta.
 
     None if its size has no bound.

@@ -19,7 +19,7 @@ from memest.estimator.gpu.attribution import Attribution
 from memest.estimator.gpu.guesses import GuessedValues
 from memest.estimator.ops.indexing import MASK_DTYPES
 from memest.estimator.ops.random import skip_mt19937
-from memest.estimator.ops.registry import op_of
+from memest.estimator.ops.registry import Args, op_of
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.known_values import KnownValues, map_tensors
 from memest.estimator.tensors.patches import Patches
@@ -205,7 +205,7 @@ class HostTensors:
 
     # --- operators on tensors without data
 
-    def run_without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run_without_data(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Run an operator on host tensors that have no data; its results have none either."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": META}
@@ -230,7 +230,7 @@ class HostTensors:
             self._values.follow(func, args, kwargs, out)
         return out
 
-    def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _on_meta(self, func: Any, args: Args, kwargs: Any) -> Any:
         try:
             return func(*_as_meta(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -276,7 +276,7 @@ class HostTensors:
 
     # --- operators on tensors with data
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Run an operator on real tensors; a result too large to be real has no data."""
         if func is aten._pin_memory.default:
             return self.pinned(args[0])
@@ -296,7 +296,7 @@ class HostTensors:
             return out
         return func(*args, **kwargs)
 
-    def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+    def _without_data(self, func: Any, args: Args, kwargs: Any) -> Tensor | None:
         """Return a result without data if it is large and floating-point, else None."""
         if func._schema.is_mutable or func.is_view:
             return None
@@ -358,7 +358,7 @@ def _ones_like(tensor: Tensor) -> Tensor:
     return one.expand(tensor.shape) if is_meta(tensor) else tensor
 
 
-def _has_large_floats(args: tuple[Any, ...]) -> bool:
+def _has_large_floats(args: Args) -> bool:
     """Return whether `args` are large enough for a result that is too large to be real."""
     taken = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
     return sum(t.numel() * 4 for t in taken) >= VIRTUAL_HOST_BYTES
@@ -369,7 +369,7 @@ def _as_meta(value: Any) -> Any:
     return map_tensors(lambda t: t if is_meta(t) or not t.dim() else t.to(META), value)
 
 
-def without_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def without_tensors(args: Args) -> tuple[Any, ...]:
     """Replace each tensor of a call by an empty host tensor of the same size and strides."""
     return map_tensors(
         lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=CPU), args
