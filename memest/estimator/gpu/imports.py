@@ -72,20 +72,18 @@ class ImportHooks(MetaPathFinder):
             spec = find_spec(fullname)
         finally:
             self._looking.discard(fullname)
-        if spec is not None and spec.loader is not None:
-            self._follow(fullname, spec.loader)
-        return spec
-
-    def _follow(self, name: str, loader: Loader) -> None:
-        execute = loader.exec_module
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            with self._contexts.pop(name, nullcontext)():
+            with self._contexts.pop(fullname, nullcontext)():
                 execute(module)
-            for action in self._actions.pop(name, ()):
+            for action in self._actions.pop(fullname, ()):
                 self._run(action, module)
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 _Names = list[tuple[ModuleType, str, int]]  # module, name in it, position of its object
