@@ -93,14 +93,11 @@ class Engine:
         finally:  # also where no memory was left
             index = memory.refused_id if made is None else memory.id_of(made)
             if index is not None:
-                self._describe(tag, index)
-
-    def _describe(self, tag: str, index: int) -> None:
-        storages = self._mode.memory.storages
-        storages.kinds[index] = MemKind.PARAMS if tag == WEIGHTS else MemKind.BUFFERS
-        storages.sites[index] = replace(storages.sites[index], module=f"vllm.LLM.{tag}")
-        if self._num_bytes[tag] is None:
-            storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
+                storages = memory.storages
+                storages.kinds[index] = MemKind.PARAMS if tag == WEIGHTS else MemKind.BUFFERS
+                storages.sites[index] = replace(storages.sites[index], module=f"vllm.LLM.{tag}")
+                if self._num_bytes[tag] is None:
+                    storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
 
     def sleep(self, level: int) -> None:
         """Free the memory; on level 1 the weights move to pinned memory of the host."""
@@ -150,12 +147,11 @@ class LLM:
         torch.cuda.empty_cache()
         self._engine.take((WEIGHTS, KV_CACHE))
         # vLLM copies new weights into the memory that it holds
-        loader = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})
-        runner = SimpleNamespace(model=loader)
-        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-        self.llm_engine = SimpleNamespace(
-            model_executor=executor, reset_prefix_cache=self.reset_prefix_cache
-        )
+        made: Any = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})
+        for name in ("model", "model_runner", "driver_worker", "model_executor"):
+            made = SimpleNamespace(**{name: made})
+        made.reset_prefix_cache = self.reset_prefix_cache
+        self.llm_engine = made
 
     def _describe(self, share: float, weights: int | None, cache: int | None) -> None:
         held = math.ceil(share * self.mode.gpu.memory_bytes)

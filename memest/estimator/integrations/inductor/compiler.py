@@ -411,9 +411,8 @@ class Declaration:
 
         triton: Any = vars(triton_heuristics)["triton"]
         patches = Patches()
-        patches.set(triton_heuristics, "cached_autotune", cached_autotune)
-        patches.set(triton_heuristics, "Config", _Config)
-        patches.set(triton_heuristics, "InductorConfig", _Config)
+        replaced = {"Config": _Config, "InductorConfig": _Config}
+        patches.set_all(replaced | {"cached_autotune": cached_autotune}, triton_heuristics)
         patches.set(triton, "Config", _Config)
         patches.set(triton_helpers, "set_driver_to_gpu", lambda: None)
         try:
