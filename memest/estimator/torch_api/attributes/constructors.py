@@ -54,19 +54,15 @@ def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Te
     return given.detach()  # shares the storage
 
 
-def install_legacy(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
+def _install_legacy(patches: Patches) -> None:
     """Install the types of the GPU, which only a CUDA build of torch has."""
     for name in _DTYPES:
         patches.set(torch.cuda, name, LegacyTensor(name))
-    _install_methods(patches, device)
-    _install_default(patches)
 
-
-def _install_methods(patches: Patches, device: Callable[[Tensor], torch.device]) -> None:
     @patches.wrap(Tensor, "type")
     def type_(kind_of: Any, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            prefix = {"cuda": _PREFIX, "cpu": "torch."}.get(device(tensor).type, "torch.meta.")
+            prefix = {"cuda": _PREFIX, "cpu": "torch."}.get(tensor.device.type, "torch.meta.")
             return kind_of(tensor).replace("torch.meta.", prefix)
         on_gpu = _dtype_on_gpu(dtype)
         if on_gpu is not None:
@@ -75,7 +71,7 @@ def _install_methods(patches: Patches, device: Callable[[Tensor], torch.device])
 
     @patches.wrap(Tensor, "new")
     def new(new_of: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        place = device(tensor)
+        place = tensor.device
         if kwargs or not is_meta(tensor) or place.type == "meta":
             return new_of(tensor, *args, **kwargs)
         return _made(args, tensor.dtype, place)
@@ -138,6 +134,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
     if not makes_subclasses_under_modes():  # a view, so it stays where the tensor is
         patches.within(Tensor, "as_subclass", lambda *_: _disable_current_modes())
+    _install_legacy(patches)
+    _install_default(patches)
     data_functions: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray}
     functions: set[Any] = {f for f in _device_constructors() if f not in data_functions}
     functions |= {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}

@@ -14,7 +14,6 @@ from memest.estimator.tensors import placement
 from memest.estimator.tensors.patches import Patches, setting
 from memest.estimator.tensors.placement import CPU, GPU, INSIDE, META, Place, is_meta, resolve
 from memest.estimator.tensors.storages import Site
-from memest.estimator.torch_api.attributes.constructors import install_legacy
 
 
 def _install_places(patches: Patches, mode: CudaSimMode) -> None:
@@ -59,7 +58,6 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
             kwargs["device"] = META if torch.device(where).type == "cuda" else where
         return make(cls, *args, **kwargs)
 
-    install_legacy(patches, device)
     _install_storages(patches, mode)
 
 
