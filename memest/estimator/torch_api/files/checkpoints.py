@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memest.estimator.gpu.host import VIRTUAL_HOST_BYTES
 from memest.estimator.gpu.imports import ImportHooks, replace_everywhere
 from memest.estimator.gpu.mode import CudaSimMode
-from memest.estimator.tensors.patches import Patches, setting
+from memest.estimator.tensors.patches import Patches, constant, setting
 from memest.estimator.tensors.placement import (
     CPU,
     GPU,
@@ -124,14 +124,6 @@ class Checkpoints:
             kwargs["mmap"] = True
         with setting(self._state, "is_mapped", is_mapped):
             return load(f, *args, **kwargs)
-
-    def restored(self, storage: Any, location: str) -> Any:
-        """Mark a storage for the GPU; return None for another location."""
-        if not location.startswith("cuda"):
-            return None
-        resolve(location)
-        setattr(storage, _LOCATION, str(GPU.device))
-        return storage
 
     def _with_metadata(self, *args: Any) -> AbstractContextManager[None]:
         """Store the metadata, the last argument of `_rebuild_tensor_v2`, while it runs."""
@@ -262,7 +254,7 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
     patches.set(Tensor, "__copy__", copied)
     module: Any = torch.serialization
     packages = module._package_registry
-    own = (_PRIORITY, lambda storage: getattr(storage, _LOCATION, None), checkpoints.restored)
+    own = (_PRIORITY, lambda storage: getattr(storage, _LOCATION, None), constant(None))
     patches.set(module, "_package_registry", [own, *packages])
 
 
@@ -280,8 +272,10 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
     def to(true_to: Any, storage: Any, *, device: Any, **options: Any) -> Any:
         if torch.device(device).type != "cuda":
             return true_to(storage, device=device, **options)
-        is_there = storage._cdata in mode.memory.live
-        return storage if is_there else checkpoints.restored(storage, str(resolve(device)))
+        if storage._cdata not in mode.memory.live:  # its first tensor is allocated there
+            resolve(device)
+            setattr(storage, _LOCATION, str(GPU.device))
+        return storage
 
     share: Any = Tensor.share_memory_
     patches.set(Tensor, "share_memory_", lambda t: t if is_meta(t) else share(t))
