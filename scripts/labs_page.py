@@ -118,6 +118,7 @@ MEASURED = {
     "litgpt-ddp-421": "7B, DDP, the same rows, under the A100's 77.83 GiB",
     "litgpt-fsdp": "7B, FSDP, batches of 4",
     "litgpt-fsdp-8": "7B, FSDP, batches of 8",
+    "litgpt-zero3-offload": "7B, ZeRO-3, optimizer offloaded, batches of 4",
     "litgpt-finetune_full": "`litgpt finetune_full`, OpenLLaMA 3B, FSDP",
     "litgpt-finetune_lora": "`litgpt finetune_lora`, OpenLLaMA 3B, FSDP",
     "blip2-ddp": "BLIP-2 opt-2.7b, DDP",
