@@ -173,11 +173,11 @@ class VirtualGpu:
         sparse.install(patches)
         DeviceThread(self._after_backward, mode.attribution.lines.current).install(patches)
         self._own_steps.install(patches)
-        saved_hooks.install(patches, mode.work)
         mode.host.rng.install(patches)
         hooks = ImportHooks(mode.notes.add)
         hooks.install()
         self._stack.callback(hooks.remove)
+        saved_hooks.install(patches, hooks, mode.work)
         processes.install(patches, mode.notes.add, self.rank)
         for part in (checkpoints, pretrained, integrations):
             part.install(patches, mode, hooks)

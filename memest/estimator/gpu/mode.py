@@ -161,6 +161,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return kernel(*args, **kwargs)
         for kind in types:
             if self._has_own_dispatch(kind):
+                self.work.dispatch(args)
                 return local_foreach(self, func, args, kwargs)
         if func is aten.to.device:  # inference mode passes composite operators on
             func, args, kwargs = as_dtype_layout(args, kwargs)

@@ -28,6 +28,7 @@ from memest.estimator.hardware.work import (
     CUT,
     HOST,
     HOST_KINDS,
+    IN_LAUNCHES,
     IN_PYTHON,
     LINK,
     NUM_HOSTS,
@@ -219,7 +220,8 @@ class Table:
     def host_s(self, work: Work, host: int) -> float:
         """Return the seconds that the host needs to launch a call."""
         if work.kind in IN_PYTHON:
-            return 1e-6 * self._us[work.kind] * work.num_tensors
+            us = self._us.get(work.kind) or IN_LAUNCHES[work.kind] * self._us["forward_launch"]
+            return 1e-6 * us * work.num_tensors
         launch_us = self._launch_us[host][host_kind(work)]
         return 1e-6 * max(launch_us, self._us["list"] * work.num_tensors)
 

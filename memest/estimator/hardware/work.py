@@ -40,15 +40,6 @@ class Work(NamedTuple):
 
 NOTHING = Work("", (), "", 0, 0)  # work of a call without a kernel
 VIEW = Work("view", (), "", 0, 0)  # a view, which takes time of the host alone
-STEP, ZERO_GRAD, HOOK, REGION, CHOICE = IN_PYTHON = (
-    "step", "zero_grad", "hook", "region", "choice",
-)  # fmt: skip
-"""Kinds of Python code whose host time is counted.
-
-`Optimizer.step` and `zero_grad` run it for each parameter, checkpointing for each region. `hook` is
-a call of a hook of saved tensors, and `choice` that of selective checkpointing for an operator.
-"""
-
 HOST_KINDS = ("launch", "cudnn", "view")  # a kernel launch, a call of cuDNN, a view
 _NAMES: dict[str, Any] = {
     trait: frozenset(names) if isinstance(names, list) else names
@@ -60,6 +51,21 @@ _NAMES: dict[str, Any] = {
 values have. `writes few`: changes as many rows as there are values. `unread`: position of an
 argument that is not read. `size`: key of `_SIZES`. `matrices`: positions of the two matrices of a
 product. `alike`: operators whose kernels take the time of another's.
+"""
+
+LIBRARIES: dict[str, dict[str, str]] = _NAMES["libraries"]
+"""Kinds of library code by module and function."""
+
+IN_LAUNCHES: dict[str, float] = _NAMES["in launches"]
+"""Host times of library code in launches of a forward: `validation/scripts/library_host.py` on an
+H200. `dtensor` is an operator on DTensors, `dtensors` a DTensor in a list of one."""
+
+STEP, ZERO_GRAD, HOOK, REGION, CHOICE = _MEASURED = "step", "zero_grad", "hook", "region", "choice"
+IN_PYTHON = (*_MEASURED, *IN_LAUNCHES)
+"""Kinds of Python code whose host time is counted.
+
+`Optimizer.step` and `zero_grad` run it for each parameter, checkpointing for each region. `hook` is
+a call of a hook of saved tensors, and `choice` that of selective checkpointing for an operator.
 """
 
 _ATTENTION = "_scaled_dot_product_"
@@ -464,6 +470,11 @@ class WorkLog:
         self._stepped.add(optimizer)
         self.events = array("q")
         self.run_python(ZERO_GRAD, num_params)
+
+    def dispatch(self, args: Any) -> None:
+        """Add the host time of an operator on a class of tensors with its own dispatch."""
+        listed = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+        self.run_python("dtensors" if listed else "dtensor", sum(map(len, listed)) or 1)
 
     def run_python(self, kind: str, count: int = 1) -> None:
         """Add the host time of `count` executions of Python code of this kind (`IN_PYTHON`)."""

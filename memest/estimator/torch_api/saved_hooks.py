@@ -1,18 +1,19 @@
-"""Host time of checkpointing and of hooks of saved tensors."""
+"""Host time of checkpointing, of hooks of saved tensors, and of libraries of parallelism."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from memest.estimator.hardware.work import CHOICE, HOOK, REGION, WorkLog
+from memest.estimator.gpu.imports import ImportHooks
+from memest.estimator.hardware.work import CHOICE, HOOK, LIBRARIES, REGION, WorkLog
 from memest.estimator.tensors.patches import Patches
 
 
-def install(patches: Patches, work: WorkLog) -> None:
-    """Record host time of checkpointed regions, selective checkpointing and hooks in `work`."""
+def install(patches: Patches, hooks: ImportHooks, work: WorkLog) -> None:
+    """Record calls of checkpointing, hooks and libraries that take the host's time in `work`."""
     make = saved_tensors_hooks.__init__
 
     def init(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:
@@ -24,7 +25,9 @@ def install(patches: Patches, work: WorkLog) -> None:
     get_states = checkpoint.get_device_states  # a region calls it once
     patches.set(checkpoint, "get_device_states", partial(_call, work, REGION, get_states))
     for mode in (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode):
-        patches.set(mode, "__torch_dispatch__", _chosen(work, mode.__torch_dispatch__))
+        patches.set(mode, "__torch_dispatch__", _counted(work, CHOICE, mode.__torch_dispatch__))
+    for place, names in LIBRARIES.items():
+        hooks.after(place, partial(_count, patches, work, names))
 
 
 def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -32,9 +35,22 @@ def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) ->
     return function(*args)
 
 
-def _chosen(work: WorkLog, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+def _count(patches: Patches, work: WorkLog, names: dict[str, str], module: Any) -> None:
+    """Count calls of functions of `module`, by the kind of their host time."""
+    for name, kind in names.items():
+        owner, _, attribute = name.rpartition(".")
+        place = getattr(module, owner) if owner else module
+        first = vars(place).get(attribute)
+        if isinstance(first, staticmethod):
+            patches.set(place, attribute, staticmethod(_counted(work, kind, first.__func__)))
+        elif first is not None:  # releases differ
+            patches.set(place, attribute, _counted(work, kind, first))
+
+
+def _counted(work: WorkLog, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        work.run_python(CHOICE)
-        return dispatch(*args, **kwargs)
+        work.run_python(kind)
+        return function(*args, **kwargs)
 
     return call

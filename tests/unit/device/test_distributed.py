@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from memest.errors import UnsupportedError
@@ -35,6 +38,7 @@ from memest.estimator.hardware.gpus import (
     WITHOUT_COLLECTIVES_BYTES,
     find_gpu,
 )
+from memest.estimator.hardware.work import IN_LAUNCHES, NUM_HOSTS
 from memest.estimator.ops.collectives import MAX_GATHERED
 from memest.estimator.torch_api.distributed import fsdp
 from memest.estimator.virtual_gpu import ALL_ON_ONE, VirtualGpu
@@ -205,6 +209,49 @@ def test_weights_that_fsdp_offloads_train(rank: VirtualGpu, starts_on: str) -> N
 
     assert rank.num_steps == 1
     assert all(p.grad is not None and p.grad.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("shard", "counts"),
+    [
+        (fully_shard, {"fsdp2 forward": 2, "fsdp2 backward": 2, "dtensor": 4}),
+        (
+            partial(FullyShardedDataParallel, use_orig_params=True),
+            {"fsdp1 forward": 2, "fsdp1 backward": 2},
+        ),
+    ],
+    ids=["fsdp2", "fsdp1"],
+)
+def test_python_of_sharding_counts(rank: VirtualGpu, shard: Any, counts: dict[str, int]) -> None:
+    """Two groups of a weight each, and the operators of SGD with weight decay on one DTensor."""
+    layers = [nn.Linear(8, 8, bias=False).cuda() for _ in range(2)]
+    model = nn.Sequential(*map(shard, layers))
+    options = {"momentum": 0.9, "weight_decay": 0.1, "foreach": False}
+    optimizer = torch.optim.SGD([next(model[0].parameters())], **options)
+    for _ in range(2):
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+    log = rank.mode.work
+    kinds = Counter(log.works[event // NUM_HOSTS].kind for event in log.steps[-1] if event >= 0)
+
+    assert {kind: kinds[kind] for kind in IN_LAUNCHES if kinds[kind]} == counts
+
+
+def test_python_of_tensor_parallelism_counts(rank: VirtualGpu) -> None:
+    """`from_local`, `to_local` and their gradients are placements; newer torch has one more."""
+    mesh = init_device_mesh("cuda", (WORLD_SIZE,))
+    local = torch.ones(2, 8, device="cuda", requires_grad=True)
+    del rank.mode.work.events[:]
+    made = DTensor.from_local(local, mesh, [Replicate()])
+    torch._foreach_mul_([made.detach(), made.detach()], 2.0)
+    made.to_local().sum().backward()
+    log = rank.mode.work
+    counts = Counter[str]()
+    for event in log.events:
+        counts[log.works[event // NUM_HOSTS].kind] += log.works[event // NUM_HOSTS].num_tensors
+
+    assert counts["placement"] in (4, 5)
+    assert counts["dtensors"] == 2
 
 
 def test_a_distributed_checkpoint_is_written_and_read(tmp_path: Path) -> None:
