@@ -41,7 +41,6 @@ Call = Callable[[], Any]
 
 HALF = torch.bfloat16
 NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: warm-up steps, and counted steps
-MIB = 1 << 20
 
 
 class Observer(TorchDispatchMode):
@@ -63,15 +62,6 @@ class Observer(TorchDispatchMode):
         return out
 
 
-def waited_us(call: Call) -> float:
-    """Return microseconds of one call until the GPU is done."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return 1e6 * (time.perf_counter() - started)
-
-
 def host_times() -> dict[str, float]:
     """Return host microseconds of the parts of a training step besides launches.
 
@@ -83,12 +73,12 @@ def host_times() -> dict[str, float]:
     """
     x = torch.randn(8, 64, device="cuda")
     found = _optimizer_times() | checkpoint_times()
-    found["read"] = _host_us(lambda: x[0, 0].item(), 50)
-    gpu = torch.empty(64 * MIB, device="cuda")
+    found["read"] = host_us(lambda: x[0, 0].item(), 50)
+    gpu = torch.empty(64 << 20, device="cuda")
     for name in ("pinned", "pageable"):
-        host = torch.empty(64 * MIB, pin_memory=name == "pinned")
+        host = torch.empty(64 << 20, pin_memory=name == "pinned")
         for way, call in (("gpu", partial(gpu.copy_, host)), ("host", partial(host.copy_, gpu))):
-            found[f"to_{way}_{name}_gb_s"] = host.nbytes / _host_us(call, 3) * 1e-3
+            found[f"to_{way}_{name}_gb_s"] = host.nbytes / host_us(call, 3) * 1e-3
     return {name: round(value, 2) for name, value in found.items()}
 
 
@@ -102,8 +92,8 @@ def _optimizer_times() -> dict[str, float]:
             for parameter in many:
                 parameter.grad = torch.zeros_like(parameter)
             with Observer() if len(steps) == 1 else nullcontext() as observer:
-                steps.append(_host_us(optimizer.step, 1))
-            zeros.append(_host_us(optimizer.zero_grad, 1))
+                steps.append(host_us(optimizer.step))
+            zeros.append(host_us(optimizer.zero_grad))
             if observer is not None:
                 calls[name] = len(observer.found)
         us[name] = statistics.median(steps[2:])  # the first step allocates the states
@@ -138,7 +128,9 @@ def checkpoint_times() -> dict[str, float]:
         "hook": partial(step, use_reentrant=False),
         "choice": partial(step, use_reentrant=False, context_fn=selective),
     }  # fmt: skip
-    rows = [[waited_us(call) for call in calls.values()] for _ in range(12)][3:]  # calls take turns
+    rows = [[host_us(call, waits=True) for call in calls.values()] for _ in range(12)][
+        3:
+    ]  # calls take turns
     us = dict(zip(calls, map(statistics.median, zip(*rows, strict=True)), strict=True))
     again = us["forward"] + us["step"]  # a region runs its forward twice
     found = {
@@ -234,12 +226,14 @@ def phases(
     return [o.counts for o in observers], partial(run, nullcontext(), nullcontext())
 
 
-def _host_us(call: Call, count: int) -> float:
-    """Return microseconds of the host for one of `count` calls."""
+def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:
+    """Return microseconds of the host for one of `count` calls; with `waits` until the GPU ends."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(count):
         call()
+    if waits:
+        torch.cuda.synchronize()
     taken = time.perf_counter() - started
     torch.cuda.synchronize()
     return 1e6 * taken / count
@@ -306,15 +300,17 @@ def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
     """
     with torch.no_grad():
         call = make()
-        first, second = waited_us(call), waited_us(call)
+        first, second = (host_us(call, waits=True) for _ in range(2))
         with Observer() as observer:
             call()
         assert len(observer.found) == 1, [w.kind for w in observer.found]
-        host_us = min(second, MEASURED_US)
-        once = elapsed_us(call, 3, host_us)
+        launch_us = min(second, MEASURED_US)
+        once = elapsed_us(call, 3, launch_us)
         heat()
         count = max(3, min(MOST_CALLS, int(MEASURED_US / once)))
-        us = min(elapsed_us(call, count, host_us) for _ in range(3))  # pauses of the host only add
+        us = min(
+            elapsed_us(call, count, launch_us) for _ in range(3)
+        )  # pauses of the host only add
     return observer.found[0], us, max(0.0, first - second)
 
 
@@ -360,12 +356,6 @@ def random(
     return torch.randn(shape, device="cuda", dtype=made).to(dtype).to(memory_format=layout)
 
 
-def matrix(dtype: torch.dtype, shape: Sequence[int], is_adjacent: bool) -> Tensor:
-    """Return random matrices, contiguous along the last dimension if `is_adjacent`."""
-    made = random(dtype, shape)
-    return made if is_adjacent else made.mT.contiguous().mT
-
-
 def weights_of(name: str, dtype: torch.dtype, hidden: int, *options: Any) -> list[Tensor]:
     """Return the weights of a recurrent network; `options` are its layers and directions."""
     network: nn.Module = getattr(nn, name)(hidden, hidden, options[0], bidirectional=options[1])
@@ -377,7 +367,10 @@ WORDS: dict[str, Any] = {
     **{name: getattr(torch, name) for name in (
         "float16", "int8", "uint8", "bool", "long", "channels_last",
     )},
-    "random": random, "matrix": matrix, "weights_of": weights_of,
+    "random": random, "weights_of": weights_of,
+    "matrix": lambda dtype, shape, is_adjacent: (
+        random(dtype, shape) if is_adjacent else random(dtype, shape).mT.contiguous().mT
+    ),
     "many": lambda count, shape: [torch.rand(shape) for _ in range(count)],
     "state_of": lambda name, h: torch.zeros_like(h) if name == "LSTM" else None,
     "allow_tf32": partial(setattr, torch.backends.cuda.matmul, "allow_tf32"),

@@ -201,7 +201,7 @@ def test_layouts_of_products_in_tf32_are_kinds(
 def table_with(gpu: Any, kernels: dict[str, Any]) -> Table:
     """Return the times on a GPU from calls that an H100 measured."""
     kinds = {kind: Calls(kind, rows, H100) for kind, rows in kernels.items()}
-    return Table(gpu, {"host": PLAIN_HOST, "first_us": {}}, kinds, H100)
+    return Table(gpu, {"host": PLAIN_HOST, "first_us": {}}, kinds, H100, "")
 
 
 def test_an_unmeasured_layout_takes_the_time_of_another() -> None:

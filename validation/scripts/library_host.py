@@ -237,7 +237,7 @@ def fit(measured, simulated):
     from memest.estimator.hardware.gpus import find_gpu
     from memest.estimator.hardware.pace import table_of
     from memest.estimator.hardware.work import IN_LAUNCHES
-    from memest.validate.host_pace import _not_negative
+    from memest.validate.pace import _not_negative
 
     launch_us = table_of(find_gpu("h200"))._us["forward_launch"]
     rows, labels = [], []

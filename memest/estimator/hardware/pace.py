@@ -83,26 +83,24 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
     table, by_kind, ideal_s = clocks.table, defaultdict[str, float](float), 0.0
     for index, count in Counter(event // NUM_HOSTS for event in events if event >= 0).items():
         work = log.works[index]
-        by_kind[work.kind] += count * (clocks.kernels[index] or table.link_s(work))
+        link_s = 1e-9 * work.num_bytes / speed_of(gpu).link_gb_s * (work.kind == LINK)
+        by_kind[work.kind] += count * (clocks.kernels[index] or link_s)
         ideal_s += count * table.bounds_s(work)[0]
     low, high = SPREAD_ELSEWHERE if table.origin else SPREAD
     unmeasured = sum(s for kind, s in by_kind.items() if not table.is_measured(kind))
+    ends = (seconds, low * seconds, high * seconds + by_kind[LINK], first_s)
+    rounded = [float(f"{s:.4g}") for s in ends]  # further digits differ by CPU
     return StepTime(
-        seconds=_rounded(seconds),
-        low_seconds=_rounded(low * seconds),
-        high_seconds=_rounded(high * seconds + by_kind[LINK]),
+        seconds=rounded[0],
+        low_seconds=rounded[1],
+        high_seconds=rounded[2],
         peak_share=round(ideal_s / seconds, 3),
         bound_by=clocks.bound_by(events, by_kind[LINK]),
         origin=table.origin,
         unmeasured_share=round(unmeasured / seconds, 3),
-        first_seconds=_rounded(first_s),
+        first_seconds=rounded[3],
         measured_in=table.file,
     )
-
-
-def _rounded(seconds: float) -> float:
-    """Return a time rounded to four digits, since further digits differ by CPU."""
-    return float(f"{seconds:.4g}")
 
 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
@@ -169,24 +167,19 @@ class Clocks:
         return found
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
-        """Return the bottleneck of a step: the resource without which the step is shortest."""
-
-        def alone(kernels: Sequence[float], host_share: float = 1.0) -> float:
-            return self.run([events], [len(self._works)], kernels, host_share)[0][0]
-
-        operations, moved = [], []  # parts of the kernels' times
-        for work, kernel_s in zip(self._works, self.kernels, strict=True):
-            bounds = self.table.bounds_s(work)
-            shares = [bound / max(*bounds, 1e-12) for bound in bounds]
-            operations.append(kernel_s * shares[0])
-            moved.append(kernel_s * shares[1])
-        times = {
-            "host": alone(self.kernels, 0.0),
-            "compute": alone(moved),
-            "memory": alone(operations),
-            "link": alone(self.kernels) - link_s,
-        }
-        return min(times, key=times.__getitem__)
+        """Return what binds a step: the resource without which the step is shortest."""
+        bounds = [*map(self.table.bounds_s, self._works)]
+        parts = [
+            [s * both[i] / max(*both, 1e-12) for s, both in zip(self.kernels, bounds, strict=True)]
+            for i in (0, 1)  # the kernels' times for operations and for bytes
+        ]
+        without = {
+            "host": (self.kernels, 0.0), "compute": (parts[1], 1.0), "memory": (parts[0], 1.0),
+            "link": (self.kernels, 1.0),
+        }  # fmt: skip
+        known = [len(self._works)]
+        times = {name: self.run([events], known, *each)[0][0] for name, each in without.items()}
+        return min(times, key=lambda name: times[name] - link_s * (name == LINK))
 
 
 class Table:
@@ -197,16 +190,12 @@ class Table:
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        times: dict[str, Any],
-        kinds: "dict[str, Calls]",
-        origin: Gpu,
-        file: str = "",
+        self, gpu: Gpu, times: dict[str, Any], kinds: "dict[str, Calls]", origin: Gpu, file: str
     ) -> None:
         host, first_us = times["host"], times["first_us"]
         self.file, self._gpu, self._measured, self._kinds = file, gpu, origin, kinds
-        self._us, self._first_us = host, first_us
+        library_us = {kind: n * host["forward_launch"] for kind, n in IN_LAUNCHES.items()}
+        self._us, self._first_us = library_us | host, first_us
         self.nearest = cache(lambda kind: nearest(kind, kinds))  # the measured kind to use
         self._nearest_first = cache(lambda kind: nearest(kind, first_us))
         self.wait_s = 1e-6 * host["read"]
@@ -220,8 +209,7 @@ class Table:
     def host_s(self, work: Work, host: int) -> float:
         """Return the seconds that the host needs to launch a call."""
         if work.kind in IN_PYTHON:
-            us = self._us.get(work.kind) or IN_LAUNCHES[work.kind] * self._us["forward_launch"]
-            return 1e-6 * us * work.num_tensors
+            return 1e-6 * self._us[work.kind] * work.num_tensors
         launch_us = self._launch_us[host][host_kind(work)]
         return 1e-6 * max(launch_us, self._us["list"] * work.num_tensors)
 
@@ -253,10 +241,6 @@ class Table:
         faster = self._measured.memory_gb_s / self._gpu.memory_gb_s
         other = measured**KNEE - moved**KNEE
         return float((other + (faster * moved) ** KNEE) ** (1 / KNEE))
-
-    def link_s(self, work: Work) -> float:
-        """Return seconds of a collective on the link to another GPU of the node; 0 for others."""
-        return 1e-9 * work.num_bytes / speed_of(self._gpu).link_gb_s if work.kind == LINK else 0.0
 
     def bounds_s(self, work: Work) -> tuple[float, float]:
         """Return seconds of the operations of a call and of its bytes, at the peak rates."""

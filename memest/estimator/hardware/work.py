@@ -53,20 +53,16 @@ argument that is not read. `size`: key of `_SIZES`. `matrices`: positions of the
 product. `alike`: operators whose kernels take the time of another's.
 """
 
-LIBRARIES: dict[str, dict[str, str]] = _NAMES["libraries"]
-"""Kinds of library code by module and function."""
-
+LIBRARIES: dict[str, dict[str, str]] = _NAMES["libraries"]  # kinds by module and function
 IN_LAUNCHES: dict[str, float] = _NAMES["in launches"]
 """Host times of library code in launches of a forward: `validation/scripts/library_host.py` on an
 H200. `dtensor` is an operator on DTensors, `dtensors` a DTensor in a list of one."""
 
-STEP, ZERO_GRAD, HOOK, REGION, CHOICE = _MEASURED = "step", "zero_grad", "hook", "region", "choice"
-IN_PYTHON = (*_MEASURED, *IN_LAUNCHES)
-"""Kinds of Python code whose host time is counted.
-
-`Optimizer.step` and `zero_grad` run it for each parameter, checkpointing for each region. `hook` is
-a call of a hook of saved tensors, and `choice` that of selective checkpointing for an operator.
-"""
+STEP, ZERO_GRAD, HOOK, REGION, CHOICE = _OWN = "step", "zero_grad", "hook", "region", "choice"
+IN_PYTHON = (*_OWN, *IN_LAUNCHES)
+"""Kinds of Python code whose host time is counted. `Optimizer.step` and `zero_grad` run it for each
+parameter. The others are a call of a hook of saved tensors, a checkpointed region, an operator of
+selective checkpointing, and library code."""
 
 _ATTENTION = "_scaled_dot_product_"
 _BACKWARD_FLOPS = 2.5
@@ -119,16 +115,14 @@ def host_kind(work: Work) -> int:
 
 
 _SIZES: dict[str, Callable[[Tensor, dict[str, Any], Any], tuple[int, ...]]] = {
-    "channels": lambda x, values, out: (_length(x, 1),),
-    "resized": lambda x, values, out: (prod(x.shape[:2]), _scale(x.numel(), out.numel())),
-    "groups": lambda x, values, out: (values.get("mean", out[1]).numel(),),
-    "last": lambda x, values, out: (_length(x, -1),),
-    "row": lambda x, values, out: (
-        prod(values.get("normalized_shape") or [_length(x, values["dim"])]),
-    ),
-    "reduced": lambda x, values, out: (_num_reduced(x, values.get("dim")),),
-    "joined": lambda x, values, out: (_num_joined(**values | {"out": out}),),
-    "listed": lambda x, values, out: (len(next(iter(values.values()))),),
+    "channels": lambda x, v, out: (_length(x, 1),),
+    "resized": lambda x, v, out: (prod(x.shape[:2]), _scale(x.numel(), out.numel())),
+    "groups": lambda x, v, out: (v.get("mean", out[1]).numel(),),
+    "last": lambda x, v, out: (_length(x, -1),),
+    "row": lambda x, v, out: (prod(v.get("normalized_shape") or [_length(x, v["dim"])]),),
+    "reduced": lambda x, v, out: (_num_reduced(x, v.get("dim")),),
+    "joined": lambda x, v, out: (_num_joined(**v | {"out": out}),),
+    "listed": lambda x, v, out: (len(next(iter(v.values()))),),
 }
 """Sizes, besides the bytes, on which the time of a kernel depends."""
 
@@ -164,9 +158,9 @@ def _length(x: Tensor, dim: int) -> int:
     return x.shape[dim] if -x.dim() <= dim < x.dim() else 1
 
 
-def _scale(*numels: int) -> int:
-    """Return the ratio of the element counts of two images, the larger one first."""
-    return max(1, max(numels) // max(1, min(numels)))
+def _scale(a: int, b: int) -> int:
+    """Return how many times as many elements the larger of two images has."""
+    return max(1, a // max(1, b), b // max(1, a))
 
 
 def _num_reduced(x: Tensor, dims: Any) -> int:
@@ -268,14 +262,10 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
     size = (prod(batch), num_queries, key.shape[-2], width)
-    marks = {
-        "-backward": name.endswith("_backward"),
-        "-causal": bool(values.get("is_causal")),
-        "-bias": values.get("attn_bias") is not None,
-    }
-    kind = name.partition("_")[0] + "".join(mark for mark, has in marks.items() if has)
-    flops = 4 * prod(size) * (_BACKWARD_FLOPS if marks["-backward"] else 1)
-    flops /= 1 + marks["-causal"]
+    is_backward, is_causal = name.endswith("_backward"), bool(values.get("is_causal"))
+    kind = name.partition("_")[0] + "-backward" * is_backward + "-causal" * is_causal
+    kind += "-bias" * (values.get("attn_bias") is not None)
+    flops = 4 * prod(size) * (_BACKWARD_FLOPS if is_backward else 1) / (1 + is_causal)
     return _with_rate(kind, _rate_of(query.dtype), size, flops, num_bytes)
 
 

@@ -40,11 +40,10 @@ def _count(patches: Patches, work: WorkLog, names: dict[str, str], module: Any) 
     for name, kind in names.items():
         owner, _, attribute = name.rpartition(".")
         place = getattr(module, owner) if owner else module
-        first = vars(place).get(attribute)
-        if isinstance(first, staticmethod):
-            patches.set(place, attribute, staticmethod(_counted(work, kind, first.__func__)))
-        elif first is not None:  # releases differ
-            patches.set(place, attribute, _counted(work, kind, first))
+        first = vars(place)[attribute]
+        call = _counted(work, kind, getattr(first, "__func__", first))
+        made = staticmethod(call) if isinstance(first, staticmethod) else call
+        patches.set(place, attribute, made)
 
 
 def _counted(work: WorkLog, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
