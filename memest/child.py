@@ -266,7 +266,7 @@ def _redirect(path: str | Path, number: int) -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process without any teardown."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):  # `pythonw` has no streams
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
