@@ -45,19 +45,19 @@ def _reduced_loss(
 
 _reduced_loss(
     "mse_loss smooth_l1_loss",
-    "a second elementwise loss, the staging of its sum; the result keeps the loss's storage "
+    "reduced: a second loss per element, its sum's staging; the result keeps the loss's storage "
     "(Loss.cpp)",
     lambda c, size, staged: Scratch(after=(size, *staged), outputs=(size,)),
 )
 _reduced_loss(
     "soft_margin_loss binary_cross_entropy",
-    "the staging of the sum, a scalar that is copied into the loss, whose storage is kept "
+    "reduced: the staging of the sum, a scalar that is copied into the loss, whose storage is kept "
     "(Loss.cpp, cuda/Loss.cu)",
     lambda c, size, staged: Scratch(after=(c.out.itemsize, *staged), outputs=(size,)),
 )
 _reduced_loss(
     "huber_loss",
-    "the elementwise loss, its sum's staging (Loss.cpp)",
+    "reduced: the elementwise loss, its sum's staging (Loss.cpp)",
     lambda c, size, staged: Scratch(before=(size,), after=staged),
 )
 

@@ -21,10 +21,17 @@ from memest.estimator.ops.autograd_ops import decisions_again
 from memest.estimator.ops.refusals import type_name
 from memest.estimator.ops.registry import Args, Kwargs, named, on_sparse, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
-from memest.estimator.ops.sparse_rows import VIEWS, as_it_is, filled, is_compressed, of_dense
+from memest.estimator.ops.sparse_rows import (
+    VIEWS,
+    as_it_is,
+    by_torch,
+    filled,
+    is_compressed,
+    of_dense,
+)
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.lines import LARGEST
-from memest.estimator.tensors.patches import Patches, setting
+from memest.estimator.tensors.patches import Patches
 from memest.estimator.tensors.placement import CPU, INSIDE, META, Place, is_meta, refused
 from memest.units import ceil_div
 
@@ -182,12 +189,6 @@ def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
     return rule
 
 
-@on_sparse("div_.Tensor div_.Scalar")
-def _div_(mode: SimMode, tensor: Tensor, divisor: Any) -> Tensor:
-    _parts(tensor)[1].div_(divisor)
-    return tensor
-
-
 _multiplied = _elementwise(torch.mul)
 
 
@@ -288,12 +289,6 @@ def _addmm(
     return result
 
 
-@on_sparse("_to_dense")
-def _to_dense(mode: SimMode, tensor: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
-    zeros = _parts(tensor)[1].new_zeros(tensor.shape)
-    return _added_into(mode, zeros, tensor)
-
-
 @on_sparse("_to_copy")
 def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
     """Copy to another type, to the GPU, or to the host, where unknown values are 1."""
@@ -356,16 +351,14 @@ def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_torch(func: OpOverload, key: Any) -> SparseRule:
-    """Return a rule that runs torch's C++ kernel for `key`, which calls operators on the parts.
-
-    Entries that were distinct are so in the result.
-    """
+    """Return a rule that runs torch's C++ kernel for `key`; distinct entries stay distinct."""
+    run = by_torch(func, key)
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
         given = [t for t in placement.sample_tensors(args, kwargs) if is_sparse(t)]
-        with setting(INSIDE, "composite", True):
-            made: Tensor = func._op_dk(key, *args, **kwargs)
-        if all(mode.memory.id_of(_parts(t)[0]) in mode.sparse.distinct for t in given):
+        made: Tensor = run(mode, *args, **kwargs)
+        is_distinct = all(mode.memory.id_of(_parts(t)[0]) in mode.sparse.distinct for t in given)
+        if is_distinct and is_sparse(made):
             mode.sparse.distinct.add(mode.memory.id_of(_parts(made)[0]))
         return made
 
@@ -385,15 +378,14 @@ def _each(function: Callable[..., Any]) -> SparseRule:
 
 for _names, _key in (
     # SparseTensor.cpp, TensorShape.cpp, TensorConversions.cpp, each the same for CUDA
-    ("cat unsqueeze", torch._C.DispatchKey.SparseCPU),
-    ("transpose.int t", torch._C.DispatchKey.CompositeExplicitAutograd),
+    ("cat unsqueeze div.Tensor div_.Tensor _to_dense", torch._C.DispatchKey.SparseCPU),
+    ("transpose.int t div.Scalar div_.Scalar", torch._C.DispatchKey.CompositeExplicitAutograd),
     ("_to_sparse", torch._C.DispatchKey.CPU),
 ):
     for _func in named(_names):
         register(_func, on_sparse=_by_torch(_func, _key))
 register("mm", on_sparse=lambda mode, a, b: _addmm(mode, b.new_zeros(len(a), b.size(1)), a, b))
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
-register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
 register("pow.Tensor_Scalar", on_sparse=_elementwise(torch.pow))
 register("_foreach_mul_.Scalar", on_sparse=_each(torch.Tensor.mul_))
 register("_foreach_add_.List", on_sparse=_each(torch.Tensor.add_))

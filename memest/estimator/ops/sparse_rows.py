@@ -10,17 +10,26 @@ H100, of which tests/data/sparse.json.gz has 712.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from memest.estimator.ops.registry import on_compressed, register
+from memest.estimator.ops.registry import named, on_compressed, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.tensors.known_values import MAX_BYTES
 from memest.estimator.tensors.lines import LARGEST
-from memest.estimator.tensors.placement import CPU, META, Place, is_meta, operators, storage_key
+from memest.estimator.tensors.patches import setting
+from memest.estimator.tensors.placement import (
+    CPU,
+    INSIDE,
+    META,
+    Place,
+    is_meta,
+    operators,
+    storage_key,
+)
 from memest.units import ceil_div, round_up
 
 aten = torch.ops.aten
@@ -159,37 +168,30 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a rule that computes new values by `function`, and copies the indices."""
+def by_torch(func: OpOverload, key: Any) -> Callable[..., Any]:
+    """Return a rule that runs torch's C++ kernel for `key`, which calls operators on the parts."""
 
-    def rule(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(arg, Tensor) and arg.dim() for arg in args):
-            raise NotImplementedError
-        offsets, indices, values = parts_of(matrix)
-        changed = function(values, *args, **kwargs)
-        copied = indices.clone()
-        return matrix_of_parts((offsets.clone(), copied, changed), matrix)
+    def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
+        with setting(INSIDE, "composite", True):
+            return func._op_dk(key, *args, **kwargs)
 
     return rule
+
+
+@on_compressed("mul.Tensor mul.Scalar")
+def _mul(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
+    if isinstance(factor, Tensor) and factor.dim():
+        raise NotImplementedError
+    offsets, indices, values = parts_of(matrix)
+    changed = values * factor
+    copied = indices.clone()
+    return matrix_of_parts((offsets.clone(), copied, changed), matrix)
 
 
 @on_compressed("mul_.Tensor mul_.Scalar")
 def _mul_(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
     parts_of(matrix)[2].mul_(factor)
     return matrix
-
-
-@on_compressed("sum")
-def _sum(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
-    return parts_of(matrix)[2].sum(**kwargs)
-
-
-@on_compressed("zeros_like")
-def _zeros_like(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
-    offsets, indices, values = parts_of(matrix)
-    dtype = kwargs.get("dtype") or values.dtype
-    empty = values.new_empty(0, dtype=dtype)
-    return matrix_of_parts((torch.zeros_like(offsets), indices.new_empty(0), empty), matrix)
 
 
 # ------------------------------------------------------------------- other layouts
@@ -579,8 +581,10 @@ def product_workspaces(
 
 for _name in ("_nnz", "sparse_dim", "dense_dim", "is_coalesced"):
     register(_name, on_compressed=as_it_is(getattr(torch.Tensor, _name)))
-register("clone", on_compressed=_elementwise(torch.clone))
-for _name in ("mul.Tensor", "mul.Scalar"):
-    register(_name, on_compressed=_elementwise(torch.mul))
-for _name in ("neg", "abs", "relu", "sqrt", "tanh", "sin"):
-    register(_name, on_compressed=_elementwise(partial(getattr(torch, _name))))
+for _names, _key in (
+    # sparse/SparseCsrTensor.cpp, sparse/SparseCsrTensorMath.cpp, each the same for CUDA
+    ("clone sum neg abs relu sqrt tanh sin", torch._C.DispatchKey.SparseCsrCPU),
+    ("zeros_like", torch._C.DispatchKey.CompositeExplicitAutograd),
+):
+    for _func in named(_names):
+        register(_func, on_compressed=by_torch(_func, _key))
