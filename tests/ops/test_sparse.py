@@ -264,3 +264,22 @@ def test_a_product_with_a_selected_matrix_has_a_gradient(virtual: VirtualGpu) ->
 
     assert dense.grad is not None
     assert dense.grad.shape == (50, 3)
+
+
+def test_a_quotient_copies_indices_and_one_in_place_nothing(virtual: VirtualGpu) -> None:
+    matrix = torch.eye(300).to_sparse().cuda()
+    requests = Requests(virtual)
+
+    assert requests.in_order(lambda: matrix / 2) == [300 * 2 * 8, 300 * 4]
+    assert requests.in_order(lambda: matrix.div_(2)) == []
+
+
+@pytest.mark.parametrize("name", ["clone", "neg", "abs", "relu", "sqrt", "tanh", "sin"])
+def test_a_function_of_a_compressed_matrix_copies_all_three_parts(
+    name: str, virtual: VirtualGpu
+) -> None:
+    matrix = torch.eye(300).to_sparse_csr().cuda()
+
+    made = Requests(virtual).in_order(getattr(matrix, name))
+
+    assert sorted(made) == [300 * 4, 300 * 8, 301 * 8]

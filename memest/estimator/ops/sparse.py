@@ -378,14 +378,15 @@ def _each(function: Callable[..., Any]) -> SparseRule:
 
 for _names, _key in (
     # SparseTensor.cpp, TensorShape.cpp, TensorConversions.cpp, each the same for CUDA
-    ("cat unsqueeze div.Tensor div_.Tensor _to_dense", torch._C.DispatchKey.SparseCPU),
-    ("transpose.int t div.Scalar div_.Scalar", torch._C.DispatchKey.CompositeExplicitAutograd),
+    ("cat unsqueeze div_.Tensor _to_dense", torch._C.DispatchKey.SparseCPU),
+    ("transpose.int t div_.Scalar", torch._C.DispatchKey.CompositeExplicitAutograd),
     ("_to_sparse", torch._C.DispatchKey.CPU),
 ):
     for _func in named(_names):
         register(_func, on_sparse=_by_torch(_func, _key))
 register("mm", on_sparse=lambda mode, a, b: _addmm(mode, b.new_zeros(len(a), b.size(1)), a, b))
 register("mul.Tensor mul.Scalar", on_sparse=_multiplied)
+register("div.Tensor div.Scalar", on_sparse=_elementwise(torch.div))
 register("pow.Tensor_Scalar", on_sparse=_elementwise(torch.pow))
 register("_foreach_mul_.Scalar", on_sparse=_each(torch.Tensor.mul_))
 register("_foreach_add_.List", on_sparse=_each(torch.Tensor.add_))
