@@ -111,7 +111,7 @@ def _can_use_cudnn(call: _Call) -> bool:
     return (
         torch._C._get_cudnn_sdp_enabled()
         and not deterministic
-        and _agrees(call, _HALF, same_kv_heads=False)
+        and _agrees(call, SDPBackend.CUDNN_ATTENTION, *_HALF)
         and _cudnn_takes_mask(call)
         and (8, 0) <= call.gpu.capability <= _NEWEST
         and not (call.release.dropout_in_sixteenths and sixteenths != math.floor(sixteenths))
@@ -122,7 +122,8 @@ def _can_use_cudnn(call: _Call) -> bool:
 
 def _can_use_flash(call: _Call) -> bool:
     """Return whether the flash kernel takes the call: `can_use_flash_attention`."""
-    if not (torch._C._get_flash_sdp_enabled() and call.attn_mask is None and _agrees(call, _HALF)):
+    is_enabled = torch._C._get_flash_sdp_enabled() and call.attn_mask is None
+    if not (is_enabled and _agrees(call, SDPBackend.FLASH_ATTENTION, *_HALF)):
         return False
     head_dim, capability = call.query.size(-1), call.gpu.capability
     # check_head_dim_size_flash
@@ -149,7 +150,7 @@ def _can_use_efficient(call: _Call) -> bool:
     if not (
         torch._C._get_mem_efficient_sdp_enabled()
         and (5, 0) <= call.gpu.capability <= _NEWEST
-        and _agrees(call, (*_HALF, torch.float32), is_efficient=True)
+        and _agrees(call, SDPBackend.EFFICIENT_ATTENTION, *_HALF, torch.float32)
     ):
         return False
     major = call.gpu.capability[0]
@@ -185,10 +186,7 @@ def _cudnn_takes_mask(call: _Call) -> bool:
     return all(size in (1, target) for size, target in zip(mask.shape, wanted, strict=True))
 
 
-def _agrees(
-    call: _Call, dtypes: tuple[torch.dtype, ...], *, same_kv_heads: bool = True,
-    is_efficient: bool = False,
-) -> bool:  # fmt: skip
+def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
     """Return whether the checks pass that the fused kernels share.
 
     They are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
@@ -197,6 +195,7 @@ def _agrees(
     neither grouped heads nor a last stride other than 1 in heads of width 1.
     """
     tensors = query, key, value = call.query, call.key, call.value
+    is_efficient = backend == SDPBackend.EFFICIENT_ATTENTION
     if not query.dim() == key.dim() == value.dim() == 4 or 0 in (query.size(2), key.size(2)):
         return False
     if call.gpu.capability < (8, 0) and query.dtype == torch.bfloat16:
@@ -212,7 +211,7 @@ def _agrees(
         return False
     query_heads, key_heads, value_heads = (t.size(1) for t in tensors)
     if call.enable_gqa and not is_efficient:
-        if same_kv_heads and key_heads != value_heads:
+        if backend == SDPBackend.FLASH_ATTENTION and key_heads != value_heads:
             return False
         return query_heads % key_heads == 0 and query_heads % value_heads == 0
     return query_heads == key_heads == value_heads
@@ -419,30 +418,26 @@ def rounded_head_width(E: int) -> int:
 
 
 def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> list[int]:
-    """Return the bytes of logsumexps and outputs of the splits, if keys are split."""
-    splits = num_flash_splits(B=B, H=H, L=L, S=S, E=E, gpu=gpu)
-    tokens = splits * B * H * L * _FLOAT_BYTES
-    return [tokens, tokens * rounded_head_width(E)] if splits > 1 else []
+    """Return the bytes of logsumexps and outputs of the splits, if keys are split.
 
-
-def num_flash_splits(*, B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> int:
-    """Return the least number of key splits with 85 % of the best use (`num_splits_heuristic`)."""
-    block_keys = 256 if E <= 64 else 128 if E <= 128 else 64
-    key_blocks = ceil_div(S, block_keys)
-    query_blocks = B * H * ceil_div(L, 64)
-    slots = gpu.num_sms * 2
+    Their number is the least with 85 % of the best use of the GPU (`num_splits_heuristic`).
+    """
+    key_blocks = ceil_div(S, 256 if E <= 64 else 128 if E <= 128 else 64)
+    query_blocks, slots = B * H * ceil_div(L, 64), gpu.num_sms * 2
     if query_blocks >= 0.8 * slots:
-        return 1
+        return []
     uses: dict[int, float] = {}
     for splits in range(1, min(128, slots, key_blocks) + 1):
-        same_as_fewer = splits > 1 and ceil_div(key_blocks, splits) == ceil_div(
-            key_blocks, splits - 1
+        same_as_fewer = splits > 1 and (
+            ceil_div(key_blocks, splits) == ceil_div(key_blocks, splits - 1)
         )
         if not same_as_fewer:
             waves = query_blocks * splits / slots
             uses[splits] = waves / ceil_div(query_blocks * splits, slots)
     best = max(uses.values(), default=0.0)
-    return next((splits for splits, use in uses.items() if use >= 0.85 * best), 1)
+    splits = next((splits for splits, use in uses.items() if use >= 0.85 * best), 1)
+    tokens = splits * B * H * L * _FLOAT_BYTES
+    return [tokens, tokens * rounded_head_width(E)] if splits > 1 else []
 
 
 @registry.requests("_scaled_dot_product_flash_attention_backward")
@@ -667,7 +662,7 @@ def forward(c: KernelCall) -> Events:
     """Requests of flash-attn's forward: output, logsumexp, split accumulators, 16 random bytes.
 
     The logsumexp has 4 * B * H * L bytes, or 4 * H * N. Keys are split like torch's
-    (`num_flash_splits`), without dropout. Texts of unlike length are split only for a lone query
+    (`_split_accumulators`), without dropout. Texts of unlike length are split only for a lone query
     token with grouped heads (`seqlenq_ngroups_swapped`).
     """
     L, (H, E), K = c.max_queries, c.query.shape[-2:], c.key.shape[-2]
