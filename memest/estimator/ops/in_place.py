@@ -71,13 +71,10 @@ register("add.Tensor", in_backward=_sum_of_gradients)
 
 def _are_alike(left: Any, right: Any) -> bool:
     """Return whether two summands can be gradients of the same tensor."""
-    return (
-        isinstance(left, Tensor)
-        and isinstance(right, Tensor)
-        and left.device.type == right.device.type == "meta"
-        and left.shape == right.shape
-        and left.dtype == right.dtype
-    )
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return False
+    is_meta = left.device.type == right.device.type == "meta"
+    return is_meta and (left.shape, left.dtype) == (right.shape, right.dtype)
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:

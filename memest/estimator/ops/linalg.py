@@ -243,10 +243,11 @@ _row(
 )  # fmt: skip
 
 
-@registry.requests("_linalg_check_errors")
-def check_errors(c: KernelCall) -> Events:
-    """Requests of `_linalg_check_errors`: comparisons with zero, and `any` of several matrices."""
-    return passing(1, 1) if c.info.dim() == 0 else passing(1)
+op(
+    "_linalg_check_errors",
+    "comparisons with zero, and `any` of several matrices (BatchLinearAlgebra.cpp)",
+    then=lambda c: passing(1, 1) if c.info.dim() == 0 else passing(1),
+)
 
 
 op(
@@ -397,10 +398,6 @@ def _products(a: _Matrices) -> Events:
     return passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
 
 
-def _sign_of_permutation(a: _Matrices) -> Events:
-    return around((a.item * a.batch,), _signs(a) + temporaries(-INDEX * a.batch))
-
-
 _row(
     "_linalg_slogdet", "LU and products of its diagonal, after sign, logarithm, factors, pivots",
     lambda c, a: around((INFO * a.batch,), _lu(a) + _signs(a) + _products(a)),
@@ -408,7 +405,10 @@ _row(
 )  # fmt: skip
 _row(
     "_linalg_det", "LU and the permutation's sign, after determinant, factors, pivots",
-    lambda c, a: around((INFO * a.batch,), _lu(a) + _sign_of_permutation(a)),
+    lambda c, a: around(
+        (INFO * a.batch,),
+        _lu(a) + around((a.item * a.batch,), _signs(a) + temporaries(-INDEX * a.batch)),
+    ),
     calls_cublas=_factors_by_cublas,
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ registers the kernels of users:
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, TypeVar
@@ -79,7 +79,7 @@ _FOREACH_MAXIMUM = "_foreach_maximum"
 _NOT_IMPLEMENTED = "not implemented for"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Op:
     """One operator overload: its traits, and the parts that its family registered.
 
@@ -131,49 +131,34 @@ class Op:
     is_convolution: bool = False  # run by cuDNN; `benchmark` tries algorithms at the first call
     makes_alike: bool = False  # True for a factory with an argument that only describes the result
     may_mix_devices: bool = False  # True if host tensors and GPU tensors can be mixed
-    takes_handle: bool = field(init=False)  # can take a handle of cuBLAS, which has a workspace
-    names: tuple[str, ...] = field(init=False)  # arguments of the schema
-    defaults: Kwargs = field(init=False)
-    name: str = field(init=False)
-    is_random: bool = field(init=False)  # True if it can move the offset of the GPU's generator
-    is_view: bool = field(init=False)
-    is_mutable: bool = field(init=False)
-    is_pointwise: bool = field(init=False)  # makes a result, element by element
-    is_foreach_in_place: bool = field(init=False)
-    """True if the CUDA kernel increments the versions of its tensors (ForeachFunctors.cuh)."""
-
-    is_plain_in_place: bool = field(init=False)
-    """True if the kernel writes to its first argument only, whose shape stays, without requests."""
-
-    is_resize: bool = field(init=False)
-    may_grow: bool = field(init=False)  # enlarges the storage that it writes to
-    returns_nothing: bool = field(init=False)
-    reads_value: bool = field(init=False)
-    is_collective: bool = field(init=False)
-    is_wait: bool = field(init=False)  # waits for a functional collective and returns its input
-    has_outputs_only: bool = field(init=False)  # CUDA allocates the outputs and nothing else
 
     def __post_init__(self) -> None:
-        func = self.func
-        self.names = tuple(argument.name for argument in func._schema.arguments)
-        given = (a for a in func._schema.arguments if a.has_default_value())
-        self.defaults = {argument.name: argument.default_value for argument in given}
+        func, schema = self.func, self.func._schema
         self.name = str(func).removesuffix(".default")
+        self.names = tuple(argument.name for argument in schema.arguments)
+        given = (a for a in schema.arguments if a.has_default_value())
+        self.defaults = {argument.name: argument.default_value for argument in given}
+        # True if it can take a handle of cuBLAS, which has a workspace
         self.takes_handle = self.product is not None or self.calls_cublas is not None
-        self.is_view = func.is_view
-        self.is_mutable = func._schema.is_mutable
+        self.is_view, self.is_mutable = func.is_view, schema.is_mutable
+        # makes a result, element by element
         self.is_pointwise = torch.Tag.pointwise in func.tags and not self.is_mutable
-        is_foreach = func._schema.name.startswith("aten::_foreach_")
-        self.is_foreach_in_place = is_foreach and self.is_mutable
-        self.is_resize = func._schema.name in _RESIZES
-        self.may_grow = self.is_resize or any(a.is_out for a in func._schema.arguments)
-        self.returns_nothing = not func._schema.returns
+        # the CUDA kernel increments the versions of its tensors (ForeachFunctors.cuh)
+        self.is_foreach_in_place = schema.name.startswith("aten::_foreach_") and self.is_mutable
+        self.is_resize = schema.name in _RESIZES
+        # enlarges the storage that it writes to
+        self.may_grow = self.is_resize or any(a.is_out for a in schema.arguments)
+        self.returns_nothing = not schema.returns
+        # writes to its first argument only, whose shape stays, without requests
         self.is_plain_in_place = self._is_plain_in_place()
         self.reads_value = func in READS_VALUE
         self.is_collective = func.namespace == _COLLECTIVES
-        self.is_wait = func._schema.name == "_c10d_functional::wait_tensor"
+        # waits for a functional collective and returns its input
+        self.is_wait = schema.name == "_c10d_functional::wait_tensor"
+        # can move the offset of the GPU's generator
         is_seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.is_random = is_seeded or self.random_offset is not None
+        # CUDA allocates the outputs and nothing else
         self.has_outputs_only = self.requests is None and self._is_known_without()
 
     def call(
