@@ -22,6 +22,8 @@ from memest.estimator.ops.refusals import type_name
 from memest.estimator.ops.registry import Args, Kwargs, named, on_sparse, op_of, register
 from memest.estimator.ops.sim_mode import SimMode
 from memest.estimator.ops.sparse_rows import (
+    CSC,
+    CSR,
     VIEWS,
     as_it_is,
     by_torch,
@@ -320,22 +322,23 @@ def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
     return _made(indices, values, shape, is_coalesced=False)
 
 
+_in_rows = by_torch(aten._to_sparse_csr.default, torch._C.DispatchKey.SparseCPU)
+
+
 @on_sparse("_to_sparse_csr")
 def _to_sparse_csr(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) -> Tensor:
     """Convert a dense matrix, or a sparse one, whose values are shared, to compressed rows."""
     if dense_dim is not None or tensor.dim() != 2:
         raise NotImplementedError
-    if not is_sparse(tensor):
-        return of_dense(mode, tensor, torch.sparse_csr)
-    coalesced = _coalesced(mode, tensor)
-    return sparse_rows.rows_of_coordinates(mode, *_parts(coalesced), tensor.shape)
+    made: Tensor = _in_rows(mode, tensor) if is_sparse(tensor) else of_dense(mode, tensor, CSR)
+    return made
 
 
 @on_sparse("_to_sparse_csc")
 def _to_sparse_csc(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) -> Tensor:
     if dense_dim is not None or is_sparse(tensor):
         raise NotImplementedError
-    return of_dense(mode, tensor, torch.sparse_csc)
+    return of_dense(mode, tensor, CSC)
 
 
 @on_sparse("_embedding_bag_backward")

@@ -270,22 +270,18 @@ def _to_rows_or_columns(mode: SimMode, matrix: Tensor, *args: Any) -> Tensor:
     return _flipped(mode, matrix)
 
 
+_in_coordinates = by_torch(aten._to_sparse.default, torch._C.DispatchKey.SparseCsrCPU)
+
+
 @on_compressed("_to_sparse")
 def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the matrix in coordinates, with the same values."""
-    layout = kwargs.get("layout")
-    if layout in (CSR, CSC):
+    """Return the matrix in coordinates, with the same values, or in the other layout."""
+    if kwargs.get("layout") in (CSR, CSC):
         return _flipped(mode, matrix)
-    if args or layout not in (None, torch.sparse_coo) or matrix.layout is CSC:
-        raise NotImplementedError
-    offsets, indices, values = parts_of(matrix)
-    places = torch._convert_indices_from_csr_to_coo(offsets, indices)
-    mode.sparse.distinct.add(mode.memory.id_of(places))
+    made: Tensor = _in_coordinates(mode, matrix, *args, **kwargs)
     with torch._C._DisableTorchDispatch():
-        return aten._sparse_coo_tensor_with_dims_and_tensors.default(
-            2, 0, matrix.shape, places, values,
-            dtype=values.dtype, layout=torch.sparse_coo, device=META, is_coalesced=True,
-        )  # fmt: skip
+        mode.sparse.distinct.add(mode.memory.id_of(made._indices()))
+    return made
 
 
 @on_compressed("_to_dense")
@@ -349,12 +345,6 @@ def _add(mode: SimMode, first: Tensor, second: Tensor, *, alpha: float = 1) -> T
     if not isinstance(second, Tensor) or (is_compressed(first) and is_compressed(second)):
         raise NotImplementedError
     return filled(mode, torch.empty_like(second if is_compressed(first) else first))
-
-
-def rows_of_coordinates(mode: SimMode, indices: Tensor, values: Tensor, shape: Any) -> Tensor:
-    """Return sorted, distinct entries in compressed rows; only the offsets are new."""
-    offsets = torch._convert_indices_from_coo_to_csr(indices[0], shape[0])
-    return _made((offsets, indices[1].contiguous(), values), shape)
 
 
 def of_dense(mode: SimMode, dense: Tensor, layout: torch.layout) -> Tensor:
