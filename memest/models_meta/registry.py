@@ -312,10 +312,18 @@ def parse_config(
                 f"the config of `{name}` names code of its own (`auto_map`)",
                 hint="`trust_remote_code` runs it; without `auto_map` transformers' class is used",
             )
+        from transformers import AutoConfig
+
+        try:
+            loaded = AutoConfig.from_pretrained(remote_from, trust_remote_code=True)
+        except Exception as error:  # foreign code may raise anything
+            raise MemestError(
+                f"the code of `{remote_from}` failed: {error_text(error)}",
+                hint="memest can only run code that the installed transformers accepts",
+            ) from error
         return ModelConfig(
-            name=name, source=source, pretrained=_load_remote(remote_from), architecture="",
-            remote_code=remote_from,
-        )  # fmt: skip
+            name=name, source=source, pretrained=loaded, architecture="", remote_code=remote_from
+        )
     names = raw.get("architectures")
     if names is not None and not (
         isinstance(names, list) and all(isinstance(item, str) for item in names)
@@ -406,16 +414,3 @@ def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str)
             hint="`model_type` and `architectures` must be of one family",
         )
     return str(names[0])
-
-
-def _load_remote(source: str) -> "PretrainedConfig":
-    """Load the config of a model that has its own Python code, which runs."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=True)
-    except Exception as error:  # foreign code may raise anything
-        raise MemestError(
-            f"the code of `{source}` failed: {error_text(error)}",
-            hint="memest can only run code that the installed transformers accepts",
-        ) from error

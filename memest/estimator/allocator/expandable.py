@@ -137,9 +137,12 @@ class ExpandableSegments:
         self._pool(block).discard(block)
         gone = _linked(Unmapped, block, begin, end - begin, block.previous, block.next)
         before, after = begin - block.address, block.address + block.num_bytes - end
-        for num_bytes, address in ((before, block.address), (after, end)):
-            if num_bytes:
-                self._keep(num_bytes, address, gone)
+        if before:  # this part of the block stays mapped, as does the one behind
+            kept = _linked(Block, gone, block.address, before, gone.previous, gone)
+            self._pool(kept).insert(kept)
+        if after:
+            kept = _linked(Block, gone, end, after, gone, gone.next)
+            self._pool(kept).insert(kept)
         for other in (gone.previous, gone.next):
             if isinstance(other, Unmapped):
                 self._remove_unmapped(other)
@@ -147,12 +150,6 @@ class ExpandableSegments:
         if gone.previous is not None or gone.next is not None:  # else nothing of the range is left
             self._add_unmapped(gone)
         self._allocator.unmapped(begin, end - begin, gone)
-
-    def _keep(self, num_bytes: int, address: int, gone: Unmapped) -> None:
-        """Insert the part of a free block that stays mapped, next to the unmapped part `gone`."""
-        around = (gone.previous, gone) if address < gone.address else (gone, gone.next)
-        kept = _linked(Block, gone, address, num_bytes, *around)
-        self._pool(kept).insert(kept)
 
     def _pool(self, block: Block) -> FreeBlocks:
         return self._allocator.pools_of(block.stream)[block.is_small]

@@ -329,7 +329,7 @@ class Memory:
         if index is None:
             return
         home = self.storages.streams.get(index, MAIN)
-        if self._timeline.stream_of_pool(home) != stream:
+        if self._timeline.streams_of_pools.get(home, home) != stream:
             self._uses.setdefault(index, set()).add(stream)
 
     def stash(self, index: int, done: float) -> None:

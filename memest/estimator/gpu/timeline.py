@@ -76,7 +76,7 @@ class Timeline:
         self._loaded: set[Any] = set()
         self._capture_pool: int | None = None
         self.mem_pool: int | None = None  # number of the pool of `torch.cuda.use_mem_pool`
-        self._streams_of_pools: dict[int, int] = {}
+        self.streams_of_pools: dict[int, int] = {}  # stream that allocates from a private pool
         self._pools: dict[int, list[int]] = defaultdict(list)
         self._num_taken: dict[int, int] = defaultdict(int)
         self._queues: dict[int, deque[Time]] = defaultdict(partial(deque, maxlen=LAUNCH_QUEUE))
@@ -246,7 +246,7 @@ class Timeline:
         """Serve requests from the private pool with this number; None ends the capture."""
         self._capture_pool = pool
         if pool is not None:
-            self._streams_of_pools[pool] = self.stream
+            self.streams_of_pools[pool] = self.stream
 
     @property
     def home(self) -> int:
@@ -255,9 +255,5 @@ class Timeline:
             return self._capture_pool
         if self.mem_pool is None or torch._C._current_autograd_node() is not None:
             return self.stream  # backward runs in another thread
-        self._streams_of_pools[self.mem_pool] = self.stream
+        self.streams_of_pools[self.mem_pool] = self.stream
         return self.mem_pool
-
-    def stream_of_pool(self, home: int) -> int:
-        """Return the stream that allocates from the pool `home`."""
-        return self._streams_of_pools.get(home, home)

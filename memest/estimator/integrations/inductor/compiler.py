@@ -626,22 +626,16 @@ def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) ->
         return _LAUNCH_S + moved / (share * gpu.memory_gb_s * 1e9)
 
     inputs = min(_alignment(_leading(matrix), align) for matrix in (mat1, mat2))
-    share = _share(inputs, _alignment(n, align), align)
+    output = _alignment(n, align)
+    share = _ALIGNED if min(inputs, output) == align else _EVEN
+    if inputs == 1 or output == 1:
+        share = _ODD_INPUT if inputs == 1 else _ODD_OUTPUT
     padded_s = product_s(2 * padded_m * padded_k * padded_n, _ALIGNED)
     if not is_free[0]:
         padded_s += copy_s(mat1, padded_m, padded_k)
     if not is_free[1]:
         padded_s += copy_s(mat2, padded_k, padded_n)
     return product_s(2 * m * k * n, share) > _MARGIN * padded_s
-
-
-def _share(inputs: int, output: int, align: int) -> float:
-    """Return the share of the peak rate for the alignments of inputs and output, in elements."""
-    if inputs == 1:
-        return _ODD_INPUT
-    if output == 1:
-        return _ODD_OUTPUT
-    return _ALIGNED if min(inputs, output) == align else _EVEN
 
 
 def _peak_flops(gpu: Gpu, dtype: torch.dtype) -> float:
