@@ -256,7 +256,12 @@ class HostTensors:
                     self._guessed.guesses.note(f"the result of {func}")
                     with suppress(NotImplementedError, RuntimeError):
                         return func(*map_tensors(_ones_like, args), **kwargs)
-                raise UnsupportedError(str(failure), hint=_ON_HOST) from error
+                raise UnsupportedError(
+                    str(failure),
+                    hint="the tensor is on the host and has no values there: it is a weight, a copy"
+                    " from the GPU, computed from one, or too large; take values that decide a"
+                    " shape from data",
+                ) from error
             raise failure from error
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
@@ -338,12 +343,6 @@ class HostTensors:
 def _is_sparse(tensor: Tensor) -> bool:
     """Return whether `tensor` has no storage of its own."""
     return tensor.layout is not torch.strided
-
-
-_ON_HOST = (
-    "the tensor is on the host and has no values there: it is a weight, a copy from the GPU, "
-    "computed from one, or too large; take values that decide a shape from data"
-)
 
 
 def _is_dummy(tensor: Tensor) -> bool:

@@ -27,12 +27,6 @@ IN_CHILD = (
 """Message of `torch.cuda._lazy_init`."""
 
 
-OWN_PROCESS = (
-    "the script starts processes of its own (`{name}`): they have no GPU here, and what they would"
-    " allocate is not in the report; ranks are simulated by `--nproc-per-node`"
-)
-
-
 def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
     """Run the child process that is `rank`; report other processes that may use a GPU.
 
@@ -48,7 +42,12 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
         if home in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
             start(self)
         elif rank.num_local == 1 or self.daemon or (dist.is_initialized() and not ranks):
-            note(OWN_PROCESS.format(name=getattr(target, "__qualname__", target)))
+            name = getattr(target, "__qualname__", target)
+            note(
+                f"the script starts processes of its own (`{name}`): they have no GPU here, and what"
+                " they would allocate is not in the report; ranks are simulated by"
+                " `--nproc-per-node`"
+            )
             start(self)
         else:
             ranks.append(self)

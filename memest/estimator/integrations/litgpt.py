@@ -19,10 +19,6 @@ OFFER = (
     "checkpoint that its scripts load here"
 )
 
-_WITHOUT_THUNDER = (
-    "run the script without Thunder, whose kernels save other tensors: an eager run takes more"
-)
-
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Offer dummy checkpoints where LitGPT misses a checkpoint; refuse Thunder."""
@@ -49,5 +45,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     hooks.after("litgpt", after_import)
     hooks.after("litgpt.utils", after_utils)
-    refused = refusing("code that `thunder.jit` compiles", _WITHOUT_THUNDER)
+    hint = "run the script without Thunder: an eager run saves other tensors, and takes more memory"
+    refused = refusing("code that `thunder.jit` compiles", hint)
     hooks.after("thunder", lambda module: patches.set(module, "jit", refused))

@@ -307,9 +307,6 @@ def why(error: Exception) -> str:
     return f"{type(error).__name__}: {found.rpartition(': got ')[2][:200]}"
 
 
-UNCOUNTED = "`torch.compile`: smaller blocks of reductions are not timed: {why}"
-
-
 class Kernel:
     """A Triton kernel that Inductor has generated; running it computes no values.
 
@@ -328,7 +325,8 @@ class Kernel:
             self._num_ways = len(timed_configs(declared, configs, mode.gpu))
         except Exception as error:
             self._num_ways = len(configs)
-            mode.notes.add(UNCOUNTED.format(why=why(error)))
+            what = "`torch.compile`: smaller blocks of reductions are not timed"
+            mode.notes.add(f"{what}: {why(error)}")
         self._source = source
 
     def run(self, *args: Any, **kwargs: Any) -> None:

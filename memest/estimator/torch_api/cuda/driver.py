@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
@@ -129,15 +128,12 @@ def _install_comm(patches: Patches) -> None:
     patches.set(torch._C, "_gather", lambda tensors, dim, *options: torch.cat([*tensors], dim))
 
 
-Lists = list[list[Tensor | None]]
-
-
 def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch._C._group_tensors_by_device_and_dtype` use the simulated devices."""
 
     @patches.wrap(torch._C, "_group_tensors_by_device_and_dtype")
-    def grouped(group: Any, lists: Lists, with_indices: bool = False) -> dict[Any, Any]:
-        found: dict[Any, tuple[Lists, list[int]]] = {}
+    def grouped(group: Any, lists: Any, with_indices: bool = False) -> dict[Any, Any]:
+        found: dict[Any, tuple[list[list[Any]], list[int]]] = {}
         devices = {Place.GPU: GPU.device, Place.META: META}
         for (device, dtype), (members, indices) in group(lists, with_indices).items():
             for position, tensor in enumerate(members[0]):

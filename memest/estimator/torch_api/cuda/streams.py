@@ -185,9 +185,6 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     _install_profiler(patches, mode)
 
 
-NOT_BEGUN = "capture_end() called before capture_begin()."
-
-
 class Captures:
     """Private memory pools of CUDA graphs, and the graphs that use them."""
 
@@ -237,7 +234,7 @@ class CudaGraph:
     def capture_end(self) -> None:
         """End the capture; `RuntimeError` if nothing is captured."""
         if self._pool is None:
-            raise RuntimeError(NOT_BEGUN)
+            raise RuntimeError("capture_end() called before capture_begin().")
         self.captures.mode.timeline.capture_into(None)
 
     replay = instantiate = enable_debug_mode = debug_dump = constant(None)  # request no memory
@@ -315,9 +312,6 @@ NOTE = (
     "the profiler's CUDA activity has no kernels, no kernel times and no memory here; its CPU "
     "activity is of the simulation"
 )
-_IN_ITS_PLACE = (
-    "use `torch.cuda.memory._record_memory_history`, which torch recommends in its place"
-)
 
 
 def _install_profiler(patches: Patches, mode: CudaSimMode) -> None:
@@ -334,7 +328,8 @@ def _install_profiler(patches: Patches, mode: CudaSimMode) -> None:
             options["use_cpu"], device = True, None
         init(self, *args, use_device=device, **options)
 
-    refused = refusing("a profiler's memory timeline", _IN_ITS_PLACE)
+    hint = "use `torch.cuda.memory._record_memory_history`, which torch recommends in its place"
+    refused = refusing("a profiler's memory timeline", hint)
     patches.set(torch.profiler.profile, "export_memory_timeline", refused)
     supported = torch.autograd._supported_activities  # type: ignore[attr-defined]
     cuda = torch.profiler.ProfilerActivity.CUDA
