@@ -44,8 +44,8 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
         elif rank.num_local == 1 or self.daemon or (dist.is_initialized() and not ranks):
             name = getattr(target, "__qualname__", target)
             note(
-                f"the script starts processes of its own (`{name}`): they have no GPU here, and what"
-                " they would allocate is not in the report; ranks are simulated by"
+                f"the script starts processes of its own (`{name}`): they have no GPU here, and"
+                " what they would allocate is not in the report; ranks are simulated by"
                 " `--nproc-per-node`"
             )
             start(self)
