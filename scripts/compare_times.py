@@ -89,7 +89,7 @@ FRESH = (
 PUBLIC = (
     "54 further public repositories, without three whose optimizers step unevenly, on an H200",
     "2026-11-29",
-    "none yet",
+    "convolutions in groups, and those of gradients of gradients",
 )
 """Words of the row of short loops of public repositories, estimated before they were measured."""
 

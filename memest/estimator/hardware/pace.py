@@ -41,7 +41,7 @@ from memest.estimator.hardware.work import (
 )  # fmt: skip
 from memest.report import StepTime
 
-FORMAT = 5  # of a file of measured times; it grows when kinds of work or their sizes change
+FORMAT = 6  # of a file of measured times; it grows when kinds of work or their sizes change
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
 _MEASURED = Path(__file__).with_name("pace")
 NUM_NEAREST = 8  # measured calls to which the plane is fitted, weighted by inverse squared distance

@@ -270,7 +270,7 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
-    """Work of a convolution: its positions, channels, and elements of the window.
+    """Work of a convolution: its positions, channels of a group, elements of the window, groups.
 
     A transposed one counts as the plain one that it reverses. `wide` is depthwise above 5 x 5.
     """
@@ -283,8 +283,9 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     ends = (x, made) if values.get("transposed") else (made, x)
     positions = [t.numel() // max(1, t.shape[1]) for t in ends]
     size = (*positions, *weight.shape[:2], prod(weight.shape[2:]))
-    if weight.shape[1] != ends[1].shape[1]:
+    if (groups := ends[1].shape[1] // max(1, weight.shape[1])) > 1:
         kind += " grouped" + " wide" * (weight.shape[1] == 1 and x.dim() < 5 and size[4] > 25)
+        size = (*positions, weight.shape[0] // groups, *size[3:], groups)
     kind += " 3d" * (x.dim() == 5) + _layout(x)
     flops = 2 * positions[0] * weight.numel() * max(1, data + weights)
     found = _with_rate(kind, _rate_of(x.dtype, "conv"), size, flops, num_bytes)
