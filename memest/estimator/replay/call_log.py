@@ -184,8 +184,9 @@ class CallRecorder:
 
     def _watch_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            reader = sys._getframe(1).f_globals["__name__"].partition(".")[0]
-            self.calls.is_for_one_chip |= reader not in READERS
+            reader = sys._getframe(1).f_globals["__name__"]
+            is_nested = reader == "torch.cuda"  # the capability is one of the properties
+            self.calls.is_for_one_chip |= not is_nested and reader.partition(".")[0] not in READERS
             return read(*args, **kwargs)
 
         return watched
