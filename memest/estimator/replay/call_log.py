@@ -32,7 +32,7 @@ aten = torch.ops.aten
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
 """bitsandbytes' choice of a kernel by shapes (0.50.2, backends/cuda/ops.py), if it has one."""
 
-READERS = ("lightning", "bitsandbytes")  # these read the capability, but choose only by `GEMM_RULE`
+READERS = ("lightning.", "bitsandbytes", "torch.cuda")  # choose nothing, or only by `GEMM_RULE`
 ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at most 16 elements
 
 
@@ -185,8 +185,7 @@ class CallRecorder:
     def _watch_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             reader = sys._getframe(1).f_globals["__name__"]
-            is_nested = reader == "torch.cuda"  # the capability is one of the properties
-            self.calls.is_for_one_chip |= not is_nested and reader.partition(".")[0] not in READERS
+            self.calls.is_for_one_chip |= not reader.startswith(READERS)
             return read(*args, **kwargs)
 
         return watched
