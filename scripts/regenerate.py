@@ -135,13 +135,13 @@ TARGETS = {
     ),
     "scaling": _chart(
         "scaling", "scaling-llama-3.1-8b", "scaling", "--model", "Llama-3.1-8B",
-        inputs=("memest/estimator/search/scaling.py",),
+        inputs=("memest/estimator/search/many_plans.py",),
     ),
     "fragmentation": _chart(
         "fragmentation", "fragmentation", "fragmentation", "--model", "gpt2", "--loop", "plain",
         "--precision", "32-true", "--bs", "6", "--lengths", "validation/lengths.txt",
         "--gpu-memory", "9.4GiB", "--setting", "default", "--setting", "expandable_segments:True",
-        inputs=("memest/estimator/search/scaling.py", "validation/lengths.txt"),
+        inputs=("memest/estimator/search/many_plans.py", "validation/lengths.txt"),
     ),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from memest.estimator.search.scaling import predict_all
+from memest.estimator.search.many_plans import predict_all
 from memest.estimator.versions import simulating
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Prediction, read_measurements

@@ -22,7 +22,7 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan, target_gpus, usable_bytes
 from memest.estimator.replay.recording import Timeline
 from memest.estimator.replay.recording import timeline as timeline_of
-from memest.estimator.search.scaling import (
+from memest.estimator.search.many_plans import (
     SETTINGS,
     growths,
     partition,

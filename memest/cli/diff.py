@@ -14,7 +14,7 @@ from memest.cli.group import fail, main
 from memest.cli.options import OUT, PATH
 from memest.cli.run import with_project
 from memest.cli.terminal import folded, progress_bar
-from memest.estimator.search.scaling import predict_all
+from memest.estimator.search.many_plans import predict_all
 from memest.estimator.versions import nearest, simulating
 from memest.report import Prediction, SimulatedReport, read_measurements
 from memest.report.difference import (

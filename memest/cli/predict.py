@@ -23,7 +23,7 @@ from memest.cli.terminal import has_colour, progress_bar
 from memest.errors import OOM_EXIT_CODE, PlanError
 from memest.estimator.hardware.gpus import custom_gpu
 from memest.estimator.predict import record_plan, target_gpus
-from memest.estimator.search.scaling import partition, with_label
+from memest.estimator.search.many_plans import partition, with_label
 from memest.models_meta.registry import check_name
 from memest.plan import TrainingPlan
 from memest.report import Prediction

@@ -11,7 +11,7 @@ import click
 
 from memest.engines import Event, watched
 from memest.errors import MemestError
-from memest.estimator.search.scaling import predict_each
+from memest.estimator.search.many_plans import predict_each
 from memest.estimator.search.sweep import Grid, SweepPoint, sweep_grid
 from memest.estimator.versions import STACK, library_versions
 from memest.plan import TrainingPlan

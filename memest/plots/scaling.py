@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from memest.errors import PlanError
-from memest.estimator.search.scaling import Growth, ScalingLine, constant_terms, kind_bytes
+from memest.estimator.search.many_plans import Growth, ScalingLine, constant_terms, kind_bytes
 from memest.plots import style
 from memest.plots.slides import draw_slide
 from memest.plots.style import Canvas, Panel, Theme, require, shortened, slide, text_width

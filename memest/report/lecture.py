@@ -14,7 +14,7 @@ from typing import Any
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.commands import predict_command
-from memest.estimator.search.scaling import partition, predict_each
+from memest.estimator.search.many_plans import partition, predict_each
 from memest.estimator.search.sweep import explored, point_of
 from memest.plan import TrainingPlan
 from memest.plan.training_plan import read_suite

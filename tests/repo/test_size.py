@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 50
 MAX_LINES = 49_922
 """Lines of all files of the package. The number only goes down: lower it with the lines."""
 
-MAX_FILES = 221
+MAX_FILES = 204
 """Files of the package; the number only goes down."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -15,7 +15,7 @@ from memest import TrainingPlan, predict, virtual_gpu
 from memest.cli import main
 from memest.errors import PlanError
 from memest.estimator.replay.virtual_run import canonical, shortened
-from memest.estimator.search.scaling import Growth, growths
+from memest.estimator.search.many_plans import Growth, growths
 from memest.plan.keys import MAX_LENGTHS, read_lengths
 from memest.plots import plot_fragmentation
 from memest.report import Outcome, Prediction

@@ -24,7 +24,7 @@ from memest.cli.resume import (
 from memest.cli.terminal import progress_bar, result_lines
 from memest.engines import Event, Local, notify, watched
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.search import scaling
+from memest.estimator.search import many_plans
 from memest.estimator.search.largest import largest
 
 PLANS = [
@@ -149,7 +149,7 @@ def test_an_interrupted_suite_keeps_what_is_done_and_goes_on_from_there(
             raise answer
         return answer
 
-    monkeypatch.setattr(scaling, "predict", interrupted)
+    monkeypatch.setattr(many_plans, "predict", interrupted)
     with pytest.raises(KeyboardInterrupt):
         predict_resumably(PLANS, tmp_path / "lab", is_resumed=False, jobs=1)
     assert "1 results are kept" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from memest.cli import main
 from memest.errors import PlanError
-from memest.estimator.search.scaling import ScalingLine, constant_terms, scale
+from memest.estimator.search.many_plans import ScalingLine, constant_terms, scale
 from memest.plots import plot_scaling, plot_scaling_bars, save
 from memest.plots.scaling import spread, stack_of
 from memest.plots.style import VERDICTS

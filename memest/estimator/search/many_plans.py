@@ -1,6 +1,6 @@
 """Many plans, each predicted separately, in one process per core.
 
-Two such groups: one plan on several numbers of GPUs by strategy, and by setting of the allocator.
+`scale` varies the GPUs and the strategy of a plan, and `growths` the settings of the allocator.
 """
 
 import os
