@@ -24,7 +24,7 @@ def test_the_page_and_the_readme_have_the_published_figures() -> None:
     tables = compare_torchtitan.table(data) + compare_torchtitan.four_table(data)
     assert tables in (ROOT / "docs/torchrun.md").read_text(encoding="utf-8")
     line = (
-        f"| {len(rows)} trainings on {sizes[0]} to {sizes[-1]} GPUs that torchtitan published |"
+        f"| {len(rows)} trainings of torchtitan on {sizes[0]} to {sizes[-1]} GPUs |"
         f" {near} within 0.2 % reserved; worst {100 * min(errors, key=lambda e: -abs(e)):.0f} % |"
     )
     assert line in (ROOT / "README.md").read_text(encoding="utf-8")
