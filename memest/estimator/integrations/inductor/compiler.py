@@ -336,7 +336,7 @@ class Kernel:
         if ways < 2:
             return
         self._mode.timed[self._source] = True
-        cache_bytes = torch.cuda.get_device_properties().L2_cache_size
+        cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
         tensors = [value for value in args if isinstance(value, Tensor)]
         changed = [tensors[i] for i in self._declared.changes if i < len(tensors)]
         for _ in range(ways):
@@ -439,7 +439,7 @@ def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
     meta = kernel.inductor_meta
     if not kernel.is_reduction or meta.get("persistent_reduction"):
         return False
-    found: Any = torch.cuda.get_device_properties()
+    found: Any = torch.cuda.get_device_properties(0)
     registers, num_sms = found.regs_per_multiprocessor, found.multi_processor_count
     blocks = -(-kernel.size_hints["x"] // config.kwargs.get("XBLOCK", 1))
     reduced = math.prod(size for name, size in config.kwargs.items() if name.startswith("R"))
