@@ -104,6 +104,7 @@ class Job:
     is_alone: bool = False  # True if this process simulates one rank and contacts no others
     num_ahead: int = 0  # micro-batches of a step that are loaded and not run
     rank: int = 0  # rank of this process where it represents all
+    loss_of: Callable[..., Any] = loss_of  # of a model in training; see `assemble.loss_of`
     values: dict[str, Any] = field(default_factory=dict)  # plan keys with the sizes that were used
     model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
     notes: list[str] = field(default_factory=list)  # decisions made during the run
@@ -121,7 +122,7 @@ class Task:
 
     def loss(self, model: Any, inputs: data.Inputs) -> Any:
         """Return the loss of the running micro-batch, on the device."""
-        return loss_of(model, inputs, self.feed.loss_output)
+        return self.job.loss_of(model, inputs, self.feed.loss_output)
 
     def batch(self, number: int) -> data.Inputs:
         """Return the micro-batch of this number."""

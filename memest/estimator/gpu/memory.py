@@ -150,11 +150,27 @@ class Memory:
         before = len(self.storages.num_bytes)
         size = storage.nbytes() if num_bytes is None else num_bytes
         index = self.storages.add(size, site, kind)
+        self._hold(storage, index)
+        self._request(index)
+        self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
+
+    def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
+        """Bind storage id `index` to `storage`, and free the memory with it."""
+        key = storage._cdata
         self.live[key] = index
         reference = self._references[index] = _Reference(storage, self._on_free)
         reference.index, reference.key = index, key
-        self._request(index)
-        self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
+
+    def adopt(self, tensor: Tensor, index: int) -> None:
+        """Let `tensor` hold the memory of storage `index`, which no tensor holds."""
+        self._hold(tensor.untyped_storage(), index)
+
+    def allocate_like(self, index: int) -> int:
+        """Allocate memory of the same size as storage `index`; return the new id."""
+        storages = self.storages
+        made = storages.add(storages.num_bytes[index], storages.sites[index], storages.kinds[index])
+        self._request(made)
+        return made
 
     def allocate_workspace(self, num_bytes: int, site: Site) -> int:
         """Allocate memory without a tensor; return its id, for `free`, or raise out of memory."""

@@ -135,6 +135,39 @@ class CallRecorder:
         self.calls.spans.append(Span(events, self._calls))
         self._calls = []
 
+    @property
+    def num_calls(self) -> int:
+        """Number of calls since the last cut."""
+        return len(self._calls)
+
+    def since(self, position: int) -> list[Call]:
+        """Return the calls from number `position` on.
+
+        Their events are numbered from the start of the log.
+        """
+        cut = self._cut_at
+        return [
+            replace(call, start=call.start + cut, end=call.end + cut)
+            for call in self._calls[position:]
+        ]
+
+    def repeat(
+        self, calls: Sequence[Call], first: int, places: Sequence[int], ids: Mapping[int, int]
+    ) -> None:
+        """Repeat calls returned by `since`, with the events and storages of a later step.
+
+        `places` has the position in the log of each event from `first` on, `ids` the new storages.
+        """
+        for call in calls:
+            self._calls.append(
+                replace(
+                    call,
+                    start=places[call.start - first] - self._cut_at,
+                    end=places[call.end - first] - self._cut_at,
+                    new_storages=tuple([(at, ids[index]) for at, index in call.new_storages]),
+                )
+            )
+
     def _record(self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
         memory = self._memory
         memory.settle()

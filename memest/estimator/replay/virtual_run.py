@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from types import FunctionType
@@ -26,6 +26,7 @@ from memest.estimator.hardware.gpus import Gpu, libraries_bytes
 from memest.estimator.hardware.work import CUT
 from memest.estimator.ops.attention import check_gpu
 from memest.estimator.replay.call_log import CallRecorder
+from memest.estimator.replay.repeat import StepRepeater
 from memest.estimator.replay.replay import (
     Part,
     Program,
@@ -299,7 +300,8 @@ def rank_of(plan: TrainingPlan) -> Rank:
 
 def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
     try:
-        with _environment_restored(), _without_messages(), compiling_late(), virtual:
+        repeating = _repeating(job, virtual, watch.calls)
+        with _environment_restored(), _without_messages(), compiling_late(), repeating, virtual:
             run_job(job)
     except MemestError:
         raise
@@ -317,6 +319,18 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
             f"a step of `{job.plan.label}` has too many events to be kept",
             hint="reduce `accumulate_grad_batches` to 1",
         )
+
+
+def _repeating(
+    job: Job, virtual: VirtualGpu, calls: CallRecorder | None
+) -> AbstractContextManager[None]:
+    """Let later steps repeat the first one if all of them have the same micro-batches."""
+    plan = job.plan
+    if _is_whole(plan) or plan.is_distributed:
+        return nullcontext()
+    repeater = StepRepeater(virtual, calls, plan.accumulate_grad_batches)
+    job.loss_of = repeater.loss_of
+    return repeater.watching()
 
 
 @contextmanager

@@ -8,7 +8,8 @@ gets a guessed value (`gpu/guesses.py`).
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ _UNWRITTEN = operators("empty.memory_format empty_strided empty_like new_empty n
 READS_VALUE = operators("_local_scalar_dense equal is_nonzero allclose")
 """Operators whose result is a Python value."""
 
+FROM_PARAMETER, FROM_BUFFER = 1, 2  # bits of `KnownValues.sources`
 _IGNORED_ON_CPU = {"device", "pin_memory"}
 
 
@@ -56,6 +58,8 @@ class KnownValues:
         if below is not None:
             below._above = self
         self._random_state: Tensor | None = None
+        self.sources: dict[int, int] = {}  # bits of `FROM_*` by storage, if `watch` was called
+        self.read = 0  # bits of `FROM_*` of all values that were looked up since
 
     def __bool__(self) -> bool:
         """True if any value is known."""
@@ -102,6 +106,7 @@ class KnownValues:
         self._copies.pop(key, None)
         self._lost.pop(key, None)
         self.guessed.discard(key)
+        self.sources.pop(key, None)
 
     def forget(self, key: int) -> None:
         """Drop the freed storage `key`, here and in the layer above."""
@@ -118,12 +123,19 @@ class KnownValues:
         none_lost = torch.zeros(num_bytes, dtype=torch.bool, device=CPU)
         _bytes_of(tensor, self._lost.setdefault(key, none_lost)).fill_(True)
 
+    def watch(self, model: torch.nn.Module) -> None:
+        """Track from now on which values depend on parameters and buffers of `model`."""
+        for tensors, bit in ((model.parameters(), FROM_PARAMETER), (model.buffers(), FROM_BUFFER)):
+            self.sources |= {storage_key(t): bit for t in tensors if is_meta(t)}
+
     # --- look up
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """CPU view with the values and the geometry of `tensor`, or None."""
         if not is_meta(tensor):
             return tensor
+        if self.sources:
+            self.read |= self.sources.get(storage_key(tensor), 0)
         copy = self._copies.get(tensor.untyped_storage()._cdata)
         if copy is None or self._is_lost(tensor):
             return None if self._below is None else self._below.value_of(tensor)
@@ -210,6 +222,15 @@ class KnownValues:
         self._follow(func, args, kwargs, out)
         if self.guessed and self.is_guessed(args):
             self.guessed.update(map(storage_key, filter(is_meta, tensors_in((out,)))))
+        if self.sources:
+            self._pass_sources((*args, *kwargs.values()), out)
+
+    def _pass_sources(self, args: tuple[Any, ...], out: Any) -> None:
+        """Record that `out` depends on the parameters and buffers on which `args` depend."""
+        given = [self.sources.get(storage_key(t), 0) for t in tensors_in(args) if is_meta(t)]
+        made = reduce(or_, given, 0)
+        for tensor in filter(is_meta, tensors_in((out,))) if made else ():
+            self.sources[storage_key(tensor)] = made
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
@@ -223,12 +244,15 @@ class KnownValues:
         is_copy = func is aten._to_copy.default
         if not written and not any(self.may_hold(o, is_copy=is_copy) for o in results):
             return
+        read = self.read
         try:
             values = self.compute(func, args, kwargs)
         except (ValueUnknown, NotImplementedError, RuntimeError):
             for tensor in written:
                 self._lose(tensor)
             return
+        finally:
+            self.read = read
         for result, value in zip(results, _flat(values), strict=False):
             if self.may_hold(result, is_copy=is_copy) and isinstance(value, Tensor):
                 self.adopt_like(result, value)

@@ -1,0 +1,338 @@
+"""Steps of a plan after the first, as repetitions of its forwards and backwards.
+
+A micro-batch makes the same requests in every step, so only the loop and the optimizer's step run
+again. It may make others, and each step runs as a whole, if in the first step
+
+1. the model keeps a tensor that it made, such as a table of positions;
+2. the host draws random numbers, such as the layers to drop;
+3. a value is guessed, since the report counts the guesses;
+4. the model reads a value that the step changes: of a weight, or of a buffer such as a flag;
+5. the micro-batch frees a tensor that was there before it, other than an input;
+6. the model changes a number, a flag or a name that it keeps, such as a count of calls.
+
+The same holds under a strategy, and with batches that differ. Left out: state in other objects.
+"""
+
+import pickle
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.replay.call_log import Call, CallRecorder
+from memest.estimator.tensors.known_values import FROM_BUFFER, FROM_PARAMETER
+from memest.estimator.tensors.placement import CPU, META
+from memest.estimator.tensors.storages import MemKind, free_of
+from memest.estimator.virtual_gpu import VirtualGpu
+from memest.models_meta.assemble import loss_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Lengths of a run's logs at one point of the run."""
+
+    event: int
+    work: int
+    call: int
+    num_ops: int
+    unmodelled: Counter[str]
+    random: int  # offset of the GPU's generator
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Log entries of one forward or one backward."""
+
+    start: _Position
+    events: list[int]
+    work: "array[int]"
+    calls: Sequence[Call]
+    num_ops: int
+    unmodelled: Counter[str]
+    random: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that outlives the backward: storage id, shape, strides and dtype."""
+
+    index: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """Forward and backward of one micro-batch of the first step."""
+
+    forward: _Stretch
+    loss: _Made
+    inputs: dict[int, str]  # names of the inputs, by the ids of their storages
+    host: Any  # state of the host before the forward
+    backward: _Stretch | None = None
+    grads: list[tuple[nn.Parameter, _Made]] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # by the graph of the loss, as they are freed
+    freed_inputs: set[int] = field(default_factory=set)  # that the backward needed last
+    kept: set[int] = field(default_factory=set)  # workspaces of cuBLAS, which later steps use too
+
+
+class StepRepeater:
+    """Runs the micro-batches of a plan's first step, and repeats them in the others.
+
+    `num_micro_batches` is the number per step; `calls` records calls, if it is not None.
+    """
+
+    def __init__(
+        self, virtual: VirtualGpu, calls: CallRecorder | None, num_micro_batches: int
+    ) -> None:
+        self._mode, self._guesses = virtual.mode, virtual.guesses
+        self._memory = virtual.mode.memory
+        self._calls = calls
+        self._num_micro_batches = num_micro_batches
+        self._number = 0  # micro-batches that have begun
+        self._known: list[_MicroBatch] = []
+        self._repeats = False  # flag: the micro-batches from now on are repeated
+        self._running: _MicroBatch | None = None  # its backward has not begun
+        self._repeated: _MicroBatch | None = None  # its backward is repeated next
+        self._ids: dict[int, int] = {}  # of its storages, by the ids of the first step's
+        self._inputs: dict[int, Tensor] = {}  # that the running repetition frees, by those ids
+        self._held: list[Tensor] = []  # by the graph of the running repetition's loss
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take over autograd's entry point until the block ends."""
+        engine = torch.autograd.graph._engine_run_backward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._run_backward(engine, *args, **kwargs)
+
+        homes = (torch.autograd.graph, torch.autograd)
+        patches = [mock.patch.object(home, "_engine_run_backward", run) for home in homes]
+        with patches[0], patches[1]:
+            yield
+
+    def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
+        """Return the loss of the next micro-batch; see `assemble.loss_of`."""
+        step, index = divmod(self._number, self._num_micro_batches)
+        self._number += 1
+        if self._number == self._num_micro_batches + 1:
+            self._repeats = self._knows_all()
+        if self._repeats:
+            return self._forward_again(self._known[index], inputs)
+        if self._number == 1:
+            self._mode.values.watch(model)
+            self._versions = _versions(model.parameters()), _versions(model.buffers())
+            self._attributes = _attributes(model)
+        host, start = self._host_state(), self._position()
+        loss = loss_of(model, inputs, output)
+        made = self._made(loss)
+        if step == 0 and made is not None:
+            self._model = model
+            ids = {self._memory.id_of(v): k for k, v in inputs.items() if isinstance(v, Tensor)}
+            known = {index: name for index, name in ids.items() if index is not None}
+            self._running = _MicroBatch(self._since(start), made, known, host)
+        return loss
+
+    def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `_engine_run_backward`, or make the requests of an earlier backward again."""
+        if self._repeated is not None:
+            return self._backward_again(self._repeated)
+        running, self._running = self._running, None
+        if running is None:  # within a backward, or not in the first step
+            return engine(*args, **kwargs)
+        start = self._position()
+        self._add_frees(running, start)
+        result = engine(*args, **kwargs)
+        running.backward = self._since(start)
+        if self._can_repeat(running):
+            self._known.append(running)
+        return result
+
+    def _add_frees(self, running: _MicroBatch, end: _Position) -> None:
+        """Add the frees of weights that autocast has cast, after the forward."""
+        events = running.forward.events
+        made = {event for event in events if event >= 0} - {running.loss.index}
+        log = self._memory.log.events
+        at = running.forward.start.event + len(events)
+        while at < end.event and log[at] < 0 and free_of(log[at]) in made:
+            events.append(log[at])
+            at += 1
+
+    def _can_repeat(self, micro_batch: _MicroBatch) -> bool:
+        """Return whether later steps can repeat this micro-batch, checked after its backward."""
+        assert micro_batch.backward is not None
+        events = (*micro_batch.forward.events, *micro_batch.backward.events)
+        made = {event for event in events if event >= 0}
+        freed = {free_of(event) for event in events if event < 0}
+        kinds = self._memory.storages.kinds
+        rest = made - freed
+        for parameter in self._model.parameters():
+            if parameter.grad is not None and self._memory.id_of(parameter.grad) in rest:
+                grad = self._made(parameter.grad)
+                if grad is None:
+                    return False
+                micro_batch.grads.append((parameter, grad))
+        micro_batch.freed_inputs = freed - made
+        micro_batch.kept = {index for index in rest if kinds[index] is MemKind.WORKSPACE}
+        grads = {grad.index for _, grad in micro_batch.grads}
+        micro_batch.held = list(rest - micro_batch.kept - grads - {micro_batch.loss.index})
+        return (
+            micro_batch.freed_inputs <= micro_batch.inputs.keys()
+            and micro_batch.loss.index not in freed
+            and self._reads_constants()
+            and _attributes(self._model) == self._attributes
+            and self._host_state() == micro_batch.host
+        )
+
+    def _reads_constants(self) -> bool:
+        """Return whether all values that the model has read so far are the same in later steps."""
+        weights, buffers = self._versions
+        read = self._mode.values.read
+        if _versions(self._model.parameters()) != weights or read & FROM_PARAMETER:
+            return False
+        return not read & FROM_BUFFER or _versions(self._model.buffers()) == buffers
+
+    def _knows_all(self) -> bool:
+        """ """
+        self._memory.settle()
+        log = self._memory.log
+        for micro_batch in self._known:
+            assert micro_batch.backward is not None
+            start = micro_batch.backward.start.event + len(micro_batch.backward.events)
+            frees = [free_of(event) for event in log.events[start:]]
+            of_graph = [i for i, index in enumerate(frees) if index in micro_batch.held]
+            together = frees[of_graph[0] : of_graph[-1] + 1] if of_graph else []
+            held = [index for index in together if index != micro_batch.loss.index]
+            if sorted(held) != sorted(micro_batch.held):  # some live on, or others are among them
+                return False
+            micro_batch.held = held
+        return len(self._known) == self._num_micro_batches and not log.is_full
+
+    def _forward_again(self, micro_batch: _MicroBatch, inputs: dict[str, Any]) -> Tensor:
+        self._ids = {}
+        self._inputs = {i: inputs[micro_batch.inputs[i]] for i in micro_batch.freed_inputs}
+        self._play(micro_batch.forward, micro_batch.kept, self._ids)
+        self._repeated = micro_batch
+        with _disable_current_modes():
+            self._held = [torch.empty(0, device=META) for _ in micro_batch.held]
+            leaf = torch.empty(0, device=CPU, requires_grad=True)
+            apply: Callable[..., Tensor] = _Loss.apply
+            loss = apply(leaf, micro_batch.loss, self._held[::-1])  # a list drops its last first
+        self._memory.adopt(loss, self._ids[micro_batch.loss.index])
+        return loss
+
+    def _backward_again(self, micro_batch: _MicroBatch) -> tuple[()]:
+        ids, self._repeated = self._ids, None
+        assert micro_batch.backward is not None
+        self._play(micro_batch.backward, micro_batch.kept, ids)
+        for parameter, made in micro_batch.grads:
+            parameter.grad = _empty(made)
+            self._memory.adopt(parameter.grad, ids[made.index])
+        held, self._held = self._held, []
+        for index, tensor in zip(micro_batch.held, held, strict=True):
+            self._memory.adopt(tensor, ids[index])
+        return ()
+
+    def _play(self, stretch: _Stretch, kept: set[int], ids: dict[int, int]) -> None:
+        """Make the requests of `stretch` again, and add its entries to all logs again."""
+        memory, mode = self._memory, self._mode
+        memory.settle()
+        places = []  # position in the log of each event of the stretch
+        for event in stretch.events:
+            places.append(len(memory.log.events))
+            if event < 0:
+                if self._inputs.pop(free_of(event), None) is None:
+                    memory.free(ids[free_of(event)])
+                memory.settle()
+            elif event not in kept:
+                ids[event] = memory.allocate_like(event)
+        places.append(len(memory.log.events))
+        if self._calls is not None:
+            self._calls.repeat(stretch.calls, stretch.start.event, places, ids)
+        mode.work.events.extend(stretch.work)
+        mode.kernels.coverage.num_ops += stretch.num_ops
+        mode.kernels.coverage.unmodelled += stretch.unmodelled
+        mode.rng.default.offset += stretch.random
+
+    def _made(self, tensor: Any) -> _Made | None:
+        """Describe a tensor of the GPU; None if `_empty` cannot make one like it."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return None
+        index = self._memory.id_of(tensor)
+        if index is None:
+            return None
+        made = _Made(index, tensor.size(), tensor.stride(), tensor.dtype)
+        is_alike = _empty(made).untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        return made if is_alike else None
+
+    def _host_state(self) -> Any:
+        """Return the number of guesses, and the states of the host's random generators."""
+        with _disable_current_modes():
+            of_torch = torch.default_generator.get_state().numpy().tobytes()
+        counts = self._guesses.counts.total(), self._mode.host.rng.num_waiting
+        return random.getstate(), pickle.dumps(np.random.get_state()), of_torch, counts
+
+    def _position(self) -> _Position:
+        self._memory.settle()
+        mode = self._mode
+        return _Position(
+            event=len(self._memory.log.events),
+            work=len(mode.work.events),
+            call=0 if self._calls is None else self._calls.num_calls,
+            num_ops=mode.kernels.coverage.num_ops,
+            unmodelled=mode.kernels.coverage.unmodelled.copy(),
+            random=mode.rng.default.offset,
+        )
+
+    def _since(self, start: _Position) -> _Stretch:
+        """Return the log entries since `start`."""
+        now = self._position()
+        return _Stretch(
+            start,
+            self._memory.log.events[start.event :].tolist(),
+            self._mode.work.events[start.work :],
+            () if self._calls is None else self._calls.since(start.call),
+            now.num_ops - start.num_ops,
+            now.unmodelled - start.unmodelled,
+            now.random - start.random,
+        )
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often each tensor was written."""
+    return [tensor._version for tensor in tensors]
+
+
+def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
+    """Return the numbers, flags and names that each module has as attributes."""
+    kinds = (bool, int, float, str, NoneType)
+    return [
+        [item for item in vars(module).items() if type(item[1]) in kinds]
+        for module in model.modules()
+    ]
+
+
+class _Loss(torch.autograd.Function):
+    """Makes a loss with an autograd node; the node has no reference to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, made: _Made, held: list[Tensor]) -> Tensor:
+        """Return a tensor like `made`, whose graph keeps the tensors `held` alive."""
+        ctx.held = held
+        return _empty(made)
+
+
+def _empty(made: _Made) -> Tensor:
+    with _disable_current_modes():
+        return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=META)
