@@ -268,13 +268,8 @@ _SEQUENCES = (list, tuple)
 def _signature(value: Any) -> Any:
     """Return the part of an argument on which output shapes depend; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
-        return (
-            value.size(),
-            value.stride(),
-            value.dtype,
-            value.device.type,
-            value.storage_offset() % 16,
-        )
+        offset = value.storage_offset() % 16
+        return value.size(), value.stride(), value.dtype, value.device.type, offset
     if isinstance(value, _SEQUENCES):
         return tuple([_signature(item) for item in value])
     return type(value), value

@@ -95,8 +95,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         more = tuple(_copied(t) for t in given if not t.is_contiguous())
     kind, *sizes = _kind(name, func, x, values, out)
     made = by_bytes(f"{kind} {x.element_size()}", num_bytes, *sizes)
-    num_tensors = len(args[0]) if isinstance(args[0], list | tuple) else 1
-    return made._replace(num_tensors=num_tensors, more=more)
+    return made._replace(num_tensors=_num_listed(values) or 1, more=more)
 
 
 def by_bytes(kind: str, num_bytes: int, *sizes: int) -> Work:
@@ -122,9 +121,14 @@ _SIZES: dict[str, Callable[[Tensor, dict[str, Any], Any], tuple[int, ...]]] = {
     "row": lambda x, v, out: (prod(v.get("normalized_shape") or [_length(x, v["dim"])]),),
     "reduced": lambda x, v, out: (_num_reduced(x, v.get("dim")),),
     "joined": lambda x, v, out: (_num_joined(**v | {"out": out}),),
-    "listed": lambda x, v, out: (len(next(iter(v.values()))),),
+    "listed": lambda x, v, out: (_num_listed(v),),
 }
 """Sizes, besides the bytes, on which the time of a kernel depends."""
+
+
+def _num_listed(values: dict[str, Any]) -> int:
+    """Return the length of the first list; `_foreach_pow` may begin with a number."""
+    return next((len(value) for value in values.values() if isinstance(value, list | tuple)), 0)
 
 
 def _kind(name: str, func: Any, x: Tensor, values: dict[str, Any], out: Any) -> tuple[Any, ...]:
