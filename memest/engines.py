@@ -147,11 +147,9 @@ class Engine(ABC):
     def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
     ) -> "Generator[tuple[int, R | _Failure | _Death], None, None]":
-        """Yield (index of a task, its outcome) in the order in which tasks end.
-
-        The outcome is the result of `one`, a `_Failure` or a `_Death`. `begins` is called with the
-        index of each task that starts. `again` is True when tasks of dead workers are repeated.
-        """
+        """Yield (index of a task, its outcome) in the order in which tasks end. The outcome is the
+        result of `one`, a `_Failure` or a `_Death`. `begins` is called with the index of each task
+        that starts. `again` is True when tasks of dead workers are repeated."""
 
 
 class _Failure:
@@ -412,7 +410,7 @@ def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engi
 MADE_BETWEEN_COLLECTIONS = 1_000_000
 """Threshold of `gc.set_threshold`, in new objects. Importing torch and transformers makes a million
 permanent objects, which Python would scan a thousand times. A virtual run sets its own threshold
-(`without_cycles`).
+(`without_gc`).
 """
 
 

@@ -9,7 +9,7 @@ from memest.estimator.replay.replay import (
     Part,
     Program,
     StateBytes,
-    find_shifts,
+    find_renames,
 )
 from memest.estimator.tensors.storages import StorageTable
 from memest.report import Phase
@@ -56,5 +56,5 @@ def lightning_program(
                 parts.append(Part(list(optimizer), Phase.AFTER_OPTIMIZER_STEP, after))
             batches.append([*parts, Part(list(release))])
         program.steps.append(batches)
-    find_shifts(program)
+    find_renames(program)
     return program

@@ -80,7 +80,7 @@ def run_rank(
     contexts = (
         virtual_run._environment_restored(),
         virtual_run._without_messages(),
-        virtual_run.without_cycles(),
+        virtual_run.without_gc(),
     )
     with contexts[0], contexts[1], contexts[2], virtual, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Lightning, to users

@@ -302,10 +302,8 @@ def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str,
     runs_others: bool,
 ) -> RunResult:  # fmt: skip
-    """Run the ranks at the same time; write the files of the worst rank.
-
-    `runs_others` runs the others too if they may differ.
-    """
+    """Run the ranks at the same time; write the files of the worst rank. `runs_others` runs the
+    others too if they may differ."""
     from memest.estimator.gpu.worlds import PeerEnded
     from memest.run.kept_files import kept_files
     from memest.run.ranks import merge_ranks, open_verdict, other_ranks, run_rank, run_together

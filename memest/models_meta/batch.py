@@ -205,10 +205,8 @@ def _image_batch(request: Request) -> Batch:
 
 
 def _speech_batch(request: Request) -> Batch:
-    """Whisper: fp32 features (B, M, F) of the full 30 s window, and labels (B, T).
-
-    The encoder's strided convolution halves the frames, so F is twice its positions.
-    """
+    """Whisper: fp32 features (B, M, F) of the full 30 s window, and labels (B, T). The encoder's
+    strided convolution halves the frames, so F is twice its positions."""
     config = request.config
     mels = getattr(config, "num_mel_bins", None)
     positions = getattr(config, "max_source_positions", None)
@@ -240,10 +238,8 @@ def _contrastive_batch(request: Request) -> Batch:
 
 
 def _blip2_batch(request: Request) -> Batch:
-    """BLIP-2 fine-tuned on captions: text tokens without image placeholders.
-
-    The image still passes the vision model and the Q-Former.
-    """
+    """BLIP-2 fine-tuned on captions: text tokens without image placeholders. The image still passes
+    the vision model and the Q-Former."""
     pixels, size = image_inputs(request)
     text = text_inputs(request)
     named = {**pixels, **text, "labels": text["input_ids"].clone()}
@@ -264,10 +260,8 @@ def _image_text_batch(request: Request) -> Batch:
 
 
 def _qwen2_vl_batch(request: Request) -> Batch:
-    """Qwen2-VL: flat rows of patches, two frames deep, merged two by two to tokens.
-
-    pixel_values is (B * grid * grid, C * temporal * patch * patch).
-    """
+    """Qwen2-VL: flat rows of patches, two frames deep, merged two by two to tokens. pixel_values is
+    (B * grid * grid, C * temporal * patch * patch)."""
     config, vision = request.config, request.config.vision_config
     size = request.image_size or default_image_size(config)
     unit = vision.patch_size * vision.spatial_merge_size

@@ -73,10 +73,8 @@ _ROW = 0.62  # largest height of a row, inches
 
 
 class _Layout:
-    """Sizes of type in points and of the chart in inches, which fit all rows and columns.
-
-    `gpus` are names and limits in ascending order; `drawn` are those with a line.
-    """
+    """Sizes of type in points and of the chart in inches, which fit all rows and columns. `gpus`
+    are names and limits in ascending order; `drawn` are those with a line."""
 
     def __init__(
         self, reports: Sequence[Prediction], words: Sequence[tuple[str, str]],

@@ -651,9 +651,7 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
     """Return an old plan with values for keys that were added later, `quant_load` among them.
-
-    Before, QLoRA quantised in place, skipped `lm_head` and `wo`, and `act_ckpt` checkpointed.
-    """
+    Before, QLoRA quantised in place, skipped `lm_head` and `wo`, and `act_ckpt` checkpointed."""
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
     if "quant_load" in plan:

@@ -278,10 +278,8 @@ def _result(rule: str, level: str, text: str, where: str, folder: Path) -> dict[
 
 
 def _path_in(folder: Path, name: str) -> str:
-    """Return the path of a report's file, such as `train.py`, in the repository.
-
-    Hidden folders and installed libraries are left out.
-    """
+    """Return the path of a report's file, such as `train.py`, in the repository. Hidden folders and
+    installed libraries are left out."""
     for root, folders, _ in os.walk(folder):
         folders[:] = sorted(f for f in folders if f[0] != "." and f != "site-packages")
         path = Path(root, name)

@@ -104,10 +104,8 @@ def _read_accelerate_launch(words: list[str]) -> Launch:
 
 
 def _read_trl(words: list[str]) -> Launch:
-    """Read `trl sft` and its like, which start a script of TRL by `accelerate launch`.
-
-    TRL first checks the script's arguments, and those of most trainers need a GPU.
-    """
+    """Read `trl sft` and its like, which start a script of TRL by `accelerate launch`. TRL first
+    checks the script's arguments, and those of most trainers need a GPU."""
     require("trl")
     session = import_module("memest.run.session")
 

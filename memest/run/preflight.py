@@ -380,10 +380,8 @@ class _Script:
     def run(
         self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""
     ) -> tuple[RunReport | None, str]:
-        """Run the script on a virtual GPU like `device`, with its memory or with `memory`.
-
-        Return its report, or None and the reason why there is none.
-        """
+        """Run the script on a virtual GPU like `device`, with its memory or with `memory`. Return
+        its report, or None and the reason why there is none."""
         device = self.device
         of_gpu = ["--gpu", device.gpu.name]
         if memory is not None:
@@ -464,11 +462,8 @@ class Suggestion:
 
 
 def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
-    """Yield changes of any script with their estimated savings, cheapest first.
-
-    `report` is of the script on a GPU with enough memory. `over` is the excess over the real GPU's
-    memory, bytes.
-    """
+    """Yield changes of any script with their estimated savings, cheapest first. `report` is of the
+    script on a GPU with enough memory. `over` is the excess over the real GPU's memory, bytes."""
     held = {term.name: term.num_bytes for term in report.terms}
     in_step = report.peak.phase == "optimizer"
     temporaries = held.get("temporaries", 0)

@@ -162,10 +162,8 @@ def _print(output: tuple[str, str]) -> None:
 def _interrupted(
     running: Mapping[Child, Rank], error: KeyboardInterrupt | Terminated
 ) -> Iterator[tuple[Rank, RunResult]]:
-    """End the running ranks by the signal of this process; yield their results so far.
-
-    A rank that has not begun has no result, nor has one that a second Ctrl-C ends.
-    """
+    """End the running ranks by the signal of this process; yield their results so far. A rank that
+    has not begun has no result, nor has one that a second Ctrl-C ends."""
     for child in running:
         child.send(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     for child, rank in running.items():

@@ -366,10 +366,8 @@ def _exits_with_report() -> Iterator[None]:
 
 @contextmanager
 def _exit_functions() -> Iterator[None]:
-    """Call the functions that the block registers with `atexit` at its end, with the GPU.
-
-    Those of torch and of Python's library wait for the end of the process.
-    """
+    """Call the functions that the block registers with `atexit` at its end, with the GPU. Those of
+    torch and of Python's library wait for the end of the process."""
     before = atexit.register, atexit.unregister
     registered: list[tuple[Callable[..., Any], Callable[[], object]]] = []
 

@@ -99,10 +99,8 @@ def report_of(
 
 
 def _held_for(entry: Held) -> str:
-    """Return the kind in `KINDS` of a storage's use.
-
-    Storages of backward and optimizer are temporary; those made before any model ran are `other`.
-    """
+    """Return the kind in `KINDS` of a storage's use. Storages of backward and optimizer are
+    temporary; those made before any model ran are `other`."""
     if entry.kind is not MemKind.ACTIVATIONS:
         return str(entry.kind)
     if entry.site.phase in ("backward", "optimizer"):
@@ -282,10 +280,8 @@ def verdicts_of(
 def _with_own_shares(
     virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
 ) -> Verdict | None:
-    """Return `verdict` after storages whose size is a share of the GPU's memory are resized.
-
-    Return None if a script that was refused memory gets further there, or the log is full.
-    """
+    """Return `verdict` after storages whose size is a share of the GPU's memory are resized. Return
+    None if a script that was refused memory gets further there, or the log is full."""
     memory, run = virtual.mode.memory, run_of(virtual)
     there = memory.storages.on(gpu.memory_bytes)
     run = replace(run, program=replace(run.program, storages=there))

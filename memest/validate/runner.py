@@ -413,10 +413,8 @@ def _reaches_gpu_by_fork() -> bool:
 
 @contextmanager
 def _without_bitsandbytes() -> Iterator[None]:
-    """Block the import of `bitsandbytes`, which opens the GPU; peft 0.21 tries it.
-
-    A child process imports it where its plan needs it.
-    """
+    """Block the import of `bitsandbytes`, which opens the GPU; peft 0.21 tries it. A child process
+    imports it where its plan needs it."""
     name = "bitsandbytes"
     if name in sys.modules:
         yield

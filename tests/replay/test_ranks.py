@@ -149,7 +149,7 @@ def event_phases(plan: TrainingPlan, program: Program) -> list[list[int]]:
         list(part.events)
         for step in range(plan.steps)
         for micro in range(num_micro_batches)
-        for part in program.play(step, micro, num_micro_batches)
+        for part in program.parts(step, micro, num_micro_batches)
         if part.phase is not None
     ][1:]
 

@@ -88,7 +88,7 @@ def test_every_loop_is_read_at_the_same_phases(loop: str, run: Callable[..., Pro
     program = run(loop=loop, accumulate_grad_batches=5)
 
     phases = [
-        [(step, micro, part.phase) for part in program.play(step, micro, 5) if part.phase]
+        [(step, micro, part.phase) for part in program.parts(step, micro, 5) if part.phase]
         for step in range(2)
         for micro in range(5)
     ]

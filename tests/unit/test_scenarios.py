@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memest import TrainingPlan, predict
-from memest.estimator.replay.replay import Part, Program, Run, ended_by, live_at
+from memest.estimator.replay.replay import Part, Program, Run, freed_id, live_at
 from memest.estimator.tensors.storages import RETURNED, FreeTiming, MemKind, Site, StorageTable
 from memest.report import Interval, Outcome, Prediction
 from memest.units import MIB
@@ -110,5 +110,5 @@ def test_what_is_kept_counts_as_allocated_and_what_is_deferred_does_not(
 def test_an_event_ends_a_storage_once() -> None:
     storages = program(kept=True).storages
 
-    assert [ended_by(event, storages) for event in (~0, RETURNED - 0, ~1)] == [-1, 0, 1]
-    assert [ended_by(e, storages, is_immediate=True) for e in (~0, RETURNED - 0, ~1)] == [0, -1, 1]
+    assert [freed_id(event, storages) for event in (~0, RETURNED - 0, ~1)] == [-1, 0, 1]
+    assert [freed_id(e, storages, is_immediate=True) for e in (~0, RETURNED - 0, ~1)] == [0, -1, 1]

@@ -1,7 +1,7 @@
-"""A trace that also records its calls, and programs rebuilt from them at other sizes.
+"""Log of a run's operator calls, and programs rebuilt from it for other batch sizes or GPUs.
 
 A call is stored as a *template*: operator, arguments and results, with all integers moved to a flat
-row. Traces of one plan at two batch sizes have the same templates with other numbers; see `reuse`.
+row. Traces of one plan at two batch sizes have the same templates with other integers; see `reuse`.
 """
 
 import sys
@@ -23,7 +23,7 @@ from memest.estimator.ops import attention
 from memest.estimator.ops.matmul import CublasWorkspaces
 from memest.estimator.ops.registry import Op, op_of
 from memest.estimator.ops.temporaries import OLDEST
-from memest.estimator.replay.replay import Program, Shift, TracedPlan, within_model
+from memest.estimator.replay.replay import Program, Renames, TracedPlan, within_model
 from memest.estimator.tensors import placement
 from memest.estimator.tensors.storages import EMPTIED, MemKind, Site, StorageTable, free_of
 
@@ -37,16 +37,16 @@ ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at m
 
 
 def is_plain(op: Op) -> bool:
-    """Return whether calls of all shapes allocate only the outputs of the meta kernel."""
+    """Return whether `op` allocates only its outputs at all shapes, and uses no cuBLAS handle."""
     return op.has_outputs_only and not op.takes_handle
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A call split into its structure and its integers, such as sizes."""
+    """A call as a nested structure, with its integers (such as sizes) and floats kept apart."""
 
     shape: Any  # (operator, arguments, keyword arguments, results), a mark for each number
-    numbers: tuple[int, ...]
+    integers: tuple[int, ...]
     floats: tuple[float, ...]  # floats of the call; no size depends on them, and they may differ
 
     @property
@@ -57,7 +57,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call in a span of events."""
+    """One operator call in a `Span`: its template, its events and its new storages."""
 
     start: int  # position of its first event; the call made events `start` to `end`
     end: int
@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(slots=True)
 class Span:
-    """The allocator events from one cut to the next, with the calls that made them."""
+    """Allocator events between two cuts of the log, such as probes, and the calls among them."""
 
     events: list[int]
     calls: list[Call]
@@ -87,7 +87,7 @@ class Choice:
 
 @dataclass(slots=True)
 class CallLog:
-    """All operator calls of one simulated run."""
+    """Operator calls and kernel choices of one simulated run."""
 
     templates: list[Template] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -98,7 +98,7 @@ class CallLog:
 
 
 class CallRecorder:
-    """Fills a `CallLog` with the calls of a run, through the run's dispatch mode."""
+    """Records the operator calls of a run into `calls`; wraps `request` of its dispatch mode."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.calls = CallLog()
@@ -113,7 +113,7 @@ class CallRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the kernel choices that depend on shapes, until the block ends."""
+        """Record, until the block ends, the kernel choices that depend on shapes."""
         self._choose = attention.choose_backend
         with ExitStack() as self._patches:
             watched = mock.patch.object(attention, "choose_backend", self._choose_backend)
@@ -124,7 +124,7 @@ class CallRecorder:
             yield
 
     def cut(self) -> None:
-        """End a span of the log: the events since the last cut, and their calls."""
+        """Append a `Span` to the log: the events and calls since the last cut."""
         gemm = sys.modules.get("bitsandbytes.backends.cuda.ops")
         if not self.calls.spans and hasattr(gemm, GEMM_RULE):  # the model has imported it
             rule = mock.patch.object(gemm, GEMM_RULE, self._watch_gemm(getattr(gemm, GEMM_RULE)))
@@ -140,10 +140,10 @@ class CallRecorder:
         """Number of calls since the last cut."""
         return len(self._calls)
 
-    def since(self, position: int) -> list[Call]:
-        """Return the calls from number `position` on.
+    def calls_since(self, position: int) -> list[Call]:
+        """Return the calls since the last cut, without the first `position` ones.
 
-        Their events are numbered from the start of the log.
+        Their `start` and `end` are counted from the start of the event log.
         """
         cut = self._cut_at
         return [
@@ -152,18 +152,19 @@ class CallRecorder:
         ]
 
     def repeat(
-        self, calls: Sequence[Call], first: int, places: Sequence[int], ids: Mapping[int, int]
+        self, calls: Sequence[Call], first: int, positions: Sequence[int], ids: Mapping[int, int]
     ) -> None:
-        """Repeat calls returned by `since`, with the events and storages of a later step.
+        """Record `calls`, from `calls_since`, again for a later step that repeats their events.
 
-        `places` has the position in the log of each event from `first` on, `ids` the new storages.
+        Event number `first + n` of the log is repeated as number `positions[n]`. `ids` has the
+        later step's storage ids by those in `calls`.
         """
         for call in calls:
             self._calls.append(
                 replace(
                     call,
-                    start=places[call.start - first] - self._cut_at,
-                    end=places[call.end - first] - self._cut_at,
+                    start=positions[call.start - first] - self._cut_at,
+                    end=positions[call.end - first] - self._cut_at,
                     new_storages=tuple([(at, ids[index]) for at, index in call.new_storages]),
                 )
             )
@@ -181,7 +182,7 @@ class CallRecorder:
         if index is None:
             value_of = self._mode.values.value_of
             more = () if op.from_values is None else op.from_values(value_of, args)
-            template = take_numbers((op.func, args, kwargs, out, more))
+            template = to_template((op.func, args, kwargs, out, more))
             index = self._templates.setdefault(template, len(self._templates))
             if index == len(self.calls.templates):
                 self.calls.templates.append(template)
@@ -212,7 +213,7 @@ class CallRecorder:
         given = {k: v for k, v in kwargs.items() if k not in ("gpu", "release")}
         given_tensors = [a for a in args if isinstance(a, Tensor)]
         grads = (*(t.requires_grad for t in given_tensors), torch.is_grad_enabled())
-        self.calls.choices[Choice("attention", take_numbers((args, given)), grads, outcome)] = None
+        self.calls.choices[Choice("attention", to_template((args, given)), grads, outcome)] = None
         return outcome
 
     def _watch_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,19 +227,19 @@ class CallRecorder:
     def _watch_gemm(self, rule: Callable[..., bool]) -> Callable[..., bool]:
         def watched(*args: Any, **kwargs: Any) -> bool:
             outcome = rule(*args, **kwargs)
-            template = take_numbers((args, kwargs))
+            template = to_template((args, kwargs))
             self.calls.choices[Choice("gemm_4bit", template, (), outcome)] = None
             return outcome
 
         return watched
 
 
-def take_numbers(value: Any) -> Template:
-    """Split nested values into a template and its integers."""
-    numbers: list[int] = []
+def to_template(value: Any) -> Template:
+    """Split nested values, such as the arguments of a call, into structure, integers and floats."""
+    integers: list[int] = []
     floats: list[float] = []
-    shape = _shape(value, numbers, floats)
-    return Template(shape, tuple(numbers), tuple(floats))
+    shape = _shape(value, integers, floats)
+    return Template(shape, tuple(integers), tuple(floats))
 
 
 _INT, _FLOAT = "an integer", "a float"
@@ -266,59 +267,59 @@ class _Items:
     keys: tuple[str, ...] = ()  # of a dict
 
 
-def _shape(value: Any, numbers: list[int], floats: list[float]) -> Any:
+def _shape(value: Any, integers: list[int], floats: list[float]) -> Any:
     if isinstance(value, Tensor):
-        return _tensor_shape(value, numbers)
+        return _tensor_shape(value, integers)
     if type(value) is int:
-        numbers.append(value)
+        integers.append(value)
         return _INT
     if type(value) is float:
         floats.append(value)
         return _FLOAT
     if isinstance(value, list | tuple):
         kind = list if isinstance(value, list) else tuple
-        return _Items(kind, tuple(_shape(v, numbers, floats) for v in value))
+        return _Items(kind, tuple(_shape(v, integers, floats) for v in value))
     if isinstance(value, dict):
-        items = tuple(_shape(v, numbers, floats) for v in value.values())
+        items = tuple(_shape(v, integers, floats) for v in value.values())
         return _Items(dict, items, tuple(value))
     return value if isinstance(value, _CONSTANTS) else type(value).__name__
 
 
-def _tensor_shape(tensor: Tensor, numbers: list[int]) -> _TensorShape:
+def _tensor_shape(tensor: Tensor, integers: list[int]) -> _TensorShape:
     size, stride = tensor.size(), tensor.stride()
-    numbers += size
-    numbers += stride
+    integers += size
+    integers += stride
     is_on_gpu = placement.on_gpu(tensor)
     num_bytes = tensor.untyped_storage().nbytes() if is_on_gpu else 0
     offset = int(tensor.storage_offset())
     is_dense = offset == 0 and num_bytes == dense_bytes(size, stride, tensor.element_size())
-    numbers.append(num_bytes)
+    integers.append(num_bytes)
     device = "meta" if is_on_gpu else "cpu"
     return _TensorShape(len(size), tensor.dtype, device, offset % ALIGNMENT, is_dense)
 
 
-def put_numbers(template: Template, numbers: Iterable[int]) -> Any:
-    """Return the nested values of `template` with other integers; tensors are meta tensors."""
-    return _value(template.shape, iter(numbers), iter(template.floats))
+def with_integers(template: Template, integers: Iterable[int]) -> Any:
+    """Return the nested values of `template` with other integers, as meta tensors for the GPU's."""
+    return _value(template.shape, iter(integers), iter(template.floats))
 
 
-def _value(shape: Any, numbers: Iterator[int], floats: Iterator[float]) -> Any:
+def _value(shape: Any, integers: Iterator[int], floats: Iterator[float]) -> Any:
     if isinstance(shape, _TensorShape):
-        return _tensor(shape, numbers)
+        return _tensor(shape, integers)
     if shape is _INT:
-        return next(numbers)
+        return next(integers)
     if shape is _FLOAT:
         return next(floats)
     if isinstance(shape, _Items):
-        values = (_value(item, numbers, floats) for item in shape.items)
+        values = (_value(item, integers, floats) for item in shape.items)
         return shape.kind(zip(shape.keys, values, strict=True) if shape.kind is dict else values)
     return shape
 
 
-def _tensor(shape: _TensorShape, numbers: Iterator[int]) -> Tensor:
-    size = [next(numbers) for _ in range(shape.num_dims)]
-    stride = [next(numbers) for _ in range(shape.num_dims)]
-    num_bytes = next(numbers)
+def _tensor(shape: _TensorShape, integers: Iterator[int]) -> Tensor:
+    size = [next(integers) for _ in range(shape.num_dims)]
+    stride = [next(integers) for _ in range(shape.num_dims)]
+    num_bytes = next(integers)
     if shape.is_dense:
         return torch.empty_strided(size, stride, dtype=shape.dtype, device=shape.device)
     room = max(dense_bytes(size, stride, 1) + shape.offset, num_bytes // shape.dtype.itemsize)
@@ -331,11 +332,12 @@ ZERO = -2  # mark instead of a template: an output that meta makes and CUDA does
 NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 
-class Rebuilt:
-    """The program of `sample` with its bytes left open, for other batch sizes.
+class ResizableProgram:
+    """The program of `sample` without bytes, which are filled in for other batch sizes or GPUs.
 
-    It serves all sizes at which each template's requests have the same order (`orders`). `dropped`
-    has the positions of outputs, by template, that are freed at the end of the call.
+    `orders` has the order of requests of each template of `sample.calls`; a size with other orders
+    needs another instance. `dropped` has, by index of a template, the positions of outputs that are
+    freed at the end of the call.
     """
 
     def __init__(
@@ -366,13 +368,13 @@ class Rebuilt:
             storages=self._storages,
             setup=setup,
             steps=steps,
-            step_shift=self._renamed(self._base.step_shift),
-            micro_shifts=list(map(self._renamed, self._base.micro_shifts)),
+            step_renames=self._with_new_ids(self._base.step_renames),
+            micro_renames=list(map(self._with_new_ids, self._base.micro_renames)),
             coverage=replace(self._base.coverage, unmodelled=self._unmodelled),
         )
 
     def with_bytes(self, requests: "Sequence[Requests]") -> Program:
-        """Return the program with the bytes of `requests`, one for each template."""
+        """Return the program with the bytes of `requests`, an entry for each template."""
         tables: list[Sequence[int]] = [each.num_bytes for each in requests]
         tables += [(0,), self._base.storages.num_bytes]  # for the marks `ZERO` and `NO_CALL`
         num_bytes = [tables[i][position] for i, position in self._slots]
@@ -390,7 +392,7 @@ class Rebuilt:
         return events
 
     def _copy(self, old: Sequence[int], events: list[int]) -> None:
-        """Copy frees, and allocations made outside of operator calls."""
+        """Append `old` events, made outside of operator calls, to `events` with new ids."""
         for event in old:
             if event == EMPTIED:
                 events.append(event)
@@ -402,9 +404,9 @@ class Rebuilt:
             else:
                 events.append(self._allocated(event, (NO_CALL, event)))
 
-    def _renamed(self, shift: Shift) -> dict[int, int]:
-        """Return `shift` with the storage ids of the rebuilt program."""
-        return {self._ids[made]: self._ids[before] for made, before in shift.items()}
+    def _with_new_ids(self, renames: Renames) -> dict[int, int]:
+        """Return `renames` with keys and values replaced by the storage ids of this program."""
+        return {self._ids[made]: self._ids[before] for made, before in renames.items()}
 
     def _allocated(self, old: int, slot: tuple[int, int]) -> int:
         table = self._base.storages
@@ -416,7 +418,7 @@ class Rebuilt:
         return self._storages.add(0, site, kind)
 
     def _call(self, call: Call, order: "RequestOrder", events: list[int]) -> None:
-        """Replay the requests of a call, as `KernelCalls.request` does."""
+        """Append the requests of `call` to `events`, in the order of `KernelCalls.request`."""
         if order.is_partial:
             self._unmodelled[self._templates[call.template].operator] += 1
         new_storages = dict(call.new_storages)
@@ -457,14 +459,14 @@ class Rebuilt:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of one call to the allocator."""
+    """Allocator requests of one operator call: their order, and the bytes of each allocation."""
 
     order: "RequestOrder"  # requests without bytes; equal orders make the same stream of events
     num_bytes: tuple[int, ...]  # bytes of each storage that the call allocates, in order
 
 
 class RequestOrder(NamedTuple):
-    """The requests of a call, in order, without their bytes."""
+    """Order of the allocations and frees of one operator call, without their bytes."""
 
     requests: tuple[int | tuple[int] | None, ...]
     """Position of an allocated output, (n,) for a free of temporary n, None for a new temporary."""
@@ -474,9 +476,9 @@ class RequestOrder(NamedTuple):
     is_partial: bool
 
 
-def requests_of(gpu: Gpu, template: Template, numbers: Sequence[int]) -> Requests:
-    """Return a call's requests on `gpu`, with `numbers` in its template, by its kernel's rule."""
-    func, args, kwargs, out, more = put_numbers(template, numbers)
+def requests_of(gpu: Gpu, template: Template, integers: Sequence[int]) -> Requests:
+    """Return the allocator requests on `gpu` of the call `template` with other `integers`."""
+    func, args, kwargs, out, more = with_integers(template, integers)
     op = op_of(func)
     recipe = recipe_of(gpu, op, args, kwargs, out, more)
     cublas: tuple[int, ...] = ()
@@ -492,7 +494,7 @@ def requests_of(gpu: Gpu, template: Template, numbers: Sequence[int]) -> Request
 def _requests(
     recipe: Recipe, out: Sequence[Tensor]
 ) -> tuple[tuple[int | tuple[int] | None, ...], list[int]]:
-    """Return the order of a recipe's requests, and the bytes of each allocation."""
+    """Return a recipe's requests, coded as in `RequestOrder`, and the bytes of each allocation."""
     requests: list[int | tuple[int] | None] = []
     num_bytes: list[int] = []
     temporary: list[tuple[int, int]] = []  # (ordinal, bytes)

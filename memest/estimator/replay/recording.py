@@ -1,4 +1,4 @@
-"""A replayed run action by action, and PyTorch's and Chrome's files of its actions."""
+"""Recording of each allocator action of a replay, and its files for PyTorch and Chrome."""
 
 import json
 import pickle
@@ -39,7 +39,7 @@ A block that another stream still uses is not allocated any more once its free i
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A probe after `index` actions."""
+    """A probe at the end of a phase, after `index` actions of the allocator."""
 
     index: int
     step: int
@@ -48,9 +48,9 @@ class Mark:
 
 
 class Recording(Player):
-    """One run of a program on one GPU: a player whose allocator records its actions.
+    """A replay on one GPU that records each action of the allocator, such as `alloc` or `free`.
 
-    The stack of an action is the storage of its request.
+    The `stack` of an action is the id of the storage whose request caused it.
     """
 
     plays_repetitions = True
@@ -81,7 +81,7 @@ class Recording(Player):
         self.segments = allocator.described_segments
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
-        """Record a probe."""
+        """Append a `Mark` for the end of `phase`."""
         self.marks.append(Mark(len(self.actions), step, micro_batch, phase))
 
 
@@ -95,9 +95,9 @@ def record_run(
     *,
     gpu: str = "",
 ) -> Recording:
-    """Replay a run as `Run.on`, and record all actions; `PlanError` if it is too long."""
+    """Replay `run` like `Run.on` and record its actions; `PlanError` if it is too long."""
     program, count = run.program, run.num_micro_batches
-    of_step = (part for micro in range(count) for part in program.play(1, micro, count))
+    of_step = (part for micro in range(count) for part in program.parts(1, micro, count))
     num_events = len(program.setup) + run.num_steps * sum(len(part.events) for part in of_step)
     if num_events > MAX_EVENTS:
         raise PlanError(
@@ -111,7 +111,7 @@ def record_run(
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
-    """Return the kind of a storage, one of `KINDS`.
+    """Return the use of a storage, one of `KINDS`.
 
     Storages of backward and optimizer are temporary; those before any module runs are the batch.
     """
@@ -125,13 +125,13 @@ def kind_of(storages: StorageTable, storage: int) -> str:
 
 
 def is_of_segment(action: Entry) -> bool:
-    """Return whether an action is about a segment, or a part of an expandable one."""
+    """Return whether an action maps or unmaps GPU memory, rather than a block in it."""
     return action.action.startswith("segment")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part of a step, from one probe to the next: points `start` to `stop` of a timeline."""
+    """A phase of a step: the points (positions in a `Timeline`) from `start` to `stop`."""
 
     name: str  # name: `forward`, `backward` or `step`
     start: int
@@ -140,7 +140,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Allocated bytes by kind after every allocation and free of one step."""
+    """Bytes during one step, at its start and after each of its allocations and frees.
+
+    Each list has a value for each of these points.
+    """
 
     step: int
     kinds: dict[str, Sequence[int]]  # a value per point for each of `KINDS`, from the step's start
@@ -151,13 +154,13 @@ class Timeline:
     refused_bytes: int  # bytes of the failed request that ended the step; 0 if none failed
 
     def total(self, point: int) -> int:
-        """Return bytes allocated at a point."""
+        """Return the allocated bytes at position `point` of the lists."""
         return sum(values[point] for values in self.kinds.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """One block in a step: it is allocated at the points from `start` until before `stop`."""
+    """One block of a step, allocated from point `start` to before point `stop` of a `Timeline`."""
 
     storage: int
     num_bytes: int  # bytes of the block, with its rounding
@@ -167,7 +170,7 @@ class Lifetime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBlocks:
-    """Blocks of one step, whose points are those of `Timeline`."""
+    """Lifetimes of all blocks of one step, in the points of its `Timeline`."""
 
     step: int
     num_points: int
@@ -178,7 +181,7 @@ class StepBlocks:
 
 
 def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
-    """Return the lifetime of every block in one step; None is the step of the peak."""
+    """Return the lifetime of each block of a step; None is the step with the peak."""
     step = recording.result.peak.step if step is None else step
     step = min(step, max((mark.step for mark in recording.marks), default=step))
     marks = [mark for mark in recording.marks if mark.step == step]
@@ -228,9 +231,9 @@ _NEXT = {
 
 
 def timeline(recording: Recording, step: int | None = None) -> Timeline:
-    """Return one step of a recording; None is the step of the peak.
+    """Return the bytes during a step; None is the step with the peak.
 
-    A strategy's steps are recorded as far as they were traced; later ones are like the last.
+    A step after the last recorded one gives the last.
     """
     found = step_blocks(recording, step)
     changes = {kind: [0] * (found.num_points + 1) for kind in KINDS}
@@ -278,8 +281,8 @@ def _spans(
 def torch_snapshot(recording: Recording) -> dict[str, Any]:
     """Return the recording in the form of `torch.cuda.memory._snapshot()`.
 
-    As torch records them, allocations and frees have their requested sizes, blocks their own. The
-    timelines of `_memory_viz` colour by `category`.
+    As in torch, allocations and frees have the requested sizes, blocks the rounded ones. Entries
+    have a `category`, by which the timelines of `_memory_viz` are coloured.
     """
     return {
         "segments": recording.segments(list(recording.blocks.values())),
@@ -304,9 +307,9 @@ def write_chrome_trace(recording: Recording, path: Path) -> None:
 
 
 def chrome_trace(recording: Recording) -> dict[str, Any]:
-    """Return counters of allocated bytes by kind and of reserved bytes; phases and lines as slices.
+    """Return the recording in Chrome's trace format: bytes over time, phases, the script's lines.
 
-    One event is one microsecond: the order is known, the time is not.
+    One action is one microsecond: the order is known, the time is not.
     """
     rows: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "memest: predicted"}},
@@ -355,7 +358,7 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
 
 
 def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
-    """Return the frames of storages of one call site."""
+    """Return the stack frames of storages of one call site, as in torch's snapshot."""
     frames = [
         {"filename": filename, "line": 0, "name": name}
         for filename, name in _frame_names(site, kind)
@@ -369,7 +372,7 @@ def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
 
 
 def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
-    """Yield (`operator`, `module`, `phase` or `held for`, name), innermost first."""
+    """Yield (label, name) of each frame, innermost first. A label is such as `module`."""
     if site.op:
         yield "operator", site.op
     module = site.module
@@ -381,7 +384,7 @@ def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _trace(recording: Recording) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each action, with its position as the time."""
+    """Yield torch's entry for each action, with its position as the time."""
     made = zip(recording.actions, recording.history.trace(), strict=True)
     for index, (action, entry) in enumerate(made):
         category = "unknown"  # `_memory_viz` needs one such event if categories are used
@@ -394,7 +397,7 @@ _AFTER = _STRETCH | {Phase.AFTER_OPTIMIZER_STEP: "optimizer step"}
 
 
 def _slices(recording: Recording) -> Iterator[tuple[str, int, int]]:
-    """Return (name, start, stop) of setup and phases, by positions in the actions."""
+    """Yield (name, start, stop) of the setup and of each phase, as positions in the actions."""
     marks = recording.marks
     if marks:
         yield "setup", 0, marks[0].index

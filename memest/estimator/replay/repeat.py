@@ -1,4 +1,4 @@
-"""Steps of a plan after the first, as repetitions of its forwards and backwards.
+"""Later steps of a plan, as repetitions of the logged forwards and backwards of its first step.
 
 A micro-batch makes the same requests in every step, so only the loop and the optimizer's step run
 again. It may make others, and each step runs as a whole, if in the first step
@@ -39,7 +39,7 @@ from memest.models_meta.assemble import loss_of
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """Lengths of a run's logs at one point of the run."""
+    """Lengths of a run's logs (events, work, calls, operators) at one point of the run."""
 
     event: int
     work: int
@@ -88,9 +88,9 @@ class _MicroBatch:
 
 
 class StepRepeater:
-    """Runs the micro-batches of a plan's first step, and repeats them in the others.
+    """Runs the micro-batches of a plan's first step, and repeats their log entries in later steps.
 
-    `num_micro_batches` is the number per step; `calls` records calls, if it is not None.
+    `num_micro_batches` is the number per step. `calls` records operator calls; None records none.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StepRepeater:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take over autograd's entry point until the block ends."""
+        """Replace autograd's `_engine_run_backward` until the block ends."""
         engine = torch.autograd.graph._engine_run_backward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ class StepRepeater:
             yield
 
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-        """Return the loss of the next micro-batch; see `assemble.loss_of`."""
+        """Run or repeat the next forward and return its loss; see `assemble.loss_of`."""
         step, index = divmod(self._number, self._num_micro_batches)
         self._number += 1
         if self._number == self._num_micro_batches + 1:
@@ -145,7 +145,7 @@ class StepRepeater:
         return loss
 
     def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `_engine_run_backward`, or make the requests of an earlier backward again."""
+        """Run `_engine_run_backward`, or repeat the log entries of the first step's backward."""
         if self._repeated is not None:
             return self._backward_again(self._repeated)
         running, self._running = self._running, None
@@ -160,7 +160,7 @@ class StepRepeater:
         return result
 
     def _add_frees(self, running: _MicroBatch, end: _Position) -> None:
-        """Add the frees of weights that autocast has cast, after the forward."""
+        """Add to the forward the frees logged before `end`, such as of autocast's copies."""
         events = running.forward.events
         made = {event for event in events if event >= 0} - {running.loss.index}
         log = self._memory.log.events
@@ -204,7 +204,7 @@ class StepRepeater:
         return not read & FROM_BUFFER or _versions(self._model.buffers()) == buffers
 
     def _knows_all(self) -> bool:
-        """ """
+        """Return whether each micro-batch can be repeated; order its `held` by frees."""
         self._memory.settle()
         log = self._memory.log
         for micro_batch in self._known:
@@ -245,28 +245,29 @@ class StepRepeater:
         return ()
 
     def _play(self, stretch: _Stretch, kept: set[int], ids: dict[int, int]) -> None:
-        """Make the requests of `stretch` again, and add its entries to all logs again."""
+        """Repeat the log entries of `stretch`. Storages in `kept` are not allocated again. New
+        storage ids are added to `ids`, by the old ids."""
         memory, mode = self._memory, self._mode
         memory.settle()
-        places = []  # position in the log of each event of the stretch
+        positions = []  # position in the log of each event of the stretch
         for event in stretch.events:
-            places.append(len(memory.log.events))
+            positions.append(len(memory.log.events))
             if event < 0:
                 if self._inputs.pop(free_of(event), None) is None:
                     memory.free(ids[free_of(event)])
                 memory.settle()
             elif event not in kept:
                 ids[event] = memory.allocate_like(event)
-        places.append(len(memory.log.events))
+        positions.append(len(memory.log.events))
         if self._calls is not None:
-            self._calls.repeat(stretch.calls, stretch.start.event, places, ids)
+            self._calls.repeat(stretch.calls, stretch.start.event, positions, ids)
         mode.work.events.extend(stretch.work)
         mode.kernels.coverage.num_ops += stretch.num_ops
         mode.kernels.coverage.unmodelled += stretch.unmodelled
         mode.rng.default.offset += stretch.random
 
     def _made(self, tensor: Any) -> _Made | None:
-        """Describe a tensor of the GPU; None if `_empty` cannot make one like it."""
+        """Return the description of a GPU tensor; None if `_empty` cannot make an equal one."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return None
         index = self._memory.id_of(tensor)
@@ -277,7 +278,7 @@ class StepRepeater:
         return made if is_alike else None
 
     def _host_state(self) -> Any:
-        """Return the number of guesses, and the states of the host's random generators."""
+        """Return the states of the host's random generators, and the number of guessed values."""
         with _disable_current_modes():
             of_torch = torch.default_generator.get_state().numpy().tobytes()
         counts = self._guesses.counts.total(), self._mode.host.rng.num_waiting
@@ -296,13 +297,12 @@ class StepRepeater:
         )
 
     def _since(self, start: _Position) -> _Stretch:
-        """Return the log entries since `start`."""
         now = self._position()
         return _Stretch(
             start,
             self._memory.log.events[start.event :].tolist(),
             self._mode.work.events[start.work :],
-            () if self._calls is None else self._calls.since(start.call),
+            () if self._calls is None else self._calls.calls_since(start.call),
             now.num_ops - start.num_ops,
             now.unmodelled - start.unmodelled,
             now.random - start.random,
@@ -324,7 +324,7 @@ def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
 
 
 class _Loss(torch.autograd.Function):
-    """Makes a loss with an autograd node; the node has no reference to the loss."""
+    """Creates the loss of a repeated forward; its autograd node has no reference to it."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, made: _Made, held: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Programs, and their replay through the simulated allocator.
+"""Replay of a program (the allocator events of a simulated run) through the simulated allocator.
 
 A program is the event streams between probes, in order, with facts about the plan's model. A replay
 has a report row at each probe.
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from memest.models_meta.geometry import LayerGeometry
 
 
-Shift = Mapping[int, int]  # renames before a span is replayed: ids it allocates -> ids it frees
+Renames = Mapping[int, int]  # renames before a span is replayed: ids it allocates -> ids it frees
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of parameters, gradients and optimizer state at a probe."""
+    """Bytes of parameters, gradients and optimizer state at the end of a phase of a step."""
 
     params: int = 0
     grads: int = 0
@@ -47,7 +47,10 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Allocator events in order, then a probe at the end of a phase, or none."""
+    """Allocator events of one phase of a micro-batch, and the state bytes at its end.
+
+    A script's steps are not cut into phases: one part has all events of a step, and no phase.
+    """
 
     events: Sequence[int]
     phase: Phase | None = None
@@ -64,10 +67,10 @@ MicroBatch = Sequence[Part]  # in order; frees left by the one before are in the
 
 @dataclass(slots=True)
 class Program:
-    """A simulated run as data: storages, allocator events of each part, and the probes' figures.
+    """A simulated run as data: its storages, and the allocator events of each phase of each step.
 
-    A replay of more steps repeats the last step. A replay of more micro-batches repeats the middle
-    one, or, of two, the last without the optimizer's step.
+    A replay can have more steps and micro-batches than the run. Further steps repeat the last one.
+    Further micro-batches repeat the middle one of three, or the last of two without the optimizer.
     """
 
     storages: StorageTable
@@ -75,8 +78,10 @@ class Program:
     steps: list[list[MicroBatch]] = field(default_factory=list)
     """Micro-batches of each step: the first, one from the middle if it differs, the last."""
 
-    step_shift: Shift = field(default_factory=dict)  # renames before the last step is played again
-    micro_shifts: list[Shift] = field(default_factory=list)
+    step_renames: Renames = field(
+        default_factory=dict
+    )  # renames before the last step is played again
+    micro_renames: list[Renames] = field(default_factory=list)
     """Renames of storages of each step, before its middle micro-batch is played again."""
 
     coverage: Coverage = field(default_factory=Coverage)
@@ -85,8 +90,8 @@ class Program:
     num_known_steps: int | None = None  # steps after which further rows repeat the last, or None
     _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
 
-    def play(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
-        """Return micro-batch `micro` of `step`."""
+    def parts(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
+        """Return the parts of micro-batch `micro` of `step`, or of the one that it repeats."""
         step = min(step, len(self.steps) - 1)
         ran = self.steps[step]
         if micro == 0 or len(ran) == num_micro_batches:
@@ -99,19 +104,19 @@ class Program:
             self._middles[step] = [part for part in ran[-1] if not part.is_optimizers]
         return self._middles[step]
 
-    def shift(self, step: int, micro: int, num_micro_batches: int) -> Shift:
-        """Return the renames before micro-batch `micro` of `step` is played."""
+    def renames(self, step: int, micro: int, num_micro_batches: int) -> Renames:
+        """Return the storage ids to `rename` before micro-batch `micro` of `step` is played."""
         last = len(self.steps) - 1
         if micro == 0:
-            return self.step_shift if step > last else {}
+            return self.step_renames if step > last else {}
         num_run = len(self.steps[min(step, last)])
         is_first_time = micro == 1 or (num_run > 2 and micro == num_micro_batches - 1)
-        if num_run == num_micro_batches or is_first_time or not self.micro_shifts:
+        if num_run == num_micro_batches or is_first_time or not self.micro_renames:
             return {}
-        return self.micro_shifts[min(step, last)]
+        return self.micro_renames[min(step, last)]
 
     def most_held_bytes(self, *states: str) -> int:
-        """Return the largest sum of the fields `states` of `StateBytes` over all probes."""
+        """Return the highest sum, over all phases, of the `StateBytes` fields named in `states`."""
         parts = (part for step in self.steps for batch in step for part in batch)
         return max((sum(getattr(p.state, name) for name in states) for p in parts), default=0)
 
@@ -121,21 +126,21 @@ class Program:
         return sum(self.storages.num_bytes[index] for index in alive)
 
     def until_forward(self) -> Iterator[Sequence[int]]:
-        """Yield the event streams of the first step up to the end of its forward pass."""
+        """Yield the events of the first step's parts, up to the end of its first forward."""
         for part in self.steps[0][0]:
             yield part.events
             if part.phase is Phase.AFTER_FORWARD:
                 return
 
     def alive_after(self, streams: Iterable[Sequence[int]]) -> set[int]:
-        """Return the ids of the storages still allocated after these event streams."""
+        """Return the ids of storages that are still allocated after the event lists `streams`."""
         alive: dict[int, None] = {}
         for events in streams:
             play(events, alive, self.storages)
         return set(alive)
 
     def streams(self) -> Iterator[Sequence[int]]:
-        """Return all event streams, each once."""
+        """Yield the event lists of the setup and of every part, in order."""
         yield self.setup
         for step in self.steps:
             for batch in step:
@@ -143,25 +148,25 @@ class Program:
                     yield part.events
 
 
-def find_shifts(program: Program) -> None:
-    """Fill in the renames for parts of `program` that are played again."""
+def find_renames(program: Program) -> None:
+    """Set `step_renames` and `micro_renames`, which a replay applies before it repeats events."""
     alive: dict[int, None] = {}
     play(program.setup, alive, program.storages)
-    program.micro_shifts = []
+    program.micro_renames = []
     for step in program.steps:
         before_step = set(alive)
-        shift: Shift = {}
+        renames: Renames = {}
         for number, batch in enumerate(step):
             before = set(alive)
             for part in batch:
                 if part.is_optimizers and number == 1:  # a micro-batch in the middle ends here
-                    shift = _renames(program.storages, before, alive)
+                    renames = _pair_equal(program.storages, before, alive)
                 play(part.events, alive, program.storages)
             if number == 1 and not any(part.is_optimizers for part in batch):
-                shift = _renames(program.storages, before, alive)
-        program.micro_shifts.append(shift)
+                renames = _pair_equal(program.storages, before, alive)
+        program.micro_renames.append(renames)
         if len(program.steps) > 1:
-            program.step_shift = _renames(program.storages, before_step, alive)
+            program.step_renames = _pair_equal(program.storages, before_step, alive)
 
 
 def play(
@@ -171,18 +176,22 @@ def play(
     *,
     is_immediate: bool = False,
 ) -> None:
-    """Add storages that `events` allocate to `alive`, and remove freed ones."""
+    """Apply `events` to `alive`, whose keys are the ids of allocated storages.
+
+    `is_immediate` has the meaning of `freed_id`.
+    """
     for event in events:
         if event >= 0:
             alive[event] = None
         else:
-            alive.pop(ended_by(event, storages, is_immediate=is_immediate), None)
+            alive.pop(freed_id(event, storages, is_immediate=is_immediate), None)
 
 
-def ended_by(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
+def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
     """Return the id of the storage that `event` frees, or -1 if it frees none.
 
-    A deferred block counts as freed when it returns to its pool; with `is_immediate`, at once.
+    A storage that a collective holds (`stashed`) is freed when the collective returns it. With
+    `is_immediate`, it is freed as early as any other.
     """
     is_return = event <= RETURNED
     index = return_of(event) if is_return else free_of(event)
@@ -190,8 +199,8 @@ def ended_by(event: int, storages: StorageTable, *, is_immediate: bool = False) 
     return index if is_return == is_stashed else -1
 
 
-def _renames(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> Shift:
-    """Pair storages only in `after` with those only in `before`, by size, site and kind."""
+def _pair_equal(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> Renames:
+    """Pair storages only in `after` with those only in `before` of equal size, site and kind."""
     freed: dict[object, list[int]] = defaultdict(list)
     for index in sorted(before.difference(after)):
         freed[_origin(storages, index)].append(index)
@@ -237,7 +246,7 @@ _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 @cache
 def within_model(site: Site, root: str = "") -> Site:
-    """Return `site` with its module named by the path within the model `root`."""
+    """Return `site` with the module's path within the model `root`, without torch's wrappers."""
     module = site.module
     inside = module.removeprefix(f"{root}.")
     if not root or inside == module:  # outside of the model, or the model is the outermost module
@@ -248,7 +257,7 @@ def within_model(site: Site, root: str = "") -> Site:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One event of a run: event `index` of `step`, which allocated `storage`."""
+    """An event of a replay: its number in the run, its step, the storage allocated last."""
 
     index: int
     step: int
@@ -257,7 +266,7 @@ class Moment:
 
 @dataclass(slots=True)
 class Replayed:
-    """Simulated result of one run on one GPU."""
+    """Result of a replay on one GPU: a row per phase, peaks, and the failed request if any."""
 
     rows: list[PhaseRow] = field(default_factory=list)
     peak_allocated_bytes: int = 0
@@ -275,13 +284,13 @@ class Replayed:
 def live_at(
     program: Program, num_micro_batches: int, moment: Moment, timing: FreeTiming = FreeTiming.LATEST
 ) -> list[int]:
-    """Return the ids of the storages alive just after the event of `moment`."""
+    """Return the ids of the storages that are allocated just after the event of `moment`."""
     alive: dict[int, None] = {}
     num_left = moment.index
     for step in range(moment.step + 1):
         is_immediate = timing.is_immediate(step)
-        for shift, events in streams_of(program, step, num_micro_batches):
-            rename(alive, shift)
+        for renames, events in streams_of(program, step, num_micro_batches):
+            rename(alive, renames)
             play(events[:num_left], alive, program.storages, is_immediate=is_immediate)
             if num_left <= len(events):
                 return list(alive)
@@ -289,27 +298,31 @@ def live_at(
     return list(alive)
 
 
-def rename(held: dict[int, Any], shift: Shift) -> None:
-    """Rename storage ids in `held` by `shift`, since the repeated events use the old ids again."""
-    for made, before in shift.items():
+def rename(held: dict[int, Any], renames: Renames) -> None:
+    """Rename keys of `held`, which are storage ids, before events are played again.
+
+    Repeated events allocate and free the same ids as the first time. `renames` maps an id that they
+    allocate, and that is still allocated, to the id that they free.
+    """
+    for made, before in renames.items():
         if made in held:
             held[before] = held.pop(made)
 
 
 def streams_of(
     program: Program, step: int, num_micro_batches: int
-) -> Iterable[tuple[Shift, Sequence[int]]]:
-    """Yield (renames, events) for each part of a step, in order."""
+) -> Iterable[tuple[Renames, Sequence[int]]]:
+    """Yield (renames, events) for each part of `step`: ids to `rename` first, then events."""
     if step == 0:
         yield {}, program.setup
     for micro in range(num_micro_batches):
-        yield program.shift(step, micro, num_micro_batches), ()
-        for part in program.play(step, micro, num_micro_batches):
+        yield program.renames(step, micro, num_micro_batches), ()
+        for part in program.parts(step, micro, num_micro_batches):
             yield {}, part.events
 
 
 class Player:
-    """Applies events about `storages` to an allocator."""
+    """Applies a program's allocations and frees to a simulated allocator."""
 
     plays_repetitions = False  # True if steps and micro-batches that repeat another are played, too
 
@@ -325,10 +338,10 @@ class Player:
         self.peak = Moment(0, 0, -1)
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
-        """Record that the run has reached a probe; the base class does nothing."""
+        """Record that the run has reached the end of `phase`; the base class does nothing."""
 
     def play(self, events: Sequence[int]) -> None:
-        """Apply events in order. This loop has no streams; it takes most of the time of a replay.
+        """Apply events in order. Most of a replay's time is spent in this loop for a single stream.
 
         Raises:
             OutOfMemory: no memory is left for `storage`.
@@ -357,7 +370,7 @@ class Player:
         self.num_events = count
 
     def _play_on_streams(self, events: Sequence[int]) -> None:
-        """Apply events in order, with pools by stream and blocks that return later."""
+        """Apply events in order, with a pool per stream and deferred frees."""
         storages, allocator, blocks = self.storages, self.allocator, self.blocks
         num_bytes, streams, tried = storages.num_bytes, storages.streams, storages.tried
         malloc, end = allocator.malloc, self._apply_free
@@ -381,7 +394,7 @@ class Player:
                     self.peak = Moment(self.num_events, self.step, event)
 
     def _play_other(self, event: int) -> None:
-        """Apply an event without a storage: the cache is emptied, or the driver takes memory."""
+        """Apply an event that concerns no storage, such as one that empties the cache."""
         if event == EMPTIED:
             self.allocator.empty_cache()
         elif event == FIRST_KERNEL:
@@ -390,7 +403,7 @@ class Player:
             self.allocator.addresses.create_cublas_handle()
 
     def _smaller_block_of(self, index: int) -> Block | None:
-        """Return a block for a workspace that a library tries; halve the request until it fits."""
+        """Return a block for storage `index`, halving the request until it fits, or None."""
         storages = self.storages
         num_bytes, stream = storages.num_bytes[index], storages.streams.get(index, 0)
         while num_bytes:
@@ -400,7 +413,7 @@ class Player:
         return None
 
     def _apply_free(self, event: int) -> None:
-        ended = ended_by(event, self.storages, is_immediate=self.is_immediate)
+        ended = freed_id(event, self.storages, is_immediate=self.is_immediate)
         block = self.blocks.pop(ended, None)
         if block is None:
             returned = self.deferred.pop(return_of(event), None)
@@ -414,7 +427,7 @@ class Player:
 
 
 class _Replay:
-    """One replay of a program: plays its parts, and copies the rows of parts that repeat."""
+    """One replay of a program. Steps that repeat another are not played: their rows are copied."""
 
     def __init__(self, program: Program, player: Player, timing: FreeTiming) -> None:
         self.program, self.player, self.timing = program, player, timing
@@ -463,7 +476,10 @@ class _Replay:
             batch = self._play_micro_batch(micro, num_micro_batches)
             micro += 1
             num_alike = num_micro_batches - 1 - micro
-            if num_alike < 1 or self.program.play(self.step, micro, num_micro_batches) is not batch:
+            if (
+                num_alike < 1
+                or self.program.parts(self.step, micro, num_micro_batches) is not batch
+            ):
                 continue
             before, state = state, self._state()
             if state == before:
@@ -474,10 +490,10 @@ class _Replay:
                 micro += num_alike
 
     def _play_micro_batch(self, micro: int, num_micro_batches: int) -> MicroBatch:
-        batch = self.program.play(self.step, micro, num_micro_batches)
+        batch = self.program.parts(self.step, micro, num_micro_batches)
         player = self.player
         player.step, player.is_immediate = self.step, self.timing.is_immediate(self.step)
-        rename(player.blocks, self.program.shift(self.step, micro, num_micro_batches))
+        rename(player.blocks, self.program.renames(self.step, micro, num_micro_batches))
         if batch is self._played:  # its deferred blocks return in the next micro-batch
             for index in list(player.deferred):
                 self.allocator.complete(player.deferred.pop(index))
@@ -518,10 +534,8 @@ class _Replay:
         )
 
     def _state(self) -> tuple[object, ...]:
-        """Return the state of the allocator; equal states continue equally.
-
-        It consists of free blocks, addresses of live storages and the peak so far.
-        """
+        """Return the state of the allocator; a step that starts in an equal state repeats. It
+        consists of free blocks, addresses of live storages and the peak so far."""
         if self.player.plays_repetitions:
             return (object(),)  # never equal
         return (
@@ -556,10 +570,11 @@ class Run:
         player: Player | None = None,
         is_soft: bool = False,
     ) -> Replayed:
-        """Replay the run under a limit of the allocator, or None.
+        """Replay the run under an allocator limit in bytes; None means no limit.
 
-        `player` applies the events, to an allocator of this limit. With `is_soft`, requests without
-        room raise the limit, except with `settings`, or if a library only tries it.
+        `player` applies the events, to an allocator of this limit. With `is_soft`, a request
+        without room raises the limit instead of failing, unless `settings` are set or a library
+        only tries it.
         """
         program, storages = self.program, self.program.storages
         if player is None:

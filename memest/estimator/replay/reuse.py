@@ -36,16 +36,16 @@ from memest.estimator.replay.call_log import (
     CallLog,
     CallRecorder,
     Choice,
-    Rebuilt,
     RequestOrder,
     Requests,
+    ResizableProgram,
     Span,
     Template,
-    put_numbers,
     requests_of,
-    take_numbers,
+    to_template,
+    with_integers,
 )
-from memest.estimator.replay.replay import MicroBatch, Part, Program, TracedPlan, find_shifts
+from memest.estimator.replay.replay import MicroBatch, Part, Program, TracedPlan, find_renames
 from memest.estimator.replay.virtual_run import UNLIMITED_BYTES, NoLines
 from memest.estimator.tensors.storages import EMPTIED, StorageTable, free_of
 from memest.estimator.virtual_gpu import VirtualGpu
@@ -60,12 +60,13 @@ def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
 
 
 class NotInterpolable(Exception):
-    """The calls of two simulated runs differ in more than integers, so no interpolation exists."""
+    """Raised if a program cannot be made from other runs, so that its plan has to be simulated."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
-    """The integers of one call as polynomials in the size, stored as forward differences."""
+class _CallPolynomials:
+    """The integers of one call (sizes, strides) as polynomials in batch size or sequence length.
+    They are stored as forward differences between runs at equally spaced sizes, the samples."""
 
     template: Template
     differences: tuple[tuple[int, ...], ...]  # values at the first sample, then differences
@@ -73,7 +74,8 @@ class _Numbers:
     """Requests of the call at the smallest size, once computed."""
 
     def at(self, index: Fraction) -> list[int]:
-        """Return the integers `index` steps after the first sample; `ValueError` for fractions."""
+        """Return the integers of the call, `index` samples after the first; `ValueError` for
+        fractions."""
         values = list(self.differences[0])
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
@@ -85,7 +87,7 @@ class _Numbers:
         return values
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
-        """Return the call's requests `index` steps after the first sample."""
+        """Return the call's allocator requests, `index` samples after the first."""
         if index and any(map(any, self.differences[1:])):  # else equal at all sizes
             return requests_of(gpu, self.template, self.at(index))
         if not self.at_first:
@@ -93,17 +95,17 @@ class _Numbers:
         return self.at_first[0]
 
 
-def _polynomials(samples: Sequence[Template]) -> _Numbers:
-    """Return the polynomials through the numbers of one call in each sample."""
+def _fit_polynomials(samples: Sequence[Template]) -> _CallPolynomials:
+    """Fit polynomials to the integers of one call, from its template in each sample run."""
     first = samples[0]
     if any(other.shape != first.shape for other in samples[1:]):
         raise NotInterpolable("a call has other arguments")
-    rows = [sample.numbers for sample in samples]
+    rows = [sample.integers for sample in samples]
     differences = []
     while rows:
         differences.append(rows[0])
         rows = [tuple(b - a for a, b in zip(x, y, strict=True)) for x, y in pairwise(rows)]
-    return _Numbers(first, tuple(differences))
+    return _CallPolynomials(first, tuple(differences))
 
 
 class Interpolation:
@@ -128,7 +130,7 @@ class Interpolation:
     ) -> None:
         self.start, self.spacing, self.step = start, spacing, step or spacing
         self._gpu = gpu
-        self._rebuilt: dict[tuple[RequestOrder, ...], Rebuilt] = {}
+        self._rebuilt: dict[tuple[RequestOrder, ...], ResizableProgram] = {}
         first = samples[0]
         for other in samples[1:]:
             same = replace(other, program=first.program, seq_len=first.seq_len)
@@ -140,7 +142,9 @@ class Interpolation:
         if len({len(log.choices) for log in logs}) > 1:
             raise NotInterpolable("other things are decided")
         rows = zip(*(log.choices for log in logs), strict=True)
-        self._choices = {row[0]: _polynomials([choice.template for choice in row]) for row in rows}
+        self._choices = {
+            row[0]: _fit_polynomials([choice.template for choice in row]) for row in rows
+        }
         for position, sample in enumerate(samples):
             value = start + position * spacing
             if self.at(value).program != sample.program:
@@ -152,22 +156,22 @@ class Interpolation:
         Raises:
             NotInterpolable: another attention backend is chosen there, or an integer is a fraction.
         """
-        if not self.chooses_alike(value):
+        if not self.has_same_kernels(value):
             raise NotInterpolable(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
         try:
-            requests = [numbers.requests(index, self._gpu) for numbers in self._polynomials]
+            requests = [call.requests(index, self._gpu) for call in self._polynomials]
         except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
             raise NotInterpolable(f"there is no such call at {value}: {error}") from error
         orders = tuple([r.order for r in requests])
         rebuilt = self._rebuilt.get(orders)
         if rebuilt is None:
-            rebuilt = self._rebuilt[orders] = Rebuilt(self._sample, orders)
+            rebuilt = self._rebuilt[orders] = ResizableProgram(self._sample, orders)
         program = rebuilt.with_bytes(requests)
         return replace(self._sample, program=program, work=None, calls=None)
 
-    def chooses_alike(self, value: int) -> bool:
-        """Return whether every kernel choice at `value` is the same as in the samples."""
+    def has_same_kernels(self, value: int) -> bool:
+        """Return whether every kernel choice at the size `value` is that of the samples."""
         outcomes = self.outcomes(value)
         return outcomes is not None and all(
             outcome == choice.outcome
@@ -175,23 +179,23 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the kernel choices at `value`; None if `value` is not `start` plus whole steps."""
+        """Return the outcome of each kernel choice at `value`; None if no step reaches `value`."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
         try:
             return tuple(
-                choose_again(choice, numbers.at(index), self._gpu)
-                for choice, numbers in self._choices.items()
+                choose_again(choice, integers.at(index), self._gpu)
+                for choice, integers in self._choices.items()
             )
         except ValueError:
             return None
 
 
-def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
+def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
     """Return the outcome of a kernel choice on `gpu` for other integers, such as sizes."""
     try:
-        args, kwargs = put_numbers(choice.template, numbers)
+        args, kwargs = with_integers(choice.template, integers)
     except RuntimeError:  # no tensor can have such a shape
         return None
     if choice.rule == "gemm_4bit":
@@ -206,11 +210,10 @@ def choose_again(choice: Choice, numbers: Sequence[int], gpu: Gpu) -> Any:
         return choose_backend(*args, **kwargs, gpu=gpu)
 
 
-def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
-    """Match the calls of all samples; calls that differ in any sample are distinct.
-
-    Return the polynomials of each distinct call, and the first sample's log in terms of them.
-    """
+def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallLog]:
+    """Match the calls of the sample runs, one by one; calls that differ in any run are distinct.
+    Return the polynomials of each distinct call, and the first run's log with calls numbered by
+    them."""
     known: dict[tuple[int, ...], int] = {}
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):
@@ -222,10 +225,11 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_Numbers], CallLog]:
             index = known.setdefault(key, len(known))
             calls.append(replace(row[0], template=index))
         spans.append(Span(group[0].events, calls))
-    numbers = [
-        _polynomials([log.templates[i] for log, i in zip(logs, key, strict=True)]) for key in known
+    polynomials = [
+        _fit_polynomials([log.templates[i] for log, i in zip(logs, key, strict=True)])
+        for key in known
     ]
-    return numbers, CallLog([n.template for n in numbers], spans, logs[0].choices)
+    return polynomials, CallLog([p.template for p in polynomials], spans, logs[0].choices)
 
 
 # Programs made from parts of others: fewer micro-batches, another optimizer.
@@ -248,7 +252,7 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     for number, (first, last) in enumerate(program.steps):
         parts = [replace(part, events=source.copied(part.events)) for part in first]
         source.leave_out(
-            [p.events for p in last if not p.is_optimizers], program.micro_shifts[number]
+            [p.events for p in last if not p.is_optimizers], program.micro_renames[number]
         )
         parts += [replace(p, events=source.copied(p.events)) for p in last if p.is_optimizers]
         steps.append([parts])
@@ -256,7 +260,7 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
 
 
 class OptimizerStep:
-    """Allocator events of one optimizer's step, to be put into programs of other plans.
+    """Allocator events of one optimizer's step, to be inserted into programs of other plans.
 
     `own` is a run with this optimizer and one micro-batch, `other` the same with another optimizer.
 
@@ -322,13 +326,13 @@ def _program_of(
     storages: StorageTable, setup: list[int], steps: list[list[MicroBatch]], like: Program
 ) -> Program:
     program = Program(storages=storages, setup=setup, steps=steps, coverage=like.coverage)
-    find_shifts(program)
+    find_renames(program)
     return program
 
 
 @dataclass(slots=True)
 class _Copier:
-    """Copies parts of a program, with their storages, into the table `made` of a new program."""
+    """Copies events of a program, and their storages from `table` into the new table `made`."""
 
     table: StorageTable
     made: StorageTable
@@ -339,7 +343,7 @@ class _Copier:
             raise NotInterpolable("more than one stream runs")
 
     def copied(self, events: Sequence[int]) -> list[int]:
-        """Return `events` with the ids of the new table, to which their storages are added."""
+        """Return `events` with ids of the new table, to which their storages are added."""
         old, made, ids = self.table, self.made, self.ids
         found = []
         for event in events:
@@ -355,7 +359,8 @@ class _Copier:
         return found
 
     def align(self, events: Sequence[int], copied: Sequence[int]) -> None:
-        """Map the storages of `events` to those of `copied`, the same events of another program."""
+        """Use the storages of `copied` for those of `events`: the same events of another
+        program."""
         if [event >= 0 for event in events] != [event >= 0 for event in copied]:
             return
         for event, other in zip(events, copied, strict=True):
@@ -365,10 +370,8 @@ class _Copier:
                 self.ids.pop(free_of(event), None)
 
     def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
-        """Map the storages of a setup to `copied`, from `other` with more or less optimizer state.
-
-        The optimizer state is allocated last in the setup, before the cache is emptied.
-        """
+        """Use the storages of `copied`, a copy of `other`'s setup, for those of `own`'s setup. The
+        optimizer state, which may differ, is allocated last, before the cache is emptied."""
         mine = [event for event in own.setup if event != EMPTIED]
         theirs = [event for event in other.setup if event != EMPTIED]
         num = min(len(mine), len(theirs))
@@ -378,8 +381,9 @@ class _Copier:
             raise NotInterpolable("the setups differ")
         self.align(mine[:num], [event for event in copied if event != EMPTIED][:num])
 
-    def leave_out(self, streams: Sequence[Sequence[int]], shift: Mapping[int, int]) -> None:
-        """Leave out event streams; `shift` maps their new storages to equal ones that they free."""
+    def leave_out(self, streams: Sequence[Sequence[int]], renames: Mapping[int, int]) -> None:
+        """Omit the event lists `streams`, which replace some storages by equal ones. `renames` maps
+        each storage that they allocate and do not free to one that they free."""
         made: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
@@ -389,9 +393,9 @@ class _Copier:
                 made.remove(free_of(event))
             else:
                 freed.add(free_of(event))
-        if made != shift.keys() or freed != set(shift.values()) or not freed <= self.ids.keys():
+        if made != renames.keys() or freed != set(renames.values()) or not freed <= self.ids.keys():
             raise NotInterpolable("what is left out keeps other things than it frees")
-        for kept, before in shift.items():
+        for kept, before in renames.items():
             self.ids[kept] = self.ids.pop(before)
 
 
@@ -424,8 +428,8 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     replaced, extra = _replaced_attention(log, first, gpu)
     try:
         calls = [replaced.get(template, template) for template in templates]
-        requests = [requests_of(gpu, call, call.numbers) for call in calls]
-        if not replaced and requests == [requests_of(first, t, t.numbers) for t in templates]:
+        requests = [requests_of(gpu, call, call.integers) for call in calls]
+        if not replaced and requests == [requests_of(first, t, t.integers) for t in templates]:
             return sample
     except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
         raise NotInterpolable(f"there is no such call: {error}") from error
@@ -436,7 +440,7 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     if key in log.on_chips:
         return log.on_chips[key]
     dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
-    program = Rebuilt(sample, [r.order for r in requests], dropped).with_bytes(requests)
+    program = ResizableProgram(sample, [r.order for r in requests], dropped).with_bytes(requests)
     sites = [replace(s, op=renamed[s.op]) if s.op in renamed else s for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
     log.on_chips[key] = replace(sample, program=program, calls=None)
@@ -446,14 +450,12 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
 def _replaced_attention(
     log: CallLog, first: Gpu, gpu: Gpu
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
-    """Return the attention calls on `gpu` that replace calls on `first`, by the replaced call.
-
-    The second result has the positions of outputs that only the new call makes.
-    """
+    """Return the attention calls on `gpu` that replace calls on `first`, by the replaced call. The
+    second result has the positions of outputs that only the new call makes."""
     replaced: dict[Template, Template] = {}
     extra: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
-        outcome = choose_again(choice, choice.template.numbers, gpu)
+        outcome = choose_again(choice, choice.template.integers, gpu)
         if outcome == choice.outcome:
             continue
         if choice.outcome not in FUSED or outcome not in FUSED:
@@ -472,9 +474,9 @@ def _replaced_attention(
 
 
 def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
-    """Yield (`scale`, backward call) of each attention call whose kernel `choice` decided."""
-    (query, key, value, *_), _ = put_numbers(choice.template, choice.template.numbers)
-    inputs = take_numbers((query, key, value))
+    """Yield (`scale`, backward's template) of each attention call whose kernel `choice` decided."""
+    (query, key, value, *_), _ = with_integers(choice.template, choice.template.integers)
+    inputs = to_template((query, key, value))
     name = FUSED[choice.outcome]
     backward_name = f"{name}_backward" if choice.grads[-1] and any(choice.grads[:-1]) else ""
     backwards = [
@@ -484,14 +486,14 @@ def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None
     ]
     for template in log.templates:
         if template.operator == name and _attention_inputs(template, 0) == inputs:
-            scale = put_numbers(template, template.numbers)[2].get("scale")
+            scale = with_integers(template, template.integers)[2].get("scale")
             yield from ((scale, backward) for backward in backwards or (None,))
 
 
 def _attention_inputs(template: Template, position: int) -> Template:
-    """Return query, key and value of an attention call; `position` is that of the query."""
-    args = put_numbers(template, template.numbers)[1]
-    return take_numbers(tuple(args[position : position + 3]))
+    """Return query, key and value of an attention call; the query is argument `position`."""
+    args = with_integers(template, template.integers)[1]
+    return to_template(tuple(args[position : position + 3]))
 
 
 Output = tuple[int, int]  # storage of an attention run alone: its call, its place in the results
@@ -524,14 +526,12 @@ def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
 def _run_alone(
     choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
 ) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
-    """Run the attention of `choice` alone on `gpu`, and its `backward` if there is one.
-
-    Return the calls, and the strides of the output and of the gradients.
-    """
+    """Run the attention of `choice` alone on `gpu`, and its `backward` if there is one. Return the
+    calls, and the strides of the output and of the gradients."""
     virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
     recorder = CallRecorder(virtual.mode)
-    args, kwargs = put_numbers(choice.template, choice.template.numbers)
-    grad = None if backward is None else put_numbers(backward, backward.numbers)[1][0]
+    args, kwargs = with_integers(choice.template, choice.template.integers)
+    grad = None if backward is None else with_integers(backward, backward.integers)[1][0]
     with virtual, recorder.watching():
         args, grad = [_on_gpu(arg) for arg in args], _on_gpu(grad)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]

@@ -1,4 +1,4 @@
-"""Scenarios of a plan: ranks that differ, and free timings of shared blocks.
+"""Scenarios of a plan: a replay for each rank that differs and each free timing of shared blocks.
 
 The return of a block that two streams use, or that a collective holds, depends on the speed of the
 GPU. So each rank is replayed with three free timings: immediately, at the latest moment, and
@@ -62,7 +62,7 @@ class LeastLimit:
         self._known: dict[int, tuple[bool, int]] = {}
 
     def add(self, limit_bytes: int, fits: bool, num_bytes: int) -> None:
-        """Record the result of a replay that the caller has made."""
+        """Record the result of a replay that the caller has made; arguments as in `replay`."""
         self._known[limit_bytes // UNIT_BYTES] = fits, ceil_div(num_bytes, UNIT_BYTES)
 
     def fits(self, limit_bytes: int) -> bool:
@@ -70,7 +70,7 @@ class LeastLimit:
         return self._result_under(limit_bytes // UNIT_BYTES)[0]
 
     def bytes_for(self, limit_bytes: int) -> int:
-        """Return the least limit; it is above `limit_bytes` if the run does not fit under that."""
+        """Return the least limit in bytes; the search begins at `limit_bytes`."""
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
         while not self._result_under(top)[0]:  # only with settings that feel the limit early
             top += ceil_div(top, NUM_PROBES)
@@ -91,10 +91,8 @@ class LeastLimit:
         return self._bisect(low, high, None)
 
     def _bisect(self, low: int, high: int, guess: int | None) -> int:
-        """Narrow `low`, which fails, and `high`, which fits, to one unit; return `high` in bytes.
-
-        `guess`, the result of a replay under a soft limit, is tried first.
-        """
+        """Bisect between `low`, which fails, and `high`, which fits, both in `UNIT_BYTES`; return
+        the final `high` in bytes. `guess`, the limit that a soft limit reached, is tried first."""
         while high - low > 1:
             is_guess = guess is not None
             probe = max(low + 1, min(guess, high - 1)) if guess is not None else (low + high) // 2
@@ -113,7 +111,7 @@ class LeastLimit:
         return limit in self._known or self._num_left > 0
 
     def _result_under(self, limit: int) -> tuple[bool, int]:
-        """Return the result of `replay`, in units of `UNIT_BYTES`; each limit is replayed once."""
+        """Return and store the result of `replay`; limits are in units of `UNIT_BYTES`."""
         if limit not in self._known:
             self._known[limit] = self._replay_under(limit)
         return self._known[limit]
@@ -137,7 +135,7 @@ class LeastLimit:
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
-    """Return the highest least limit of `runs`: ranks and free timings of a plan or script."""
+    """Return the highest least limit of `runs` in bytes; the searches begin at `limit_bytes`."""
     needs = 0
     for run in runs:
         is_sure = needs > limit_bytes or run.fits(limit_bytes)
@@ -147,7 +145,7 @@ def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
 
 
 def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
-    """Return the run of one rank of `plan`."""
+    """Return the program of one rank as a run, with the steps and settings of `plan`."""
     settings = parse_settings(plan.alloc_conf)
     return Run(
         traced.program,
@@ -159,7 +157,7 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
 
 
 class Scenario:
-    """One rank's run with one assumption on when deferred blocks are freed, `timing`.
+    """A rank's run with one assumption, `timing`, on when blocks of several streams are freed.
 
     `unlimited` is its replay without a limit, and `traced` has facts about the model of a plan.
     """
@@ -204,7 +202,10 @@ def _fits_and_bytes(result: Replayed) -> tuple[bool, int]:
 
 
 def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
-    """Return the scenarios of all simulated ranks; the one that reserves most is first."""
+    """Return a scenario for each rank, `worst` and its `others`, and each of its free timings.
+
+    The scenario that reserves the most is first.
+    """
     found: list[Scenario] = []
     for traced in (worst, *worst.others):
         depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
@@ -217,9 +218,10 @@ def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
 def verdict_over(
     scenarios: Sequence[Scenario], results: Sequence[Replayed], limit_bytes: int, spread_bytes: int
 ) -> Verdict:
-    """Return the verdict on a GPU, from `results` of `scenarios` under its limit.
+    """Return the verdict on a GPU, from the result of each scenario under the GPU's limit.
 
-    `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else `may`.
+    `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else `may`. Of the
+    limit, `spread_bytes` may be missing with another driver.
     """
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
@@ -244,7 +246,7 @@ def verdict_over(
 
 
 def where_failed(step: int, site: Site) -> str:
-    """Return the text of a failed request's step, phase, module, operator and line."""
+    """Return a text of the step, phase, module, operator and line of a failed request."""
     return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.where)))
 
 
@@ -265,13 +267,13 @@ def describe_deferred_blocks(storages: StorageTable) -> str:
 
 
 def interval(values: Iterable[int], *, outside_bytes: int = 0) -> Interval:
-    """Return the interval of `values`; both bounds include `outside_bytes`."""
+    """Return the least and the greatest of `values`, each with `outside_bytes` added."""
     found = [value + outside_bytes for value in values]
     return Interval(low_bytes=min(found), high_bytes=max(found))
 
 
 def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, Interval]:
-    """Return intervals of the peaks of allocated, reserved and process bytes.
+    """Return the intervals of peak bytes, by `allocated`, `reserved` and `process`.
 
     The process has `outside_bytes` outside the allocator.
     """
@@ -284,7 +286,7 @@ def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, I
 
 
 def phase_intervals(results: Sequence[Replayed]) -> tuple[Interval, ...]:
-    """Return intervals of the bytes allocated at each probe that all results reach."""
+    """Return the interval of the bytes allocated at each probe that all results reach."""
     return tuple(
         interval(row.allocated_bytes for row in rows)
         for rows in zip(*(result.rows for result in results), strict=False)

@@ -29,7 +29,7 @@ MAX_ALL_RANKS_OF_FSDP = 4  # ranks of FSDP1 up to which all are traced; else the
 
 
 def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
-    """Return the programs of the ranks that differ; the rank that reserves most is first."""
+    """Run the `candidate_ranks` of `plan`; the rank that reserves the most is the first result."""
     first = rank_of(plan)
     traced = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
 
@@ -58,7 +58,7 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
 
 
 def run_rank(plan: TrainingPlan, gpu: Gpu, rank: Rank) -> TracedPlan:
-    """Return the program of one rank."""
+    """Run one rank, and add notes and the host memory of all ranks to its traced plan."""
     traced = run_plan(plan, gpu, rank=rank)
     host_terms = tuple(_host_terms_of_ranks(plan, traced.host_terms))
     return replace(
@@ -70,7 +70,7 @@ def run_rank(plan: TrainingPlan, gpu: Gpu, rank: Rank) -> TracedPlan:
 
 
 def _host_terms_of_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the host memory of all ranks: `terms` of one rank, and its libraries, for each."""
+    """Yield report rows of the host memory of all ranks, from the `terms` of one rank."""
     if not terms:
         return
     arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"
@@ -103,10 +103,11 @@ _Traces = list[tuple[Gpu, TracedPlan, Calls]]
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
-    """Return the program of `plan` on `gpu`: the worst rank's; its `others` are the other ranks'.
+    """Run `plan` on `gpu`, or return its cached run; of several ranks, the one that needs most.
 
-    The program is cached for plans that differ only in limits and steps. The program of a second
-    chip is made from the calls on the first, if the plan makes the same calls there.
+    `others` of the result are the other ranks. Plans that differ only in limits and steps share a
+    run. The run on a second chip is made from the calls on the first, if the plan makes the same
+    calls.
     """
     gpu = replace(
         gpu, name="", label="", source="", memory_bytes=UNLIMITED_BYTES, memory_range_bytes=None,
@@ -135,5 +136,5 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 @functools.lru_cache(maxsize=8)
 def _cached_traces(plan: TrainingPlan, release: TorchRelease) -> _Traces:
-    """Return the cached programs of `plan`, a list to which `trace_plan` appends."""
+    """Return the cached list of (GPU, traced plan, convolutions), to which `trace_plan` appends."""
     return []

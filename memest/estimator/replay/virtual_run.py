@@ -1,4 +1,4 @@
-"""The run of a plan: its own loop, on a virtual GPU without a limit.
+"""Run of a plan's own training loop on a virtual GPU without a memory limit, logged as a program.
 
 Of a step's micro-batches the first, the last and one from the middle run; the others repeat these
 (`program`). Replays of the program apply real limits.
@@ -32,7 +32,7 @@ from memest.estimator.replay.replay import (
     Program,
     StateBytes,
     TracedPlan,
-    find_shifts,
+    find_renames,
     within_model,
 )
 from memest.estimator.tensors.lines import ScriptLines
@@ -96,12 +96,12 @@ def _num_run(plan: TrainingPlan) -> int:
 
 
 def _is_whole(plan: TrainingPlan) -> bool:
-    """Return whether no step can be left out: batches differ, or the plan validates."""
+    """Return whether every step has to be simulated: batches differ, or the plan validates."""
     return plan.validates or bool(plan.lengths)
 
 
 def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
-    """Return the part of `plan` to simulate, and how many micro-batches of a step only load."""
+    """Return the part of `plan` to simulate, and `num_ahead` of `run_plan` for the rest."""
     plan = canonical(plan)
     if _is_whole(plan):
         return plan, 0
@@ -110,7 +110,7 @@ def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
 
 
 def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception) -> TraceError:
-    """Name the innermost module of `model` in which its code raised."""
+    """Return an error that names the innermost module of `model` whose code raised `error`."""
     names = {} if model is None else {id(m): name for name, m in model.named_modules()}
     where, frames = "", error.__traceback__
     while frames is not None:
@@ -124,7 +124,7 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
 
 
 def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Return the number of elements of `tensors`, by name of the dtype."""
+    """Return the number of elements of all `tensors` by dtype, such as `bfloat16`."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
@@ -145,7 +145,7 @@ class NoLines(ScriptLines):
 
 @dataclass(slots=True)
 class _Watch:
-    """Records the event streams between probes while the loop runs."""
+    """Callbacks of the training loop, which collect what the traced plan consists of."""
 
     virtual: VirtualGpu
     config: ModelConfig
@@ -161,7 +161,7 @@ class _Watch:
     geometry: LayerGeometry | None = None
 
     def _cut(self) -> int:
-        """End a part of the run; return the number of events so far."""
+        """End a `Span` of the call log; return the number of events logged so far."""
         mode = self.virtual.mode
         mode.memory.settle()
         if self.calls is not None:
@@ -177,21 +177,21 @@ class _Watch:
         self.num_setup = self._cut()
 
     def model_built(self, model: nn.Module) -> None:
-        """Record that `model` is built."""
+        """Store `model`, and label the states of its quantised weights as buffers."""
         self.model = model
         mode = self.virtual.mode
         for tensor in quant_state_tensors(model):
             mode.memory.label(tensor, MemKind.BUFFERS)
 
     def model_wrapped(self) -> None:
-        """Record that the strategy has wrapped the model; memory until here is setup."""
+        """Empty the cache and start the probes, if a strategy has wrapped the model."""
         if self.job.plan.is_distributed:
             gc.collect()
             torch.cuda.empty_cache()
             self.job.recorder.start()
 
     def probe_read(self) -> None:
-        """Record that a probe has read the memory."""
+        """Store the row that a probe has just read, with the number of events before it."""
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
         if row.phase is Phase.AFTER_BACKWARD:
@@ -199,7 +199,7 @@ class _Watch:
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
     def steps_done(self) -> None:
-        """Record the end of the last step, while all tensors are still allocated."""
+        """Store facts about the model after the last step, while all tensors are allocated."""
         states = self.job.recorder.states
         held = list({id(t): t for t in states.optimizer()}.values())
         gpu_tensors = [t for t in held if t.device.type == "cuda"]
@@ -213,10 +213,10 @@ class _Watch:
 
 
 @contextmanager
-def without_cycles() -> Iterator[None]:
-    """Avoid collections in the middle of a run, so that two runs of a plan are the same.
+def without_gc() -> Iterator[None]:
+    """Disable the garbage collector until the block ends, so that equal plans run equally.
 
-    Cycles that the run leaves, such as its model, are collected at its end.
+    Reference cycles that the run leaves, such as its model, are collected at its end.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -230,7 +230,7 @@ def without_cycles() -> Iterator[None]:
             gc.enable()
 
 
-@without_cycles()
+@without_gc()
 def run_plan(
     plan: TrainingPlan,
     gpu: Gpu,
@@ -239,7 +239,7 @@ def run_plan(
     rank: Rank | None = None,
     records_calls: bool = False,
 ) -> TracedPlan:
-    """Run the whole of `plan` and return its program; `shortened` makes a long plan short.
+    """Simulate all steps of `plan` and return its program; `shortened` makes a long plan short.
 
     Args:
         plan: plan to run.
@@ -288,7 +288,7 @@ def run_plan(
 
 
 def logged_trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
-    """Run the shortened `plan` on `gpu`, and record its calls."""
+    """Run the shortened `plan` on `gpu`, and record its operator calls."""
     plan, num_ahead = shortened(plan)
     return run_plan(plan, gpu, num_ahead=num_ahead, records_calls=True)
 
@@ -324,7 +324,8 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
 def _repeating(
     job: Job, virtual: VirtualGpu, calls: CallRecorder | None
 ) -> AbstractContextManager[None]:
-    """Let later steps repeat the first one if all of them have the same micro-batches."""
+    """Repeat the logged events of the first step in later steps, instead of executing them. Plans
+    on several GPUs or with steps that differ execute all. `calls` records repeated calls too."""
     plan = job.plan
     if _is_whole(plan) or plan.is_distributed:
         return nullcontext()
@@ -335,7 +336,7 @@ def _repeating(
 
 @contextmanager
 def _environment_restored() -> Iterator[None]:
-    """Restore environment variables that Lightning sets for other processes."""
+    """Restore Lightning's rank and the environment variables when the block ends."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     rank, num_threads = getattr(rank_zero_only, "rank", None), torch.get_num_threads()
@@ -348,7 +349,7 @@ def _environment_restored() -> Iterator[None]:
 
 @contextmanager
 def compiling_late() -> Iterator[None]:
-    """Compile functions at their first call.
+    """Postpone `torch.compile` of functions to their first call, until the block ends.
 
     bitsandbytes compiles host kernels at its import, which would import Inductor for a second.
     """
@@ -401,10 +402,8 @@ def _notes(watch: _Watch) -> Iterator[str]:
 
 
 def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
-    """Return terms of the tensors on the host.
-
-    Pinned ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`).
-    """
+    """Yield the report's rows of host memory, from (bytes, `is_pinned`) of each host tensor. Pinned
+    ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`)."""
     sizes = list(held)
     pinned = [1 << (num_bytes - 1).bit_length() for num_bytes, is_pinned in sizes if is_pinned]
     pageable = [num_bytes for num_bytes, is_pinned in sizes if not is_pinned]
@@ -440,7 +439,7 @@ def _program(watch: _Watch) -> Program:
     if watch.job.plan.is_distributed:
         program.ranges_stay = watch.job.plan.world_size > 1
         program.num_known_steps = len(program.steps)
-    find_shifts(program)
+    find_renames(program)
     return program
 
 

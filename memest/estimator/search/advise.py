@@ -50,7 +50,7 @@ SCHEMA = "memest.advice/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A predicted plan, and its changes to the given one."""
+    """A variant of the plan: the changes made to it, and what was predicted for it on the GPU."""
 
     changes: tuple[Change, ...]  # changes, cheapest first
     plan: TrainingPlan
@@ -152,7 +152,7 @@ class _Spent(Exception):
 
 
 def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> Advice:
-    """Return the changes that make `plan` fit `gpu`, cheapest in kind first.
+    """Return changes with which `plan` fits `gpu`; those with the least `Cost` come first.
 
     The plan's own GPUs are ignored; its `memory_limit` applies.
 
@@ -200,7 +200,7 @@ MAX_CALLS = 70_000  # operator calls of an answer's runs, 4 s; changed runs coun
 
 
 def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) -> Option | None:
-    """Return a single change with which `plan` fits `gpu`, cheapest in kind first, or None.
+    """Return the single change of the least `Cost` with which `plan` fits `gpu`, or None.
 
     `prediction` is that of `plan`, with a verdict for `gpu`. At most `MAX_CHANGES` changes are
     tried, and fewer for a long run (`MAX_CALLS`).
@@ -232,7 +232,7 @@ def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
 
 @dataclass(slots=True)
 class _Search:
-    """Predictions of changed plans, each made once, and the search over them."""
+    """Search for changes with which the plan fits; each changed plan is predicted once."""
 
     plan: TrainingPlan
     gpu: Gpu
@@ -277,12 +277,16 @@ class _Search:
                     self.ahead |= answer() or {}
 
     def facts(self, prediction: Prediction) -> ModelFacts:
-        """Return facts about the model for the changes; the model is built on the meta device."""
+        """Return facts about the model, which is built on the meta device, for `training_lines`."""
         self._facts = _model_facts(self.plan, prediction)
         return self._facts
 
-    def weigh(self, changes: Iterable[Change]) -> Option | None:
-        """Predict the plan with `changes`, None if impossible; `_Spent` after too many."""
+    def predict_with(self, changes: Iterable[Change]) -> Option | None:
+        """Predict the plan with `changes`; None if they are impossible.
+
+        Raises:
+            _Spent: `max_predictions` predictions have been made.
+        """
         ordered = tuple(sorted(changes, key=lambda change: change.cost))
         title = " + ".join(change.title for change in ordered)
         try:
@@ -307,7 +311,7 @@ class _Search:
             return None
 
     def _fits(self, changes: Iterable[Change]) -> bool:
-        option = self.weigh(changes)
+        option = self.predict_with(changes)
         return option is not None and option.fits
 
     def _option(
@@ -325,7 +329,7 @@ class _Search:
         )
 
     def run(self, techniques: Sequence[Technique], options: dict[TrainingPlan, Option]) -> None:
-        """Fill `options` with plans that fit: single changes, then combinations.
+        """Add plans that fit to `options`: single changes, then combinations of `techniques`.
 
         Raises:
             _Spent: before the end; options found until then are there.
@@ -351,31 +355,31 @@ class _Search:
                 yield option
 
     def _of_technique(self, technique: Technique, cost: Cost) -> Iterator[Option]:
-        """Yield the technique's changes of this cost, up to the first that fits."""
+        """Yield the weakest of the technique's changes of this cost that fit."""
         if technique.is_graded and technique.changes[0].cost is cost:
             yield from self._graded(technique)
         elif not technique.is_graded:
-            weighed = (self.weigh([c]) for c in technique.changes if c.cost is cost)
-            fitting = (option for option in weighed if option and option.fits)
+            predicted = (self.predict_with([c]) for c in technique.changes if c.cost is cost)
+            fitting = (option for option in predicted if option and option.fits)
             yield from itertools.islice(fitting, 1)
 
     def _graded(self, technique: Technique) -> Iterator[Option]:
         """Yield the weakest change of a technique that fits; if it is tight, also the next one."""
-        mildest = self._mildest(technique, [])
+        mildest = self._weakest_fitting(technique, [])
         if mildest is None:
             return
         for change in technique.changes[technique.changes.index(mildest) :]:
-            option = self.weigh([change])
+            option = self.predict_with([change])
             if option is None or not option.fits:
                 return
             yield option
             if not option.verdict.is_tight:
                 return
 
-    def _mildest(self, technique: Technique, others: Sequence[Change]) -> Change | None:
-        """Return the first change of a graded technique that fits with `others`, or None."""
+    def _weakest_fitting(self, technique: Technique, others: Sequence[Change]) -> Change | None:
+        """Return the weakest change of a graded technique that fits with `others`, or None."""
         grades = list(technique.changes)
-        while grades and (strongest := self.weigh([*others, grades[-1]])) is None:
+        while grades and (strongest := self.predict_with([*others, grades[-1]])) is None:
             grades.pop()  # an invalid grade, such as a text too short for its image
         if not grades or strongest is None or not strongest.fits:
             return None
@@ -383,23 +387,24 @@ class _Search:
         return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
-        """Yield minimal combinations of this cost that fit."""
+        """Yield minimal sets of changes that fit, of which the most expensive has this cost."""
         strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _costs(strongest)[-1] < cost:
             return
         if not self._fits(change for _, change in strongest):
             return
-        found = self._shrunk(strongest)
+        found = self._minimized(strongest)
         yield found
         for size in range(2, len(found.changes)):
             groups = [g for g in itertools.combinations(strongest, size) if _costs(g)[-1] == cost]
             for group in sorted(groups, key=_costs):
                 if self._fits(change for _, change in group):
-                    yield self._shrunk(group)
+                    yield self._minimized(group)
                     return
 
-    def _shrunk(self, chosen: Sequence[tuple[Technique, Change]]) -> Option:
-        """Remove or weaken changes of `chosen` while the plan fits, the most expensive first."""
+    def _minimized(self, chosen: Sequence[tuple[Technique, Change]]) -> Option:
+        """Return `chosen` without the changes that are not needed to fit, others as weak as
+        possible."""
         kept = list(chosen)
         by_cost = sorted(reversed(chosen), key=lambda pair: pair[1].cost, reverse=True)
         for technique, change in by_cost:
@@ -408,13 +413,13 @@ class _Search:
                 kept = [pair for pair in kept if pair[0] is not technique]
                 continue
             if technique.is_graded:
-                milder = self._mildest(technique, others)
+                milder = self._weakest_fitting(technique, others)
             else:
                 earlier = technique.changes[: technique.changes.index(change)]
                 milder = next((each for each in earlier if self._fits([*others, each])), None)
             if milder is not None:
                 kept = [(technique, milder) if pair[0] is technique else pair for pair in kept]
-        option = self.weigh(change for _, change in kept)
+        option = self.predict_with(change for _, change in kept)
         assert option is not None
         return option
 

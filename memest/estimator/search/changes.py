@@ -18,12 +18,12 @@ SHORTEST_TEXT = 16
 
 
 class Cost(IntEnum):
-    """Cost of a change, cheapest first; a combination has the highest cost of its changes."""
+    """Kind of cost of a change, cheapest first; of combined changes, the most expensive counts."""
 
     words: str  # text for users
 
     def __new__(cls, value: int, words: str) -> Self:
-        """Make the member from its number and its text."""
+        """Make a member whose value is a number and whose `words` are a text."""
         made = int.__new__(cls, value)
         made._value_, made.words = value, words
         return made
@@ -53,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
-    """Alternative changes of one kind, such as checkpointing or batch size; weakest first."""
+    """Alternative changes of one kind, such as smaller batch sizes, the weakest first."""
 
     changes: tuple[Change, ...]
     is_graded: bool = False  # each change saves more than the one before: bisection works
@@ -94,13 +94,13 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
 
 
 def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> list[Technique]:
-    """Return `techniques` with the changes for which `keeps` returns True."""
+    """Return `techniques` with only those changes for which `keeps` returns True."""
     kept = (replace(each, changes=tuple(filter(keeps, each.changes))) for each in techniques)
     return [technique for technique in kept if technique.changes]
 
 
 def least_bytes(change: Change, traced: TracedPlan) -> int:
-    """Return a lower bound of the memory of a run with `change`, from the run without it.
+    """Return a lower bound of the peak bytes with `change`, from the traced plan without it.
 
     It is 0 for other number formats, quantised weights and shards.
     """

@@ -84,7 +84,7 @@ class Largest:
 
 
 def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
-    """Return the largest value of `key` on each of `gpus`; GPUs of one chip share their traces."""
+    """Return the largest value of `key` on each of `gpus`; GPUs of one chip share simulations."""
     found = []
     all_series: dict[str, TraceSeries] = {}
     for gpu in gpus:
@@ -96,7 +96,7 @@ def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
 
 
 def peak_requested(program: Program, num_micro_batches: int) -> int:
-    """Return the most bytes alive at one moment of the steps, each request as its block.
+    """Return the peak of allocated bytes in the steps, each request rounded to its block size.
 
     No allocator reserves less. A third step, and a micro-batch in the middle, repeat another.
     """
@@ -107,8 +107,8 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
     alive: dict[int, None] = {}
     total = peak = 0
     for step in range(2):
-        for shift, events in streams_of(program, step, num_played):
-            rename(alive, shift)
+        for renames, events in streams_of(program, step, num_played):
+            rename(alive, renames)
             for event in events:
                 if event >= 0:
                     if event not in alive:
@@ -137,7 +137,7 @@ class _Search:
         )
 
     def run(self) -> Largest:
-        """Search until a trace confirms the answer; the last search traces every size."""
+        """Search until simulated runs near the answer confirm it; otherwise simulate every size."""
         started = time.perf_counter()
         low = self._search()
         for _ in range(NUM_ANCHORS):
@@ -155,7 +155,7 @@ class _Search:
         return self._report(low, time.perf_counter() - started)
 
     def trial(self, value: int) -> Trial | None:
-        """Return the cached result at `value`; None if no such plan is valid."""
+        """Return the cached prediction at `value`; None if no plan with it is valid."""
         if value not in self._trials:
             label = f"{self.plan.label}: {self.series.key} {value} on {self.gpu.name}"
             notify(Event(label=label, is_done=False, weight=0, total=0, task=value))
@@ -182,7 +182,7 @@ class _Search:
         return found is not None and found.fits
 
     def _search(self) -> int:
-        """Return the largest value that fits. If none fits, return minus the smallest value."""
+        """Return the largest value that fits, or if none fits, minus the smallest valid value."""
         low = self._smallest()
         if low < 1:
             return low
@@ -212,7 +212,8 @@ class _Search:
         return allowed
 
     def _close_in(self, low: int, high: int) -> int:
-        """Narrow `low`, which fits, and `high`, which does not; return a value that fits."""
+        """Narrow the range from `low`, which fits, to `high`, which does not; return the final
+        `low`."""
         is_secant = True
         while high - low > 1:
             middle = (low + high) // 2
@@ -240,7 +241,7 @@ class _Search:
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
-        """Return `value`, or a larger one that fits although smaller ones may not."""
+        """Return the largest value that fits among `value`, which does, and a few above it."""
         largest = value
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
@@ -256,7 +257,8 @@ class _Search:
         return largest
 
     def _is_confirmed(self, value: int) -> bool:
-        """Return whether real traces near the answer equal the interpolated ones."""
+        """Return whether simulated runs at the answer `value`, and above it, equal the
+        interpolated."""
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
         if not sizes or not self._is_batch:  # the next length often chooses other kernels
             sizes.append(abs(value))
@@ -304,7 +306,7 @@ _OF_FULL = {"freeze"}
 
 @dataclass(frozen=True, slots=True)
 class TechniqueRow:
-    """One technique on one GPU."""
+    """Largest value with one technique on one GPU, or the technique's error."""
 
     technique: str
     gpu: str
@@ -312,13 +314,13 @@ class TechniqueRow:
     error: str = ""  # error of a technique that does not work with the model
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the row as JSON values."""
         found = {} if self.largest is None else self.largest.to_dict()
         return {"technique": self.technique, "gpu": self.gpu, "error": self.error} | found
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return the values of `plan` per technique, without keys that a technique ignores."""
+    """Return the plan keys for each technique of `TECHNIQUES`, without keys that it ignores."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():
@@ -335,7 +337,7 @@ def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
 def largest_of_all(
     plan: TrainingPlan, gpus: Sequence[Gpu], key: str = "batch_size", *, jobs: int | None = None
 ) -> list[TechniqueRow]:
-    """Return the largest value of `key` under every technique on each GPU, technique by technique.
+    """Return the largest value of `key` with each of `TECHNIQUES` on each GPU, by technique.
 
     A technique that cannot be run gives rows with an `error`.
 

@@ -25,7 +25,7 @@ MIN_PLANS_FOR_PROCESSES = 4  # plans below which starting processes costs more t
 
 
 def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> list[Prediction]:
-    """Return the predictions of `plans` in their order, or raise the first error with its name."""
+    """Return the predictions of `plans` in order, or raise the first error with its plan's name."""
     predicted, failed = partition(plans, predict_each(plans, jobs=jobs))
     if failed:
         raise failed[0][1] if len(plans) == 1 else with_label(*failed[0])
@@ -35,7 +35,7 @@ def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> li
 def predict_each(
     plans: Sequence[TrainingPlan], *, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
-    """Return predictions like `predict_all`, with an error for each plan that cannot be predicted.
+    """Return the prediction of each of `plans`, or the error if it cannot be predicted.
 
     Raises:
         MemestError: a plan names a model or a GPU that does not exist.
@@ -60,7 +60,7 @@ def _each(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | Meme
 def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """Separate plans with a prediction from plans with an error."""
+    """Pair plans with their predictions, and the plans that failed with their errors."""
     pairs = list(zip(plans, found, strict=True))
     predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
     return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]
@@ -75,7 +75,7 @@ def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingLine:
-    """Reports of one strategy for each number of GPUs."""
+    """Predictions of a plan under one strategy, by number of GPUs."""
 
     strategy: str
     reports: Mapping[int, Prediction]  # reports by number of GPUs, without those that failed
@@ -97,7 +97,7 @@ def scale(
     devices: Sequence[int],
     jobs: int | None = None,
 ) -> list[ScalingLine]:
-    """Predict the plan of `values` under each of `strategies` on each number of GPUs.
+    """Predict the plan of `values` under each of `strategies` on each number of `devices`.
 
     A combination that contradicts itself, or that memest cannot model, is left out with a note.
 
@@ -169,7 +169,7 @@ def _line(
 
 
 def kind_bytes(report: Prediction) -> dict[str, int]:
-    """Return bytes at the peak by kind of term, the largest first."""
+    """Return the bytes allocated at the peak by kind, such as `gradients`, largest first."""
     sizes: Counter[str] = Counter()
     for term in report.terms:
         sizes[term.kind] += term.num_bytes
@@ -177,7 +177,7 @@ def kind_bytes(report: Prediction) -> dict[str, int]:
 
 
 def constant_terms(line: ScalingLine) -> dict[str, int]:
-    """Return the terms that do not shrink with more GPUs: bytes by kind, the largest first.
+    """Return the kinds of memory that more GPUs do not shrink, with their bytes, largest first.
 
     Between the two largest numbers of GPUs, m and n, a kind of a bytes falls to b. It is constant
     if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms.
@@ -199,7 +199,7 @@ SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")  # compared 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """One run under one setting of the allocator, on an unlimited GPU and on the plan's own."""
+    """Memory at each step of a run under one allocator setting, unlimited and on the plan's GPU."""
 
     alloc_conf: str
     allocated: tuple[int, ...]  # bytes at the peak of each step
@@ -209,7 +209,7 @@ class Growth:
 
     @property
     def label(self) -> str:
-        """Text of the setting, or "defaults"."""
+        """The setting as text, or "PyTorch's defaults"."""
         return self.alloc_conf or "PyTorch's defaults"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ class Growth:
 def growths(
     plan: TrainingPlan, settings: Sequence[str] = SETTINGS
 ) -> tuple[Prediction, list[Growth]]:
-    """Predict `plan`, and its growth under each of `settings`; the run is traced once.
+    """Predict `plan`, and its memory over the steps under each of the allocator's `settings`.
 
     Raises:
         MemestError: torch refuses a setting, or the plan cannot be predicted.

@@ -51,17 +51,17 @@ class TraceSeries:
         self._broken: set[tuple[int, int]] = set()  # starts and spacings without an interpolation
 
     def trace(self, value: int) -> TracedPlan:
-        """Return the simulated run at `value`, cached."""
+        """Simulate the plan at `value`, or return the cached result."""
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
-            trace = trace_plan if self.is_alone else logged_trace
+            trace = trace_plan if self.must_simulate else logged_trace
             self._traces[value] = _made(trace, plan, self.gpu)
             self.num_traces += 1
         return self._traces[value]
 
     @property
-    def is_alone(self) -> bool:
-        """True if no size can be interpolated, so that each is simulated."""
+    def must_simulate(self) -> bool:
+        """True if each size has to be simulated, since a plan on several GPUs runs."""
         return self.plan.is_distributed
 
     def at(self, value: int) -> TracedPlan:
@@ -69,7 +69,7 @@ class TraceSeries:
         return self.known(value) or self.trace(value)
 
     def known(self, value: int) -> TracedPlan | None:
-        """Return the program at `value` if no further simulated run is needed, else None."""
+        """Return the program at `value`, or None if it requires a further simulated run."""
         if value in self._traces:
             return self._traces[value]
         if value in self._covered:
@@ -78,11 +78,11 @@ class TraceSeries:
         return None
 
     def guess(self, value: int) -> TracedPlan:
-        """Return the program from any interpolation with the same kernel choices, unchecked."""
+        """Return the program at `value`, if possible interpolated without a run that checks it."""
         spacing = SPACING[self.key]
         traced = [v for v in self._traces if v > 1]
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
-        is_own = self.is_alone or value == 1 or value % spacing
+        is_own = self.must_simulate or value == 1 or value % spacing
         if value in self._traces or is_own or is_short:
             return self.trace(value)
         for interpolation in reversed(self._interpolations.values()):
@@ -110,12 +110,13 @@ class TraceSeries:
         self._covered.clear()
 
     def cover(self, values: Iterable[int], *, queried: Iterable[int] | None = None) -> None:
-        """Make `at` cheap for `values` of one spacing, and check those in `queried`.
+        """Prepare and check interpolations, so that `at` simulates few of `values`.
 
-        Values are split where a kernel choice differs. A part is interpolated from its first values
-        if a simulated run at its last value agrees. If not, each half is covered by itself.
+        Only values in `queried` are needed. Values are split where a kernel choice differs. A part
+        is interpolated from its first values if a simulated run at its last value agrees, else
+        halved.
         """
-        if self.is_alone:
+        if self.must_simulate:
             return
         values = sorted(set(values) - {1})
         wanted = set(values if queried is None else queried)
@@ -124,11 +125,9 @@ class TraceSeries:
                 self._cover(run, wanted)
 
     def _span(self, run: Sequence[int], queried: set[int]) -> bool:
-        """Return whether runs at both ends cover the values in `queried`, multiples of the first.
-
-        Sizes that kernels pad follow no polynomial. Multiples of a size without padding have no
-        padding either.
-        """
+        """Return whether runs at both ends of `run` give all `queried` values; the first divides
+        them. Sizes that kernels pad follow no polynomial. Multiples of a size without padding have
+        no padding either."""
         held = sorted(queried.intersection(run))
         is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
         if not is_few or any(value % held[0] for value in held):
@@ -145,12 +144,8 @@ class TraceSeries:
         return True
 
     def interpolation(self, start: int, spacing: int = 1) -> Interpolation:
-        """Return the interpolation from `start`, without checks between its samples.
-
-        Raises:
-            NotInterpolable: the samples do not make the same calls, or a strategy runs.
-        """
-        if self.is_alone:
+        """Return the interpolation from runs at `start`, `start + spacing` and so on, unchecked."""
+        if self.must_simulate:
             raise NotInterpolable(f"`{self.plan.strategy}` is traced size by size")
         if (start, spacing) in self._broken:
             raise NotInterpolable(f"the samples from {start} differ")
@@ -163,7 +158,7 @@ class TraceSeries:
         return self._interpolations[start, spacing]
 
     def agrees(self, interpolation: Interpolation, value: int) -> bool:
-        """Return whether `interpolation` and a simulated run agree at `value`."""
+        """Return whether `interpolation` and a simulated run give the same program at `value`."""
         with suppress(NotInterpolable):
             return self._with_length(interpolation.at(value), value) == self.trace(value)
         return False
@@ -177,7 +172,7 @@ class TraceSeries:
         middle = len(run) // 2
         try:
             interpolation = self.interpolation(run[0], run[1] - run[0])
-            is_other = (i for i, v in enumerate(run) if not interpolation.chooses_alike(v))
+            is_other = (i for i, v in enumerate(run) if not interpolation.has_same_kernels(v))
             end = next(is_other, len(run))
             held = queried.intersection(run[:end])
             if held and self.agrees(interpolation, max(held)):
@@ -212,10 +207,10 @@ SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
 
 
 class RelatedPlans:
-    """Traced plans of related plans on one chip, for `values` of `key`, from few simulated runs.
+    """Programs of plans that differ in `key`, optimizer, checkpointing or number of micro-batches.
 
-    One optimizer is simulated at a few sizes, with and without checkpointing. With `accumulates`, a
-    step has two micro-batches. Other optimizers are simulated once. Interpolations cover `steps`.
+    They run on one `gpu`. `values` of `key` are needed; interpolations cover all `steps` of it.
+    With `accumulates`, micro-batch numbers differ. Each further optimizer is simulated once.
     """
 
     def __init__(
@@ -248,7 +243,7 @@ class RelatedPlans:
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:
-        """Return a plan of one or two micro-batches, both from one trace of two micro-batches."""
+        """Return the program of one or two micro-batches, both from one run of two."""
         if not self.accumulates:
             return self._traced(plan)
         two = self._traced(replace(plan, accumulate_grad_batches=2))
@@ -263,7 +258,8 @@ class RelatedPlans:
         return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
-        """Return the step of the plan's optimizer; None if the two plans differ in more."""
+        """Return the step of the plan's optimizer, from runs of `plan` and of `lead` with another
+        one; None if they differ in more."""
         own = getattr(plan, self.key)
         size = min((value for value in self.values if value > 1), default=own)
         short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)

@@ -42,7 +42,7 @@ _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPoint:
-    """One plan on one GPU."""
+    """Prediction of one plan on one GPU."""
 
     plan: TrainingPlan
     gpu: str
@@ -60,14 +60,14 @@ class SweepPoint:
 
     @classmethod
     def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> "SweepPoint":
-        """Make a point from the values of `to_dict` and its plan."""
+        """Make a point from its plan and the values of `to_dict`."""
         own = dict(values)
         if (found := values["verdict"]) is not None:
             own["verdict"] = read_as(Verdict, found)
         return cls(plan=plan, **own)
 
     def to_row(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return flat values: `keys` of the plan, then the results on the GPU."""
+        """Return a flat table row: the plan's values of `keys`, then the results on the GPU."""
         found = self.verdict
         head = {key: getattr(self.plan, key) for key in keys} | {"gpu": self.gpu}
         return head | {
@@ -151,8 +151,9 @@ def _range(key: str, item: str) -> range:
 def make_grid(
     base: Mapping[str, Any], varied: Mapping[str, Sequence[Any]], *, max_points: int = MAX_POINTS
 ) -> Grid:
-    """Return every combination of `varied` over `base`, the last key fastest; invalid ones as
-    errors.
+    """Return a plan for every combination of `varied` values, or the error if it is invalid.
+
+    `base` has the other keys. The last key of `varied` changes fastest.
 
     Raises:
         PlanError: there are more than `max_points`, or none of them is a plan.
@@ -174,7 +175,7 @@ def make_grid(
 def sweep_grid(
     grid: Grid, *, jobs: int | None = None, engine: str = "local", known: Known | None = None
 ) -> list[dict[str, Any]]:
-    """Return flat rows for the points of `make_grid`, with an error for invalid plans."""
+    """Predict the plans of `make_grid`; return table rows, with an `error` for invalid plans."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     points = sweep(plans, jobs=jobs, engine=engine, known=known)
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
@@ -202,8 +203,8 @@ def sweep(
 ) -> list[SweepPoint]:
     """Predict every plan on each of its GPUs, in order.
 
-    A plan that cannot be predicted gives points with an `error`. The points of plans in `known` are
-    taken from there. `jobs` is the number of the engine's workers.
+    A plan that cannot be predicted gives points with an `error`. Points of plans in `known` are not
+    predicted again. `jobs` is the number of the engine's workers.
 
     Raises:
         MemestError: none of the plans can be predicted; the error is the first one's.
@@ -243,15 +244,13 @@ def _label_of(key: str, plans: Sequence[TrainingPlan]) -> str:
 
 
 def _work(plan: TrainingPlan) -> tuple[bool, ...]:
-    """Return a sort key, which is higher for plans whose trace takes longer."""
+    """Return a sort key, which is higher for plans whose simulation takes longer."""
     return plan.is_distributed, "mixed" in plan.precision, plan.act_ckpt
 
 
 def _shared(key: str, plan: TrainingPlan) -> Any:
-    """Return what plans that share simulated runs have in common: all except `key` and optimizer.
-
-    A value that is left out is the model's default, and no number of a series.
-    """
+    """Return a key that is equal for plans that share simulated runs: all but `key` and optimizer.
+    A value that is left out is the model's default, and no number of a series."""
     if plan.is_distributed:  # it shares no trace
         return id(plan)
     names = {field.name for field in fields(plan)} - {key, "optim", "name"}
@@ -261,7 +260,7 @@ def _shared(key: str, plan: TrainingPlan) -> Any:
 def _sweep_group(
     plans: Sequence[TrainingPlan], *, key: str, jobs: int
 ) -> list[list[SweepPoint] | MemestError]:
-    """Return the points of each plan of one group, or its error."""
+    """Return the points of each plan, or its error; the plans share simulated runs (`_shared`)."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     given = [getattr(plan, key) for plan in plans]
@@ -288,10 +287,8 @@ MIN_PARALLEL_POINTS = 16  # number of points below which one process is as fast 
 def _replay_in_parallel(
     plans: Sequence[TrainingPlan], chips: "Mapping[Any, RelatedPlans]", jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
-    """Replay plans in forked processes, which have the traces, and return their points.
-
-    A plan that needs another trace has None, because autograd does not work after a fork.
-    """
+    """Return the points of each plan, replayed in `jobs` forked processes, or None. A plan that
+    requires another simulated run has None, because autograd does not work after a fork."""
     from memest.estimator.search.related_plans import MAY_TRACE
 
     found: list[list[SweepPoint] | None] = [None] * len(plans)
@@ -335,7 +332,7 @@ _FIRST_RESULT = "verdict"  # first result column; the columns before it identify
 
 @dataclass(frozen=True, slots=True)
 class FitsTable:
-    """Verdicts of a sweep as a table; an invalid plan has no entry."""
+    """Verdicts of a sweep by row and column; an invalid plan has no entry."""
 
     verdicts: dict[tuple[str, str], Verdict]
     across: str  # name of the columns, such as `batch size`
@@ -343,7 +340,7 @@ class FitsTable:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of `memest sweep -o`, CSV or JSON Lines; `PlanError` for another file."""
+    """Return the rows of a file of `memest sweep -o`, CSV or JSON Lines, or raise `PlanError`."""
     text = read_limited(path, MAX_SWEEP_BYTES, what="`memest sweep -o`")
     try:
         rows: list[Any]
@@ -365,7 +362,9 @@ def _no_sweep(path: Path) -> PlanError:
 
 
 def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable:
-    """Return the verdicts as a table: `across` (the key with most values) over the columns.
+    """Return the verdicts in `rows` as a table, with the values of the key `across` as columns.
+
+    By default, that is the key with the most values.
 
     Raises:
         PlanError: `across` does not vary.
@@ -461,7 +460,7 @@ peft's default."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explored:
-    """A plan of the grid, and its predicted memory."""
+    """A plan of an interactive page, and its predicted memory."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `KINDS`, without a limit; the sum is the peak
@@ -513,7 +512,7 @@ def explore(
 
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
-    """Return one plan as a point of a grid; `MemestError` if it cannot be predicted."""
+    """Predict one plan for an interactive page; `MemestError` if it cannot be predicted."""
     found = _group(
         [plan], targets=[find_gpu(name) for name in gpus], batches=(plan.batch_size,),
         micro_batches=(plan.accumulate_grad_batches,),
@@ -536,7 +535,7 @@ def _group(
     batches: Sequence[int],
     micro_batches: Sequence[int],
 ) -> list[list[Explored] | MemestError]:
-    """Predict plans that differ in batch size and micro-batches only."""
+    """Predict plans that share simulated runs, with each of `batches` and `micro_batches`."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     steps = _progression(batches)
@@ -578,7 +577,10 @@ def point_of(
     rows: Iterable[PhaseRow],
     verdicts: Mapping[str, Verdict],
 ) -> Explored:
-    """Return the grid's entry for a plan, from the terms at its peak and the rows of its phases."""
+    """Return a plan's entry in an interactive page, from rows of its report.
+
+    `terms` are the kinds of memory at the peak, `rows` the bytes at the end of each phase.
+    """
     kinds, words = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
     return Explored(
@@ -596,7 +598,7 @@ def point_of(
 
 
 def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return bytes and explanations of the terms of a peak, by `KINDS`."""
+    """Return the bytes and the explanation of each of `KINDS`, from report rows of a peak."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:
