@@ -72,7 +72,7 @@ def signals_once(*numbers: int) -> Iterator[None]:
 
 
 class Child:
-    """Process that this one has started: a copy of it, or a fresh `process`.
+    """Process that this one has started: a forked copy of it, or a fresh `process`.
 
     `answer_file` is where the process writes its answer.
     """
@@ -194,7 +194,7 @@ def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None)
 def command_of(
     work: Callable[[], object], file: str, output: tuple[str, str] | None = None
 ) -> list[str]:
-    """Return the command of a fresh process that does `work`, from a file that is written here."""
+    """Return the command of a fresh process that does `work`, which is written to `file` for it."""
     with open(file, "wb") as content:
         pickle.dump(sys.path, content)
         pickle.dump((work, output), content)
@@ -203,7 +203,7 @@ def command_of(
 
 
 def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | None) -> NoReturn:
-    """Write the result of `work()` for `answer`, and end this process."""
+    """Write the result or error of `work()` to `file`, for `Child.answer`, and end this process."""
     if output is not None:
         for number, path in enumerate(output, start=1):
             _redirect(path, number)
@@ -283,7 +283,7 @@ T = TypeVar("T")
 
 @contextmanager
 def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
-    """Begin `work` in a copy of this process; yield a function that returns its result.
+    """Start `work` in a copy of this process; yield a function that returns its result.
 
     The result is None if no copy can be made or `work` failed; the caller then does it here. Only
     Linux makes copies, and not after autograd has run, whose threads are not in the copy.

@@ -53,7 +53,7 @@ WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("WATCHERS", default=())
 
 @contextmanager
 def watched(by: Watcher) -> Iterator[None]:
-    """Call `by` for every event in the block; nested blocks all get the events."""
+    """Call the function `by` for every event in the block; nested blocks all get the events."""
     token = WATCHERS.set((*WATCHERS.get(), by))
     try:
         yield
@@ -68,7 +68,7 @@ def notify(event: Event) -> None:
 
 
 class Engine(ABC):
-    """Workers, `workers` at a time (None: all that the engine has), with `gpus` GPUs each."""
+    """Runs a function over tasks by `workers` at a time (None: no limit), with `gpus` GPUs each."""
 
     def __init__(self, workers: int | None = None, *, gpus: int = 0) -> None:
         self.workers = workers
@@ -129,8 +129,8 @@ class Engine(ABC):
     ) -> "list[R | DiedError]":  # fmt: skip
         """Return a result for each item, in order, from `one`, which takes a group of items.
 
-        Items with an equal `alike` are a group. Groups with most `work` begin first, so that at the
-        end no worker runs alone for long.
+        Items with an equal `alike(item)` form a group. Groups with the most `work` begin first, so
+        that no worker runs alone for long at the end.
         """
         groups: dict[Any, list[int]] = {}
         for position, item in enumerate(items):
@@ -153,8 +153,6 @@ class Engine(ABC):
 
 
 class _Failure:
-    """An error that a task raised."""
-
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
@@ -281,7 +279,6 @@ class _Worker:
 
 
 def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn:
-    """Do tasks until the parent closes the connection."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with_parent()

@@ -22,14 +22,14 @@ __all__ = ["PreflightCallback"]
 
 
 class PreflightCallback(Callback):
-    """`memest.preflight` when `trainer.fit` begins, before the model goes to the GPU.
+    """Runs `memest.preflight` when `trainer.fit` begins, before the model goes to the GPU.
 
     When it ends, a line has the predicted and the measured peak; loggers get both.
 
         trainer = L.Trainer(callbacks=[PreflightCallback()])
 
     Args:
-        max_steps, time_limit, margin: as of `memest.preflight`.
+        max_steps, time_limit, margin: as in `memest.preflight`.
     """
 
     def __init__(

@@ -81,7 +81,6 @@ class _Magic:
         return CellReport(report, render_page([report], recording=recording))
 
     def _run(self, session: Session, cell: str) -> None:
-        """Run the cell; the shell prints its errors."""
         try:
             with session, _quiet_at_the_limit(self.shell):
                 self.shell.run_cell(cell, store_history=False).raise_error()
@@ -191,7 +190,8 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor) -> int | None:
-    """Return the key of a tensor's storage; None if it has none."""
+    """Return a number that identifies the storage of a tensor; None if the tensor has no
+    storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -23,7 +23,7 @@ _STORED = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
+    """Add `--memest-update` and `--memest-fail-on-increase` to pytest's options."""
     group = parser.getgroup("memest", "GPU memory, on a virtual GPU")
     group.addoption("--memest-update", action="store_true", help=f"Store peaks in {PEAKS}.")
     group.addoption(
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark, and the collector of peaks."""
+    """Register the mark `gpu_memory`, and the collector of peaks."""
     config.addinivalue_line(
         "markers",
         'gpu_memory(limit, gpu="a100-40gb"): run the test on a virtual GPU, and fail it if it'
@@ -77,7 +77,7 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
 
 
 def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
-    """Return limit and GPU of a test; empty where neither its mark nor the project has one."""
+    """Return (memory limit, GPU) of a test, each from its mark, from the project, or empty."""
     from memest.project import find_project
 
     mark, project = item.get_closest_marker("gpu_memory"), find_project(item.config.rootpath)

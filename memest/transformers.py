@@ -11,14 +11,14 @@ __all__ = ["PreflightCallback"]
 
 
 class PreflightCallback(TrainerCallback):
-    """`memest.preflight` when the callback is made, before a `Trainer` puts its model on the GPU.
+    """Runs `memest.preflight` when it is made, before a `Trainer` puts its model on the GPU.
 
         trainer = Trainer(model=model, args=args, callbacks=[PreflightCallback()])
 
     When the training ends, a line has the predicted and the measured peak; `report_to` gets both.
 
     Args:
-        max_steps, time_limit, margin: as of `memest.preflight`.
+        max_steps, time_limit, margin: as in `memest.preflight`.
     """
 
     def __init__(

@@ -250,7 +250,7 @@ def batches(
             data.append({"model_name": plan.model_name, **row.to_dict()})
     length = plans[0].seq_len
     said = [f"{length} tokens" if length else "each model's default tokens"]
-    figure = plots.plot_largest_batch(table, gpu=target.name, dark=pictures.dark, said=said)
+    figure = plots.plot_largest_batch(table, gpu=target.name, dark=pictures.dark, remarks=said)
     pictures.save(figure, "batches", data)
 
 
@@ -291,13 +291,14 @@ def sweep_chart(
     table = fits_table(rows, across)
     figure = plots.plot_fits(
         table.verdicts, across=table.across, gpu=", ".join(table.gpus), dark=pictures.dark,
-        said=_in_common(rows, points),
+        remarks=_in_common(rows, points),
     )  # fmt: skip
     pictures.save(figure, "sweep", rows)
 
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
-    """Return the common facts of all plans of a sweep, from its rows or its plans."""
+    """Return as words the settings that all plans of a sweep share, from its table rows or
+    plans."""
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(same["model_name"])] if same.get("model_name") else []

@@ -58,7 +58,7 @@ def doctor() -> int:
 
 
 def _torch() -> tuple[str, bool]:
-    """Return the build of torch and its GPU, and whether it cannot be imported."""
+    """Return words on the build of torch and its GPU, and True if torch cannot be imported."""
     try:
         torch = import_module("torch")
     except Exception as error:
@@ -73,7 +73,8 @@ def _torch() -> tuple[str, bool]:
 
 
 def _release() -> str:
-    """Return the simulated release of torch and its evidence."""
+    """Return words on the simulated release of torch: its kernels were measured, or read in
+    sources."""
     release = versions.simulated()
     sources = f"read from its sources; measured is {versions.MEASURED}"
     how = "measured" if release.is_measured else sources

@@ -142,7 +142,6 @@ def print_error(message: str, hint: str) -> None:
 
 
 def _print_versions(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """Print the versions that a bug report needs, without importing a library."""
     if not value or ctx.resilient_parsing:
         return
     from memest.estimator.versions import STACK, library_versions

@@ -129,7 +129,7 @@ async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
 async def _memest(
     command: str, option: str, words: list[str], *, folder: str = ".", seconds: float = math.inf
 ) -> tuple[int, str, str]:
-    """Return exit code, file of `option`, and output of a command of memest.
+    """Run a command of memest; return its exit code, the file that `option` writes, and its output.
 
     It runs in a process of its own, since stdout is the protocol's, and ends with this call.
 
@@ -153,7 +153,6 @@ async def _memest(
 
 
 def _error_of(text: str) -> MemestError:
-    """Return the error that a command printed."""
     lines = text.strip().splitlines()
     errors = [line for line in lines if line.startswith("Error: ")]
     hint = next((line for line in reversed(lines) if line.startswith("hint: ")), "")

@@ -194,7 +194,7 @@ class WholeTraining:
         return bool(self.num_steps or self.samples or self.prices)
 
     def of(self, plan: Mapping[str, Any]) -> Training:
-        """Return the steps, epochs and prices of `plan`."""
+        """Return the number of steps, prices and number of GPUs, for the report of `plan`."""
         num_steps = self.num_steps or STEPS_WITHOUT_NUMBER
         if self.samples is not None:
             num_steps = steps_of_plan(plan, self.epochs or 1.0, self.samples)

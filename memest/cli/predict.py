@@ -127,7 +127,8 @@ def _short(report: Prediction, emit: str | None) -> str:
 
 
 def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
-    """Return the cheapest change with which a plan fits, or None if the search takes too long."""
+    """Return the cheapest change with which a plan fits; None if there is none, or the search is
+    long."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":
         return None

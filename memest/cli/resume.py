@@ -20,7 +20,7 @@ from memest.writing import is_stream, writing
 
 
 class StoredResults:
-    """Results by plan, in a JSON Lines file next to the command's output, `target`.
+    """Results by plan in a JSON Lines file, which is next to the command's output file `target`.
 
     A command deletes it by `forget` after it has written its output. Without `is_resumed` existing
     results are replaced, with a message to the user.
@@ -74,7 +74,7 @@ class StoredResults:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Store the results of each event in the block.
+        """Store the results of each task that ends in the block.
 
         On an interrupt, the number of stored results is printed.
         """
@@ -110,7 +110,7 @@ def plan_key(plan: TrainingPlan) -> str:
 
 
 def results_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return the predictions or points of a task's plans, as JSON values; errors are not stored."""
+    """Return the results of a finished task by plan, as JSON values; failed plans are left out."""
     pairs = zip(event.task, event.result, strict=True)
     return {
         plan: [point.to_dict() for point in made] if isinstance(made, list) else made.to_dict()
@@ -122,7 +122,7 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
 def predict_resumably(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
-    """Run `predict_each`, storing results next to `target`, if the command writes one."""
+    """Run `predict_each`; store each result in a file next to the output file `target`, if any."""
     if target is None or is_stream(target):
         return predict_each(plans, jobs=jobs)
     stored = StoredResults(target, is_resumed=is_resumed)
@@ -136,7 +136,7 @@ def predict_resumably(
 def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
-    """Run `sweep_grid(**how)`, storing results next to `target`, if the command writes one."""
+    """Run `sweep_grid`; store each result in a file next to the output file `target`, if any."""
     if target is None or is_stream(target):
         return sweep_grid(grid, **how)
     stored = StoredResults(target, is_resumed=is_resumed)

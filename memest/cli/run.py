@@ -215,13 +215,14 @@ def run(
     if ran.refusal is not None:
         print_error(str(ran.refusal), ran.refusal.hint)
     if ran.report is None:
-        return _not_used(ran)
+        return _explain_missing_report(ran)
     _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
     return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Return the GPUs of a node and the nodes, which the launcher or the options give."""
+    """Return GPUs per node and number of nodes, from a launcher in the command or from the
+    options."""
     if launch.num_local is None:
         return num_local, num_nodes
     if num_local is not None or num_nodes > 1:
@@ -274,7 +275,8 @@ def _run_one(
 
 
 def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
-    """Write files after a run, whose report is printed also if a file cannot be written."""
+    """Call `write` after a run; if that fails, return the result with the error, for after the
+    report."""
     try:
         write()
     except PlanError as error:
@@ -344,8 +346,8 @@ def _is_whole(ran: RunResult) -> bool:
     return not ran.exit_code or is_out_of_memory
 
 
-def _not_used(ran: RunResult) -> int:
-    """Report in one line that there is no report; a refused call was already reported."""
+def _explain_missing_report(ran: RunResult) -> int:
+    """Print why there is no report, unless it was a refused call; return the exit code."""
     if ran.exit_code == 0:
         print_error(
             "the script has not used the GPU, so there is nothing to report",
@@ -378,7 +380,8 @@ _ONE = "leave `--nproc-per-node` and `--nnodes` of `memest run` out"
 
 
 def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
-    """Return the command's script or module, and how a launcher would start it."""
+    """Return how a launcher in the command starts its ranks, and the script or module that it
+    starts."""
     from memest.run.launch_command import Launch, read_launch
 
     if module is None and not command:

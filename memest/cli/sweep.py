@@ -106,7 +106,7 @@ def grid_points(
     *, gpu: tuple[str, ...], gpu_memory: str | None, vary: tuple[str, ...], config: Path | None,
     max_points: int, trust_remote_code: bool, **flags: str | None,
 ) -> Grid:  # fmt: skip
-    """Return every combination of the flags' values."""
+    """Return a plan, or the error of an invalid one, for every combination of the flags' values."""
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
@@ -151,7 +151,7 @@ def sweep(
 
 
 def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values of each key, in the order of the flags."""
+    """Return the values to try for each key, in the order of the flags."""
     texts = {key: text for key, text in flags.items() if text is not None}
     for item in vary:
         key, equals, text = item.partition("=")

@@ -163,7 +163,6 @@ def run_job(job: Job) -> None:
 
 
 def _build_model(job: Job, config: Any) -> Any:
-    """Build the plan's model on the device, ready to train and described."""
     plan = job.plan
     is_random = job.options.weights == "random"
     load = partial(data.load_base, plan, config, is_random=is_random, device=job.where)

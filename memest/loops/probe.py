@@ -38,7 +38,7 @@ class CudaMemory:
 
 @dataclass(slots=True)
 class PhaseRecorder:
-    """Rows of one run, and the highest figures so far."""
+    """Collects a row of bytes at the end of each phase of a run, and the highest figures so far."""
 
     memory: CudaMemory
     num_micro_batches: int
@@ -56,7 +56,7 @@ class PhaseRecorder:
         self.on_start()
 
     def note_peaks(self) -> Reading:
-        """Read and update the peaks; also called after an error, where no phase ends."""
+        """Read the allocator and update the peaks; also called after an error, in mid-phase."""
         reading = self.memory.read()
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, reading.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reading.peak_reserved_bytes)
@@ -98,7 +98,6 @@ class PhaseRecorder:
         self.on_row()
 
     def _num_bytes(self, values: Iterable[Any]) -> int:
-        """Return the bytes of the tensors on the device; repeated tensors count each time."""
         import torch
 
         return sum(

@@ -170,7 +170,6 @@ def _instantiate(
 
 
 def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
-    """Return notes on the number of parameters of a bundled model."""
     if config.entry is None:
         return []
     notes = []

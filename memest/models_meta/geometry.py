@@ -67,7 +67,6 @@ def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | Non
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:
-    """Return the first attribute that is set and not empty."""
     return next((value for n in names if (value := getattr(config, n, None))), None)
 
 

@@ -165,7 +165,8 @@ def _entries() -> dict[str, ModelEntry]:
 
 @cache
 def _entries_by_key() -> dict[str, ModelEntry]:
-    """Return entries by every folded name; a name that two entries claim is our own bug."""
+    """Return bundled models by each of their names, folded by `_key`; no two models share a
+    name."""
     by_key: dict[str, ModelEntry] = {}
     for entry in _entries().values():
         for name in (entry.name, entry.hub_id, *entry.aliases):
@@ -188,7 +189,6 @@ def _unknown(name: str) -> UnknownModelError:
 
 
 def _config_path(name: str) -> Path | None:
-    """Return the config.json that `name` is or holds, or None."""
     try:
         path = Path(name).expanduser()
         if path.is_dir():

@@ -52,7 +52,6 @@ def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "pl
 
 
 def _read(descriptor: int, max_bytes: int) -> bytes:
-    """Return all content, or a little more than `max_bytes`."""
     data = bytearray()
     while len(data) <= max_bytes:
         try:

@@ -32,11 +32,12 @@ class _Cell:
 
 def plot_largest_batch(
     table: Mapping[str, Mapping[str, int | None]], *, gpu: str, dark: bool = False,
-    said: Sequence[str] = (),
+    remarks: Sequence[str] = (),
 ) -> Figure:  # fmt: skip
-    """Draw the largest batch that fits `gpu`: models by techniques, either as rows.
+    """Draw the largest batch that fits `gpu`, by row (such as a model) and column of `table`.
 
-    0 is a model that does not fit at all, None a combination that does not exist.
+    0 is a model that does not fit at all, None a combination that does not exist. The subtitle has
+    `remarks`.
 
     Raises:
         PlanError: the table is empty.
@@ -60,7 +61,7 @@ def plot_largest_batch(
         cell,
         words=(
             f"The largest batch that fits {gpu_label(gpu)}",
-            dotted(*said, "predicted", "OOM: not even a batch of 1", version_words()),
+            dotted(*remarks, "predicted", "OOM: not even a batch of 1", version_words()),
         ),
         keys=list(zip(_shades(dark), ("1", str(round(most**0.5)), str(most)), strict=True)),
         dark=dark,
@@ -69,11 +70,11 @@ def plot_largest_batch(
 
 def plot_fits(
     verdicts: Mapping[tuple[str, str], Verdict], *, across: str, gpu: str, dark: bool = False,
-    said: Sequence[str] = (),
+    remarks: Sequence[str] = (),
 ) -> Figure:  # fmt: skip
     """Draw the verdicts of a sweep by (row, column); `across` names the columns.
 
-    A cell that fits is coloured by the share of the GPU that it needs.
+    A cell that fits is coloured by the share of the GPU that it needs. The subtitle has `remarks`.
 
     Raises:
         PlanError: there is no verdict.
@@ -101,7 +102,7 @@ def plot_fits(
         words=(
             "What fits, and what is out of memory",
             dotted(
-                *said,
+                *remarks,
                 ", ".join(map(gpu_label, gpu.split(", "))),
                 f"{' or '.join(f'{limit / GIB:.1f}' for limit in limits)} GiB usable",
                 f"GiB needed by {across}",

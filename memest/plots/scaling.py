@@ -55,7 +55,7 @@ def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
 
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
-    """Return the terms that do not shrink with more GPUs and are large enough to draw."""
+    """Return the bytes of kinds of memory that more GPUs do not shrink, if large enough to draw."""
     least = _MIN_SHARE * _last(line).peak_allocated_bytes
     return {kind: size for kind, size in constant_terms(line).items() if size > least}
 
@@ -64,7 +64,7 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     """Draw bytes needed per GPU over the number of GPUs, both axes in powers of two.
 
     A cross is a run out of memory, at its reserved memory without a limit. The labels at the right
-    have the reserved memory on most GPUs and the constant terms of the peak.
+    have the reserved memory on most GPUs, and the kinds of memory that more GPUs do not shrink.
 
     Raises:
         PlanError: there is no prediction.
@@ -90,7 +90,7 @@ def _last(line: ScalingLine) -> Prediction:
 
 
 def _limits(lines: Sequence[ScalingLine]) -> list[int]:
-    """Return the limits of the allocator, which are lower where more libraries use memory."""
+    """Return the allocator's limits, which differ if libraries use more memory on more GPUs."""
     reports = [report for line in lines for report in line.reports.values()]
     return sorted({report.verdicts[report.gpu].limit_bytes for report in reports})
 
@@ -173,7 +173,8 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _stays(line: ScalingLine) -> str:
-    """Return the largest constant terms, as many as fit the column."""
+    """Return the largest kinds of memory that more GPUs do not shrink, as many as fit the
+    column."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])

@@ -185,8 +185,6 @@ def _both(pair: Pair, quantity: str) -> tuple[int, int]:
 
 
 def _listed(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return all pairs in order, or those with the largest errors where they are too many."""
-
     def worst(index: int) -> float:
         return max(abs(percent_off(*_both(pairs[index], q))) for q in _QUANTITIES)
 

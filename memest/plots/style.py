@@ -470,7 +470,6 @@ class Picture:
 
 
 def _stem_and_formats(path: Path, formats: Sequence[str]) -> tuple[Path, list[str]]:
-    """The path without suffix, and the formats, each once."""
     if path.name in ("", ".."):
         raise PlanError(f"`{path}` names no file", hint="write it as `charts/phases`")
     suffix = path.suffix.removeprefix(".").lower()

@@ -108,7 +108,7 @@ def version_words(reports: Sequence[Report] = ()) -> str:
 
 
 def plan_line(report: Report, *others: str) -> str:
-    """Return a report's plan, GPU and tokens, `words`, and the memest version."""
+    """Return a line of a report's plan, tokens and GPU, the texts `others` and memest's version."""
     model = str(report.plan.get("model_name", ""))
     said = [] if model and model in report.name else [model.rsplit("/", 1)[-1]]
     return dotted(

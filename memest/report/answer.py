@@ -105,7 +105,7 @@ def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
 
 
 def moment(step: int, phase: str) -> str:
-    """Moment in plain words.
+    """Return the moment in plain words.
 
     >>> moment(1, "optimizer"), moment(0, "setup")
     ('while the optimizer steps, in step 2', 'while the model is built')
@@ -193,7 +193,6 @@ def kernels_line(versions: Mapping[str, str]) -> list[str]:
 
 
 def _others(report: SimulatedReport) -> list[str]:
-    """Return a line with the verdicts of the other GPUs."""
     by_word: dict[str, list[str]] = {each: [] for each in COLOURS}
     for name, verdict in report.verdicts.items():
         if name != report.gpu:
@@ -222,7 +221,7 @@ def place_in_words(at: str) -> str:
 
 
 def operator_of(at: str) -> str:
-    """The operator in the text of `Verdict.at`; empty if it names none.
+    """Return the operator in the text of `Verdict.at`; empty if it names none.
 
     >>> operator_of("step 0, forward, aten.addmm"), operator_of("host memory")
     ('aten.addmm', '')

@@ -43,7 +43,7 @@ class Change:
 def changes(
     before: Iterable[HeldRow | Term], after: Iterable[HeldRow | Term]
 ) -> tuple[Change, ...]:
-    """Return the rows that changed, the largest growth first.
+    """Return the rows whose bytes differ between two reports, the largest growth first.
 
     Lines with the same text in the same file are one row, so that a line may move.
     """
@@ -62,7 +62,7 @@ def changes(
 
 
 def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
-    """Return file and text of a line, or a kind -> its name and bytes."""
+    """Return (name, bytes) of each row by (file, text) of its line, or by (kind of memory, "")."""
     found: dict[tuple[str, str], tuple[str, int]] = {}
     for row in rows:
         key = (row.kind.rpartition(":")[0], row.source) if row.source else (row.kind, "")
@@ -72,7 +72,7 @@ def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, i
 
 
 def grown(found: Sequence[Change]) -> list[str]:
-    """Return text lines on the changes that grew."""
+    """Return a text line for each change that grew; beyond `MAX_ROWS`, a line with their number."""
     rows = [str(change) for change in found if change.added_bytes > 0]
     rest = [f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
     return rows[:MAX_ROWS] + rest

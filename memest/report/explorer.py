@@ -15,7 +15,7 @@ _PAGE = Path(__file__).with_name("explorer.html")
 
 
 def technique_of(plan: TrainingPlan) -> str:
-    """`full`, `LoRA` or `QLoRA`."""
+    """Return `full`, `LoRA` or `QLoRA`."""
     return "QLoRA" if plan.use_qlora else "LoRA" if plan.use_lora else "full"
 
 

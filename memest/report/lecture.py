@@ -130,7 +130,6 @@ class Lecture:
         return {key: (old[key], new[key]) for key in old if old[key] != new[key]}
 
     def _words(self, plan: TrainingPlan) -> dict[str, str]:
-        """Return the settings of a plan as text, by key."""
         count = plan.accumulate_grad_batches
         return {
             "model": self.model(plan),

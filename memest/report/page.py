@@ -224,7 +224,7 @@ def _held_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def _scale(rows: Sequence[Change]) -> tuple[int, str, int]:
-    """Return unit and largest change of a table of changes: bytes, name and bytes."""
+    """Return bytes and name of the unit for a table of changes, and the largest change in bytes."""
     largest = max(max(row.before_bytes, row.after_bytes) for row in rows)
     unit = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
     return *unit, max(abs(row.added_bytes) for row in rows)

@@ -85,7 +85,7 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return comments or docstrings of the fields of a class and of its bases, by name."""
+    """Return the comment after each field of a dataclass, or the string under it, by field name."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         source = textwrap.dedent(inspect.getsource(each))

@@ -59,7 +59,7 @@ def _run(
 
 @contextmanager
 def _work_tree(base: str, folder: Path) -> Iterator[Path]:
-    """Check `base` out below `folder`; yield the place of the current folder in it."""
+    """Check out branch `base` as `folder`; yield the folder in it that the current one is here."""
     top = _git("rev-parse", "--show-toplevel")
     if top is None:
         raise MemestError("git finds no repository here, so there is no base to compare with")
@@ -78,7 +78,6 @@ def _work_tree(base: str, folder: Path) -> Iterator[Path]:
 
 
 def _git(*words: str) -> str | None:
-    """Return the output of a git command, or None if it fails."""
     if shutil.which("git") is None:
         return None
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)

@@ -32,7 +32,7 @@ _FILE = "- "
 
 @contextmanager
 def dummy_folder(folder: Path, about: str) -> Iterator[None]:
-    """Delete an earlier dummy checkpoint, yield, and write the marker, with `about` in Markdown.
+    """Empty `folder` for a new dummy checkpoint; after the block, add a file with the text `about`.
 
     Raises:
         PlanError: `folder` has files that memest has not written, or it cannot be written to.
@@ -214,7 +214,7 @@ class DummyModel:
 
 
 def litgpt_model(name: str) -> DummyModel:
-    """Return a model of LitGPT: `lit_model.pth`, `model_config.yaml`, `generation_config.json`.
+    """Return LitGPT's model `name`: weights, `model_config.yaml` and `generation_config.json`.
 
     Raises:
         UnsupportedError: LitGPT is not installed.
@@ -271,7 +271,7 @@ def _litgpt_config(name: str, hub_id: str) -> Any:
 
 
 def hugging_face_model(name: str) -> DummyModel:
-    """Return a model of transformers: `config.json`, `pytorch_model.bin`, its processor."""
+    """Return the model `name` of transformers: weights, `config.json`, and its processor."""
     config = resolve_config(name, packages=NEEDED)
     module = build_model(config, dtype=config.saved_dtype).module
     tied = getattr(module, "all_tied_weights_keys", {})

@@ -32,8 +32,6 @@ MAX_COPIED_BYTES = 1 << 28  # larger files that are changed in place are not kep
 
 
 class _Thread(threading.local):
-    """Thread-local flag of `KeptFiles`."""
-
     keeps = False  # True while this module itself moves files
 
 
@@ -41,7 +39,7 @@ _thread = _Thread()
 
 
 class KeptFiles:
-    """Journal of the files that moved aside: a JSON file for each, named by the path's digest."""
+    """Files that were moved aside before a script changed them, each with an entry in `journal`."""
 
     def __init__(self, journal: Path) -> None:
         self.journal = journal
@@ -94,7 +92,8 @@ class KeptFiles:
                 self._note_made(after + name.removeprefix(before))
 
     def _keep(self, path: str, *, is_linked: bool = False, has_copy: bool = False) -> None:
-        """Move a file aside unless that was done; a copy or a hard link may replace it."""
+        """Move a file aside, unless that was done. `is_linked` leaves a hard link at its path,
+        `has_copy` a copy."""
         own = OWN_FILES, str(cache_folder())  # other processes of memest write the cache, too
         if path in self._seen or path.endswith(".pyc") or path.startswith(own):
             return
@@ -189,7 +188,6 @@ class KeptFiles:
 
 
 def _files_of(path: Any) -> list[str]:
-    """Return the absolute path of a file, or of all files in a folder."""
     name = os.path.abspath(os.fsdecode(path))
     if not os.path.isdir(name) or os.path.islink(name):
         return [name]
@@ -216,7 +214,7 @@ def kept_files() -> Iterator[KeptFiles]:
         (shutil, ("rmtree",), kept.removed), (torch.serialization, ("save",), kept.saved),
     ):  # fmt: skip
         for name in names:
-            patches.set(owner, name, _after(see, getattr(owner, name)))
+            patches.set(owner, name, _before(see, getattr(owner, name)))
     if not outer:
         os.environ[FOLDER] = str(kept.journal)
     try:
@@ -228,8 +226,8 @@ def kept_files() -> Iterator[KeptFiles]:
             kept.restore()
 
 
-def _after(see: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with a call of `see` before it, with the same arguments."""
+def _before(see: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `see`, and then `function` with the same arguments."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

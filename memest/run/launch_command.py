@@ -62,7 +62,6 @@ def _read_checked(read: Callable[[list[str]], Launch], words: list[str]) -> Laun
 
 
 def _read_python(words: list[str]) -> Launch:
-    """Read `python [options] script` or `python -m module`."""
     rest = words[:]
     while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
         if rest[0] in ("-", "-c"):
@@ -117,7 +116,7 @@ def _read_trl(words: list[str]) -> Launch:
 
 
 def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
-    """Call `start` until `accelerate launch` would start processes."""
+    """Call `start` until `accelerate launch` would start processes; return what it would start."""
     launcher = import_module("accelerate.commands.launch")
 
     def one_process(args: Any) -> None:
@@ -205,8 +204,6 @@ def _not_python() -> MemestError:
 
 
 class _Started(BaseException):
-    """Raised where a launcher would start processes."""
-
     def __init__(self, args: Any, environment: Mapping[str, str]) -> None:
         super().__init__()
         self.args_of_launcher, self.environment = args, environment

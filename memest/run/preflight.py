@@ -370,8 +370,6 @@ def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """A script that is simulated on GPUs like `device`."""
-
     typed: "Command"
     device: DeviceAtHand
     max_steps: int

@@ -52,7 +52,6 @@ def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> li
 
 
 def _numbers(numbers: str, size: int) -> list[int]:
-    """Return the ranks that `--ranks` names, in order."""
     if not numbers:
         return sorted({0, size - 1})
     try:
@@ -190,7 +189,10 @@ def _result(rank: Rank, child: Child) -> RunResult:
 
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
-    """Return `report` with verdict `may`: it is out of memory only at late free timings."""
+    """Return `report` with the verdict `may`, since only late free timings run out of memory.
+
+    `decides` describes the blocks with these timings.
+    """
     own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: own}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)

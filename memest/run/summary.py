@@ -216,7 +216,7 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
 
 
 def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
-    """Return the stored events of a script as a run: one micro-batch a step, without probes.
+    """Return the stored events of a script as a run, in which a step is one part.
 
     `share` is the share of a GPU's memory that the script allows itself.
     """
@@ -304,9 +304,10 @@ def _with_own_shares(
 
 
 def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:
-    """Return intervals of allocated, reserved and, plus `outside_bytes`, process bytes of the run.
+    """Return intervals of the run's peaks, by `allocated`, `reserved` and `process`.
 
-    They cover the free timings, if all requests were stored.
+    The process has `outside_bytes` outside the allocator. The intervals cover the free timings, if
+    all requests were stored.
     """
     limit = virtual.allocator.limit_bytes
     earlier = [run_of(virtual).on(limit, timing) for timing in _earlier_timings(virtual)]
@@ -314,7 +315,6 @@ def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interv
 
 
 def _own_figures(virtual: VirtualGpu) -> Replayed:
-    """Return the figures of the simulated run itself, in the form of a replay's."""
     memory = virtual.mode.memory
     return Replayed(
         peak_allocated_bytes=memory.history.peak_allocated_bytes,
@@ -332,7 +332,6 @@ def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
 
 
 def _own_verdict(virtual: VirtualGpu, outcome: Outcome) -> Verdict:
-    """Return the verdict on the GPU of the run, from its own peaks."""
     history, allocator = virtual.mode.memory.history, virtual.allocator
     limit = virtual.gpu.limit_bytes if allocator.limit_bytes is None else allocator.limit_bytes
     margin, at = limit - history.peak_reserved_bytes, ""

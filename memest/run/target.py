@@ -49,7 +49,7 @@ class Target:
     local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
 
     def of_rank(self, local_rank: int) -> "Target":
-        """Return the target with the argument of one rank."""
+        """Return the target with the argument, such as `--local_rank=1`, that a launcher adds."""
         first = (f"{self.local_rank}{local_rank}",) if self.local_rank else ()
         return replace(self, args=(*first, *self.args), local_rank="")
 

@@ -201,7 +201,7 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """Return the first phase that adds most to the difference, with the part that differs most."""
+    """Return as text the phase at which the error of a figure changes most, with figure and MiB."""
     largest, where, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:
@@ -216,7 +216,10 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
-    """Return the allowed error of each total, and of a phase; `tolerances` is for one GPU."""
+    """Return the allowed error in per cent of each total and of a phase, for one or more GPUs.
+
+    On one GPU these are `tolerances`.
+    """
     is_of_several = len(comparison.measured.ranks) > 1
     return dict.fromkeys(tolerances, SLACK) if is_of_several else dict(tolerances)
 

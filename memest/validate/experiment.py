@@ -116,10 +116,10 @@ def device_clock_mhz(index: int) -> int | None:
 
 
 def process_figures(used_before: int | None, index: int) -> dict[str, int]:
-    """Return memory of this process on the device, by source, the most reliable first.
+    """Return this process's bytes on the GPU, by the name of each source that has a figure.
 
-    They are NVML per process, the growth since `used_before` (read before CUDA was opened), and all
-    memory that is not free.
+    The most reliable is first: NVML per process, the growth since `used_before` (all use, read
+    before CUDA was opened), and all memory that is not free.
     """
     import torch
 
@@ -156,7 +156,7 @@ AFTER_SETUP = "after the strategy's setup"
 
 
 def sample_host(moment: str) -> dict[str, Any]:
-    """Return bytes of the host by the names of `/proc/self/status` and `/proc/meminfo`.
+    """Return a sample: the host's bytes now by their names in `/proc`, and its name, `moment`.
 
     Once CUDA is open, the sample has torch's pinned memory too, which the process's own figures may
     omit. Free memory of the machine is a check of the sum over the ranks.
@@ -177,7 +177,7 @@ def _peak_host_bytes() -> int:
 
 
 def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
-    """Return the growth of the process from before the model was built to its highest sample.
+    """Return the growth of host memory from before the model was built to the highest sample.
 
         max(own(s) for s in samples) - own(before the model)
         own(s) = RssAnon + max(RssShmem, pinned_allocated)
@@ -190,7 +190,7 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
 
 
 def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples that determine `held_bytes`, and those of the strategy's setup."""
+    """Return those of `samples` that explain `held_bytes`: before the model, setup, the highest."""
     if not samples:
         return []
     by_moment = {s["moment"]: s for s in reversed(samples)}  # the first sample of each moment

@@ -366,7 +366,6 @@ def _parts(
 
 
 def _is_alone(plan: TrainingPlan) -> bool:
-    """Return whether a plan needs several GPUs, or much of the host's memory."""
     return plan.is_distributed or plan.optim.startswith("paged_") or plan.offloads
 
 
@@ -486,7 +485,6 @@ def _refusal(device: Device, plan: TrainingPlan) -> str:
 
 
 def _missing_package(plan: TrainingPlan) -> str:
-    """Return the first package that the plan needs and that is not installed, or nothing."""
     attention = ["flash_attn"] if plan.attn_implementation == FLASH_ATTENTION_2 else []
     needed = [*packages_of(plan), *attention]
     return next((name for name in needed if not is_installed(name)), "")

@@ -310,7 +310,6 @@ class StepRepeater:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how often each tensor was written."""
     return [tensor._version for tensor in tensors]
 
 

@@ -190,8 +190,8 @@ def play(
 def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
     """Return the id of the storage that `event` frees, or -1 if it frees none.
 
-    A storage that a collective holds (`stashed`) is freed when the collective returns it. With
-    `is_immediate`, it is freed as early as any other.
+    The storages that a collective holds (`stashed`) are freed when the collective returns them.
+    With `is_immediate` they are freed like others.
     """
     is_return = event <= RETURNED
     index = return_of(event) if is_return else free_of(event)

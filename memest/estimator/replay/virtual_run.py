@@ -90,7 +90,6 @@ def repeats_micro_batches(plan: TrainingPlan) -> bool:
 
 
 def _num_run(plan: TrainingPlan) -> int:
-    """Return how many micro-batches of a step are simulated."""
     most = MAX_MICRO_BATCHES if repeats_micro_batches(plan) else MAX_MICRO_BATCHES_APART
     return min(plan.accumulate_grad_batches, most)
 
@@ -376,7 +375,6 @@ _TALKATIVE = ("lightning.pytorch", "lightning.fabric", "bitsandbytes", "DeepSpee
 
 @contextmanager
 def _without_messages() -> Iterator[None]:
-    """Suppress log messages and warnings of Lightning and transformers."""
     import lightning.pytorch  # noqa: F401 - sets its level as it is imported
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]

@@ -232,8 +232,6 @@ def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
 
 @dataclass(slots=True)
 class _Search:
-    """Search for changes with which the plan fits; each changed plan is predicted once."""
-
     plan: TrainingPlan
     gpu: Gpu
     max_predictions: int

@@ -124,8 +124,6 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
 
 
 class _Search:
-    """Search for the largest value of a plan's key that fits one GPU."""
-
     def __init__(self, series: TraceSeries, gpu: Gpu) -> None:
         self.series, self.plan, self.gpu = series, series.plan, gpu
         self.limit = usable_bytes(series.plan, gpu)

@@ -308,7 +308,6 @@ def _replay_in_parallel(
 
 
 def _points(plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]") -> list[SweepPoint]:
-    """Return a plan's points, one for each of its GPUs."""
     points: list[SweepPoint] = []
     traced = {chip: related.at(plan) for chip, related in chips.items()}
     for gpu, found in trials(plan, target_gpus(plan), lambda gpu: traced[gpu.chip]):
