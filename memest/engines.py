@@ -36,7 +36,7 @@ ATTEMPTS = 2  # number of times that a task begins if its worker is killed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A task that begins, or that has ended with a result."""
+    """Notice to watchers that a task begins, or that it has ended with a result."""
 
     label: str  # name of the task, for people
     is_done: bool
@@ -172,7 +172,7 @@ class _Death:
 
 
 def _do(one: Callable[[T], R], task: T) -> R | _Failure:
-    """Return the result of a task in a worker, or its error with the lines where it was raised."""
+    """Return the result of a task in a worker, or its error and traceback."""
     collect_seldom()
     try:
         return one(task)
@@ -250,11 +250,11 @@ class _Worker:
 
     @property
     def ends(self) -> "tuple[Connection, int]":
-        """Objects for `connection.wait`: ready with an answer, or when the process ends."""
+        """Connection and process handle for `connection.wait`: ready after an answer or the end."""
         return self._connection, self._process.sentinel
 
     def give(self, one: Callable[[T], Any], task: T) -> None:
-        """Send a task to the process; `answer` reports a process that has died."""
+        """Send a task to the process; if the process has died, `answer` returns that."""
         if not self._process.is_alive():
             self._start()
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -389,7 +389,7 @@ _PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 
 def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engine:
-    """Return the engine of this name.
+    """Return the engine called `name`: `local`, `ray` or `slurm`.
 
     Raises:
         UnsupportedError: its package is not installed, or this machine has no Slurm.

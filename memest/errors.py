@@ -57,14 +57,14 @@ def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
 
 
 def raise_if_all_failed(results: Collection[object]) -> None:
-    """Raise the first of `results` if all of them are errors; do nothing for no results."""
+    """Raise the first of `results` if all of them are errors; do nothing if there are none."""
     errors = [result for result in results if isinstance(result, MemestError)]
     if errors and len(errors) == len(results):
         raise errors[0]
 
 
 def shown(value: object) -> str:
-    """Return `value` in backticks for a message: one line, cut where it is long.
+    """Return `value` in backticks for a message, on one line, and cut if it is long.
 
     >>> shown("adamw"), shown(7)
     ('`adamw`', '`7`')

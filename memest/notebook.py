@@ -40,7 +40,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 class CellReport:
-    """Report of a cell, which a notebook shows as a page and a terminal as text."""
+    """Report of a notebook cell: HTML in a notebook, text in a terminal."""
 
     def __init__(self, report: RunReport, page: str) -> None:
         self.report = report
@@ -56,7 +56,7 @@ class CellReport:
 
 
 class _Magic:
-    """The cell magic of one shell."""
+    """The cell magic `%%memest` of one IPython shell."""
 
     __name__ = "memest"
 
@@ -95,7 +95,8 @@ class _Magic:
                 self.left[name] = value
 
     def _check(self, cell: str) -> None:
-        """Refuse objects that are on the real GPU, or on the virtual GPU of an earlier cell."""
+        """Raise if the cell uses objects on the real GPU, or on the virtual GPU of an earlier
+        cell."""
         namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
         if _awaits(source):
             raise UnsupportedError(
@@ -146,7 +147,7 @@ def _awaits(source: str) -> bool:
 
 
 def _names(source: str, namespace: dict[str, Any]) -> set[str]:
-    """Return the variables of earlier cells that a cell uses, also in functions of those cells."""
+    """Return the earlier cells' variables that a cell uses, also in the functions that it calls."""
     try:
         cell = compile(source, "<cell>", "exec")
     except SyntaxError:  # the shell prints it

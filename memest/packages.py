@@ -40,7 +40,7 @@ _OURS = ("memest", "importlib", "runpy", "__main__")
 
 
 def require(*packages: str) -> None:
-    """Raise an `UnsupportedError` unless the packages are installed; imports nothing."""
+    """Raise an `UnsupportedError` unless `packages` are installed; nothing is imported."""
     for package in packages:
         if not is_installed(package):
             hint = how_to_install(package)
@@ -61,7 +61,7 @@ def is_in_packages(path: str | Path) -> bool:
 
 
 def broken_package(error: BaseException) -> tuple[str, str] | None:
-    """Return the message and the hint for an error from a package that was being imported.
+    """Return message and hint for an `error` that an installed package raised at its import.
 
     None if the package's import statement was not running.
     """

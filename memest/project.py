@@ -13,7 +13,7 @@ FILE = "pyproject.toml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Project:
-    """Settings of the nearest pyproject.toml; empty ones without a table `[tool.memest]`."""
+    """Settings in `[tool.memest]` of the nearest pyproject.toml; empty if there are none."""
 
     gpu: str = ""  # GPU to simulate if a command or test names none
     limit: str = ""  # memory that a script or test may use on it, such as `38GiB`

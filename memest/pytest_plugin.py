@@ -187,7 +187,7 @@ def _stored(config: pytest.Config) -> dict[str, Any]:
 
 
 class _Collector:
-    """Collects peaks and notes of tests; with xdist, in the controller process."""
+    """Collects the peaks and notes of tests, in the controller process if xdist runs."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -195,7 +195,7 @@ class _Collector:
         self.notes: dict[str, int] = {}  # note -> number of tests
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Read what `_faults` recorded in a test."""
+        """Store the peak and the note that `_faults` recorded in a test."""
         if report.when != "call":
             return
         for name, value in report.user_properties:
@@ -205,7 +205,7 @@ class _Collector:
                 self.notes[str(value)] = self.notes.get(str(value), 0) + 1
 
     def pytest_sessionfinish(self) -> None:
-        """Write the peaks; peaks of tests that did not run stay."""
+        """Write the collected peaks to the file; peaks of tests that did not run stay."""
         if not (self.config.getoption("memest_update") and self.peaks):
             return
         from memest.writing import write_whole
@@ -216,7 +216,7 @@ class _Collector:
         self.notes[f"stored in {PEAKS}"] = len(self.peaks)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print each note with its number of tests."""
+        """Print each note with the number of tests that have it."""
         for note, count in self.notes.items():
             tests = f"{count} test{'' if count == 1 else 's'}"
             terminalreporter.write_line(f"memest: {tests}: {note}")

@@ -18,7 +18,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the number of bytes in `text`; binary and decimal suffixes, a bare number is bytes.
+    """Return the bytes of a size with a binary or decimal suffix; a bare number is bytes.
 
     >>> parse_bytes("78.4GiB"), parse_bytes("80 GB"), parse_bytes(512)
     (84181359001, 80000000000, 512)
@@ -59,7 +59,7 @@ def gib_or_mib(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Unit of the figures of a table."""
+    """Unit of the sizes in a table: GiB or MiB."""
 
     name: str
     num_bytes: int
@@ -74,7 +74,7 @@ class Unit:
 
 
 def gib(num_bytes: int) -> str:
-    """Return GiB with two decimals, without the unit."""
+    """Return a size in GiB as text with two decimals, without the unit."""
     return f"{num_bytes / GIB:.2f}"
 
 
@@ -88,7 +88,7 @@ def unit_of(largest: int) -> Unit:
 
 
 def format_size(num_bytes: int) -> str:
-    """Return GiB with as many digits as a slide can use.
+    """Return a size in GiB as short text for slides.
 
     >>> format_size(3 * 2**29), format_size(2**28)
     ('1.5', '0.25')
@@ -163,7 +163,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 
 def round_up(number: int, step: int) -> int:
-    """Return the next multiple of `step` from `number` on."""
+    """Return the smallest multiple of `step` that is at least `number`."""
     return ceil_div(number, step) * step
 
 

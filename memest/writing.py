@@ -15,7 +15,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write to a temporary file in the same folder, and rename it; a stream is written as it is.
+    """Write a temporary file in the same folder and rename it; write to a stream directly.
 
     Raises:
         OSError: the file cannot be written; an existing file is unchanged.
@@ -69,7 +69,7 @@ def why_not_writable(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path, hint: str) -> Iterator[None]:
-    """Raise a `PlanError` that names `path` for an error of the system in the block."""
+    """Raise a `PlanError` that names `path`, with `hint`, for a system error in the block."""
     try:
         yield
     except OSError as error:

@@ -59,7 +59,7 @@ _CHART_OPTIONS = combined(
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Options of a command's pictures: folder, formats and colours."""
+    """Options for the pictures of a command: folder, formats and colours."""
 
     folder: Path
     formats: Sequence[str]
@@ -68,7 +68,7 @@ class Pictures:
     as_json: bool  # True to print the paths as JSON
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
-        """Write the pictures of `figure`, then `data` as JSON Lines; print the paths."""
+        """Write a picture of `figure` per format, and `data` as JSON Lines; print the paths."""
         path = self.folder / name
         pictures = plots.save(plots.retitle(figure, self.title), path, self.formats)
         data_file = path.with_name(f"{name}.jsonl")
@@ -82,7 +82,7 @@ class Pictures:
 
 
 def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of every chart, which `command` gets as `pictures`."""
+    """Add the options of every chart to `command`, which gets a `Pictures` as `pictures`."""
 
     @wraps(command)
     def run(*, out: Path, formats: str, dark: bool, title: str, as_json: bool, **rest: Any) -> Any:
@@ -360,7 +360,7 @@ def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictur
 
 
 def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
-    """Return a unique file name for the chart of each plan."""
+    """Return a unique file name, without suffix, for the chart of each plan."""
     from memest.validate.experiment import file_stem
 
     if len(plans) == 1:

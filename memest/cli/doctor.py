@@ -82,7 +82,7 @@ def _release() -> str:
 
 
 def _extra(name: str, package: str) -> str:
-    """Return whether an extra is installed, or how to install it."""
+    """Return words on an optional part of memest: installed, or the command that installs it."""
     try:
         version(package)
     except PackageNotFoundError:

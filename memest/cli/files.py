@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def only_one(options: Mapping[str, Any]) -> str:
-    """Return the name of the only option that is given, or an empty text; refuse a second one."""
+    """Return the name of the one option that is given, or an empty text; raise if several are."""
     given = [name for name, value in options.items() if value]
     if len(given) > 1:
         raise PlanError(f"`{given[0]}` and `{given[1]}` are given together", hint="choose one")
@@ -34,7 +34,7 @@ def given_only(flags: dict[str, Any]) -> dict[str, Any]:
 def read_plans(
     config: Path | None, suite: Path | None, given: dict[str, Any], *, tries_lora: bool = False
 ) -> list[TrainingPlan]:
-    """Return the plans of a command: of a file, of a suite, or of the flags alone.
+    """Return the plans of a command: in the file `config` or `suite`, or from the flags `given`.
 
     With `tries_lora`, LoRA options are also accepted for a full fine-tune.
     """
@@ -61,7 +61,7 @@ def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:
 
 
 def print_or_write(text: str, output: Path | None, *, is_folded: bool = False) -> None:
-    """Print `text`, wrapped to the terminal if it is to be folded, or write it to `output`."""
+    """Print `text`, wrapped to the terminal if `is_folded`, or write it to `output`."""
     if output is None:
         click.echo(folded(text) if is_folded else text)
     else:
@@ -72,7 +72,7 @@ def write_pages(
     reports: Sequence[SimulatedReport], recording: "Recording | None", *, html: Path | None,
     snapshot: Path | None, chrome_trace: Path | None,
 ) -> None:  # fmt: skip
-    """Write reports as a page, and a recording as PyTorch's snapshot and as Chrome's trace."""
+    """Write reports as an HTML page, and a recording as PyTorch's snapshot and Chrome's trace."""
     if html is not None:
         from memest.report.page import render_page
 

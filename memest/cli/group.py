@@ -1,4 +1,4 @@
-"""The command itself: every expected error is two lines and an exit code."""
+"""The command `memest` itself: every expected error is two lines and an exit code."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ SECTIONS = {
 
 
 class _Command(click.Command):
-    """Command whose help has the options in the sections that `options.py` names."""
+    """Command whose `--help` has the options in the sections of `options.py`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -73,7 +73,7 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that `args` begin with; an unknown one names the closest."""
+        """Return the command that `args` begin with; an error for another names the closest."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
             near = "".join(f" Did you mean {n!r}?" for n in closest(args[0], names, 1))

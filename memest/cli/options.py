@@ -62,7 +62,7 @@ class OutputPath(click.Path):
 
 
 def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> Any:
-    """Return a `shell_complete` for the typed beginning of a value, or of a list's last item."""
+    """Return click's completion of what is typed, or of a list's last item, by one of `values`."""
 
     def complete(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
         head, comma, tail = incomplete.rpartition(",") if is_list else ("", "", incomplete)
@@ -72,7 +72,7 @@ def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> 
 
 
 def model_names() -> list[str]:
-    """Return names of the bundled models, read from file names, so that a shell does not wait."""
+    """Return names of the bundled models, from file names only, so that completion is fast."""
     from memest.models_meta.registry import CONFIG_DIR
 
     return sorted(path.stem for path in CONFIG_DIR.glob("*.json"))
@@ -121,7 +121,7 @@ remote_code = click.option(
 
 
 def models(text: str, **settings: Any) -> Option:
-    """Return the option of models, which may be repeated."""
+    """Return a click option for models, with the help `text`, which may be repeated."""
     complete = completes(VALUES["models"])
     return click.option(
         "--model", "models", multiple=True, help=text, shell_complete=complete, **settings
@@ -129,12 +129,12 @@ def models(text: str, **settings: Any) -> Option:
 
 
 def gpus(text: str) -> Option:
-    """Return the option of GPUs, which may be repeated."""
+    """Return a click option for GPUs, with the help `text`, which may be repeated."""
     return click.option("--gpu", multiple=True, help=text, shell_complete=completes(VALUES["gpu"]))
 
 
 def _usable(ctx: click.Context, param: Any, value: str) -> str:
-    """Exit before any work if the engine's package is not installed."""
+    """Exit with an error before any work if the package of the engine `value` is not installed."""
     find_engine(value)
     return value
 
@@ -190,7 +190,7 @@ class WholeTraining:
 
     @property
     def is_given(self) -> bool:
-        """True if an option is given."""
+        """True if the command line has one of these options."""
         return bool(self.num_steps or self.samples or self.prices)
 
     def of(self, plan: Mapping[str, Any]) -> Training:
@@ -203,7 +203,7 @@ class WholeTraining:
 
 
 def training(*, has_epochs: bool) -> Option:
-    """Add options of the whole training, which the command gets as `whole`."""
+    """Return options of a whole training, which the command gets as the parameter `whole`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)

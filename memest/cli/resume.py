@@ -64,7 +64,7 @@ class StoredResults:
         return {plan: self.known[key] for plan, key in keys if key in self.known}
 
     def add(self, plan: TrainingPlan, result: Any) -> None:
-        """Write a result, as JSON values."""
+        """Append the result of `plan`, as JSON values, to the file."""
         row = {"version": self._versions, "plan": plan_key(plan), "result": result}
         mode = "w" if self._is_new else "a"
         with writing(self.path, "name another folder"), self.path.open(mode, encoding="utf-8") as f:
@@ -95,7 +95,7 @@ class StoredResults:
 
 
 def forget(target: Path | None) -> None:
-    """Delete the stored results of `target`, which has been written."""
+    """Delete the stored results for `target`, after that file has been written."""
     if target is not None:
         _stored_path(target).unlink(missing_ok=True)
 

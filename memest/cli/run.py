@@ -238,7 +238,7 @@ def with_project(arguments: Sequence[str]) -> list[str]:
 
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
-    """Run the script in its own environment; None if that is the environment of this process."""
+    """Run the script in another Python, and return the exit code; None if it is this one's."""
     if python is not None:
         return run_elsewhere(python, arguments)
     active = active_environment()
@@ -415,7 +415,7 @@ class _Files:
         self.json, self.html, self.snapshot, self.chrome = self.paths
 
     def of_rank(self, folder: str, rank: int) -> _Files:
-        """Return files in `folder`, for one rank of several."""
+        """Return the same kinds of files in `folder`, for one rank of several."""
         return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
     def keep_of(self, report: RunReport, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""`memest max-batch`, `memest sweep` and `memest cheapest`: many predictions from few traces."""
+"""`memest max-batch`, `memest sweep` and `memest cheapest`: many predictions, few simulations."""
 
 import json
 import os

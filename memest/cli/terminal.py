@@ -27,13 +27,13 @@ def has_colour() -> bool:
 
 
 def print_any_text(out: TextIO) -> None:
-    """Make `out` print characters that its encoding lacks as escapes, such as `\\xe9`."""
+    r"""Make `out` print characters that its encoding lacks as escapes, such as `\xe9`."""
     if isinstance(out, TextIOWrapper) and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
 
 
 def folded(text: str, out: TextIO | None = None) -> str:
-    """Wrap `text` to the terminal `out`; unchanged where `out` is a file or a pipe."""
+    """Return `text` wrapped to the width of the terminal `out`; unchanged for a file or a pipe."""
     from memest.report.text import fold
 
     out = out or sys.stdout
@@ -63,7 +63,7 @@ def progress_bar(
 
 
 class _Lines:
-    """Lines of a log: how many tasks are done, and the time left."""
+    """Progress as lines of a log: how many tasks are done, and the time left."""
 
     def __init__(self) -> None:
         self._started = self._last = monotonic()
@@ -95,7 +95,7 @@ LOG_SECONDS = 30.0  # seconds between two lines of a log
 
 
 class _Display:
-    """A line that is overwritten, and above it a line for each result."""
+    """Progress on a terminal: a line that is overwritten, and above it a line for each result."""
 
     def __init__(self, what: str, *, with_results: bool) -> None:
         from tqdm import tqdm
@@ -145,7 +145,7 @@ class _Display:
 
 
 def result_lines(result: Any) -> list[str]:
-    """Return a line for each prediction that a task has made."""
+    """Return a line for each prediction in the result of a task."""
     results = result if isinstance(result, list) else [result]
     lines = []
     for each in results:

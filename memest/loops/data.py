@@ -29,7 +29,7 @@ Inputs = dict[str, Any]  # keyword arguments of a forward, on the host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """Micro-batches of a run, on the host, and their sizes."""
+    """Micro-batches of a run, in host memory, with their sizes."""
 
     batches: Sequence[Inputs]  # batches that are used in turn, repeatedly
     val_batches: Sequence[Inputs]
@@ -113,7 +113,7 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
 
 
 def moved(inputs: Inputs, device: Any) -> Inputs:
-    """Move the tensors of a micro-batch to `device`."""
+    """Return the inputs with their tensors moved to `device`."""
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
 
@@ -126,7 +126,7 @@ def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
 
 
 def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
-    """Captioned images of a `datasets` folder, through the model's own processor.
+    """Make micro-batches of captioned images from a `datasets` folder, by the model's processor.
 
     Raises:
         PlanError: the folder is no data set, is empty, or lacks the columns `image` and `text`.
@@ -185,7 +185,8 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
 
 
 def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
-    """Cast floats to 16 bits on the host, as `HalfPrecision.convert_input` of Lightning does."""
+    """Cast float inputs to 16 bits on the host, as Lightning's `HalfPrecision.convert_input`
+    does."""
     dtype = input_dtype(plan)
     if dtype is None:
         return inputs

@@ -93,7 +93,7 @@ class Listener:
 
 @dataclass(slots=True)
 class Job:
-    """One training run and its state so far."""
+    """A training run: its plan, and what is built and recorded so far."""
 
     plan: TrainingPlan
     recorder: PhaseRecorder
@@ -113,7 +113,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A job's fine-tune, ready for any loop."""
+    """Model, micro-batches and optimizer of a job, as each training loop uses them."""
 
     job: Job
     model: Any  # module on the device, in training mode
@@ -125,11 +125,11 @@ class Task:
         return self.job.loss_of(model, inputs, self.feed.loss_output)
 
     def batch(self, number: int) -> data.Inputs:
-        """Return the micro-batch of this number."""
+        """Return training micro-batch `number`, counted from 0."""
         return self.feed.batches[number % len(self.feed.batches)]
 
     def val_batch(self, number: int) -> data.Inputs:
-        """Return the validation micro-batch of this number."""
+        """Return validation micro-batch `number`, counted from 0."""
         return self.feed.val_batches[number % len(self.feed.val_batches)]
 
 
@@ -183,5 +183,5 @@ def _build_model(job: Job, config: Any) -> Any:
 
 
 def _optimizer_over(plan: TrainingPlan, model: Any) -> Any:
-    """Make the optimizer over the parameters trained now, which a strategy may have replaced."""
+    """Make the optimizer over the trained parameters, which a strategy may have replaced."""
     return make_optimizer(plan, trained_parameters(model))

@@ -100,7 +100,7 @@ class FineTune(L.LightningModule):
         return self._task.make_optimizer()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Record the phase before anything of the micro-batch."""
+        """Record the memory before the micro-batch moves to the GPU."""
         self._record(Phase.BEFORE_FORWARD)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -115,7 +115,7 @@ class FineTune(L.LightningModule):
         loss_of(self.model, moved(inputs, self.device), self._task.feed.loss_output)
 
     def on_validation_end(self) -> None:
-        """Record the phase when the module trains again."""
+        """Record the memory after a validation, when the module trains again."""
         self._record(Phase.AFTER_VALIDATION)
 
     def on_before_backward(self, loss: Tensor) -> None:

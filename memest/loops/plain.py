@@ -35,7 +35,7 @@ class _Loop:
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=is_scaled)
 
     def micro_batch(self, number: int) -> None:
-        """Run forward and backward."""
+        """Run forward and backward of micro-batch `number`, with probes."""
         self._record(Phase.BEFORE_FORWARD)
         inputs = moved(self.task.batch(number), self.where)
         with self._autocast():
@@ -46,7 +46,7 @@ class _Loop:
         self._record(Phase.AFTER_BACKWARD)
 
     def step(self) -> None:
-        """Clip, update, and drop the gradients."""
+        """Clip the gradients, run the optimizer's step, and free the gradients."""
         if self.plan.gradient_clip_val:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.gradient_clip_val)

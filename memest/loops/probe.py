@@ -9,7 +9,7 @@ from memest.report import Phase, PhaseRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """The allocator's figures at one moment."""
+    """Allocated and reserved bytes, now and at their peaks."""
 
     allocated_bytes: int
     peak_allocated_bytes: int  # highest since the previous reading
@@ -68,7 +68,7 @@ class PhaseRecorder:
         return self.micro_batches_begun % self.num_micro_batches == 0
 
     def record(self, phase: Phase, model: Any, optimizer: Any) -> None:
-        """Append one row; a `before_forward` begins the next micro-batch."""
+        """Append a row of memory figures for `phase`; `before_forward` begins a micro-batch."""
         if phase is Phase.BEFORE_FORWARD:
             self.micro_batches_begun += 1
         number = max(0, self.micro_batches_begun - 1)  # a validation may precede all micro-batches

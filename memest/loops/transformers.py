@@ -47,11 +47,11 @@ class ProbedTrainer(Trainer):
         self.add_callback(_Messenger(self))
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of one micro-batch for each number."""
+        """Return a loader of the training micro-batches."""
         return self.accelerator.prepare(_loader(self.train_dataset, self.task.batch))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader of one validation micro-batch for each number."""
+        """Return a loader of the validation micro-batches."""
         return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -81,7 +81,7 @@ class ProbedTrainer(Trainer):
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def record(self, phase: Phase) -> None:
-        """Record the memory."""
+        """Append a row of memory figures for `phase`."""
         self.task.job.recorder.record(phase, self.model, self.optimizer)
 
 

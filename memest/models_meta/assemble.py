@@ -30,7 +30,7 @@ def assemble(
     load: Callable[[BuiltModel], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
 ) -> BuiltModel:  # fmt: skip
-    """Assemble the module as Lightning trains it, in training mode, on `device`.
+    """Build the module that a plan trains, on `device` and in training mode, as Lightning has it.
 
     `load` loads the module that is built on meta, quantised if the plan quantises while loading;
     None builds it on `device`. `initialise` sets the weights before anything is derived from them.
@@ -103,7 +103,7 @@ def half_dtype(plan: TrainingPlan) -> torch.dtype:
 
 
 def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
-    """Return the dtype of Lightning's float inputs (`HalfPrecision.convert_input`), or None."""
+    """Return the dtype of float inputs under Lightning (`HalfPrecision.convert_input`), or None."""
     return half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
 
 
@@ -242,7 +242,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def lora_targets(model: Any) -> Sequence[str] | None:
-    """Return the model's names of its q and v projections, or of the fused product that holds them.
+    """Return the names of the model's q and v projections, or of the fused projection with both.
 
     None leaves the choice to peft.
     """

@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Checked arguments of `make_batch`, with the facts about the model that recipes use."""
+    """Checked arguments of `make_batch`, and facts about the model."""
 
     config: Any
     class_name: str
@@ -57,7 +57,7 @@ Recipe = Callable[[Request], Batch]
 def batch_of(
     request: Request, named: Mapping[str, Tensor | bool], *notes: str, image_size: int | None = None
 ) -> Batch:
-    """Make a `Batch` of inputs; without labels, the loss is the mean of an output."""
+    """Make a `Batch` of `named` inputs; without labels, the loss is the mean of an output."""
     loss_output = "loss"
     if not {"labels", "start_positions", "return_loss"} & set(named):
         loss_output = "last_hidden_state"
@@ -104,7 +104,7 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
 
 
 def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
-    """Return fp32 `pixel_values` (B, C, H, W) with a flag for another size, and the size."""
+    """Return fp32 `pixel_values` (B, C, S, S) with a flag if S is not the model's size, and S."""
     vision = vision_config(request.config) or request.config
     own = default_image_size(request.config)
     size = request.image_size or own
@@ -153,7 +153,10 @@ def num_image_tokens(config: Any, image_size: int | None) -> int:
 
 
 def text_with_image(request: Request, size: int, *around: int) -> dict[str, Tensor]:
-    """Return text inputs that begin with the tokens of an image, between the ids `around`."""
+    """Return text inputs that begin with the tokens of an image of `size` pixels a side.
+
+    `around` are the ids of the tokens before and after the image.
+    """
     num_tokens = num_image_tokens(request.config, size) - len(around)
     row = [*around[:1], *[request.config.image_token_id] * num_tokens, *around[1:]]
     if request.seq_len <= len(row):
@@ -205,8 +208,8 @@ def _image_batch(request: Request) -> Batch:
 
 
 def _speech_batch(request: Request) -> Batch:
-    """Whisper: fp32 features (B, M, F) of the full 30 s window, and labels (B, T). The encoder's
-    strided convolution halves the frames, so F is twice its positions."""
+    """Make Whisper's batch: fp32 features (B, M, F) of the full 30 s window, and labels (B, T). The
+    encoder's strided convolution halves the frames, so F is twice its positions."""
     config = request.config
     mels = getattr(config, "num_mel_bins", None)
     positions = getattr(config, "max_source_positions", None)
@@ -231,15 +234,15 @@ RECIPE_BY_MAIN_INPUT: dict[str, Recipe] = {
 
 
 def _contrastive_batch(request: Request) -> Batch:
-    """CLIP: as many images as texts; the contrastive loss compares all pairs."""
+    """Make the batch of CLIP: as many images as texts; the contrastive loss compares all pairs."""
     pixels, size = image_inputs(request)
     text = {k: v for k, v in text_inputs(request).items() if k in request.forward}
     return batch_of(request, {**text, **pixels, "return_loss": True}, image_size=size)
 
 
 def _blip2_batch(request: Request) -> Batch:
-    """BLIP-2 fine-tuned on captions: text tokens without image placeholders. The image still passes
-    the vision model and the Q-Former."""
+    """Make BLIP-2's batch for captions: text tokens without image placeholders. The image still
+    passes the vision model and the Q-Former."""
     pixels, size = image_inputs(request)
     text = text_inputs(request)
     named = {**pixels, **text, "labels": text["input_ids"].clone()}
@@ -248,7 +251,7 @@ def _blip2_batch(request: Request) -> Batch:
 
 
 def _image_text_batch(request: Request) -> Batch:
-    """LLaVA: a token for each patch. Gemma 3: a fixed number of them, between two marks."""
+    """Make a batch with image tokens: one per patch (LLaVA), or a fixed number (Gemma 3)."""
     config, (pixels, size) = request.config, image_inputs(request)
     is_gemma = config.model_type == "gemma3"
     ends = (config.boi_token_id, config.eoi_token_id) if is_gemma else ()
@@ -260,8 +263,8 @@ def _image_text_batch(request: Request) -> Batch:
 
 
 def _qwen2_vl_batch(request: Request) -> Batch:
-    """Qwen2-VL: flat rows of patches, two frames deep, merged two by two to tokens. pixel_values is
-    (B * grid * grid, C * temporal * patch * patch)."""
+    """Make Qwen2-VL's batch: patches of two frames as flat rows, merged two by two to tokens.
+    pixel_values is (B * grid * grid, C * temporal * patch * patch)."""
     config, vision = request.config, request.config.vision_config
     size = request.image_size or default_image_size(config)
     unit = vision.patch_size * vision.spatial_merge_size

@@ -54,7 +54,7 @@ DYNAMIC_IMAGE_SIZE = 448  # assumed pixels a side for images of any size (Qwen2-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """Module, with notes on the decisions made while it was built."""
+    """A module, and notes for the report on the decisions made while it was built."""
 
     module: Any  # module of transformers, whose `config` is a copy of the given one
     notes: tuple[str, ...] = ()  # assumptions for the report
@@ -91,7 +91,7 @@ def build_model(
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:
-    """Return the class to build: of remote code, of `architectures`, or the first Auto class."""
+    """Return the class to build: from remote code, `architectures`, or the first Auto class."""
     import transformers
 
     if config.remote_code:

@@ -130,7 +130,7 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 class _Options(NamedTuple):
-    """Last parameters of the functions, in the order of the package."""
+    """Optional parameters at the end of each function of `flash_attn`, in its order."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -144,7 +144,7 @@ class _Options(NamedTuple):
 
 
 def _with_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Add the options to the signature of `function`, in which transformers looks for them."""
+    """Add `_Options` to the signature of `function`, which transformers inspects."""
     own = [p for p in signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     options = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in _Options._fields]
     vars(function)["__signature__"] = Signature([*own, *options])
@@ -290,7 +290,7 @@ class _PutRows(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack (B, L, ...) to (N, ...): the mask's tokens, their positions, the start of each text."""
+    """Pack (B, L, ...) to (N, ...); return it, positions, text bounds, longest text, lengths."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -354,7 +354,7 @@ def replace_functions() -> Iterator[None]:
 
 
 def refuse_old_release(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse releases of transformers that look for the package otherwise."""
+    """Raise an `UnsupportedError`: `replace_functions` does not work with this transformers."""
     raise UnsupportedError(
         "the installed transformers is too old for FlashAttention here",
         hint="take `sdpa`, whose kernel saves the same tensors, or install transformers 5",

@@ -16,7 +16,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
-    """Shape of one layer, for the closed formula and its corrections."""
+    """Sizes of one layer, for the textbook's formula of activation bytes and its corrections."""
 
     h: int
     a: int

@@ -41,7 +41,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """One bundled model: all of its file except the config."""
+    """A bundled model: the fields of its file except the config."""
 
     name: str  # last part of the Hub id, and name of the file
     hub_id: str
@@ -61,7 +61,7 @@ class ModelEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A checked config.json, before any module exists."""
+    """A checked config.json, from which a module can be built."""
 
     name: str  # name of the model in reports
     source: str  # `bundled`, the path of the file, or `hub:org/name`
@@ -249,7 +249,7 @@ def _download_config(hub_id: str) -> Path:
 
 
 def _hub_is_reachable(hub_id: str) -> bool:
-    """Return whether the Hub answers. Without this check the client retries for half a minute."""
+    """Return whether the Hub answers; without this check its client retries for half a minute."""
     from huggingface_hub import get_session, hf_hub_url
 
     try:
@@ -293,7 +293,7 @@ def parse_config(
     raw: object, *, name: str, source: str = "", entry: ModelEntry | None = None,
     remote_from: str = "",
 ) -> ModelConfig:  # fmt: skip
-    """Return the checked config of a dict as `json.load` returns it."""
+    """Check `raw`, the content of a config.json, and return it as a config."""
     if not isinstance(raw, dict):
         kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
         raise PlanError(
@@ -365,7 +365,7 @@ def _check_counts(raw: Mapping[str, Any], name: str) -> None:
 
 
 def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
-    """Return the transformers config of a raw dict; its `model_type` selects the class."""
+    """Return the transformers config made of the dict `raw`, by its `model_type`."""
     from transformers import CONFIG_MAPPING
 
     model_type = raw.get("model_type")

@@ -24,7 +24,7 @@ except ImportError:  # torch 2.5
 
 
 class States:
-    """Tensors of a sharded model and its optimizer, for counting their bytes.
+    """Parameters, gradients and optimizer state of a sharded model, for counting their bytes.
 
     Parameters are collected between steps, because FSDP2 replaces them while a layer is gathered.
     """
@@ -91,7 +91,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _address(tensor: Tensor) -> tuple[Any, Any]:
-    """Return storage and offset, which identify a tensor like an address and also exist on meta."""
+    """Return (storage, offset) of a tensor, which identify its data also on the meta device."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
@@ -152,13 +152,13 @@ def stop_caching(model: nn.Module) -> None:
 
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
-    """Return the classes with these names, looked up in the model."""
+    """Return the module classes of `model` that have one of `names`."""
     chosen = set(names)
     return {type(module) for module in model.modules() if type(module).__name__ in chosen}
 
 
 def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """Return modules of these classes with their names, in module order, inner before outer."""
+    """Return (name, module) of each module whose class has one of `names`, inner before outer."""
     chosen, seen = set(names), set[nn.Module]()
 
     def within(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -191,9 +191,9 @@ def _layer_hint(model: nn.Module) -> str:
 
 
 def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
-    """Return replicas and the GPUs that share each, under `HYBRID_SHARD`; None without it.
+    """Return (number of replicas, GPUs per replica) under `HYBRID_SHARD`; None without it.
 
-    By default the 8 GPUs of a node share one, or all of fewer.
+    By default, a replica has the 8 GPUs of a node, or all GPUs if there are fewer.
     """
     if plan.sharding_strategy != "HYBRID_SHARD":
         return None

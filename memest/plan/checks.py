@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check(plan: "TrainingPlan", rows: Mapping[str, Key]) -> None:
-    """Raise a `PlanError` for values that do not exist, or contradict another key."""
+    """Raise a `PlanError` if a value of `plan` does not exist or contradicts another key."""
     for row in rows.values():
         _check_type(row, getattr(plan, row.name))
     for row in rows.values():

@@ -1,4 +1,4 @@
-"""Rows of plan keys: accepted values, flags and other names; the values of keys.
+"""Keys of a training plan, such as `batch_size`, a row each: accepted values, flags, other names.
 
 A field of `TrainingPlan` made by `key` has its row in the metadata. The checks, the options of the
 command line, the inverse command and docs/plan.md are made from the rows.
@@ -119,7 +119,7 @@ def _numbers(text: str) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Range of a number, and the hint for a value outside it."""
+    """Range of a number, and the hint of the error for a value outside."""
 
     low: float
     high: float
@@ -134,13 +134,16 @@ class Bounds:
 
 
 def whole(low: int, high: int, more: str = "") -> Bounds:
-    """Bounds of whole numbers; a value above `high` is a typing error."""
+    """Return bounds of a whole number; their hint ends with `more`.
+
+    A value above `high` is a typing error.
+    """
     return Bounds(low, high, f"give a whole number from {low} to {high}{more}")
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Condition that must hold if a key is not at its default."""
+    """Condition that must hold for a key with another value than its default."""
 
     is_met: Callable[[TrainingPlan], bool]
     error: str  # message, with `{key}` and `{strategy}`
@@ -149,14 +152,14 @@ class Need:
 
 
 def of_strategy(is_met: Callable[[TrainingPlan], bool], where: str, only_of: str) -> Need:
-    """Return the `Need` of a key that only one kind of strategy reads."""
+    """Return the `Need` of a key that only strategies whose names begin with `only_of` read."""
     error = "`{key}` does not go with `strategy` `{strategy}`"
     return Need(is_met, error, f"it is read by {where}", only_of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """Row of a plan key."""
+    """One key of a plan: its type, default, accepted values, flag and other names."""
 
     name: str = ""
     type: str = ""  # annotation of the field
@@ -195,7 +198,7 @@ class Key:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flag; of a switch also its opposite."""
+        """The command-line flag; of a switch also the flag that turns it off."""
         on, _, off = self.flag.partition("/")
         return (on, off or f"--no-{on[2:]}") if self.is_switch else (on,)
 
@@ -233,13 +236,13 @@ class Key:
 
 
 def key(default: Any, flag: str = "", text: str = "", **more: Any) -> Any:
-    """Make a field of `TrainingPlan` from the default, the flag, its help and the rest of a row."""
+    """Make a field of `TrainingPlan` from default, flag, help and further fields of a `Key`."""
     row = Key(default=default, flag=flag, help=text, **more)
     return field(default=default, metadata={"key": row})
 
 
 def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
-    """Return the rows of the keys by name, in their order."""
+    """Return the `Key` of each field of `plan` by name, in order."""
     return {
         f.name: dataclasses.replace(f.metadata["key"], name=f.name, type=str(f.type))
         for f in dataclasses.fields(plan)

@@ -19,7 +19,7 @@ TORCH, BITSANDBYTES, DEEPSPEED = "torch", "bitsandbytes", "deepspeed"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """Row of an optimizer, made by `class_name(params, lr=..., **options)`."""
+    """An optimizer that plans can name; it is made by `class_name(params, lr=..., **options)`."""
 
     library: str
     class_name: str
@@ -96,16 +96,16 @@ _ALIASES = {spelling: name for name, spelling in _NAMES["trainer"].items()}
 _ALIASES.update(_NAMES["aliases"])
 
 
-def optimizer_name(asked: str) -> str:
-    """Return the name in `OPTIMIZERS` for any name of an optimizer.
+def optimizer_name(given: str) -> str:
+    """Return the name in `OPTIMIZERS` of the optimizer `given` by any of its names.
 
     Raises:
         PlanError: no optimizer has this name.
         UnsupportedError: it exists, but not for plans.
     """
-    if asked in OPTIMIZERS:
-        return asked
-    library, _, class_name = asked.rpartition(".")
+    if given in OPTIMIZERS:
+        return given
+    library, _, class_name = given.rpartition(".")
     for of, prefixes in (
         (TORCH, ("", "torch.optim")),
         (BITSANDBYTES, ("", "bitsandbytes.optim", "bnb.optim")),
@@ -120,17 +120,17 @@ def optimizer_name(asked: str) -> str:
     script = "`memest run` takes a script that uses it"
     for name, reason in _NAMES["not_for_plans"].items():
         if plain in (name, name.replace("_", "")):
-            raise UnsupportedError(f"optimizer {shown(asked)} {reason}", hint=script)
+            raise UnsupportedError(f"optimizer {shown(given)} {reason}", hint=script)
     squeezed = plain.replace("_", "")
     for name, package in _NAMES["elsewhere"].items():
         if plain.startswith(name) or squeezed.startswith(name.replace("_", "")):
             raise UnsupportedError(
-                f"optimizer {shown(asked)} is of package `{package}`, which plans do not support",
+                f"optimizer {shown(given)} is of package `{package}`, which plans do not support",
                 hint=script,
             )
     near = closest(plain, OPTIMIZERS)
     raise PlanError(
-        f"`optim` cannot be {shown(asked)}",
+        f"`optim` cannot be {shown(given)}",
         hint=f"allowed: {', '.join(f'`{k}`' for k in near or OPTIMIZERS)}, or the name of a class"
         " of `torch.optim` or `bitsandbytes.optim`",
     )

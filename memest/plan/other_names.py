@@ -27,19 +27,19 @@ _CUDA = ("gpu", "cuda", "auto", None)
 
 
 def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
-    """Return all other names that are read, ignored or refused."""
+    """Return all names that `read_other_names` reads, ignores or refuses."""
     return _OTHERS | {*_same(rows), "accelerator"}
 
 
 def _same(rows: Mapping[str, Key]) -> dict[str, str]:
-    """Return names of `TrainingArguments` with the plan keys of the same meaning."""
+    """Return plan keys by names of `TrainingArguments` with the same meaning."""
     return {other: name for name, row in rows.items() for other in row.other_names}
 
 
 def read_other_names(
     values: Mapping[str, Any], rows: Mapping[str, Key]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return `values` in the names of a plan, and the assumptions made on the way.
+    """Return `values` by names of plan keys, and notes on what was assumed to convert them.
 
     Raises:
         PlanError: a value contradicts another, or requests anything except a CUDA GPU.

@@ -55,7 +55,7 @@ WITH_DEEPSPEED = of_strategy(lambda plan: plan.is_deepspeed, "a DeepSpeed strate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """One fine-tune, with the keys of Lightning.
+    """The request for one fine-tune, with the keys of Lightning.
 
     Raises:
         PlanError: a value does not exist, is out of range, or contradicts another.
@@ -401,7 +401,7 @@ class TrainingPlan:
 
     @property
     def clip_norm(self) -> float | None:
-        """`gradient_clip_val` with the default of the loop."""
+        """`gradient_clip_val` of the plan, or the default of its loop."""
         default = PLAN_KEYS["gradient_clip_val"].in_loops.get(self.loop)
         return default if self.gradient_clip_val is None else self.gradient_clip_val
 
@@ -412,7 +412,7 @@ class TrainingPlan:
 
     @property
     def label(self) -> str:
-        """Name for reports."""
+        """Name of the plan in reports."""
         return self.name or self.model_name
 
     def to_dict(self) -> dict[str, Any]:
@@ -506,7 +506,7 @@ def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
 
 
 def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> str:
-    """Return the name of an experiment, added to `names`."""
+    """Return the checked name of experiment `number`, and add it to `names`."""
     if not isinstance(values, dict):
         raise PlanError(
             f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`"

@@ -1,4 +1,4 @@
-"""Chart of many experiments: the need of each, and the GPUs that hold it."""
+"""Chart of many experiments: the memory that each needs, and the GPUs that hold it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def peak_parts(report: Prediction) -> dict[str, int]:
 
 
 def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[str, int]:
-    """Return `needs_bytes` of a report by kind, including the cache; they add up.
+    """Return the parts of a report's `needs_bytes` by kind of memory, with the cache; they add up.
 
     `unlimited` is the same plan on a GPU that holds it, for a plan that does not fit. Without it,
     bytes beyond the failure are `UNKNOWN`.
@@ -148,7 +148,7 @@ def plot_ladder(
 
 
 def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
-    """Return the name of an experiment, and the settings that distinguish it, in small type."""
+    """Return the name of an experiment, and the settings in which it differs from `reports`."""
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
     first = re.sub(r"\W|_", "", report.name.split()[0] if report.name.split() else "").casefold()
@@ -214,7 +214,7 @@ def _draw_bar(
 
 
 def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
-    """Draw a frame and strokes over the part of a bar beyond the GPU."""
+    """Draw a frame and strokes over the part of a bar beyond the GPU's limit."""
     theme = panel.theme
     start = min(limit, end)
     if end <= start:
@@ -228,7 +228,8 @@ def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
 def _limit_labels(
     gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """Return (text, middle, level) of each label, on the lowest level without a collision."""
+    """Return (text, middle, level) of the label of each GPU, at the lowest level without
+    overlap."""
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:

@@ -21,7 +21,7 @@ FAR_LIMIT = 2.2  # a limit above this many times the highest bar is named at the
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One bar: a row of the report, or a mark for a missing row."""
+    """One bar of the chart: a row of the report, or a mark for a row that is missing."""
 
     report: Report
     row: PhaseRow | None
@@ -30,7 +30,7 @@ class Column:
 
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
-    """Return the micro-batch's four phases; the first that an OOM run missed is marked."""
+    """Return a bar for each phase of a micro-batch, and a mark for each that an OOM run missed."""
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
@@ -153,7 +153,7 @@ def _draw_column(
 
 
 def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str) -> None:
-    """Hatch up to the failure; write a dash for the phases after it."""
+    """Hatch the bar up to the failed request; write a dash for each phase after the failure."""
     theme = panel.theme
     reached = column.failed_at_bytes / GIB
     if not reached:  # in a run that fits, this micro-batch has no optimizer step
@@ -173,7 +173,7 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
 def _draw_limit(
     panel: Panel, report: Report, limit_bytes: int, tops: Sequence[int], *, is_far: bool
 ) -> None:
-    """Draw the GPU's line, with its name over it on the side with lower bars."""
+    """Draw the GPU's limit line, with its name over the side whose bars are lower."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {gpu_label(report.gpu)}{capped}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"

@@ -40,7 +40,7 @@ _FAMILIES = {
 
 
 def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
-    """Return the matplotlib style of a strategy's line, which is distinct without colour.
+    """Return matplotlib's style of a strategy's line; styles differ also without colour.
 
     Lines of offload, and of DDP's search for unused parameters, are dashed and hollow.
     """
@@ -151,7 +151,7 @@ def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
-    """Draw a block for each strategy, next to the end of its line where others leave room."""
+    """Write each strategy's name and figures next to the end of its line, where there is room."""
     width, height = panel.width, panel.height
     ends = panel.inches((max(line.reports), _last(line).needs_bytes / GIB) for line in lines)
     block = min(_BLOCK, height / len(lines))
@@ -247,7 +247,7 @@ _MAX_NUMBERED = 24  # bars with room for a number under each
 
 
 def stack_of(report: Prediction) -> dict[str, int]:
-    """Return bytes of each of `STACK`; they add up to the peak allocated."""
+    """Return the bytes of each kind of memory in `STACK`; they add up to the peak allocated."""
     parts = dict.fromkeys(STACK, 0)
     for kind, size in kind_bytes(report).items():
         parts[kind if kind in parts else "rest"] += size
@@ -323,7 +323,8 @@ def _stacked(
     parts: Mapping[tuple[str, str], Sequence[int]], under: Iterable[str], limit_bytes: int,
     limit_name: str,
 ) -> Chart:  # fmt: skip
-    """Return upright bars of `parts`, bytes by name and colour, with the words `under` each bar."""
+    """Return a chart of stacked bars: bytes in `parts` by (name, colour), texts `under` the
+    bars."""
     series = (
         Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
         for (name, color), sizes in parts.items()
@@ -391,7 +392,7 @@ def plot_fragmentation(
 
 
 def _reason(run: Growth, limit_bytes: int) -> str:
-    """Return two lines of text: how the first run stays under the limit, and why it ends."""
+    """Return two lines of text: how the first run stays under the limit, and how it ends."""
     over = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
     if over is None:
         return ""

@@ -176,7 +176,7 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
 
 
 def _both(pair: Pair, quantity: str) -> tuple[int, int]:
-    """Return predicted and measured; an interval gives its figure nearest to the measured one."""
+    """Return predicted and measured bytes; of an interval, the value nearest the measured."""
     predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
     found = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
     if found is not None and found.low_bytes < found.high_bytes:
@@ -193,7 +193,7 @@ def _listed(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _name(predicted: Prediction, measured: Measurement, size: float) -> str:
-    """Return the name of a run, cut if it is long, and a remark on its verdict."""
+    """Return the name of a run, cut if it is long, and a remark if its verdict is wrong."""
     tag = " (OOM)" if measured.verdict is Outcome.OOM else ""
     tag = tag if predicted.verdict is measured.verdict else " (verdicts differ)"
     return shortened(measured.name, size, 3.4 - text_width(tag, size)) + tag

@@ -41,7 +41,7 @@ TITLE, LABEL, TICK, VALUE, SMALL = 26, 20, 18, 16, 14  # points; a long list goe
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Return the inches of one line of `text`."""
+    """Return the width of one line of `text` in inches; `size` is in points."""
     if not text.strip():
         return 0.0
     font = FontProperties(family=FONT, weight="bold" if bold else "normal")
@@ -95,13 +95,13 @@ def first_size(text: str, sizes: Sequence[float], inches: float, *, bold: bool =
 
 
 def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
-    """Return the name of a GPU's line, shortened to `inches`."""
+    """Return the label of a GPU's limit line, shortened to `inches`."""
     text = f"{gpu_label(gpu)}: {limit_bytes / GIB:.1f} GiB usable"
     return shortened(text, VALUE, inches, bold=True)
 
 
 def row_size(num_rows: int, inches: float) -> float:
-    """Return the font size for `num_rows` lines in `inches`."""
+    """Return the font size, in points, at which `num_rows` lines fill `inches`."""
     return min(float(VALUE), 0.86 * 72 * inches / num_rows)
 
 
@@ -205,7 +205,7 @@ class Panel:
         )  # fmt: skip
 
     def lead(self, *points: tuple[float, float], **style: Any) -> None:
-        """Draw a line through points in inches from the lower left corner."""
+        """Draw a line through `points`, in inches from the lower left corner."""
         xs, ys = [x / self.width for x, _ in points], [y / self.height for _, y in points]
         self.axes.plot(xs, ys, transform=self.axes.transAxes, clip_on=False, zorder=2, **style)
 
@@ -224,7 +224,7 @@ class Panel:
         )  # fmt: skip
 
     def write_number(self, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
-        """Write a bar's number over its top, or inside the bar if a line is too near."""
+        """Write a bar's number over its top, or inside the bar if a limit line is too near."""
         self.axes.annotate(
             text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
             va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
@@ -232,7 +232,7 @@ class Panel:
         )  # fmt: skip
 
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
-        """Draw the line of a GPU at `limit`, with its name over or under it."""
+        """Draw a GPU's limit line at `limit` on the axis, with its name over or under it."""
         axes = self.axes
         axes.axhline(limit, color=self.theme.ink, linewidth=3.0, zorder=3, gid="limit")
         axes.annotate(
@@ -300,7 +300,7 @@ class Canvas:
         self, left: float, bottom: float, width: float, height: float, *,
         grid: Literal["", "x", "y"] = "",
     ) -> Panel:  # fmt: skip
-        """Add axes; with `grid`, without a frame and with a light grid along that axis."""
+        """Add axes. With `grid`, they have a light grid along that axis and no frame."""
         tall = self.height
         axes = self.figure.add_axes((left / WIDTH, bottom / tall, width / WIDTH, height / tall))
         if grid:
@@ -367,13 +367,13 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
 
 
 def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float, float]:
-    """Return the longest part of a bar that no line cuts."""
+    """Return start and stop of the longest part of a bar that none of `lines` crosses."""
     edges = [start, *sorted(x for x in lines if start < x < stop), stop]
     return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
 
 
 def _title(text: str) -> dict[str, Any]:
-    """Return the text of a title and its font size; a long title is shrunk, then cut."""
+    """Return the text of a title, cut if too long, and its font size by name, for matplotlib."""
     room = WIDTH - 0.8
     size = first_size(text, (TITLE, 23, LABEL), room, bold=True)
     return {"text": shortened(text, size, room, bold=True), "size": size}
@@ -411,7 +411,7 @@ _SETTINGS = {
 def save(
     figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Write `figure` in each of `formats` and return the files; a failure writes none.
+    """Write `figure` in each of `formats` and return the paths; if one fails, none is written.
 
     `path` has no suffix, or that of the only format to write.
 
@@ -460,7 +460,7 @@ def _rendered(figure: Figure, name: str) -> bytes:
 
 
 class Picture:
-    """A figure as a notebook shows it: at the end of a cell, with no plotting library set up."""
+    """A figure that a notebook shows at the end of a cell, without setup of a plotting library."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure

@@ -90,7 +90,7 @@ def _columns(timeline: Timeline) -> list[int]:
 
 
 def color_of(theme: Theme, area: str) -> str:
-    """Return the colour of an area."""
+    """Return the colour of a stacked area of the chart."""
     return TEMPORARIES if area == "temporaries" else theme.kinds[area]
 
 
@@ -120,7 +120,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return where the area has the most height for `text`, or None if it has too little."""
+    """Return the place in an area with the most height for `text`, or None if it is too small."""
     wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):
@@ -136,7 +136,7 @@ def _room_for(
 
 
 def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
-    """Draw a strip over the chart that names forward, backward and step, and lines between them."""
+    """Draw a strip with the names forward, backward and step, and lines between these phases."""
     axes, theme, per_x, height = panel.axes, panel.theme, panel.per_x, panel.height
     shades = {"forward": theme.band[0], "backward": theme.band[1], "step": theme.band[0]}
     for span in spans:

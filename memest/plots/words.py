@@ -38,7 +38,7 @@ def signed_percent(predicted_bytes: int, measured_bytes: int) -> str:
 
 
 def dotted(*parts: str) -> str:
-    """Return the parts that are not empty, with dots between them."""
+    """Return the non-empty `parts` as one text, with dots between them."""
     return DOT.join(filter(None, parts))
 
 
@@ -59,8 +59,7 @@ def label_of(strategy: str) -> str:
 
 
 def setting_words(plan: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a plan within its model: precision, batch, optimizer and others that
-    are not the default.
+    """Return the settings of a plan as words: precision, batch, optimizer, and what is not default.
 
     >>> setting_words({"precision": "bf16-true", "batch_size": 16, "accumulate_grad_batches": 4,
     ...                "optim": "adamw", "use_lora": True, "lora_r": 8})
@@ -88,7 +87,7 @@ def setting_words(plan: Mapping[str, Any]) -> list[str]:
 
 
 def token_words(reports: Sequence[Report]) -> str:
-    """Return the tokens per sample of all reports, and the pixels if images are of one size."""
+    """Return the tokens per sample of all reports, as a number or a range."""
     lengths = sorted({int(n) for r in reports if (n := r.plan.get("seq_len"))})
     if not lengths:
         return ""
@@ -97,12 +96,12 @@ def token_words(reports: Sequence[Report]) -> str:
 
 
 def gpu_words(reports: Sequence[Report]) -> str:
-    """Return the GPUs of the reports."""
+    """Return the names of the reports' GPUs as one text."""
     return ", ".join(dict.fromkeys(gpu_label(report.gpu) for report in reports))
 
 
 def version_words(reports: Sequence[Report] = ()) -> str:
-    """Return the memest version that made the reports."""
+    """Return as text the memest version that made the reports, or the installed one."""
     versions = dict.fromkeys(str(r.versions["memest"]) for r in reports if r.versions.get("memest"))
     return f"memest {', '.join(versions) or __version__}"
 

@@ -103,7 +103,7 @@ class Peak:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Names of the places: the module, and the line of a script."""
+        """Module of the peak, and for a script its line."""
         return (self.module,)
 
 
@@ -148,7 +148,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """Bytes alive at the peak, with the arithmetic behind them."""
+    """Bytes of one kind of memory at the peak, and the arithmetic behind them."""
 
     kind: str
     num_bytes: int
@@ -244,7 +244,7 @@ class Levels:
 
     @property
     def levels(self) -> dict[str, int]:
-        """Bytes of the three peaks by name."""
+        """Bytes of the peaks by name: allocated, reserved, process."""
         return {
             "allocated": self.peak_allocated_bytes,
             "reserved": self.peak_reserved_bytes,
@@ -307,7 +307,7 @@ class Report(JsonReport):
 
     @property
     def word(self) -> str:
-        """The word for the verdict on `gpu`."""
+        """The verdict's word on the report's own GPU: `fits`, `tight`, `may` or `OOM`."""
         return self.verdict.word
 
     @property
@@ -327,7 +327,7 @@ class Simulated:
         return render_text(self, verbose=True)  # type: ignore[arg-type]
 
     def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
-        """Return the verdict on `gpu` in one line; with the measured peak if it is given."""
+        """Return one line: the verdict on `gpu`, and the measured peak if it is given."""
         from memest.report.answer import summary_line
 
         return summary_line(self, gpu, measured_bytes=measured_bytes)  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ class Prediction(Simulated, Report):
 
     @property
     def word(self) -> str:
-        """The word for the verdict on `gpu`."""
+        """The verdict's word on the report's own GPU: `fits`, `tight`, `may` or `OOM`."""
         found = self.verdicts.get(self.gpu)
         return self.verdict.word if found is None else found.word
 
@@ -486,7 +486,7 @@ class RunPeak(Peak):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The module and the line."""
+        """Module and line of the peak."""
         return self.module, self.line
 
 
@@ -650,8 +650,7 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return an old plan with values for keys that were added later, `quant_load` among them.
-    Before, QLoRA quantised in place, skipped `lm_head` and `wo`, and `act_ckpt` checkpointed."""
+    """Return an old plan with the defaults that were valid before `quant_load` was a key."""
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
     if "quant_load" in plan:

@@ -46,7 +46,10 @@ def plain(text: str) -> str:
 
 
 def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
-    """Return a coloured line: the verdict on one GPU, the needed memory and the margin."""
+    """Return a coloured line: the verdict on one GPU, the needed memory and the margin.
+
+    `so_far` adds these words, for a script that has not ended.
+    """
     needs, usable = gib_or_mib(verdict.needs_bytes), gib_or_mib(verdict.limit_bytes)
     paints = COLOURS[verdict.word]
     if verdict.verdict is Outcome.OOM:
@@ -142,7 +145,7 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
 
 
 def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[str]:
-    """Return the verdict on the GPU of the report and what fills the peak; more lines if it is OOM.
+    """Return lines with the verdict and what fills the peak; if out of memory, also what may help.
 
     `change` is the cheapest change with which a plan fits, if it was looked for and found. The
     lines have colours of a terminal.
@@ -230,7 +233,7 @@ def operator_of(at: str) -> str:
 
 
 def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a line for each operator at which GPUs were out of memory."""
+    """Return a line for each operator that ran out of memory, with the GPUs on which it did."""
     gpus: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         if operator_of(verdict.at):

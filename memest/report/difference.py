@@ -89,7 +89,7 @@ def other_versions(
 
 
 def peaks_text(name: str, before_bytes: int, after_bytes: int) -> str:
-    """Return both peaks of one kind and their difference."""
+    """Return a text of a peak before and after, and of the difference."""
     added = after_bytes - before_bytes
     sign = "+" if added > 0 else ""
     return (
@@ -100,7 +100,7 @@ def peaks_text(name: str, before_bytes: int, after_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Two reports of one script or plan."""
+    """Reports of the same script or plan, before and after a change."""
 
     before: SimulatedReport
     after: SimulatedReport
@@ -189,7 +189,7 @@ def differences(
 def unpaired(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], found: Sequence[Difference]
 ) -> list[str]:
-    """Return a line for each file with reports that are in no pair."""
+    """Return a line for each of the two files, with the names of its reports without a pair."""
     lines = []
     pairs = [({d.before.name for d in found}, before), ({d.after.name for d in found}, after)]
     for which, (paired, reports) in zip(("first", "second"), pairs, strict=True):

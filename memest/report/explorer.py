@@ -1,4 +1,4 @@
-"""An interactive page of the plans of a grid, in one file without a server or a network."""
+"""An interactive page of predicted plans, in one file without a server or a network."""
 
 import json
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ def explorer_data(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the choices and figures of a page as JSON values.
 
-    `limits` has the allocator's limit on each GPU, `tokens` describes the inputs, and `presets`
-    are plans of the grid to choose by name.
+    `limits` has the allocator's limit on each GPU, `tokens` describes the inputs, and `presets` are
+    plans among `points` to choose by name.
     """
     values = {name: _values(points, of) for name, (_, of) in _AXES.items()}
     axes = {

@@ -1,4 +1,4 @@
-"""Slides and exercises of a lecture, with every word and figure computed from its rows."""
+"""Slides and exercises of a lecture on a suite of plans; all words and figures are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One colour of a chart."""
+    """Values of one colour in a chart, such as the gradients of every experiment."""
 
     name: str
     color: str  # a kind of memory, `between`, `more`, `less`, or empty for an invisible part
@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Stacked bars against the line of a GPU."""
+    """Data of a chart: stacked bars, and a line for the GPU's limit."""
 
     is_upright: bool
     categories: tuple[str, ...]
@@ -113,7 +113,7 @@ class Lecture:
         return found + [self._slide_of(step) for step in self.steps]
 
     def model(self, plan: TrainingPlan) -> str:
-        """Return a model's name without the prefix that all models share."""
+        """Return the name of the plan's model, without the prefix that all models share."""
         return plan.model_name[self._cut :]
 
     # ------------------------------------------------------------------ changes
@@ -166,7 +166,7 @@ class Lecture:
         )  # fmt: skip
 
     def title_of(self, step: Step) -> str:
-        """Return the finding of a change: `8-bit Adam saves 22 GiB: flan-t5-xxl fits`."""
+        """Return the title for a change, such as `8-bit Adam saves 22 GiB: flan-t5-xxl fits`."""
         after, size = step.after, _round(abs(step.added_bytes))
         still = "still " if step.before.fits == after.fits else ""
         verdict = f"{still}{'fits' if after.fits else 'does not fit'}"
@@ -232,7 +232,7 @@ class Lecture:
         )
 
     def _build_up(self) -> list[Slide]:
-        """Return five slides that build up one step, of the first experiment that fits."""
+        """Return slides that build up the memory of one step, of the first experiment that fits."""
         row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
         if row is None:
             return []
@@ -286,7 +286,8 @@ class Lecture:
         ]
 
     def _waterfalls(self) -> Iterator[Slide]:
-        """Yield a waterfall per model: from a row that does not fit to the last one that does."""
+        """Yield a waterfall chart per model, from a plan that does not fit to the last that
+        does."""
         by_after = {id(step.after): step for step in self.steps if "model" not in step.changes}
         chains: dict[str, list[Step]] = {}
         for row in self.rows.rows:
@@ -384,7 +385,7 @@ def _optimizer(plan: TrainingPlan) -> str:
 
 
 def _held(moment: PhaseRow) -> dict[str, int]:
-    """Return the bytes at a probe by kind, and the peak since the previous probe."""
+    """Return the bytes at the end of a phase by kind, and the peak within the phase."""
     between = max(0, moment.peak_allocated_bytes - moment.allocated_bytes)
     return {**moment.kinds, "between": between}
 
@@ -400,14 +401,14 @@ def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str
 
 
 def _round(num_bytes: int) -> str:
-    """Return GiB with the precision of titles: one decimal below 10."""
+    """Return GiB as text for titles, with one decimal below 10."""
     size = num_bytes / GIB
     return f"{size:.0f}" if round(size, 1) >= 10 else f"{size:.1f}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One experiment of a lecture."""
+    """One experiment of a lecture: its plan and predicted figures."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `explore.KINDS`; without a limit, unless `is_cut`
@@ -435,14 +436,14 @@ class Row:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Parts of `needs_bytes`: kinds of memory at the peak, and the allocator's cache."""
+        """Bytes of each part of `needs_bytes`: kinds of memory at the peak, and cached blocks."""
         cached = max(0, self.needs_bytes - sum(self.kinds.values()))
         return {**self.kinds, "cached": cached}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Rows of a suite, and the explorer of the same models."""
+    """Rows of a suite, and the data of an interactive page on the same models."""
 
     name: str
     rows: tuple[Row, ...]
@@ -476,7 +477,7 @@ def stored_rows(path: Path) -> Rows | None:
 
 
 def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
-    """Predict the plans of a suite; the explorer shows only these plans."""
+    """Predict the plans of a suite, for the lecture and for its interactive page."""
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = partition(plans, found)

@@ -190,7 +190,7 @@ def limit_of(report: SimulatedReport) -> int:
 
 @cache
 def _parts() -> Any:
-    """Return the macros of `page.jinja`, which call functions of this module and of the text."""
+    """Return the macros of the template `page.jinja`, which call functions of this module."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER), trim_blocks=True, undefined=StrictUndefined
     )
@@ -201,7 +201,7 @@ def _parts() -> Any:
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
-    """Return a row for each report: its verdict on every GPU, and its peaks in GiB."""
+    """Return a table row for each report: its verdict on every GPU, and its peaks in GiB."""
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
@@ -238,7 +238,7 @@ def _facts(report: SimulatedReport) -> str:
 
 
 def _shares(report: SimulatedReport) -> list[tuple[str, float, str]]:
-    """Return kind, share and GiB of the parts of a peak; the printed sizes add up."""
+    """Return (kind, share, GiB as text) of each part of a peak; the texts add up."""
     parts = dict.fromkeys(_OWN_COLOUR, 0)
     for term in report.terms:
         if term.kind in parts:

@@ -31,7 +31,7 @@ def render_text(
     report: SimulatedReport, *, change: Option | None = None, training: Training | None = None,
     colour: bool = False, verbose: bool = False,
 ) -> str:  # fmt: skip
-    """Return the whole report: the answer, what filled the peak, levels, verdicts, assumptions.
+    """Return the whole report: answer, what filled the peak, peak figures, verdicts, assumptions.
 
     `change` is the cheapest change with which a plan fits. `training` adds hours and price of a
     whole training. `verbose` adds all assumptions and the versions.
@@ -98,7 +98,7 @@ _ENDINGS = {
 
 
 def heading(report: SimulatedReport) -> list[str]:
-    """Return what ran and on which GPU; for a script also how it ended."""
+    """Return lines on what ran and on which GPU; for a script also how it ended."""
     if isinstance(report, Prediction):
         return _heading_of_plan(report)
     steps = counted(report.num_steps, "optimizer step")
@@ -124,7 +124,7 @@ _ERROR_HINTS = {
 
 
 def error_hint(text: str) -> list[str]:
-    """Return a hint for an error of a script, or for its traceback; else nothing."""
+    """Return a hint, as a list of one text, for an error of a script or its traceback; else []."""
     found = (hint for errors, hint in _ERROR_HINTS.items() if re.search(f"^({errors})", text, re.M))
     return list(found)[:1]
 
@@ -159,7 +159,7 @@ def _heading_of_plan(prediction: Prediction) -> list[str]:
 
 
 def term_cells(report: SimulatedReport) -> list[list[str]]:
-    """Return kind, size, share and note of each term of the peak; figures add up to the peak.
+    """Return (kind of memory, size, share, note) of each part of the peak; the figures add up.
 
     The sizes have the unit of the report.
     """
@@ -186,7 +186,7 @@ def _terms(report: SimulatedReport) -> list[str]:
 
 
 def where(report: SimulatedReport) -> str:
-    """Return where the peak is: step, phase, module, line of the script."""
+    """Return as text where the peak is: step, phase, module, line of the script."""
     peak = report.peak
     return ", ".join(filter(None, (f"step {peak.step + 1}", peak.phase, *peak.places)))
 
@@ -241,7 +241,7 @@ def _host_note(report: SimulatedReport) -> str:
 
 
 def phase_rows(prediction: Prediction) -> list[list[str]]:
-    """Return a table of the phases of the first two steps in GiB, with a header."""
+    """Return a table, with a header, of the phases of the first two steps, in GiB."""
     rows = ["GiB by phase;params;grads;optimizer;activations, rest;all;peak;reserved".split(";")]
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
@@ -327,7 +327,7 @@ def _lines(report: SimulatedReport) -> list[str]:
 
 
 def level_rows(report: RunReport) -> list[list[str]]:
-    """Return a table of the levels of phases and steps, with a header."""
+    """Return a table, with a header, of peak allocated and reserved bytes by phase and by step."""
     unit = unit_in(report)
     rows = [[unit.name, "allocated after", "peak allocated", "peak reserved"]]
     for phase in report.phases:
@@ -357,7 +357,7 @@ def times(count: int) -> str:
 
 
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a line for each GPU: the run's need and share, the coloured verdict and the margin."""
+    """Return a table of verdicts, with a header: memory usable, needed and used, and the margin."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
     for name, v in verdicts.items():
         sizes = map(gib_or_mib, (v.limit_bytes, v.needs_bytes, v.reserved_bytes))
@@ -372,7 +372,7 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
-    """Return lines of the assumptions, all or the first, and of calls that are not modelled."""
+    """Return lines of assumptions, all if `verbose`, and of calls that are not modelled."""
     lines = [f"note: {line}" for line in report.notes]
     lines += [f"assumed: {line}" for line in report.assumptions[: None if verbose else 1]]
     if not verbose and len(report.assumptions) > 1:
@@ -387,7 +387,7 @@ def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
 
 
 def covered(coverage: Mapping[str, Any]) -> list[str]:
-    """Return how many calls are modelled, and a line for each operator that is not."""
+    """Return lines: the share of calls that are modelled, and each operator that is not."""
     known, every = coverage["num_modelled"], coverage["num_ops"]
     return [
         f"coverage: {known} of {every} operator calls modelled",

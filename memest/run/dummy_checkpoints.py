@@ -93,7 +93,7 @@ Either of the first two `files` is sufficient. `special` has the texts of specia
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """Facts about a model for its tokenizer."""
+    """Facts about a model's vocabulary, from which a dummy tokenizer is made."""
 
     size: int  # rows of the embedding; every id is below
     family: str  # transformers' `model_type` of the language model
@@ -121,7 +121,7 @@ def vocabulary_of(config: Any) -> Vocabulary | None:
 
 
 def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` to `folder`."""
+    """Write a dummy tokenizer to `folder`: `tokenizer.json` and `tokenizer_config.json`."""
     special = _special_tokens(vocabulary)
     tokens = _token_ids(vocabulary, special)
     has_bos = vocabulary.family in TOKENIZERS["token_before"]
@@ -321,7 +321,7 @@ def _write_processors(config: Any, folder: Path) -> None:
 
 
 def _default_of(mapping: Any, config: Any) -> Any:
-    """Return the default preprocessor of `config` in `mapping`, at the model's image size."""
+    """Return the default processor that `mapping` has for `config`, at the model's image size."""
     found: Any = mapping.get(type(config), None)
     if isinstance(found, dict):
         found = tuple(found.values())
@@ -342,7 +342,7 @@ def _default_of(mapping: Any, config: Any) -> Any:
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict of placeholders for `weights`, which need no data."""
+    """Write a state dict to `path`: placeholders with the shapes and dtypes of `weights`."""
     torch.save(OrderedDict((name, Placeholder(tensor)) for name, tensor in weights.items()), path)
 
 

@@ -1,5 +1,4 @@
-"""Files of the user that a simulated script overwrites, changes or deletes, and their
-restoration."""
+"""Keeps and restores files that a simulated script overwrites, changes or deletes."""
 
 import builtins
 import hashlib
@@ -53,34 +52,34 @@ class KeptFiles:
     # --- before a change
 
     def opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-        """Keep a file before `open` opens it for writing."""
+        """Move a file aside before `open` opens it for writing."""
         if not isinstance(file, int) and set("wa+") & set(mode):
             self._keep(os.path.realpath(os.fsdecode(file)), has_copy="w" not in mode)
 
     def opened_by_flags(
         self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None
     ) -> None:
-        """Keep a file before `os.open` opens it for writing."""
+        """Move a file aside before `os.open` opens it for writing."""
         if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and dir_fd is None:
             self.opened(path, "w" if flags & os.O_TRUNC else "a")
 
     def truncated(self, path: Any, length: int) -> None:
-        """Keep a file before `os.truncate` shortens it."""
+        """Move a file aside before `os.truncate` shortens it."""
         self.opened(path, "a")
 
     def saved(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep a file before `torch.save` writes it, which opens it in C++."""
+        """Move a file aside before `torch.save` writes it, which opens the file in C++."""
         if isinstance(f, str | os.PathLike):
             self.opened(f, "w")
 
     def removed(self, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-        """Keep a file or a folder before it is deleted."""
+        """Move a file, or the files of a folder, aside before they are deleted."""
         if dir_fd is None:
             for name in _files_of(path):
                 self._keep(name, is_linked=True)
 
     def renamed(self, src: Any, dst: Any, **dir_fds: int | None) -> None:
-        """Keep a file that is renamed, and the file that it replaces, unless the script made it."""
+        """Move aside a file to be renamed and one that it replaces, unless the script made them."""
         if any(dir_fd is not None for dir_fd in dir_fds.values()):
             return
         before, after = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))
@@ -135,7 +134,7 @@ class KeptFiles:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock against other threads and ranks. The lock of a killed process expires."""
+        """Hold a lock against other threads and ranks; the lock of a killed process expires."""
         lock = self.journal / "lock"
         for _ in range(WAIT_MS):
             with suppress(FileExistsError):
@@ -160,7 +159,7 @@ class KeptFiles:
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the files that are kept."""
+        """Paths of the user's files that were moved aside."""
         return sorted(path for path, _ in self._entries())
 
     def _entries(self) -> Iterator[tuple[str, str]]:
@@ -196,7 +195,7 @@ def _files_of(path: Any) -> list[str]:
 
 @contextmanager
 def kept_files() -> Iterator[KeptFiles]:
-    """Keep the user's files during the block, and put them back at its end.
+    """Move the user's files aside before they change in the block, and put them back at its end.
 
     Within another such block, also of a parent process, the outer one puts them back.
     """
@@ -250,7 +249,8 @@ def _new_journal() -> Path:
 
 
 def _journals() -> Path:
-    """Return the folder of this machine's journals: others may share the user's cache."""
+    """Return the folder for journals of this machine, as other machines may share the user's
+    cache."""
     return cache_folder() / "kept-files" / platform.node()
 
 

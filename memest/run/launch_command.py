@@ -18,7 +18,7 @@ from memest.packages import require
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Script that a launcher starts, and its ranks."""
+    """A script that a launcher starts, with its arguments and the number of its ranks."""
 
     script: str  # path of the script, or name of the module
     args: tuple[str, ...]
@@ -30,7 +30,7 @@ class Launch:
 
 
 def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
-    """Return what a launcher's command starts; None if the command names the script itself.
+    """Return the script and ranks that a launcher starts; None if no launcher is in the command.
 
     The launcher is imported in another process, since libraries look for a GPU at their import.
 
@@ -214,7 +214,8 @@ def _start(args: Any) -> NoReturn:
 
 
 def _until_started(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
-    """Call `start` until it would start processes; return its arguments and environment."""
+    """Call `start` until it would start processes; return the launcher's arguments and
+    environment."""
     run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
     try:
         with mock.patch.object(run, "run", _start), mock.patch.object(launch, "run", _start):

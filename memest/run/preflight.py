@@ -42,7 +42,7 @@ _NO_DEVICE = ("", "-1", "NoDevFiles")  # values of `CUDA_VISIBLE_DEVICES` that h
 
 @dataclass(frozen=True, slots=True)
 class DeviceAtHand:
-    """A GPU and its free memory."""
+    """The real GPU of this process, and its free memory."""
 
     name: str
     total_bytes: int  # total of `torch.cuda.get_device_properties`, without the driver's own memory
@@ -52,7 +52,7 @@ class DeviceAtHand:
 
     @property
     def gpu(self) -> Gpu:
-        """Entry of the catalogue, or the nearest one with this memory."""
+        """The catalogue's entry of this GPU, or of the nearest one with its memory."""
         known = match_device(self.name, self.total_bytes)
         return known or nearest_gpu(self.capability, self.total_bytes)
 
@@ -272,9 +272,9 @@ def preflight(
 
 
 def report_measured(result: Preflight | None) -> Iterator[dict[str, float]]:
-    """Print the predicted and the measured peak of this process; yield both, in GiB.
+    """Print the predicted and the measured peak of this process; yield a dict of both, in GiB.
 
-    The measured peak is torch's, since its last reset. Without a prediction the result is empty.
+    The measured peak is torch's, since its last reset. Without a prediction nothing is yielded.
     """
     report = None if result is None else result.report
     torch = sys.modules.get("torch")
@@ -337,7 +337,8 @@ def _check(
 
 
 def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
-    """Return lines on a script that does not fit: its report, its need, and what would help."""
+    """Return lines on a script that does not fit: its report, the memory it needs, possible
+    changes."""
     own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
     lines = [
         f"memest preflight: `{script.typed.label}` will not fit {_gpu_text(script.device)}, so it"
@@ -450,7 +451,7 @@ PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """One change, and its saving at the peak."""
+    """A change to a script, and the bytes that it saves at the peak."""
 
     title: str
     price: str  # cost in plain words
@@ -506,7 +507,7 @@ def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
-    """Return lines for the best change and the next of another kind, if any is enough."""
+    """Return lines for the first two suggestions, or a line without any."""
     if not found:
         return [
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
@@ -535,7 +536,7 @@ class Command:
 
     @property
     def label(self) -> str:
-        """Name for messages."""
+        """The command as text for messages."""
         name, *rest = self.words
         return " ".join((os.path.basename(name) or name, *rest))
 
@@ -576,7 +577,7 @@ def _of_script(file: str) -> Command:
 
 
 def _of_callers(frame: FrameType | None) -> Command | None:
-    """Return the script or module that called `preflight` from a notebook or a shell."""
+    """Return the script or module among the callers of `preflight`, from a notebook or a shell."""
     while frame is not None:
         names: dict[str, Any] = frame.f_globals
         file, name = names.get("__file__"), names.get("__name__", "")

@@ -70,8 +70,8 @@ def _numbers(numbers: str, size: int) -> list[int]:
 def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[list[Rank]]:
     """Return the ranks that have not run, if those that have differ and the world is small.
 
-    Ranks differ by their data, by uneven shards, or by what they store for others. They come in
-    pairs, since each needs memory of this machine.
+    Ranks differ by their data, by uneven shards, or by what they store for others. The result has
+    groups of two ranks, since each rank that runs needs memory of this machine.
     """
     first, ran = results[0]
     peaks = {_peaks(each.report) for _, each in results if each.report}
@@ -93,7 +93,7 @@ def environment(rank: Rank) -> dict[str, str]:
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
-    """Call `run` in a child process with the environment of one rank, without its peers."""
+    """Call `run` in a child process with the environment of one rank; no other rank runs."""
     return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 
@@ -250,7 +250,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
 
 
 def rows_of(reports: Sequence[tuple[Rank, RunReport]]) -> Iterator[RankRow]:
-    """Return a report's rows of the ranks that were run."""
+    """Yield the figures of each rank that was run, for a report."""
     for rank, report in sorted(reports, key=lambda pair: pair[0].rank):
         same = {field.name: getattr(report, field.name) for field in fields(RankRow)}
         yield RankRow(**{**same, "rank": rank.rank})

@@ -218,7 +218,7 @@ def virtual_gpu(
 
 
 def ending_of(error: BaseException | None) -> tuple[Ending, str]:
-    """Return how a script ended with `error`, and the error in a line."""
+    """Return how a script ended with `error`, and the error in one line of text."""
     if error is None:
         return Ending.FINISHED, ""
     context: BaseException | None = error
@@ -247,7 +247,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:
-    """Return memest's own error that `error` is, or was raised from; else None."""
+    """Return the memest error that `error` is, or that it was raised from; else None."""
     seen = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, MemestError):
@@ -267,7 +267,7 @@ _TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE":
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Result of a script's run."""
+    """Result of running a script: its report, error and exit code."""
 
     exit_code: int  # exit code of the script
     error_text: str  # text that Python would write to stderr, such as a traceback
@@ -326,7 +326,7 @@ def _note_kept(session: Session, kept: KeptFiles) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]:
-    """Raise an `UnsupportedError` with the current line after `seconds`; None is no limit."""
+    """Raise an `UnsupportedError` after `seconds`, with the script's line from `line()`."""
     if seconds is None:
         yield
         return
@@ -422,7 +422,8 @@ def _run_script(target: Target) -> None:
 
 
 def _keep_source(target: Target) -> None:
-    """Store the text of the script, which may delete itself or change it."""
+    """Store the text of the script for its report, since the script may change or delete its
+    file."""
     if not target.is_module and target.path.is_file():
         try:
             text = target.path.read_text(encoding="utf-8")

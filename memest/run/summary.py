@@ -1,4 +1,4 @@
-"""From a run on the virtual GPU to its report, its verdicts on other GPUs, and its recording."""
+"""Report of a script's run on the virtual GPU, its verdicts on other GPUs, and its recording."""
 
 import linecache
 import re
@@ -53,7 +53,7 @@ def report_of(
     virtual: VirtualGpu, *, name: str, ending: Ending, error: str, elapsed_s: float,
     others: Sequence[str],
 ) -> RunReport:  # fmt: skip
-    """Report the run on `virtual` so far, with verdicts on the GPUs `others`."""
+    """Return the report of the run on `virtual` so far, with verdicts on the GPUs `others`."""
     mode, gpu = virtual.mode, virtual.gpu
     outside_bytes = gpu.context_bytes + virtual.communicators_bytes
     if VirtualGpu._active is virtual:
@@ -141,7 +141,8 @@ def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
 
 
 def _module_group(entry: Held) -> str:
-    """Return the stack of layers that a module belongs to, or its three outermost modules."""
+    """Return the report's row of a module: its stack of layers, `layers.*`, or its first three
+    names."""
     module = entry.site.module
     layer = LAYER.match(module)
     return f"{layer[1]}.*" if layer else ".".join(module.split(".")[:3]) or "(outside of modules)"
@@ -324,7 +325,8 @@ def _own_figures(virtual: VirtualGpu) -> Replayed:
 
 
 def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
-    """Return the free timings besides `LATEST` on which blocks depend, if all events are known."""
+    """Return the free timings other than `LATEST` that change the result, if all events are
+    stored."""
     memory = virtual.mode.memory
     if not virtual.depends_on_time or memory.log.is_full:
         return ()
@@ -351,7 +353,7 @@ def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
 
 
 class _Verdicts:
-    """Verdicts under limits of other GPUs, from `run`, which is cut short if the log is full."""
+    """Replays `run` under the limits of other GPUs; `run` is cut short if the log is full."""
 
     def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
         memory = virtual.mode.memory
@@ -416,7 +418,7 @@ _PROBES = {
 
 
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
-    """Return every action of the allocator in the stored events of a script, with its probes."""
+    """Replay the stored events of a script; return the recorded actions of the allocator."""
     memory, like = virtual.mode.memory, virtual.allocator
     recording = Recording(memory.storages, report.limit_bytes, report.gpu)
     allocator = recording.allocator

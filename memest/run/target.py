@@ -1,4 +1,4 @@
-"""Target of `memest run`, and the Python that runs it: found before torch is imported."""
+"""Target (script or module) of `memest run`, and the Python that runs it, without torch."""
 
 import importlib.util
 import io
@@ -55,7 +55,7 @@ class Target:
 
     @property
     def label(self) -> str:
-        """Name for the header of a report."""
+        """The target and its arguments, for the header of a report."""
         name = f"-m {self.name}" if self.is_module else os.path.basename(self.name) or self.name
         return " ".join((name, *self.args))
 
@@ -181,7 +181,7 @@ _SECONDS = 60
 
 
 def active_environment() -> Path | None:
-    """Return the interpreter of `VIRTUAL_ENV` if this process runs in another environment."""
+    """Return the interpreter of `VIRTUAL_ENV`, or None if this process runs in that environment."""
     folder = os.environ.get("VIRTUAL_ENV")
     if not folder or os.path.realpath(folder) == os.path.realpath(sys.prefix):
         return None
@@ -214,7 +214,7 @@ def _interpreters(folder: Path) -> list[Path]:
 
 
 def _examine(python: Path) -> tuple[Path, str, list[str]]:
-    """Return the interpreter, its prefix, and the dependencies of memest that it has."""
+    """Return the interpreter, its prefix, and the names of memest's dependencies that it has."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
     found = shutil.which(python)

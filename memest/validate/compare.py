@@ -28,7 +28,7 @@ STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One predicted and measured figure."""
+    """A predicted and a measured figure, in bytes."""
 
     what: str
     predicted: Interval
@@ -36,12 +36,12 @@ class Difference:
 
     @property
     def predicted_bytes(self) -> int:
-        """Upper bound of the prediction."""
+        """The predicted figure, or the upper bound of a predicted interval."""
         return self.predicted.high_bytes
 
     @property
     def error_bytes(self) -> int:
-        """Predicted less measured; 0 within an interval, outside it the distance."""
+        """Predicted minus measured; for a predicted interval, the distance to it, or 0 inside."""
         nearest = max(self.measured_bytes, self.predicted.low_bytes)
         return min(nearest, self.predicted.high_bytes) - self.measured_bytes
 
@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Comparison of one experiment."""
+    """Differences between one experiment's prediction and its measurement."""
 
     name: str
     measured: Measurement
@@ -79,7 +79,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Summary of many experiments."""
+    """Errors and verdicts of many experiments in total."""
 
     median_percent: Mapping[str, float]  # median absolute error by total; `phase` covers all phases
     worst_percent: Mapping[str, float]  # largest error by total, signed
@@ -93,7 +93,7 @@ def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) ->
 
 
 def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Return the runs that ended by themselves, and a line for each that did not."""
+    """Return the runs that ended by themselves, and a text line for each other run."""
     ended = [m for m in measured if m.verdict is not Outcome.FAILED]
     left_out = [f"{m.name}: {m.note}" for m in measured if m.verdict is Outcome.FAILED]
     if not ended:
@@ -115,7 +115,7 @@ def plan_of(measurement: Measurement) -> TrainingPlan:
 def summarise(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, float] = TOLERANCES
 ) -> Summary:
-    """Return median and worst of each total, the verdicts, and broken tolerances."""
+    """Return median and worst error of each total, counts of verdicts, and broken tolerances."""
     from statistics import median
 
     errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
@@ -183,12 +183,13 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
 
 
 def exactly(num_bytes: int) -> Interval:
-    """Return the interval of one figure."""
+    """Return the interval whose bounds are both `num_bytes`."""
     return Interval(low_bytes=num_bytes, high_bytes=num_bytes)
 
 
 def _total(name: str, predicted: Prediction, measured: Measurement) -> Difference:
-    """Return the difference of the rank with the largest error, else of the report's rank."""
+    """Return predicted and measured figure `name`; of several ranks, that with the largest
+    error."""
     key = TOTALS[name]
     found = predicted.intervals.get(name) or exactly(getattr(predicted, key))
     values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]
@@ -216,10 +217,7 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
-    """Return the allowed error in per cent of each total and of a phase, for one or more GPUs.
-
-    On one GPU these are `tolerances`.
-    """
+    """Return the allowed error of each figure: `tolerances`, or `SLACK` on several GPUs."""
     is_of_several = len(comparison.measured.ranks) > 1
     return dict.fromkeys(tolerances, SLACK) if is_of_several else dict(tolerances)
 

@@ -42,7 +42,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """A CUDA device, as its driver presents it."""
+    """Facts about a CUDA device, from its driver."""
 
     name: str
     memory_bytes: int
@@ -52,7 +52,7 @@ class Device:
     num_devices: int = 1  # devices of the machine, as CUDA reports them
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the dict of the reports."""
+        """Return the fields as JSON values for reports."""
         return {**asdict(self), "capability": list(self.capability)}
 
     @property
@@ -63,7 +63,7 @@ class Device:
 
 
 def query_device(index: int = 0) -> Device:
-    """Return the CUDA device of this index, which is opened; `UnsupportedError` without one."""
+    """Open the CUDA device of this index and return its facts; `UnsupportedError` without one."""
     import torch
 
     elsewhere = "run it on a machine with an NVIDIA GPU; `memest predict` needs none"
@@ -104,12 +104,12 @@ def measured_versions() -> dict[str, str]:
 
 
 def device_used_bytes(index: int) -> int | None:
-    """Return memory of all processes by NVML, or None. Opens no CUDA context."""
+    """Return the bytes that all processes use on the GPU (NVML), or None; open no CUDA context."""
     return with_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
 def device_clock_mhz(index: int) -> int | None:
-    """Return the clock of the multiprocessors by NVML, MHz, or None."""
+    """Return the clock of the GPU's multiprocessors in MHz, from NVML, or None."""
     return with_nvml(
         lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_handle(nvml, index), nvml.NVML_CLOCK_SM))
     )
@@ -263,14 +263,15 @@ def snapshot_path(path: Path) -> Path:
 
 
 def count_events() -> int:
-    """Return how many columns `event_table` would have now. Slow; allocates nothing on the GPU."""
+    """Return the number of events so far, which are columns of `event_table`. The call is slow."""
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     return sum(event["action"] in ACTIONS for event in trace)
 
 
 def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
-    """Return one column per event; addresses less the lowest, streams by order of appearance.
+    """Return an array with rows action, address, bytes and stream, and a column for each event.
 
+    Addresses are less the lowest one, and streams are numbered in the order of their first event.
     Recordings of older versions have no row of streams, and no `free_requested`.
 
     >>> event_table([{"action": "segment_alloc", "addr": 512, "size": 2048},
@@ -303,7 +304,7 @@ _OUT_OF_MEMORY = (
 
 @dataclass(slots=True)
 class _Run:
-    """State of a run, enough for a report at any moment."""
+    """State of a running experiment, from which a report can be made at any moment."""
 
     job: Job
     device: Device
@@ -336,7 +337,7 @@ class _Run:
             self.samples.append(sample_host(moment))
 
     def begin_training(self) -> None:
-        """Reset the peaks and empty the cache after the strategy has divided the model."""
+        """Reset the peaks and empty the cache, after the strategy has divided the model."""
         if not self.plan.is_distributed:
             return
         self.recorder.note_peaks()
@@ -453,7 +454,7 @@ def _recorded(
 def execute(
     run: _Run, *, where: str, deliver: Callable[[Measurement], Any], accelerator: str = "gpu"
 ) -> None:
-    """Build and train on the device `where`. This core of `run_experiment` also runs on a CPU."""
+    """Build and train on the device `where`: the core of `run_experiment`, also for a CPU."""
     delivered: list[BaseException | None] = []
 
     def on_end() -> None:

@@ -1,4 +1,4 @@
-"""Files of results and of suites."""
+"""Files of measured results, and of suites (lists of plans)."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ _OF_THE_DATA = ("seq_len", "image_size", "padded")  # keys set by the data set, 
 
 
 def append(path: Path, measurement: Measurement) -> None:
-    """Append one whole line and wait until it is on disk."""
+    """Append a measurement as one line, and wait until it is on disk."""
     with _writing(path), path.open("ab") as file:
         file.write((measurement.to_json() + "\n").encode())
         file.flush()
@@ -26,8 +26,7 @@ def append(path: Path, measurement: Measurement) -> None:
 
 
 def drop_cut_line(path: Path) -> bool:
-    """Remove a last line that a kill left unfinished, or that is no JSON; return True if there was
-    one.
+    """Remove a last line that is cut off or no JSON; return True if there was one.
 
     Raises:
         PlanError: the file cannot be read or written.
@@ -45,7 +44,7 @@ def drop_cut_line(path: Path) -> bool:
 
 
 def prepare(path: Path, *, resume: bool) -> list[Measurement]:
-    """Return the finished measurements, and make `path` ready for appending.
+    """Return the finished measurements in `path`, and prepare the file for appending.
 
     `resume` removes failed runs, since they are tried again; their logs stay.
 
@@ -74,7 +73,7 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
 
 
 def sort(path: Path, labels: Sequence[str]) -> None:
-    """Bring the results of these labels into their order, after all others."""
+    """Rewrite the file: results of `labels` come last, in the order of `labels`."""
     order = {label: number for number, label in enumerate(labels)}
     with _writing(path):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -84,7 +83,7 @@ def sort(path: Path, labels: Sequence[str]) -> None:
 
 
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
-    """Return whether a run of this name exists; `PlanError` if it had another plan."""
+    """Return whether a run with this plan's name exists; `PlanError` if it had another plan."""
     defaults = {f.name: f.default for f in dataclasses.fields(TrainingPlan)}
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:

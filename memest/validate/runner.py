@@ -91,7 +91,7 @@ def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> 
 
 
 def wait_for_the_end() -> NoReturn:
-    """Wait, as a rank that has its report, until the process is ended."""
+    """Wait until another process ends this one: a rank whose report is written."""
     while True:
         time.sleep(POLL_S)
 
@@ -168,7 +168,7 @@ def header() -> str:
 
 
 def table_row(found: Measurement) -> str:
-    """Return the row of an experiment in the table."""
+    """Return the row of a measurement in the table that `header` begins."""
     start = f"{found.name:<{_NAME_WIDTH}}"
     if found.verdict is Outcome.FAILED:
         word = "skipped" if found.note.startswith(SKIPPED) else "failed"
@@ -186,14 +186,14 @@ def start_experiment(
     plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path,
     experiment: Experiment = run_experiment, is_copy: bool = True,
 ) -> Child:  # fmt: skip
-    """Run the experiment in a copy of this process without CUDA, or in a fresh interpreter."""
+    """Start an experiment in a copy of this process without CUDA, or in a fresh interpreter."""
     return begin(partial(run_and_exit, plan, options, report, experiment), log, is_copy=is_copy)
 
 
 def run_and_exit(
     plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
 ) -> NoReturn:
-    """Run, write the report, and exit without any teardown.
+    """Run an experiment, write its `report`, and exit without any teardown.
 
     A plan with a Lightning strategy gets one process per GPU, and their reports are merged.
     """
@@ -229,7 +229,7 @@ def _run(
 
 
 def call_in_child(function: Callable[[], T]) -> T:
-    """Return `function()` run in another process, which closes a GPU or threads that it opens.
+    """Return `function()`, called in another process, so that a GPU that it opens is closed after.
 
     Raises:
         MemestError: it raised one, or any other error, whose text is then the message.
@@ -326,7 +326,7 @@ def validate(
 
 
 def detect_on(engine: str) -> Device:
-    """Return the device of a worker of an engine, as `detect_device` does."""
+    """Return the device of a worker of the engine named `engine`, as `detect_device` does."""
     if engine == "local":
         return detect_device()
     (found,) = find_engine(engine, 1, gpus=1).map(
@@ -344,7 +344,7 @@ def _detect(task: str) -> Device:
 def _parts(
     plans: Sequence[TrainingPlan], engine: str, workers: int | None, device: Device
 ) -> Iterator[tuple[Engine, list[TrainingPlan]]]:
-    """Yield the engines that run the plans in turn, each with its plans."""
+    """Yield (engine, its plans); the engines run one after the other."""
     if engine != "local":
         for num_gpus in sorted({plan.world_size for plan in plans}):
             members = [plan for plan in plans if plan.world_size == num_gpus]
@@ -452,7 +452,7 @@ def _measure(
 
 
 def _wait(child: Child, timeout_s: float) -> str:
-    """Return a description of the child's end; it has ended when this returns or raises."""
+    """Wait for a child, or kill it after `timeout_s`; return a description of its end."""
     try:
         code = child.wait(timeout_s)
     finally:
@@ -465,7 +465,7 @@ def _wait(child: Child, timeout_s: float) -> str:
 
 
 def _refusal(device: Device, plan: TrainingPlan) -> str:
-    """Return the reason why the plan must not run on this machine; empty where it may."""
+    """Return the reason why `plan` must not run on this machine; empty if it may."""
     if plan.world_size > device.num_devices:
         return f"it needs {plan.world_size} GPUs, and the machine has {device.num_devices}"
     missing = _missing_package(plan)
@@ -491,7 +491,7 @@ def _missing_package(plan: TrainingPlan) -> str:
 
 
 def predicted_host_bytes(plan: TrainingPlan) -> int:
-    """Return host memory that the run uses on purpose: paged optimizers and offload use some."""
+    """Return the host memory predicted for paged optimizers and offload; 0 without them."""
     if not (plan.optim.startswith("paged_") or plan.offloads):
         return 0
     return call_in_child(partial(_predict_host_bytes, plan))

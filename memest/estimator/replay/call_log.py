@@ -37,7 +37,7 @@ ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at m
 
 
 def is_plain(op: Op) -> bool:
-    """Return whether `op` allocates only its outputs at all shapes, and uses no cuBLAS handle."""
+    """Return whether `op` allocates only its outputs, whatever the shapes, and uses no cuBLAS."""
     return op.has_outputs_only and not op.takes_handle
 
 
@@ -299,7 +299,7 @@ def _tensor_shape(tensor: Tensor, integers: list[int]) -> _TensorShape:
 
 
 def with_integers(template: Template, integers: Iterable[int]) -> Any:
-    """Return the nested values of `template` with other integers, as meta tensors for the GPU's."""
+    """Return the nested values of `template` with other integers; GPU tensors are meta tensors."""
     return _value(template.shape, iter(integers), iter(template.floats))
 
 

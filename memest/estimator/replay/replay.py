@@ -91,7 +91,7 @@ class Program:
     _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
 
     def parts(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
-        """Return the parts of micro-batch `micro` of `step`, or of the one that it repeats."""
+        """Return micro-batch `micro` of `step`, or the one that it repeats, as parts by phase."""
         step = min(step, len(self.steps) - 1)
         ran = self.steps[step]
         if micro == 0 or len(ran) == num_micro_batches:
@@ -105,7 +105,7 @@ class Program:
         return self._middles[step]
 
     def renames(self, step: int, micro: int, num_micro_batches: int) -> Renames:
-        """Return the storage ids to `rename` before micro-batch `micro` of `step` is played."""
+        """Return what to `rename` before micro-batch `micro` of `step` is played; see `Renames`."""
         last = len(self.steps) - 1
         if micro == 0:
             return self.step_renames if step > last else {}

@@ -1,4 +1,4 @@
-"""Programs of a plan at other batch sizes or sequence lengths, without a run at each.
+"""Programs (allocator events) of a plan at other batch sizes or lengths, without a run at each.
 
 If the model takes the same branches, the calls at another size are the same with other numbers.
 Each number is a polynomial in the size: of degree 1 in the batch size, of degree 2 in the sequence
@@ -359,7 +359,7 @@ class _Copier:
         return found
 
     def align(self, events: Sequence[int], copied: Sequence[int]) -> None:
-        """Use the storages of `copied` for those of `events`: the same events of another
+        """Map the storage ids in `events` to those in `copied`, the same events of another
         program."""
         if [event >= 0 for event in events] != [event >= 0 for event in copied]:
             return
@@ -370,7 +370,7 @@ class _Copier:
                 self.ids.pop(free_of(event), None)
 
     def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
-        """Use the storages of `copied`, a copy of `other`'s setup, for those of `own`'s setup. The
+        """Map the storage ids in `own`'s setup to those in `copied`, a copy of `other`'s setup. The
         optimizer state, which may differ, is allocated last, before the cache is emptied."""
         mine = [event for event in own.setup if event != EMPTIED]
         theirs = [event for event in other.setup if event != EMPTIED]

@@ -1,4 +1,4 @@
-"""Simulated run of a plan on one kind of GPU, as a program that replays use."""
+"""Simulated run of a plan on one kind of GPU: a program (allocator events), cached for replays."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Largest batch size or sequence length that fits.
+"""Search for the largest batch size or sequence length that fits a GPU.
 
 A size fits if its program, replayed under the GPU's limit as in `predict`, fits. The search does
 not assume that a size with more memory fits worse. The allocator packs some sizes better than their

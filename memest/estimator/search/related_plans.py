@@ -1,4 +1,4 @@
-"""Programs of plans that train one model, from few traces.
+"""Programs (allocator events) of plans that train one model, from few simulated runs.
 
 The plans differ in the optimizer, checkpointing, the micro-batches of a step, and the batch size or
 the sequence length.

@@ -1,4 +1,4 @@
-"""Plans that differ in a few keys, predicted from few traces: sweeps, grids of interactive pages.
+"""Plans that differ in a few keys, predicted from few simulated runs: sweeps, interactive pages.
 
 Plans that differ in the optimizer, and in batch size or sequence length, share traces on one kind
 of chip (`RelatedPlans`). Every point equals the prediction of that plan to the byte.
