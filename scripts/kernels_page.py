@@ -487,7 +487,7 @@ def operator_rows() -> Table:
     rows = [["operators", "what is modelled", "file", "source"]]
     for ops, function in by_function(rules):
         names = ", ".join(f"`{name}`" for name in op_names(ops))
-        what = first_sentence(function).removeprefix("Requests of ")
+        what = first_sentence(function).removeprefix("Allocations of ")
         file = f"`{function.__module__.removeprefix(KERNELS)}.py`"
         rows.append([names, what, file, source_of(function)])
     return rows

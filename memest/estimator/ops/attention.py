@@ -51,7 +51,7 @@ _DEFAULT_ORDER = 1, 2, 0, 3  # `sdp_priority_order` of ATen/Context.h, as number
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of one call; `sdp_params` in the source."""
+    """Arguments of one attention call, its GPU and torch release (`sdp_params`, sdp_utils.cpp)."""
 
     query: Tensor
     key: Tensor
@@ -65,9 +65,9 @@ class _Call:
 
 
 def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
-    """Return the backend that `_fused_sdp_choice` picks for a call with the fields of `_Call`.
+    """Return the backend that `_fused_sdp_choice` selects; the arguments are the fields of `_Call`.
 
-    Order (`priority_order`): flash, efficient, math, cuDNN; cuDNN first where
+    The order of trials (`priority_order`) is flash, efficient, math, cuDNN. cuDNN is first if
     `check_prefer_cudnn_attention` is true: compute capability 9.x or 10.x and cuDNN > 9.15. The
     user's order and switches and the grad mode are read from the process.
 
@@ -75,7 +75,7 @@ def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
     FlashAttention 3, ROCm, misaligned storage offsets.
 
     Raises:
-        RuntimeError: No backend that the user allows takes the call; `select_sdp_backend`.
+        RuntimeError: no allowed backend accepts the call (`select_sdp_backend`).
     """
     call = _Call(*args, **kwargs)
     takes: dict[SDPBackend, Callable[[_Call], bool]] = {
@@ -91,7 +91,7 @@ def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
 
 
 def _order(call: _Call) -> tuple[SDPBackend, ...]:
-    """Order of the backends: the user's (`sdpa_kernel(set_priority=True)`), or that of the GPU."""
+    """Return the backends in order of trial: the user's (`set_priority=True`) or the GPU's."""
     stored = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
     once = dict.fromkeys(stored)  # torch 2.6 has five places for four backends: the last is 0
     order = tuple(SDPBackend(number) for number in once if number in _DEFAULT_ORDER)
@@ -102,7 +102,6 @@ def _order(call: _Call) -> tuple[SDPBackend, ...]:
 
 
 def _can_use_cudnn(call: _Call) -> bool:
-    """Return whether cuDNN's kernel takes the call: `can_use_cudnn_attention`."""
     deterministic = (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -121,7 +120,6 @@ def _can_use_cudnn(call: _Call) -> bool:
 
 
 def _can_use_flash(call: _Call) -> bool:
-    """Return whether the flash kernel takes the call: `can_use_flash_attention`."""
     is_enabled = torch._C._get_flash_sdp_enabled() and call.attn_mask is None
     if not (is_enabled and _agrees(call, SDPBackend.FLASH_ATTENTION, *_HALF)):
         return False
@@ -161,7 +159,7 @@ def _can_use_efficient(call: _Call) -> bool:
 
 
 def _cudnn_takes_shapes(call: _Call) -> bool:
-    """Return whether cuDNN 9 takes the shapes: `check_cudnn_tensor_shapes`."""
+    """Return whether cuDNN 9 accepts the tensors' shapes: `check_cudnn_tensor_shapes`."""
     head_dim, value_dim = call.query.size(3), call.value.size(3)
     limit = 128
     if call.release.cudnn_version >= 91000 and call.gpu.capability == (9, 0):
@@ -187,12 +185,12 @@ def _cudnn_takes_mask(call: _Call) -> bool:
 
 
 def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
-    """Return whether the checks pass that the fused kernels share.
+    """Return whether the call passes the checks that all fused kernels share.
 
     They are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
     `check_nonzero_sequence_lengths_dense`, `check_last_dim_stride_equals_1_dense` with the mask,
-    `check_batch_size_and_num_heads_dense` and that of grouped heads. The efficient kernel takes
-    neither grouped heads nor a last stride other than 1 in heads of width 1.
+    `check_batch_size_and_num_heads_dense` and the check of grouped heads. The efficient kernel
+    accepts neither grouped heads nor a last stride other than 1 in heads of width 1.
     """
     tensors = query, key, value = call.query, call.key, call.value
     is_efficient = backend == SDPBackend.EFFICIENT_ATTENTION
@@ -222,9 +220,9 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False, gpu: Gpu,
 ) -> Tensor:  # fmt: skip
-    """Run attention through the operations that CUDA tensors would go through on `gpu`.
+    """Run attention by the operators that CUDA would run on `gpu`, so that autograd records them.
 
-    Replaces `aten::scaled_dot_product_attention` above autograd, so that autograd records them.
+    It replaces `aten::scaled_dot_product_attention` above autograd.
     """
     refuse_attention(query, key, value, attn_mask)
     given, how = (query, key, value), (dropout_p, is_causal)
@@ -252,12 +250,12 @@ def scaled_dot_product_attention(
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
-    """Return whether a tensor has a gradient: `input_requires_grad`, which ignores the mask."""
+    """Return whether a tensor requires a gradient; the mask is ignored (`input_requires_grad`)."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
-    """Return a kernel's first result; free the others in order, as `std::tuple` does."""
+    """Return the first result of `op`; free the others in order, as C++ frees a `std::tuple`."""
     results = [*op(*args, scale=scale)]
     while len(results) > 1:
         results.pop(1)
@@ -267,7 +265,7 @@ def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
 def _additive_mask(
     mask: Tensor | None, dtype: torch.dtype, masked_out: float = -math.inf
 ) -> Tensor | None:
-    """`convert_boolean_attn_mask`: 0 where a boolean mask is true, `masked_out` elsewhere."""
+    """Return a boolean mask as floats, 0 where True, else `masked_out`; other masks unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return aten.where.ScalarSelf(
@@ -276,8 +274,7 @@ def _additive_mask(
 
 
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the mask as `preprocess_mask` does: rows aligned to 8 elements, expanded to B, H, L,
-    S.
+    """Return the mask expanded to (B, H, L, S), rows aligned to 8 elements (`preprocess_mask`).
 
     A mask with other strides is copied into one that is 1 to 8 elements wider, and sliced back.
     """
@@ -294,7 +291,7 @@ def math_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
     is_causal: bool, *, scale: float | None, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """Run attention by products and a softmax: `_scaled_dot_product_attention_math`.
+    """Run attention as matrix products and a softmax: `_scaled_dot_product_attention_math`.
 
     Half precision is computed in float32. Under a dispatch mode the mask is added out of place
     (`areAnyTensorSubclassLike`), with one more B x H x L x S buffer.
@@ -329,7 +326,7 @@ def math_attention(
 
 @registry.above_autograd("scaled_dot_product_attention", vmap_key=registry.UNDER_VMAP)
 def run_attention(then: Next, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the backend that CUDA chooses."""
+    """Run attention by the backend that CUDA would choose."""
     return scaled_dot_product_attention(*args, **kwargs, gpu=active_gpu())
 
 
@@ -346,7 +343,7 @@ Measured with cuDNN 9.19 on an H200, the same in every case; no source is public
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes of the tensors: batch, heads, tokens, head width."""
+    """Sizes of one attention call: batch, heads, tokens and head widths."""
 
     B: int
     H: int
@@ -373,7 +370,7 @@ class _Shape:
 
 
 def _tokens_first(tensor: Tensor) -> bool:
-    """Return whether the memory order is B, tokens, heads, width, as flash and efficient expect."""
+    """Return whether memory has the order (B, tokens, heads, width) of flash and efficient."""
     return tensor.transpose(1, 2).is_contiguous()
 
 
@@ -381,7 +378,7 @@ def _tokens_first(tensor: Tensor) -> bool:
 
 
 def _drawing_step(count: int, dropout_p: float) -> int:
-    """Step of the generator's offset for `count` numbers, where something is dropped."""
+    """Return the increase of the generator's offset by dropout of `count` numbers; else 0."""
     return round_up(count, DRAWS) if dropout_p else 0
 
 
@@ -394,7 +391,7 @@ def _scores_step(c: KernelCall) -> int:
     random_offset=lambda c: _drawing_step(c.query.size(0) * c.query.size(1) * 32, c.dropout_p),
 )
 def flash_forward(c: KernelCall) -> Events:
-    """Requests of `mha_fwd`: output, logsumexp, split accumulators, 16 random bytes, 8 unused.
+    """Allocations of `mha_fwd`: output, logsumexp, split accumulators, 16 B random state, 8 unused.
 
     With dropout the random state is allocated again, and the first one freed. Keys are split if the
     queries do not fill the GPU (`num_splits_heuristic`, none with dropout). Each split has its own
@@ -413,14 +410,14 @@ def flash_forward(c: KernelCall) -> Events:
 
 
 def rounded_head_width(E: int) -> int:
-    """Return the width of flash's float32 buffers: `head_size_rounded`."""
+    """Return the width of flash's float32 buffers for heads of width `E`: `head_size_rounded`."""
     return round_up(E, 32 if E <= 128 else 64)
 
 
 def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> list[int]:
-    """Return the bytes of logsumexps and outputs of the splits, if keys are split.
+    """Return [bytes of logsumexps, bytes of outputs] of all splits of the keys; [] without a split.
 
-    Their number is the least with 85 % of the best use of the GPU (`num_splits_heuristic`).
+    The number of splits is the least with 85 % of the best use of the GPU (`num_splits_heuristic`).
     """
     key_blocks = ceil_div(S, 256 if E <= 64 else 128 if E <= 128 else 64)
     query_blocks, slots = B * H * ceil_div(L, 64), gpu.num_sms * 2
@@ -442,7 +439,7 @@ def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> lis
 
 @registry.requests("_scaled_dot_product_flash_attention_backward")
 def flash_backward(c: KernelCall) -> Events:
-    """Requests of `mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
+    """Allocations of `mha_bwd`: contiguous copies, gradients, softmax sums, float32 query gradient.
 
     Queries are rounded up to 128 tokens. Grouped heads add temporary key and value gradients for
     each query head, which are summed into the outputs.
@@ -465,10 +462,10 @@ def _gradients(c: KernelCall) -> Events:
 
 @registry.requests("_scaled_dot_product_efficient_attention", random_offset=_scores_step)
 def efficient_forward(c: KernelCall) -> Events:
-    """Requests of `_efficient_attention_forward`: output, logsumexp, and for wide half heads a sum.
+    """Allocations of `_efficient_attention_forward`: output, logsumexp, and perhaps an accumulator.
 
-    The logsumexp is padded to 32 tokens, and empty without a gradient. Above a width of 128 the
-    output is summed in float32 outside the registers (`kNeedsOutputAccumulatorBuffer`).
+    The logsumexp is padded to 32 tokens, and empty without a gradient. For half precision above a
+    width of 128 the output is accumulated in a float32 buffer (`kNeedsOutputAccumulatorBuffer`).
     """
     shape = _Shape.of(c)
     lse_bytes = shape.B * shape.H * round_up(shape.L, 32) * _FLOAT_BYTES
@@ -481,11 +478,11 @@ def efficient_forward(c: KernelCall) -> Events:
 
 @registry.requests("_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(c: KernelCall) -> Events:
-    """Requests of `_efficient_attention_backward`: gradients, row sums of grad_out * out,
-    workspace.
+    """Allocations of `_efficient_attention_backward`: gradients, row sums, workspace.
 
-    A bias gradient has rows padded to 16. Half kernels compute the row sums themselves, float32
-    ones are preceded by a product, a sum over the width and a transposed copy.
+    Row sums are those of grad_out * out. A bias gradient has rows padded to 16. Half kernels
+    compute the row sums. Before a float32 kernel, torch runs a product, a sum and a transposed
+    copy.
     """
     shape, bias = _Shape.of(c), c.attn_bias
     is_half, width = c.query.dtype in _HALF, max(shape.E, shape.V)
@@ -511,9 +508,9 @@ def efficient_backward(c: KernelCall) -> Events:
 
 
 def _row_sums(shape: _Shape) -> Events:
-    """Requests of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`.
+    """Allocations of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`.
 
-    The result stays allocated. Left out: the memory of the sum itself beyond widths of 1024.
+    The result stays allocated. Left out: staging buffers of the sum at widths above 1024.
     """
     product = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
     casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
@@ -536,10 +533,11 @@ kernel_backward.h, compiled with CUTLASS 4.2.
 def _efficient_tile(
     dtype: torch.dtype, width: int, has_dropout: bool, gpu: Gpu
 ) -> tuple[int, int, bool]:
-    """Return queries and keys of a backward kernel's tile, and whether gradients are staged.
+    """Return (queries per tile, keys per tile, True if gradients are staged) of a backward kernel.
 
-    The first kernel of `dispatch_cutlassB` that is wide enough and fits the shared memory runs.
-    Half kernels stage gradients that do not fit the registers (not `kOutputInRF`).
+    `dispatch_cutlassB` runs its first kernel that supports `width` and fits the shared memory.
+    Staged gradients are accumulated in global memory: half kernels whose registers are too few for
+    the width do that (not `kOutputInRF`).
     """
     is_half = dtype in _HALF
     is_small = gpu.multiprocessor.block_shared_kib == _LEAST_SHARED_KIB
@@ -560,10 +558,9 @@ def _efficient_tile(
 
 
 def cudnn_output(args: Args, out: Any) -> Any:
-    """Output in the layout of the query (`alloc_with_matching_layout`).
+    """Return `out` with the strides of the query (`alloc_with_matching_layout`).
 
-    The meta kernel of torch 2.6 returns a contiguous output, CUDA's kernel of that release does
-    not.
+    The meta kernel of torch 2.6 returns a contiguous output, while CUDA's kernel does not.
     """
     query, (first, *rest) = args[0], out
     is_alike = query.shape == first.shape
@@ -581,9 +578,9 @@ def _is_measured(c: KernelCall) -> bool:
     layout=lambda c: cudnn_output(c.args, c.out),
 )  # fmt: skip
 def cudnn_forward(c: KernelCall) -> Events:
-    """Requests of `run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
+    """Allocations of `run_cudnn_SDP_fprop`: seed, offset, output, logsumexp if needed, workspace.
 
-    The workspace is the engine's own (see `CUDNN_ENGINE_BYTES`); none for a single query token.
+    The workspace has the constant size `CUDNN_ENGINE_BYTES`; a single query token needs none.
     """
     shape = _Shape.of(c)
     workspace = CUDNN_ENGINE_BYTES * _is_measured(c) if shape.L > 1 else 0
@@ -593,12 +590,12 @@ def cudnn_forward(c: KernelCall) -> Events:
 
 @registry.requests("_scaled_dot_product_cudnn_attention_backward", modelled=_is_measured)
 def cudnn_backward(c: KernelCall) -> Events:
-    """Requests of `run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
+    """Allocations of `run_cudnn_SDP_bprop`: gradients, a copy of an expanded grad_out, workspace.
 
-    The workspace holds a float32 query gradient, a softmax sum per row, and for grouped heads
-    key and value gradients of all query heads:
+    The workspace holds a float32 query gradient, a softmax sum per row, and for grouped heads key
+    and value gradients of all query heads:
 
-        B*H*L*E*4 + B*H*L*4 + (K < H) * B*H*S*(E + V)*itemsize + the engine's own
+        B*H*L*E*4 + B*H*L*4 + (K < H) * B*H*S*(E + V)*itemsize + CUDNN_ENGINE_BYTES
     """
     shape = _Shape.of(c)
     copy = c.grad_out.nbytes if c.grad_out.stride(-1) != 1 else 0
@@ -614,13 +611,13 @@ def cudnn_backward(c: KernelCall) -> Events:
 
 @registry.requests("_safe_softmax")
 def safe_softmax(c: KernelCall) -> Events:
-    """Requests of `_safe_softmax` (attention.cpp): result, booleans per element and row, a zero."""
+    """Allocations of `_safe_softmax` (attention.cpp): result, bools per element and row, a zero."""
     rows = c.out.numel() // max(1, c.out.size(c.dim))
     return c.outputs() + passing(c.out.numel(), rows, c.out.itemsize)
 
 
 def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """`validate_sdpa_input` of transformers/attention.cpp; `RuntimeError` if types differ."""
+    """Raise `RuntimeError` if dtypes differ: `validate_sdpa_input` (transformers/attention.cpp)."""
     types = [tensor.dtype for tensor in (query, key, value)]
     if len(set(types)) > 1:
         first, second, third = map(cpp_type, types)
@@ -653,17 +650,17 @@ def check_gpu(gpu: Gpu) -> None:
 
 
 def _copies(*tensors: Tensor) -> list[int]:
-    """Bytes of contiguous copies of tensors whose last stride is not 1: `maybe_contiguous`."""
+    """Return the bytes of copies of tensors whose last stride is not 1: `maybe_contiguous`."""
     return [tensor.nbytes for tensor in tensors if tensor.stride(-1) != 1]
 
 
 @registry.requests(FORWARD)
 def forward(c: KernelCall) -> Events:
-    """Requests of flash-attn's forward: output, logsumexp, split accumulators, 16 random bytes.
+    """Allocations of flash-attn's forward: output, logsumexp, split accumulators, 16 random bytes.
 
-    The logsumexp has 4 * B * H * L bytes, or 4 * H * N. Keys are split like torch's
-    (`_split_accumulators`), without dropout. Texts of unlike length are split only for a lone query
-    token with grouped heads (`seqlenq_ngroups_swapped`).
+    The logsumexp has 4 * B * H * L bytes, or 4 * H * N for N packed tokens. Keys are split as in
+    torch (`_split_accumulators`), except with dropout. Packed sequences (`cu_seqlens`) are split
+    only for a single query token with grouped heads (`seqlenq_ngroups_swapped`).
     """
     L, (H, E), K = c.max_queries, c.query.shape[-2:], c.key.shape[-2]
     is_swapped = L == 1 and H > K and not c.is_windowed and c.dropout_p == 0
@@ -679,13 +676,13 @@ def forward(c: KernelCall) -> Events:
 
 @registry.requests(BACKWARD)
 def backward(c: KernelCall) -> Events:
-    """Requests of flash-attn's backward besides its outputs, which are allocated before.
+    """Allocations of flash-attn's backward after its outputs.
 
     With L' = L rounded up to 128 for each of B rows, or N + 128 * B in all, and E' = E rounded up
     to 32 (to 64 above 128):
 
-        4 * L' * H                    row sums, the result, which the caller drops
-        4 * L' * H * E' * splits      splits: 1, or deterministic, ceil(SMs / (B * H))
+        4 * L' * H                    row sums, a result that the caller drops
+        4 * L' * H * E' * splits      splits: 1, or if deterministic, ceil(SMs / (B * H))
         2 * itemsize * S * H * E      where K < H, then each is summed over its group
     """
     H, E = c.query.shape[-2:]

@@ -53,7 +53,7 @@ _CUDA = "cuda"  # the device whose autocast state counts
 
 
 def follow_autocast(patches: Patches) -> None:
-    """Record whether the script is in `torch.autocast`; a dispatch mode turns autocast off."""
+    """Record whether the script is in `torch.autocast`, which a dispatch mode turns off."""
 
     def set_enabled(*args: Any) -> None:
         torch._C.set_autocast_enabled(*args)
@@ -70,7 +70,7 @@ def follow_autocast(patches: Patches) -> None:
 
 
 def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a higher-order operator; cast its tensors if autocast does so on CUDA."""
+    """Dispatch a higher-order operator; cast its tensors where CUDA's autocast would."""
     if key != _KEY:
         mode = _get_current_dispatch_mode() if key == _PYTHON else None
         # torch 2.8 and older have no rule for an operator in a mode
@@ -88,7 +88,7 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
 
 
 def is_in_autocast() -> bool:
-    """Return whether the script is in `torch.autocast`, also inside of an operator."""
+    """Return whether the script is in `torch.autocast`, also within an operator."""
     return INSIDE.autocast_block
 
 
@@ -134,7 +134,7 @@ CASTS = CastCache()
 
 @contextlib.contextmanager
 def decisions_of(gpu: Gpu) -> Iterator[None]:
-    """Make meta tensors take the paths of CUDA tensors on `gpu` within the block."""
+    """Make meta tensors take the paths of CUDA tensors on `gpu` above autograd, in the block."""
     _register_once()
     _active_gpu.append(gpu)
     try:
@@ -146,7 +146,7 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decisions_again() -> Iterator[None]:
-    """Apply `decisions_of` also to operators that a dispatch mode calls in the block."""
+    """Apply `decisions_of` again in the block: to operators that a dispatch mode calls."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
@@ -169,7 +169,7 @@ class Next:
         self._keyset = keyset
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator. `vmap` passes no key set, and gets the operator's decomposition."""
+        """Run the next kernel; under `vmap`, which passes no key set, the decomposition."""
         if self._keyset is None:
             return self._op._op_dk(_COMPOSITE, *args, **kwargs)
         return self._op.redispatch(self._keyset & _BELOW, *args, **kwargs)
@@ -219,7 +219,7 @@ def _register_once() -> None:
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return `op`'s kernel above autograd: `decide` for GPU tensors, torch's own for others."""
+    """Return a kernel above autograd for `op`: `decide` for GPU tensors, torch's own for others."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_on_gpu(args):
@@ -236,9 +236,10 @@ NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "t
 
 
 def _on_one_device(op: OpOverload, args: Args) -> Args:
-    """Replace host arguments by tensors without data, if one of the arguments has no data.
+    """Make host arguments tensors without data, if another argument of the host has no data.
 
-    C++ compares the devices of a composite's tensors before it calls any operator. Lengths stay.
+    C++ compares the devices of all tensors before it decomposes `op`. Integer lengths keep their
+    data.
     """
     first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
     if first is None:
@@ -296,7 +297,7 @@ def _with_policy(
 
 
 def _is_eligible(value: Any) -> bool:
-    """Return whether autocast casts the value: floating point on the device, but not double."""
+    """Return whether autocast casts the value: a floating-point GPU tensor that is not float64."""
     return (
         isinstance(value, Tensor)
         and on_gpu(value)
@@ -314,7 +315,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """Cast to `dtype`, by default autocast's; the last argument first.
+    """Return (args, kwargs) with tensors cast to `dtype` (default: autocast's), the last one first.
 
     `WrapFunction_` of ATen/autocast_mode.h casts within an argument list, whose order C++ leaves
     open; GCC goes from right to left. Evidence: every cast recorded on an H200.
@@ -334,7 +335,7 @@ def _to_float32_by_release(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, An
 
 
 def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[str, Any]]:
-    """Set the operator's `dtype` to float32 where the caller gave none."""
+    """Return (args, kwargs) with `dtype=torch.float32`, unless the caller gave a dtype."""
     given = arguments_by_name(op, args, kwargs)
     if _is_eligible(args[0]) and given.get("dtype") is None:
         given["dtype"] = torch.float32
@@ -382,7 +383,7 @@ def decomposition_key(func: Any) -> Any:
     """Return the dispatch key or function that decomposes `func`; None if `func` is one kernel.
 
     torch's dispatcher stores the file in which each kernel was registered, Python or C++. With
-    torch 2.6 and 2.8 the file of every kernel in Python is `/dev/null`; with 2.10 it is not.
+    torch 2.6 and 2.8 the file of each Python kernel is `/dev/null`; with 2.10 it is the true file.
     """
     name = func.name()
     if func.namespace == "prims":
@@ -406,7 +407,7 @@ def decomposition_key(func: Any) -> Any:
 
 
 def run_decomposed(mode: SimMode, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
-    """Run `func` by its kernel for `key`, so that the operators it calls are recorded.
+    """Run `func` by its kernel for the dispatch key `key`; `mode` records the operators in it.
 
     A `key` that is a function runs in place of `func`.
     """

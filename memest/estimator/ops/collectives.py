@@ -52,7 +52,7 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
-    """Return NCCL's messages for a collective: (the other rank, True if this rank sends).
+    """Return NCCL's messages in a collective, each as (other rank, True if this rank sends).
 
     `torch::cuda::nccl::all2all`, `gather` and `scatter` of torch 2.11 (torch/csrc/cuda/nccl.cpp).
     """
@@ -69,7 +69,7 @@ def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
 
 
 def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
-    """Gather into one tensor; if all outputs have one size, copy from it into the list of outputs.
+    """Allocate and free the flat tensor into which NCCL gathers outputs of one size.
 
     `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11.
     """
@@ -81,12 +81,11 @@ def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
 
 @cache
 def _async_argument(func: Any) -> Any:
-    """Return the argument for asynchronous calls in the schema of `func`, or None."""
     return next((a for a in func._schema.arguments if a.name in ("asyncOp", "async_op")), None)
 
 
 def _is_asynchronous(func: Any, given: Kwargs) -> bool:
-    """Return whether the call is asynchronous; default arguments may be missing."""
+    """Return whether the call, with arguments `given`, is asynchronous."""
     if argument := _async_argument(func):
         return bool(given.get(argument.name, argument.default_value))
     # before torch 2.7, Python waits for a work that it does not return
@@ -94,7 +93,7 @@ def _is_asynchronous(func: Any, given: Kwargs) -> bool:
 
 
 def _fill(mode: SimMode, name: str, args: Args) -> None:
-    """Store the known values of a collective's outputs."""
+    """Set known values of the outputs of collective `name`, as if all ranks had equal inputs."""
     if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
         for tensor in args[0]:
             _write(mode, tensor, tensor, _factor(mode, args))
@@ -135,8 +134,8 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
     """Send or receive one tensor; the other rank is simulated at the same time.
 
-    A receive of integers waits for the message, since a script may read them. A rank's message to
-    itself does not wait.
+    A receive of integers blocks until the message arrives, since a script may read them. A message
+    of a rank to itself does not block.
     """
     if name == "recv_any_source_":
         return  # the source is not known
@@ -167,7 +166,7 @@ def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
-    """Store a received `value` in `tensor`; return False if none was posted."""
+    """Store `value` in `tensor`; return False if it is None or has another shape or dtype."""
     fits = value is not None and value.shape == tensor.shape and value.dtype == tensor.dtype
     if fits:
         _set(mode, tensor, value)
@@ -175,7 +174,7 @@ def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
 
 
 def _fill_flat(mode: SimMode, output: Tensor, given: Tensor, factor: int) -> None:
-    """Store a gather's result (the input repeated) or a reduce-scatter's (this rank's part)."""
+    """Set the value of a flat gather (repeated input) or reduce-scatter (own part * `factor`)."""
 
     def parts(value: Tensor) -> Tensor:
         flat, count = value.reshape(-1), output.numel()
@@ -196,7 +195,7 @@ def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> Non
 def _store(
     mode: SimMode, output: Tensor, given: Tensor | None, made: Callable[[Tensor], Tensor]
 ) -> None:
-    """Store `made(value)` in `output`, if the value of `given` is known or guessed."""
+    """Set `made(value)` as the value of `output`, if the value of `given` is known or guessed."""
     known = None if given is None else mode.values.value_of(given)
     if known is not None:
         _set(mode, output, made(known))
@@ -221,7 +220,7 @@ def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
 
 
 def _factor(mode: SimMode, args: Args) -> int:
-    """Return the factor of a reduction over equal ranks: the world size for a sum, else 1."""
+    """Return what a reduction over equal ranks multiplies by: the world size for a sum, else 1."""
     for op in args[2:]:
         if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
             what: Any = op

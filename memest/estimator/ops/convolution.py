@@ -56,7 +56,7 @@ ANY_KERNELS = Kernels()
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes that cuDNN requests for one direction of a convolution."""
+    """Size of cuDNN's workspace for one direction of a convolution."""
 
     num_bytes: int
     is_by_library: bool  # the installed cuDNN returned the size; otherwise it is an estimate
@@ -100,7 +100,7 @@ def _version(number: int) -> str:
 def workspace(
     shapes: ConvolutionShapes, direction: str, gpu: Gpu, kernels: Kernels = ANY_KERNELS
 ) -> Workspace:
-    """Return the workspace of one direction on `gpu`."""
+    """Return the workspace of a convolution; `direction` is "forward", "input" or "weight"."""
     if (installed := installed_for(gpu)) is not None:
 
         def first() -> Answer:
@@ -114,20 +114,20 @@ def workspace(
 
 
 def installed_for(gpu: Gpu) -> Library | None:
-    """Return the installed cuDNN if it answers for `gpu`."""
+    """Return the installed cuDNN if it has the device properties of `gpu`, else None."""
     installed = library()
     return installed if installed is not None and installed.supports(gpu) else None
 
 
 @lru_cache(maxsize=8)
 def answers_of(installed: Library, gpu: str) -> "Answers":
-    """Return the stored answers of a library about a GPU."""
+    """Return the cache of workspace sizes that `installed` has computed for the GPU named `gpu`."""
     return Answers(installed.fingerprint(gpu))
 
 
 @lru_cache(maxsize=4096)
 def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[int, ...]:
-    """Return the workspaces that `cudnn.benchmark` tries at first: at most the two largest.
+    """Return workspace sizes that `cudnn.benchmark` tries at a first call: at most the two largest.
 
     `get_plans_from_find` of Conv_v8.cpp (torch 2.11): the largest workspace of all plans that fits
     the GPU is allocated, and the plans are timed in it. Then it is freed, and the cache is emptied.
@@ -151,11 +151,11 @@ Answer = tuple[int, ...]
 
 
 class Answers:
-    """Answers of the installed cuDNN by key, in a file of the user's cache folder.
+    """Cache of results of the installed cuDNN, stored in a file of the user's cache folder.
 
-    One file for each cuDNN, GPU and version of this code. A file holds at most `MOST_ANSWERS`
-    answers; the oldest are dropped. A file that cannot be read is ignored and replaced. Each write
-    replaces the whole file. Not safe for several threads.
+    There is one file for each cuDNN, GPU and version of this code. A file holds at most
+    `MOST_ANSWERS` results; the oldest are dropped. A file that cannot be read is ignored and
+    replaced. Each write replaces the whole file. Not safe for several threads.
     """
 
     def __init__(self, fingerprint: str) -> None:
@@ -166,12 +166,12 @@ class Answers:
 
     @staticmethod
     def key(shapes: ConvolutionShapes, *settings: object) -> str:
-        """Return a hash of 16 letters of a call and its settings."""
+        """Return the cache key of a convolution and further `settings`: a hash of 16 letters."""
         text = repr((shapes, settings)).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
     def find(self, asked: tuple[Any, ...], compute: Callable[[], Answer]) -> Answer:
-        """Return the answer for call `asked`, computed once; () if cuDNN refuses the call."""
+        """Return the result for `asked`, cached or by `compute`; () if cuDNN refuses the call."""
         key = self.key(*asked)
         if key not in self.stored:
             answer: Answer = ()
@@ -181,14 +181,14 @@ class Answers:
         return self.stored[key]
 
     def put(self, key: str, answer: Answer) -> None:
-        """Store the cuDNN answer for a call."""
+        """Cache the result `answer` under `key`; () records that cuDNN refuses the call."""
         self.stored[key] = answer
         self._num_new += 1
         if self._num_new >= WRITE_EVERY:
             self.write()
 
     def write(self) -> None:
-        """Add the new answers to the file; ignore a folder that cannot be written."""
+        """Add the new results to the file; ignore a folder that cannot be written."""
         if not self._num_new:
             return
         self._num_new = 0
@@ -214,7 +214,7 @@ NO_ENGINE = "GET was unable to find an engine to execute this computation"
 
 
 def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
-    """`cudnn_conv_suggest_memory_format`: channels-last where input or weight are."""
+    """Return channels-last if input or weight are: `cudnn_conv_suggest_memory_format`."""
     formats = (suggest_memory_format(tensor), suggest_memory_format(weight))
     if tensor.dtype == torch.float64:
         return torch.contiguous_format
@@ -225,7 +225,7 @@ def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
 
 
 def _shapes_of(c: KernelCall, output: Tensor) -> ConvolutionShapes:
-    """Describe the convolution for cuDNN; `output` is that of the call or its gradient."""
+    """Return the convolution of the call `c` for cuDNN; `output` is its result, or its gradient."""
     tensor, weight = c.input, c.weight
     if c.transposed:
         tensor, output = output, tensor
@@ -246,8 +246,8 @@ def _shapes_of(c: KernelCall, output: Tensor) -> ConvolutionShapes:
 def is_native(c: ConvolutionShapes) -> bool:
     """Return whether torch runs its own depthwise kernel (not `use_cudnn_depthwise`).
 
-    cuDNN takes channels-last and, in float16, 32 channels or more with square kernels of 1, 3 or 5
-    pixels, without stride or with many channels.
+    cuDNN runs depthwise convolutions in channels-last. It also runs those in float16 with 32
+    channels or more and square kernels of 1, 3 or 5 pixels, with a stride of 2 or many channels.
     """
     if not c.is_depthwise or c.is_channels_last:
         return False
@@ -275,7 +275,7 @@ def _is_without_cudnn(c: ConvolutionShapes) -> bool:
 
 
 def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
-    """Return whether cuDNN runs it with a known workspace; `RuntimeError` if no kernel does."""
+    """Return whether cuDNN runs `c` with a known workspace; `RuntimeError` if no kernel can."""
     if _is_without_cudnn(c):
         return False
     is_recent = gpu.capability >= OLDEST_WITH_BFLOAT16
@@ -286,7 +286,7 @@ def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
 
 
 def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
-    """Workspace of one direction; none for torch's own kernels or on GPUs older than Ampere."""
+    """Return the workspace of one direction; 0 bytes for torch's own kernels and for old GPUs."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_by_library=_is_without_cudnn(c))
     cudnn = torch.backends.cudnn
@@ -305,7 +305,7 @@ _RECORDED: list[Calls] = []
 
 @contextmanager
 def recorded_calls() -> Iterator[Calls]:
-    """Collect the convolutions by cuDNN until the block ends."""
+    """Yield a set that collects the convolutions by cuDNN within the block."""
     calls: Calls = set()
     _RECORDED.append(calls)
     try:
@@ -329,7 +329,7 @@ def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
 
 
 def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
-    """Requests by which `torch.backends.cudnn.benchmark` tries one direction at its first call."""
+    """Allocations by which `cudnn.benchmark`, if it is on, times one direction at a first call."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
         return []
     for calls in _RECORDED:
@@ -338,7 +338,7 @@ def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
 
 
 def _directions(c: KernelCall) -> tuple[str, str]:
-    """Return cuDNN's directions for the output and for the gradient of the input."""
+    """Return the `direction` of cuDNN for the output and for the input's gradient of a call."""
     return ("input", "forward") if c.transposed else ("forward", "input")
 
 
@@ -361,10 +361,7 @@ def _is_backward_known(c: KernelCall) -> bool:
 
 
 def convolution_outputs(c: KernelCall) -> Any:
-    """Outputs of the call in the memory format that cuDNN gives them.
-
-    The format of torch's meta kernel differs by release.
-    """
+    """Return the call's outputs in cuDNN's memory format; meta kernels differ by release."""
     memory_format = convolution_format(c.input, c.weight)
     if isinstance(c.out, Tensor):
         return torch.empty_like(c.out, memory_format=memory_format)
@@ -389,9 +386,9 @@ _KNOWN = (
     ),
 )
 def convolution(c: KernelCall) -> Events:
-    """Requests of `convolution`: copied input, output, copied weight, workspace.
+    """Allocations of `convolution`: copied input, output, copied weight, workspace.
 
-    Copies are those into the output's memory format.
+    Input and weight are copied if their memory format differs from the output's.
     """
     memory_format = convolution_format(c.input, c.weight)
     shapes, direction = _shapes_of(c, c.out), _directions(c)[0]
@@ -413,12 +410,11 @@ def convolution(c: KernelCall) -> Events:
     is_convolution=True,
 )
 def convolution_backward(c: KernelCall) -> Events:
-    """Requests of Convolution.cpp's backward: gradients of input and weight with workspaces, the
-    bias's.
+    """Allocations of `convolution_backward`: gradients of input, weight and bias, and workspaces.
 
-    Input and incoming gradient are copied if they have another memory format, until both results
-    are done. A 1-d input is copied for the whole function. A gradient with gaps is copied for each
-    of both results, and the weight for the input's gradient
+    Input and incoming gradient are copied if they have another memory format; the copies are freed
+    after both gradients are computed. A copied 1-d input stays until the function returns. A
+    gradient with gaps is copied for each of both results, and the weight for the input's gradient
     (`cudnn_convolution_backward` of ConvShared.cpp).
     """
     grad, tensor, weight, wanted = c.grad_output, c.input, c.weight, c.output_mask
@@ -460,7 +456,7 @@ def convolution_backward(c: KernelCall) -> Events:
 
 
 def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
-    """Requests of the gradient of the bias, which is a sum.
+    """Allocations of the bias's gradient, which sums the incoming gradient `grad`.
 
     If the backward runs under autocast, the sum is float32 and the engine casts the result
     (`validate_outputs` of engine.cpp).
@@ -480,10 +476,10 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(then: Next, *args: Any) -> Any:
-    """Compute the gradients of a convolution's gradients, of contiguous second factors on CUDA.
+    """Compute the double backward of a convolution, whose convolutions get contiguous weights.
 
-    `_convolution_double_backward` of native/Convolution.cpp calls `is_cuda()` before each of its
-    convolutions. Left out: copies of first factors, which the convolution makes later.
+    `_convolution_double_backward` of native/Convolution.cpp calls `contiguous()` if `is_cuda()`.
+    Left out: copies of first factors, which the convolution makes later.
     """
     with setting(INSIDE, "double_backward", True):
         return then(*args)
@@ -491,5 +487,5 @@ def double_backward(then: Next, *args: Any) -> Any:
 
 @registry.above_autograd("convolution")
 def in_double_backward(then: Next, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    """Copy a weight with other strides in `_convolution_double_backward`."""
+    """Make the weight contiguous if `_convolution_double_backward` calls this convolution."""
     return then(x, weight.contiguous() if INSIDE.double_backward else weight, *options)

@@ -33,7 +33,7 @@ WITH_A_NUMBER = {
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return a call of `WITH_A_NUMBER` with a number in place of the host tensor."""
+    """Return (func, args); an overload of `WITH_A_NUMBER` gets a number for its host tensor."""
     if func not in WITH_A_NUMBER or is_meta(args[2]):
         return func, args
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())
@@ -43,13 +43,13 @@ COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")  # move gradients to 
 
 
 def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
-    """Convert a call of `aten::to.device` to the overload `to.dtype_layout`, arguments by name."""
+    """Return a call of `aten::to.device` as (`to.dtype_layout`, positional, keyword arguments)."""
     given = registry.arguments_by_name(aten.to.device, args, kwargs)
     return aten.to.dtype_layout, (given.pop("self"),), given
 
 
 def awaited_device() -> torch.device | None:
-    """Return the device that autograd expects for the current gradient; `meta` without data."""
+    """Return the device of the gradient that the running copy node of autograd must return."""
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in COPIES_BACKWARD:
         return None
@@ -58,7 +58,7 @@ def awaited_device() -> torch.device | None:
 
 
 def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
-    """Run `copy_` or `_to_copy` to the host; return known or guessed values."""
+    """Run `copy_` or `_to_copy` from GPU to host; return a tensor with known values or no data."""
     is_copy_ = func is aten.copy_.default
     source: Tensor = args[1] if is_copy_ else args[0]
     # a parameter has no data on the host, as none of a model built there has
@@ -84,7 +84,7 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
 
 @registry.requests("roll")
 def roll(c: KernelCall) -> Events:
-    """Requests of `roll_common` (TensorTransformations.h): a tensor per dim, freed at the end."""
+    """Allocations of `roll_common` (TensorTransformations.h): a tensor per dim, freed together."""
     copies, size, num_dims = contiguous_copy(c.self), c.out.nbytes, len(c.dims)
     if num_dims < 2:
         return around(copies, c.outputs())
@@ -94,7 +94,7 @@ def roll(c: KernelCall) -> Events:
 
 @registry.requests("repeat_interleave.Tensor", shaped_by=lambda args: args)
 def repeat_interleave(c: KernelCall) -> Events:
-    """Requests of `repeat_interleave` (Repeat.cpp): a running int64 sum, the positions."""
+    """Allocations of `repeat_interleave` (Repeat.cpp): cumulative sum in int64, positions."""
     count = c.repeats.numel()
     scan = cub.scan_bytes(count) if count > 1 else 0
     kept = (*contiguous_copy(c.repeats), count * INDEX_BYTES)
@@ -125,14 +125,14 @@ register(
 
 @registry.above_autograd("_pad_packed_sequence combinations pad_sequence vander")
 def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a factory on the device of `given`, as `options()` does in C++."""
+    """Run a composite operator so that tensors it makes in C++ are on the device of `given`."""
     with setting(INSIDE, "composite", True):
         return then(given, *args, **kwargs)
 
 
 @registry.composed("is_set_to")
 def is_set_to(x: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same part of one storage (`is_set_to`, TensorShape.cpp).
+    """Return whether two tensors view the same elements of one storage (TensorShape.cpp).
 
     torch's meta device has no kernel for it.
     """
@@ -148,11 +148,11 @@ WAVES = 2  # waves of blocks per launch at most, when each thread copies several
 
 @registry.requests("split_with_sizes_copy.out")
 def split_with_sizes_copy(c: KernelCall) -> Scratch:
-    """Requests of `split_with_sizes_copy.out`: a table of 8 * (4 * splits + 1 + blocks) bytes.
+    """Allocations of `split_with_sizes_copy.out`: 8 * (4 * splits + 1 + blocks) bytes of indices.
 
-    The table holds addresses, size and first block of each split, and the split of each block.
-    Bytes per thread are chosen so that the blocks fill at most two waves of the GPU. Their square
-    root is the number of chunks, the rest the bytes in a chunk.
+    They are address, size and first block of each split, and the split of each block. A thread
+    copies so many bytes that the blocks fill at most two waves of the GPU. A block copies several
+    chunks if more bytes per thread are needed: the square root of that factor.
     """
     source, targets = c.self, c.get("out") or ()
     is_fast = source.is_contiguous() and all(
@@ -175,9 +175,10 @@ def split_with_sizes_copy(c: KernelCall) -> Scratch:
 
 @registry.requests("_chunk_cat.out")
 def chunk_cat(c: KernelCall) -> Scratch:
-    """Requests of `_chunk_cat.out`: a table of 8 * (6 * tensors + 2 + blocks) bytes.
+    """Allocations of `_chunk_cat.out`: 8 * (6 * tensors + 2 + blocks) bytes of indices.
 
-    The table holds 6 numbers per tensor (address, sizes, blocks), and the tensor of each block.
+    They are 6 numbers for each tensor (address, sizes, blocks), 2 more, and the tensor of each
+    block.
     """
     num_blocks = 0
     for tensor in c.tensors:
@@ -188,9 +189,10 @@ def chunk_cat(c: KernelCall) -> Scratch:
 
 
 def chunk_cat_mixed(c: KernelCall) -> Scratch:
-    """Requests of `fsdp::chunk_cat_mixed_dtype`, for tensors of one dtype as `_chunk_cat.out`.
+    """Allocations of `fsdp::chunk_cat_mixed_dtype`; with one dtype, those of `_chunk_cat.out`.
 
-    Tensors in bfloat16 and float32 share a table, which is two numbers shorter. Others are cast.
+    With contiguous bfloat16 and float32 tensors and a float32 output, the index tensor has two
+    int64 fewer. Other tensors whose dtype is not the output's are cast first.
     """
     target, (table,) = c["out"], chunk_cat(c).before
     others = [tensor for tensor in c.tensors if tensor.dtype != target.dtype]
@@ -208,7 +210,7 @@ if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in dis
 
 
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
-    """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in order.
+    """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in their order.
 
     A source with other strides is made contiguous first. Only a non-blocking copy casts on the GPU.
     """
@@ -229,9 +231,9 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 
 
 def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
-    """Return the bytes of the temporary of a copy from the host into `target`.
+    """Return the bytes of the GPU temporary of a copy from the host to `target`; 0 without one.
 
-    The host casts, except in a non-blocking copy. Other strides are converted on the GPU.
+    The host casts in a blocking copy, the GPU in a non-blocking one. The GPU converts strides.
     """
     is_alike = target.stride() == source.stride() and is_dense(target)
     if target.dtype == source.dtype:

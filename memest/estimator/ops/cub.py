@@ -24,26 +24,26 @@ _SINGLE_TILE = 256 * 9  # sorts of fewer 8-byte keys run in one block of 256 thr
 
 
 def _aliased(*sizes: int) -> int:
-    """`AliasTemporaries` of util_temporary_storage.cuh."""
+    """Return the bytes of one allocation for several parts, each aligned (`AliasTemporaries`)."""
     return sum(round_up(size, _ALIGN) for size in sizes) + _ALIGN - 1
 
 
 def _states(num_items: int, tile: int, state_bytes: int) -> int:
-    """States of all tiles: `tile_state_allocation_size` of single_pass_scan_operators.cuh."""
+    """Return the bytes of a state for each tile of items: `tile_state_allocation_size`."""
     return (ceil_div(num_items, tile) + _TILE_PADDING) * state_bytes
 
 
 def segmented_sort_bytes(num_items: int, key_bytes: int) -> int:
-    """`DeviceSegmentedRadixSort::SortPairs` with int64 values: a second copy of both."""
+    """Bytes of `DeviceSegmentedRadixSort::SortPairs`: a second copy of keys and int64 values."""
     return _aliased(num_items * key_bytes, num_items * 8)
 
 
 def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes: int = 8) -> int:
-    """`DeviceRadixSort::SortPairs` of keys with int64 values (dispatch_radix_sort.cuh).
+    """Bytes of `DeviceRadixSort::SortPairs` of keys with int64 values (dispatch_radix_sort.cuh).
 
-    One sweep per 8 bits of the key: 64-bit digit counts for each sweep, 32-bit look-back counts for
-    each tile, and a counter. Two sweeps or more need a second copy of keys and values. On 9.0 and
-    later, small keys have a tuning of their own (`sm90_small_key_tuning`).
+    Each 8 bits of the key are a pass, with a 64-bit count per digit and a 32-bit look-back count
+    per digit and tile. Two passes or more need a second copy of keys and values. On 9.0 and later,
+    small keys have their own tuning (`sm90_small_key_tuning`).
     """
     if num_items <= _SINGLE_TILE:
         return 1
@@ -57,7 +57,7 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes:
 
 
 def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
-    """`DeviceRadixSort::SortKeys`, as `radix_sort_bytes` without values. Evidence: an H100."""
+    """Bytes of `DeviceRadixSort::SortKeys`: `radix_sort_bytes` without values. Evidence: H100."""
     item = dtype.itemsize
     if num_items <= 256 * (19 * 4 // max(4, item)):
         return 1
@@ -68,13 +68,13 @@ def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
 
 
 def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
-    """`DeviceScan` (dispatch_scan.cuh): per tile a state of twice the value."""
+    """Bytes of `DeviceScan` (dispatch_scan.cuh): twice `value_bytes` for each tile of items."""
     tile = 128 * min(15, 60 // value_bytes)
     return _aliased(_aliased(_states(num_items, tile, 2 * value_bytes)))
 
 
 def select_bytes(num_items: int, gpu: Gpu) -> int:
-    """`DeviceSelect::Flagged` of int64 positions (dispatch_select_if.cuh): 8-byte states."""
+    """Bytes of `DeviceSelect::Flagged` on int64 (dispatch_select_if.cuh): 8 for each tile."""
     tile = {(9, 0): 384 * 11, (8, 0): 384 * 6}.get(
         gpu.capability, 320 * 11 if gpu.capability[0] >= 10 else 128 * 5
     )
@@ -82,7 +82,7 @@ def select_bytes(num_items: int, gpu: Gpu) -> int:
 
 
 def unique_bytes(num_items: int, gpu: Gpu, item_bytes: int) -> int:
-    """`DeviceSelect::Unique` (dispatch_select_if.cuh): 8-byte states, as `select_bytes`."""
+    """Bytes of `DeviceSelect::Unique` (dispatch_select_if.cuh): 8 for each tile."""
     tiles = {  # tiles by item size: 1, 2, 4 and 8 bytes
         (9, 0): (256 * 22, 256 * 22, 384 * 17, 384 * 11),
         (8, 0): (992 * 20, 576 * 14, 256 * 18, 192 * 10),
@@ -92,28 +92,28 @@ def unique_bytes(num_items: int, gpu: Gpu, item_bytes: int) -> int:
 
 
 def run_lengths_bytes(num_items: int) -> int:
-    """`DeviceRunLengthEncode::Encode` with int64 lengths: a 16-byte state for each tile."""
+    """Bytes of `DeviceRunLengthEncode::Encode` with int64 lengths: 16 for each tile."""
     return _aliased(_states(num_items, 128 * 6, 16), 0, 0)
 
 
 def sum_scan_bytes(num_items: int, gpu: Gpu) -> int:
-    """`DeviceScan::InclusiveSum` of int32 numbers (tuning_scan.cuh): 8-byte states."""
+    """Bytes of `DeviceScan::InclusiveSum` of int32 (tuning_scan.cuh): 8 for each tile."""
     tile = {(8, 0): 320 * 12}.get(gpu.capability, 128 * (24 if gpu.capability >= (9, 0) else 15))
     return _aliased(_aliased(_states(num_items, tile, 8)))
 
 
 def long_sum_scan_bytes(num_items: int) -> int:
-    """`thrust::inclusive_scan` of int64 numbers (tuning_scan.cuh), on 9.0: 16-byte states."""
+    """Bytes of `thrust::inclusive_scan` of int64 on 9.0 (tuning_scan.cuh): 16 for each tile."""
     return _aliased(_aliased(_states(num_items, 224 * 10, 16)))
 
 
 def thrust_unique_bytes(num_items: int) -> int:
-    """`thrust::unique` of int64 positions by a comparison of rows: 16-byte states, a count."""
+    """Bytes of `thrust::unique` of int64 row numbers: 16 for each tile, and 8 for the count."""
     return _aliased(_aliased(_states(num_items, 128 * 5, 16), 0), 8)
 
 
 def unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
-    """`DeviceSelect::UniqueByKey` of int64 keys (dispatch_unique_by_key.cuh): 16-byte states."""
+    """Bytes of `DeviceSelect::UniqueByKey` on int64 (dispatch_unique_by_key.cuh): 16 per tile."""
     return _aliased(_aliased(_states(num_items, _unique_tile(gpu), 16)), 0)
 
 
@@ -124,32 +124,32 @@ def _unique_tile(gpu: Gpu) -> int:
 
 
 def merge_sort_bytes(num_items: int) -> int:
-    """`DeviceMergeSort` of int64 pairs (dispatch_merge_sort.cuh), which `thrust::sort_by_key` runs.
+    """Bytes of `DeviceMergeSort` of int64 pairs (dispatch_merge_sort.cuh): `thrust::sort_by_key`.
 
-    It needs a second copy of both, and the beginning of each tile of 512 threads with 8 pairs.
+    They hold a second copy of keys and values, and where each tile begins. A tile is the 8 pairs of
+    each of 512 threads.
     """
     tiles = ceil_div(num_items, 512 * 8)
     return _aliased(num_items * 8, num_items * 8, (tiles + 1) * 8)
 
 
 def keys_merge_sort_bytes(num_items: int) -> int:
-    """`thrust::sort` of int64 positions by torch's comparison, `merge_sort_bytes` of keys alone."""
+    """Bytes of `thrust::sort` of int64 by a comparison: `merge_sort_bytes` without values."""
     return _aliased(num_items * 8, (ceil_div(num_items, 512 * 8) + 1) * 8)
 
 
 def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
-    """`thrust::unique_by_key` of int64 pairs (thrust/system/cuda/detail/unique_by_key.h).
+    """Bytes of `thrust::unique_by_key` of int64 pairs (thrust/system/cuda/detail/unique_by_key.h).
 
-    It needs the storage of `unique_by_key_bytes` with 8-byte states (items are counted in 32 bits),
-    and a count.
+    They are 8 for each tile, where `unique_by_key_bytes` has 16, and 8 for the count.
     """
     return _aliased(_aliased(_aliased(_states(num_items, _unique_tile(gpu), 8)), 0), 8)
 
 
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:
-    """`DeviceReduce::Sum` into an int32 (dispatch_reduce.cuh): a partial sum for each block.
+    """Bytes of `DeviceReduce::Sum` to int32 (dispatch_reduce.cuh): a partial sum for each block.
 
     A block has 256 threads with 16 values each. One block needs no storage. Otherwise the number of
-    blocks is five times what the GPU runs at once (`subscription_factor`; `num_threads` in all).
+    blocks is five times what the GPU runs at once (`subscription_factor`); it runs `num_threads`.
     """
     return 1 if num_items <= 256 * 16 else _aliased(num_threads // 256 * 5 * 4)

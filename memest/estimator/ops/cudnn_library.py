@@ -97,12 +97,12 @@ DESCRIPTOR_BYTES = 544  # size of a descriptor of device properties in cuDNN 9.1
 
 
 class CudnnError(Exception):
-    """cuDNN returned an error status."""
+    """cuDNN returned an error status, or a GPU's properties are not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels among which cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp (torch 2.11)."""
+    """Restrictions on the kernels that cuDNN may choose: `filterEngineConfigs` of Conv_v8.cpp."""
 
     are_deterministic: bool = False  # deterministic algorithms are requested
     are_without_tf32: bool = False  # float32, and the script does not allow TF32
@@ -110,7 +110,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An engine configuration that cuDNN offers."""
+    """An engine configuration that cuDNN offers for a convolution."""
 
     workspace_bytes: int  # bytes that the plan requests
     notes: frozenset[int]  # numerical notes of its engine
@@ -126,7 +126,7 @@ class Plan:
 
 @cache
 def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return the JSON text that describes a GPU to cuDNN, and its clusters; None if unknown."""
+    """Return (JSON text of cuDNN's device properties, cluster sizes) of a GPU; None if unknown."""
     known = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
     if gpus.split_mig(gpu) is not None:
         return _instance_properties(gpus.find_gpu(gpu))
@@ -142,7 +142,7 @@ def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
-    """Return the whole GPU's properties with the instance's size; clusters are not known."""
+    """Return `device_properties` of a MIG instance; its cluster sizes are unknown and empty."""
     found = device_properties(gpus.find_gpu(gpu.whole).chip)
     if found is None:
         return None
@@ -153,7 +153,7 @@ def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield folders that may hold cuDNN: the given one, NVIDIA's wheels, then conda's folder."""
+    """Yield folders that may hold cuDNN: the configured one, NVIDIA's wheels, conda's folder."""
     given = os.environ.get(FOLDER)
     for place in [given] if given else sys.path:
         if (folder := Path(place or ".", "nvidia", "cudnn", "lib")).is_dir():
@@ -163,7 +163,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _has_cublaslt(folder: Path) -> bool:
-    """Load cuBLASLt from where cuDNN looks for it; without it cuDNN aborts the process."""
+    """Load cuBLASLt, without which cuDNN aborts the process; return False if it is missing."""
     beside = [folder, folder / "../../cu13/lib", folder / "../../cublas/lib"]
     names = [str(path) for place in beside for path in sorted(place.glob("libcublasLt.so.1?"))]
     for name in (*names, "libcublasLt.so.13", "libcublasLt.so.12"):
@@ -176,7 +176,7 @@ def _has_cublaslt(folder: Path) -> bool:
 
 
 class Library:
-    """cuDNN's backend API; not thread-safe."""
+    """Calls of cuDNN's backend API. Not thread-safe."""
 
     def __init__(self, loaded: Any) -> None:
         self._library = loaded
@@ -187,17 +187,17 @@ class Library:
         self._lock = threading.Lock()
 
     def supports(self, gpu: gpus.Gpu) -> bool:
-        """Return whether plans for `gpu` can be requested."""
+        """Return whether cuDNN can plan convolutions for `gpu`: its device properties are known."""
         return device_properties(gpu.chip) is not None
 
     def is_measured(self, gpu: gpus.Gpu) -> bool:
-        """Return whether answers about `gpu` need no clusters, or were measured with them."""
+        """Return whether plans for `gpu` were measured, or cannot depend on cluster sizes."""
         found = device_properties(gpu.chip)
         has_clusters = found is not None and bool(found[1])
         return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
 
     def fingerprint(self, gpu: str) -> str:
-        """Return a file name with a hash of everything on which answers about `gpu` depend."""
+        """Return a file name with a hash of everything on which results for `gpu` depend."""
         sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("cudnn_*.py"))]
         digest = hashlib.blake2b(repr((device_properties(gpu), sources)).encode(), digest_size=6)
         return f"{self.version}-{gpu}-{digest.hexdigest()}"
@@ -205,13 +205,13 @@ class Library:
     def first_plan(
         self, shapes: ConvolutionShapes, direction: str, gpu: str, kernels: Kernels
     ) -> Plan | None:
-        """Return the first allowed plan of a call, or None; `CudnnError` if cuDNN refuses it."""
+        """Return the first plan allowed by `kernels`, or None; `CudnnError` if none is possible."""
         with self._lock, self._descriptors():
             plans = self._plans(shapes, direction, gpu)
             return next((plan for plan in plans if plan.is_allowed(kernels)), None)
 
     def all_plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> list[Plan]:
-        """Return all plans of a call, as `cudnn.benchmark` tries them; raises like `first_plan`."""
+        """Return all plans, as `cudnn.benchmark` times them; raises like `first_plan`."""
         with self._lock, self._descriptors():
             return list(self._plans(shapes, direction, gpu))
 
@@ -238,12 +238,12 @@ class Library:
         return self._properties[gpu]
 
     def _write_clusters(self, made: Any, text: str, clusters: Sequence[int]) -> None:
-        """Write how thread block clusters fit the GPU after its compute capability and driver.
+        """Write cluster sizes into cuDNN's device properties, after capability and driver.
 
-        Other layouts stay as they are.
+        The properties stay as they are if the memory has another layout.
 
         Raises:
-            CudnnError: a release whose answers were measured has another layout.
+            CudnnError: a measured release of cuDNN has another layout.
         """
         properties = json.loads(text)
         values = struct.pack(f"{CLUSTER_INTS}i", *clusters)
@@ -322,7 +322,7 @@ class Library:
 
     @contextmanager
     def _log(self) -> Iterator[list[tuple[int, bytes]]]:
-        """Collect engine and reasons of each configuration that cuDNN rejects."""
+        """Yield a list that collects (engine, reasons) of each configuration that cuDNN rejects."""
         rejected: list[tuple[int, bytes]] = []
 
         def receive(severity: int, data: Any, debug: Any, message: int) -> None:
@@ -371,7 +371,7 @@ class Library:
 
 
 def _lines(message: int) -> Iterator[bytes]:
-    """Yield the lines of a log message: each ends with a zero byte, the last one with two."""
+    """Yield the lines of a log message; a zero byte ends each line, a second one the message."""
     while line := ctypes.string_at(message):
         yield line
         message += len(line) + 1
@@ -380,7 +380,7 @@ def _lines(message: int) -> Iterator[bytes]:
 def _on_a_gpu(
     engine: int, reasons: bytes, shapes: ConvolutionShapes, direction: str, gpu: str
 ) -> Iterator[Plan]:
-    """Yield the plan of a configuration that cuDNN rejects only for lack of a GPU."""
+    """Yield the plan of a rejected `engine`, if the reason is only that there is no GPU here."""
     if engine == FOURIER_ENGINES[direction]:
         if cudnn_rules.is_fourier(shapes, direction):
             yield Plan(cudnn_rules.fourier_bytes(shapes, direction), frozenset({FOURIER}))
@@ -402,7 +402,7 @@ def _array(of_type: int, values: Sequence[Any]) -> Any:
 
 @cache
 def library() -> Library | None:
-    """Return the installed cuDNN; None if there is none, or none that takes device properties."""
+    """Return the installed cuDNN; None if it is missing or cannot plan for other GPUs."""
     if os.environ.get(FOLDER) == "0":
         return None
     for folder in _folders():

@@ -31,7 +31,7 @@ MOST_SIDE = 256  # most pixels of a padded image's side that is transformed as a
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionShapes:
-    """One convolution, as cuDNN is called: a transposed one is the gradient of a plain one.
+    """One convolution as cuDNN runs it; a transposed one is the input gradient of a plain one.
 
     `tensor` (N, C, ...), `weight` (O, C / groups, ...) and `output` (N, O, ...) are those of the
     plain convolution.
@@ -54,17 +54,17 @@ class ConvolutionShapes:
 
     @property
     def image(self) -> tuple[int, ...]:
-        """Pixels of the input, height and width at least."""
+        """Size of the input in pixels, (..., height, width); the height of a 1-d input is 1."""
         return planar(self.tensor[2:])
 
     @property
     def result(self) -> tuple[int, ...]:
-        """Pixels of the output."""
+        """Size of the output in pixels, like `image`."""
         return planar(self.output[2:])
 
     @property
     def window(self) -> tuple[int, ...]:
-        """Pixels of the window."""
+        """Size of the kernel window in pixels, like `image`."""
         return planar(self.weight[2:])
 
     @property
@@ -74,32 +74,32 @@ class ConvolutionShapes:
 
     @property
     def is_plane(self) -> bool:
-        """True for a 2-d convolution without stride and dilation."""
+        """True for a 2-d convolution with stride and dilation 1."""
         return len(self.tensor) <= 4 and {*self.stride, *self.dilation} == {1}
 
 
 def planar(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
-    """Return sizes of two or three dimensions: torch turns a 1-d convolution into a 2-d one."""
+    """Return sizes with two dimensions at least: `fill` is put in front of one, as torch does."""
     return extents if len(extents) > 1 else (fill, *extents)
 
 
 def is_product(c: ConvolutionShapes) -> bool:
-    """Return whether the convolution is a matrix product: 1 x 1, no stride, padding, groups."""
+    """Return whether the convolution is a matrix product: 1 x 1, stride 1, no padding or groups."""
     return c.groups == 1 and {*c.window, *c.stride} == {1} and not any(c.padding)
 
 
 def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS) -> int:
-    """Workspace of a product by cuBLASLt (13.1).
+    """Return the workspace of a convolution that is a matrix product by cuBLASLt (13.1).
 
-    The gradient of the weight sums over samples and pixels, and partial sums are accumulators of
-    C * O elements:
+    The gradient of the weight sums over samples and pixels. Each partial sum has C * O
+    accumulators:
 
         channels first: one partial sum for each sample
         channels last:  as many as fill the GPU with tiles of 128 x 128, if each sums enough
 
     Some kernels add 272 or 400 bytes. Of products on an H100, 68 and 67 % are right to 512 B
-    forward and for the input, 97 and 98 % within 512 B. For the weight 83 % are right in NCHW,
-    35 % channels-last.
+    forward and for the input, 97 and 98 % within 512 B. For the weight 83 % are right in NCHW, 35 %
+    channels-last.
     """
     if direction != "weight":
         return 0
@@ -114,14 +114,14 @@ def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS)
 
 
 def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Workspace of a depthwise convolution whose engine sums the weight's gradient in parts.
+    """Return the workspace of a depthwise convolution by an engine that cuDNN compiles at run time.
 
-    In channels-last there are 8 partial sums of float32 for each sample, with channels padded to
-    32:
+    Only the weight's gradient in channels-last has one. It holds 8 partial sums of float32 for each
+    sample, with channels padded to 32:
 
         8 * 4 * N * up(C, 32) * window
 
-    All others take nothing. Exact for all such calls on an H100.
+    Exact for all such calls on an H100.
     """
     if direction != "weight" or not c.is_channels_last:
         return 0
@@ -130,16 +130,16 @@ def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def is_winograd(c: ConvolutionShapes, direction: str) -> bool:
-    """Return whether a GPU accepts Winograd's engines: windows of 3x3, without stride.
+    """Return whether cuDNN's Winograd engines accept a convolution: 3x3 windows with stride 1.
 
-    In channels-last it accepts only the engine for the weight.
+    In channels-last only the engine for the weight's gradient accepts it.
     """
     is_taken = direction == "weight" or not c.is_channels_last
     return is_taken and c.is_plane and c.window == (3, 3) and c.dtype != torch.float64
 
 
 def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Workspace of a convolution with a 3x3 window by Winograd.
+    """Return the workspace of a convolution with a 3x3 window by Winograd.
 
     The result of a direction, for the weight the output, is cut into tiles of 4 x 4 pixels. A tile
     and a window become 6 x 6 float32. At most 8 groups are computed at a time; channels are those
@@ -147,7 +147,7 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
 
         36 * 4 * (tiles * N * (C + O) + C * O) * min(groups, 8)
 
-    In channels-last the operands are rearranged before.
+    In channels-last, channels-first copies of the operands are made first.
     """
     samples, inputs, outputs = c.channels
     inputs, outputs = inputs // c.groups, outputs // c.groups
@@ -160,7 +160,7 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
-    """Return whether a GPU accepts Fourier transforms.
+    """Return whether cuDNN's Fourier engines accept a convolution.
 
     They have no dilation and up to two dimensions. Only the gradient of the input may have a
     stride. In tiles, both sides of the window exceed 1. A whole image has at most 256 pixels a side
@@ -239,11 +239,11 @@ def _one_group(c: ConvolutionShapes, direction: str) -> int:
 
 
 def _strided_fourier_bytes(c: ConvolutionShapes) -> int:
-    """Bytes of Fourier transforms of the gradient of the input of a convolution with stride.
+    """Return the workspace of the input's gradient of a strided convolution by Fourier transforms.
 
     Each of the `stride**2` phases is a convolution of its own, with every `stride`-th element of
-    the window and of the input. With a stride of 2, input channels are padded to an even number.
-    Of 218 calls on an H100, 175 are right to 512 B, and the worst is 1.1 % off.
+    the window and of the input. With a stride of 2, input channels are padded to an even number. Of
+    218 calls on an H100, 175 are right to 512 B, and the worst is 1.1 % off.
     """
     samples, inputs, outputs = c.channels
     if max(c.stride) == 2:
@@ -268,10 +268,10 @@ def _plane_bytes(side: int) -> int:
 
 
 def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Estimate a workspace without cuDNN.
+    """Estimate the workspace of one direction of a convolution, without cuDNN.
 
-    Kernels for tensor cores read channels last: in NCHW input, weight and output are rearranged.
-    Products, depthwise convolutions and few channels take kernels that do without.
+    Tensor-core kernels read channels-last, so in NCHW input, weight and output are copied. Kernels
+    for products, depthwise convolutions and few channels need no copies.
     """
     if is_product(c):
         return product_bytes(c, direction)

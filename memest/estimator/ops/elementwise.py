@@ -44,7 +44,7 @@ op(
 
 @registry.requests("where.self")
 def where(c: KernelCall) -> Scratch:
-    """Requests of `where_self_out` (TensorCompare.cpp): casts, and a copied number of the host."""
+    """Allocations of `where_self_out` (TensorCompare.cpp): casts, and a copy of a host number."""
     item, values = c.out.itemsize, (c.self, c.other)
     casts = [t.numel() * item for t in values if t.device.type != "cpu" and t.dtype != c.out.dtype]
     copies = [1] if c.condition.device.type == "cpu" else []
@@ -80,7 +80,7 @@ register("_log_softmax_backward_data", requests=copying(0, 1), layout=contiguous
 
 @registry.requests("_softmax_backward_data")
 def softmax_backward(c: KernelCall) -> Scratch:
-    """Requests of `softmax_backward_cuda_out` (SoftMax.cu): `grad * output`, contiguous copies."""
+    """Allocations of `softmax_backward_cuda_out` (SoftMax.cu): `grad * output`, and copies."""
     product = c.grad_output * c.output
     return Scratch(after=(product.nbytes, *contiguous_copy(product, c.output)))
 
@@ -98,7 +98,7 @@ register(
 
 def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
     def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Run half input with a float32 result without a cast (ATen/native/SoftMax.cpp)."""
+        """Compute float16 input to a float32 result without a cast (ATen/native/SoftMax.cpp)."""
         if x.dtype is torch.float16 and dtype is torch.float32:
             return kernel(x, dim, True)
         return then(x, dim, dtype)
@@ -132,7 +132,7 @@ def observe_and_quantize(
     scale: Tensor, zero_point: Tensor, averaging_const: float, quant_min: int, quant_max: int,
     channel: int, per_row: bool = False, symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run `fused_moving_avg_obs_fake_quant_cuda`: extremes, then the quantized values."""
+    """Run `fused_moving_avg_obs_fake_quant_cuda`: minimum and maximum, then quantized values."""
     contiguous = x.contiguous()
     if not per_row:
         torch.aminmax(contiguous)

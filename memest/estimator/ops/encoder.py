@@ -23,21 +23,21 @@ from memest.estimator.tensors.placement import CPU, on_gpu
 
 
 class Packed(Tensor):
-    """Values of a nested tensor, row after row, with the padded shape."""
+    """Rows of a nested tensor without padding; `padded_shape` is (batch, steps, width)."""
 
     padded_shape: torch.Size
     is_nested = True
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to_padded_tensor(self, padding: float, output_size: Any = None) -> Tensor:
-        """Return the padded tensor; allocate the sizes of its rows on the GPU temporarily."""
+        """Return a padded tensor; allocate and free the sizes of the rows on the GPU."""
         made = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
         _pass(4 * (3 * self.padded_shape[0] + 1))
         return made
 
 
 def install(patches: Patches, mode: SimMode) -> None:
-    """Install the operators of torch.nn's fast path."""
+    """Replace the functions of torch.nn's fast path for encoders by those of this file."""
 
     def lengths(mask: Tensor) -> list[int] | None:
         value = mode.values.value_of(mask)
@@ -80,7 +80,7 @@ def install(patches: Patches, mode: SimMode) -> None:
 
 
 def _follow_masks(patches: Patches, mode: SimMode) -> None:
-    """Propagate values from a padding mask to the mask that torch.nn makes of it."""
+    """Give the mask that torch.nn makes from a padding mask its values, if those are known."""
     canonical = F._canonical_mask
 
     # Dynamo guards on the defaults of the original, so the replacement has them too
@@ -132,11 +132,10 @@ def _pass(*sizes: int) -> None:
 
 
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Request the tensors by which CUDA finds the first masked position of each row; return the
-    ones that stay.
+    """Allocate what CUDA needs to find each row's first masked position; return what stays.
 
-    The kernel adds a column, casts to int32 and searches. The comparison needs two int64 tensors of
-    the mask's size.
+    The kernel adds a column to the mask, casts to int32 and searches. The comparison needs two
+    int64 tensors of the mask's size, one of which stays.
     """
     batch, steps = mask.shape
     column = _bytes(batch)
@@ -155,7 +154,7 @@ def _attention(
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run `native_multi_head_attention_cuda`; return its output, and the weights if needed."""
+    """Run `native_multi_head_attention_cuda`; return its output, and weights or None."""
     x = query.as_subclass(Tensor) if isinstance(query, Packed) else query
     batch, steps, width = x.shape
     head = width // num_heads
@@ -192,7 +191,7 @@ def _attention(
 
 
 def _layer(src: Tensor, *args: Any) -> Tensor:
-    """Run torch's C++ encoder layer, with `_attention` as its attention."""
+    """Run torch's C++ encoder layer on meta tensors, with `_attention` as its attention."""
     cpu = torch._C.DispatchKey.CPU
     out: Tensor = torch.ops.aten._transformer_encoder_layer_fwd.default._op_dk(cpu, src, *args)
     return _as_packed(out, src.padded_shape) if isinstance(src, Packed) else out

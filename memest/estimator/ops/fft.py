@@ -49,7 +49,7 @@ def _largest_prime(n: int) -> int:
 
 
 def _convolved(n: int) -> int:
-    """Points of the convolution: the smallest product of 2, 3 and 5 that is at least 2n - 1."""
+    """Return the least length from 2n - 1 on without prime factors above 5 (Bluestein's method)."""
     length = 2 * n - 1
     while _largest_prime(length) > 5:
         length += 1
@@ -65,7 +65,7 @@ def _is_split(n: int, item: int = 16) -> bool:
 
 
 def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
-    """The workspace of complex transforms over one dimension."""
+    """Return cuFFT's workspace for `batch` complex transforms of `n` points of `item` bytes."""
     if item == 8 and n in SHARES[kind]:
         return n * item * batch * (SHARES[kind][n] == "a")
     if _is_convolved(n, item):
@@ -77,7 +77,7 @@ def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
 
 
 def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
-    """The workspace of transforms between n real points and n // 2 + 1 complex ones."""
+    """Return cuFFT's workspace of `batch` transforms of `n` real points to n // 2 + 1, or back."""
     share = SHARES[kind].get(n, "") if item == 8 else ""
     if share and share in "-hg":
         return {"-": 0, "h": n // 2, "g": n // 2 + 1}[share] * item * batch
@@ -125,7 +125,7 @@ def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
 def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
     """Return the bytes of the contiguous copy of the input, 0 if a view is enough.
 
-    `_exec_fft` sorts the batch dimensions by stride and merges them into one.
+    `_exec_fft` sorts the dimensions that are not transformed by stride and merges them into one.
     """
     transformed = {dim % tensor.dim() for dim in dims}
     kept = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))
@@ -153,7 +153,7 @@ register(
 
 @requests("_fft_c2c _fft_r2c")
 def forward(c: KernelCall) -> Events:
-    """Requests of `_fft_c2c` and `_fft_r2c`: the result, a copy of the input and the workspace."""
+    """Allocations of `_fft_c2c` and `_fft_r2c`: result, copy of the input, workspace."""
     copied = _gathered(c.self, c.self.stride(), c.dim)
     is_apart = not copied and c.self.stride(c.dim[-1]) != 1
     kind = ("fft" if c.self.is_complex() else "rfft") + " by strides" * is_apart
@@ -162,7 +162,7 @@ def forward(c: KernelCall) -> Events:
 
 @requests("_fft_c2r")
 def to_real(c: KernelCall) -> Events:
-    """Requests of `_fft_c2r`: the workspace, and a copy of the input, which cuFFT overwrites."""
+    """Allocations of `_fft_c2r`: workspace, copy of the input, which cuFFT overwrites."""
     strides = make_contiguous_strides_for(c.self.shape)  # those of the copy
     copied = _gathered(c.self, strides, c.dim)
     kind = "irfft" + " by strides" * (not copied and strides[c.dim[-1]] != 1)

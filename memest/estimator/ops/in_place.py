@@ -30,11 +30,11 @@ def in_nodes(
     more: Args = (),
     is_possible: Callable[..., bool] | None = None,
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
-    """Return the rule of an operator that autograd runs in place when no dispatch mode is active.
+    """Return a rule `(func, args) -> (func, args)` for what autograd runs in place without a mode.
 
-    `nodes` has the names of autograd nodes whose formulas do so. They call `instead`, by default
-    the in-place overload, with the further arguments `more`. `is_possible` returns whether a call
-    can run in place.
+    `nodes` are names of autograd nodes whose formulas call `func`. The rule returns `instead`, by
+    default the in-place overload, with the further arguments `more`. `is_possible(*args)` returns
+    whether a call can run in place.
     """
     names = nodes.split()
 
@@ -51,11 +51,11 @@ def in_nodes(
 
 
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
-    """Add the second gradient of a tensor to the first, where `InputBuffer` does.
+    """Return `add_` for the sum of two gradients of a tensor, where `InputBuffer` adds in place.
 
-    It does if the gradient is dense and has no other owner (`can_accumulate_inplace`). The formulas
-    of a Cholesky decomposition's gradient and of a convolution's second gradient have sums too.
-    Left out: the sum of two gradients of one matrix (`cholesky_backward`).
+    It adds in place if the first one is dense and has no other owner (`can_accumulate_inplace`).
+    The formulas of a Cholesky decomposition's gradient and of a convolution's second gradient have
+    sums too. Left out: the sum of two gradients of one matrix (`cholesky_backward`).
     """
     if torch.is_grad_enabled() or INSIDE.double_backward or not _are_alike(*args):
         return func, args
@@ -70,7 +70,7 @@ register("add.Tensor", in_backward=_sum_of_gradients)
 
 
 def _are_alike(left: Any, right: Any) -> bool:
-    """Return whether two summands can be gradients of the same tensor."""
+    """Return whether two summands have the shape and dtype of one tensor's gradients."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return False
     is_meta = left.device.type == right.device.type == "meta"
@@ -78,7 +78,7 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:
-    """Return the reference counts of the tensor and of its storage, including this call's."""
+    """Return the reference counts of the tensor and of its storage, references here included."""
     storage = tensor.untyped_storage()
     held = torch._C._storage_Use_Count(storage._cdata)
     return tensor._use_count(), held  # type: ignore[attr-defined]
@@ -88,7 +88,8 @@ def _owners(tensor: Tensor) -> tuple[int, int]:
 def owners_of_a_sole_gradient() -> tuple[int, int]:
     """Return `_owners` of a gradient whose only owner is autograd's input buffer.
 
-    Releases of torch differ, so it is measured: the gradient of `x` is the sum of two products.
+    Releases of torch differ, so a small backward measures it: `x` has the gradients of two
+    products.
     """
     watch = _WatchSums()  # type: ignore[no-untyped-call]
     leaf = torch.empty(2, device="meta", requires_grad=True)

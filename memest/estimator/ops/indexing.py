@@ -46,7 +46,7 @@ op(
 
 
 def is_a_row(tensor: Tensor) -> bool:
-    """Return whether `reshape(-1)` is a view."""
+    """Return whether `tensor.reshape(-1)` is a view."""
     sides = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
     return tensor.numel() == 0 or all(
         outer == size * inner for (_, outer), (size, inner) in pairwise(sides)
@@ -68,7 +68,7 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
-    """Bytes of contiguous copies of several indices if their strides differ (`AdvancedIndex`)."""
+    """Return bytes of contiguous copies of indices if their strides differ (`AdvancedIndex`)."""
     expanded = broadcast(indices)
     is_alike = len({i.stride() for i in expanded}) == 1
     return () if is_alike else contiguous_copy(*expanded)
@@ -80,7 +80,7 @@ def index_tensors(args: Args) -> list[Tensor]:
 
 
 def _has_no_mask(c: KernelCall) -> bool:
-    """Return whether the call has no mask, whose entries are unknown, or is a `masked_fill`."""
+    """Return whether the allocations are modelled: no mask, or a mask that one number fills."""
     return _is_fill(c.args) or not any(i.dtype in MASK_DTYPES for i in index_tensors(c.args))
 
 
@@ -96,7 +96,7 @@ op(
 
 @registry.requests("masked_scatter masked_scatter_")
 def masked_scatter(c: KernelCall) -> Scratch:
-    """Requests of `masked_scatter` (IndexKernel.cu): running count, copies, a scan's storage."""
+    """Allocations of `masked_scatter` (IndexKernel.cu): cumulative count, copies, scan storage."""
     _, mask = broadcast((c.self, c.mask))
     count = mask.numel()
     copies = contiguous_copy(mask, c.source)
@@ -109,7 +109,7 @@ def masked_scatter(c: KernelCall) -> Scratch:
     modelled=lambda c: c.indices.numel() <= SMALL_SORT,
 )
 def embedding_renorm(c: KernelCall) -> Events:
-    """Requests of `embedding_renorm_cuda_` (Embedding.cu): sorted and unique indices."""
+    """Allocations of `embedding_renorm_cuda_` (Embedding.cu): sorted indices, then unique ones."""
     row = c.indices.numel() * INDEX_BYTES
     sorting = *contiguous_copy(c.indices), *sort_bytes(c.indices, -1, c.gpu)
     unique = passing(row, INDEX_BYTES, cub.select_bytes(c.indices.numel(), c.gpu))
@@ -128,10 +128,10 @@ _MAXIMUM = 2  # `EmbeddingBagMode::MAX`
     ),
 )
 def embedding_backward(c: KernelCall) -> Events:
-    """`embedding_dense_backward` (Embedding.cu, EmbeddingBackwardKernel.cu), which sorts the
-    indices when there are more than 3072.
+    """Allocations of `embedding_dense_backward` (Embedding.cu): more than 3072 indices are sorted.
 
-    Left out: `scale_grad_by_freq` (counts of 8 * n, and scans) and deterministic algorithms.
+    The sort is in EmbeddingBackwardKernel.cu. Left out: `scale_grad_by_freq` (counts of 8 * n
+    bytes, and scans) and deterministic algorithms.
     """
     grad, num_indices = c.grad_output, c.indices.numel()
     copies = contiguous_copy(c.indices, grad)
@@ -143,9 +143,10 @@ def embedding_backward(c: KernelCall) -> Events:
 def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
-    """Requests of a sorted gradient: a sort, the segments of equal indices, and partial sums.
+    """Allocations of a gradient by sorted indices: sort, runs of equal indices, partial sums.
 
-    Segment counts are upper bounds that do not depend on the values of the indices.
+    The number of runs is an upper bound that does not depend on the values of the indices. `copies`
+    are the bytes of contiguous copies.
     """
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
@@ -171,7 +172,7 @@ def _sorted_gradient(
 
 @registry.requests("index_reduce index_reduce_")
 def index_reduce(c: KernelCall) -> Events:
-    """Requests of `index_reduce` (cuda/Indexing.cu): for a mean, the count of each element.
+    """Allocations of `index_reduce` (cuda/Indexing.cu): for a mean, how often each element is hit.
 
     With `include_self=False`, indices that are not int64 are cast first.
     """
@@ -196,7 +197,10 @@ register(
     modelled=lambda c: not c.scale_grad_by_freq and not c.sparse and c.indices.numel() > 0,
 )
 def embedding_bag_backward(c: KernelCall) -> Events:
-    """Requests of `_embedding_bag_backward` (EmbeddingBag.cu): sorted, except of a maximum."""
+    """Allocations of `_embedding_bag_backward` (EmbeddingBag.cu): of sorted indices, or none.
+
+    The gradient of a maximum sorts nothing.
+    """
     grad, copies = c.grad, contiguous_copy(c.grad)
     if c.mode == _MAXIMUM:
         return around(copies, outputs({0: c.num_weights * grad.shape[-1] * grad.itemsize}))
@@ -228,12 +232,11 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     shaped_by=lambda args: (),
 )
 def masked_scatter_backward(c: KernelCall) -> Events:
-    """Requests of `masked_scatter_backward`: the selected gradient, then zeros to the source's
-    size.
+    """Allocations of `masked_scatter_backward`: the selected gradient, and zeros up to `out`.
 
     In TensorAdvancedIndexing.cpp `masked_select` expands the mask, finds the positions of its true
-    entries (one int64 for each of its dimensions) and gathers. The whole source is assumed to be
-    used if the mask is not known.
+    entries (one int64 for each of its dimensions) and gathers. If the mask is unknown, the whole
+    source is assumed to be used.
     """
     grad, mask, size = c.grad_output, c.mask.expand(c.grad_output.shape), c.out.numel()
     selected = size
@@ -250,9 +253,9 @@ def masked_scatter_backward(c: KernelCall) -> Events:
 
 @registry.requests(*INDEX_PUT, modelled=_has_no_mask)
 def index_put(c: KernelCall) -> Scratch | Events:
-    """Requests of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
+    """Allocations of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
 
-    Copies are made of a host number and of indices with different strides. A mask needs nothing.
+    A number on the host and indices with different strides are copied. A mask needs no copy.
     """
     indices, value = index_tensors(c.args), c["values"]
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
@@ -264,12 +267,13 @@ def index_put(c: KernelCall) -> Scratch | Events:
 
 
 def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
-    """`index_put` with `accumulate`: `index_put_with_sort_kernel` of Indexing.cu.
+    """Allocations of `index_put_with_sort_kernel` (Indexing.cu): `index_put` with `accumulate`.
 
     Each index is checked against both bounds, except in the backward of `index` (`unsafe`). Linear
     indices follow (`computeLinearIndex`): a remainder and a product with the stride per index. For
-    host indices the host computes them and copies the products. Then come contiguous values, sorted
-    indices, original positions and their range. The sort uses as many bits as the row count needs.
+    host indices the host computes the products, which are copied. Then come contiguous values,
+    sorted indices, original positions and their range. The sort uses as many bits as the row count
+    needs.
     """
     target, values = c.self, c["values"]
     count = broadcast(indices)[0].numel()
@@ -296,9 +300,9 @@ op(
 
 
 def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call as CUDA runs it: indices on the GPU, and positions in place of masks.
+    """Return (func, args) as CUDA runs an indexing: indices on the GPU, masks as positions.
 
-    Indices of the host stay there if values accumulate: `_sorted_events` copies their products.
+    If values accumulate, host indices stay there: `_sorted_events` copies their products.
     `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask. `masked_select` is
     `index` by the mask (cuda/IndexKernel.cpp). A number written through one mask is filled in
     (`canDispatchToMaskedFill`). The call is unchanged where a mask is not known.
@@ -330,7 +334,7 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
 
 
 def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
-    """Refuse a mask whose shape differs from the indexed tensor's, as `expandTensors` does."""
+    """Raise torch's `IndexError` if a mask's shape differs from the dimensions that it indexes."""
     places: list[Any] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
@@ -397,7 +401,7 @@ register("masked_select", shaped_by=lambda args: args[1:])
 
 @registry.above_autograd("one_hot")
 def one_hot(then: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
-    """Scatter ones into zeros, as on CUDA; on meta torch compares instead (native/Onehot.cpp)."""
+    """Scatter ones into zeros, as CUDA does; on meta torch compares instead (native/Onehot.cpp)."""
     if not classes.numel():
         return then(classes, num_classes)
     if num_classes == -1:

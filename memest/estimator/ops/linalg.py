@@ -43,31 +43,30 @@ class _Matrices:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of all matrices."""
         return self.m * self.n * self.item * self.batch
 
     @property
     def pointers(self) -> Events:
-        """Requests of pointers to two operands, for batched cuBLAS."""
+        """Allocations of pointers to two operands of batched cuBLAS."""
         return passing(POINTER * self.batch, POINTER * self.batch)
 
     @property
     def triangular(self) -> Events:
-        """Requests of `triangular_solve_kernel` (linalg/BatchLinearAlgebra.cpp)."""
+        """Allocations of `triangular_solve_kernel` (linalg/BatchLinearAlgebra.cpp)."""
         return [] if self.batch <= 8 and self.n >= 64 else self.pointers
 
     @property
     def checks(self) -> Events:
-        """Requests of `_linalg_check_errors` for these matrices."""
+        """Allocations of `_linalg_check_errors` for these matrices."""
         return passing(1, 1) if self.is_single else passing(1)
 
     @property
     def is_factored_by_cublas(self) -> bool:
-        """True for many matrices of up to 16 columns, or a few of up to 128: `getrfBatched`."""
+        """True if `getrfBatched` runs: many matrices of 16 columns, or a few of 128, at most."""
         return not self.is_single and (self.n <= 16 or (self.n <= 128 and self.batch <= 8))
 
     def is_solved_in_a_loop(self, num_right: int) -> bool:
-        """Return whether cuSOLVER solves the matrices one after the other."""
+        """Return whether LU systems are solved one by one, for `num_right` right-hand sides."""
         return self.n != num_right and 8 < self.n <= 64 and self.batch <= 2
 
     def loop(self, num_bytes: int) -> Events:
@@ -81,7 +80,7 @@ def _of(tensor: Tensor) -> _Matrices:
 
 
 def _is_measured(c: KernelCall) -> bool:
-    """Return whether workspaces were measured: float32 and float64, compute capability 9.0."""
+    """Return whether workspaces were measured: real dtypes on compute capability 9.0."""
     return c.gpu.capability == (9, 0) and c.args[0].dtype in (torch.float32, torch.float64)
 
 
@@ -92,13 +91,13 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
 def _row(
     names: str, about: str, then: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
-    """Register operators by their requests after the outputs, with the matrices that are given."""
+    """Register operators of linalg; `then(call, matrices)` returns the events after the outputs."""
     op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_is_measured, **parts)
 
 
 @_measured("_linalg_eigh")
 def eigh(c: KernelCall) -> Events:
-    """Requests of `_linalg_eigh`: vectors and values, or values and a copy of the matrix."""
+    """Allocations of `_linalg_eigh`: vectors and values, or values and a copy of the matrix."""
     a = _of(c.A)
     calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
     solved = around((INFO * a.batch,), calls + a.checks)
@@ -109,9 +108,9 @@ def eigh(c: KernelCall) -> Events:
 
 @_measured("_linalg_svd")
 def svd(c: KernelCall) -> Events:
-    """Requests of `_linalg_svd`: both sets of vectors, values, a copy of the matrix.
+    """Allocations of `_linalg_svd`: both sets of vectors, values, a copy of the matrix.
 
-    The vectors are always computed; above 32 columns, one matrix at a time.
+    The vectors are always computed. Matrices above 32 columns are decomposed one at a time.
     """
     a = _of(c.A)
     k = min(a.m, a.n)
@@ -141,7 +140,7 @@ _row(
 
 @_measured("linalg_qr.out", **_QR_BY_CUBLAS)
 def qr_out(c: KernelCall) -> Events:
-    """Requests of `linalg_qr` into given tensors: fresh results, which are copied."""
+    """Allocations of `linalg_qr` with `out=`: new results, which are then copied into it."""
     return around([t.nbytes for t in c.out], _qr(_of(c.A), c.out[0]))
 
 
@@ -150,7 +149,7 @@ def _geqrf(a: _Matrices) -> Events:
 
 
 def _orgqr(a: _Matrices, k: int) -> Events:
-    """Requests of the first n columns of Q from k reflectors."""
+    """Allocations of `orgqr`, which makes the first n columns of Q from k reflectors."""
     work = 128 * a.m + 256 * a.n
     if k < 128:
         work = max(16384, up(2 * a.n * k)) + up(a.m * k)
@@ -165,9 +164,9 @@ _row("linalg_householder_product", "the workspace of cuSOLVER",
 
 @registry.result("geqrf")
 def geqrf(c: KernelCall) -> tuple[Tensor, Tensor]:
-    """Return the results of `geqrf`, which torch's meta device lacks.
+    """Return meta results of `geqrf`, for which torch's meta device has no kernel.
 
-    The results are a column-major copy, and the reflectors' factors.
+    They are a column-major copy of the matrix, and the scalar factors of the reflectors.
     """
     given: Tensor = c.self
     factors = given.new_empty((*given.shape[:-2], min(given.shape[-2:])))
@@ -176,10 +175,10 @@ def geqrf(c: KernelCall) -> tuple[Tensor, Tensor]:
 
 @registry.result("linalg_lstsq")
 def lstsq(c: KernelCall) -> tuple[Tensor, ...]:
-    """Return the results of `linalg_lstsq`, which torch's meta device lacks: with `gels`, CUDA's
-    only driver, no rank and no singular values.
+    """Return meta results of `linalg_lstsq`: solution, residuals, and empty rank and values.
 
-    The solution is a view of a tensor with as many rows as the larger side.
+    CUDA's only driver `gels` computes no rank and no singular values. The solution is a view of a
+    tensor with max(m, n) rows. torch's meta device has no kernel for the operator.
     """
     a, b = c.self, c.b
     m, n = a.shape[-2:]
@@ -197,9 +196,9 @@ def lstsq(c: KernelCall) -> tuple[Tensor, ...]:
 
 @_measured("linalg_lstsq")
 def lstsq_requests(c: KernelCall) -> Events:
-    """Requests of `linalg_lstsq`: QR by cuBLAS for many small matrices, else by cuSOLVER.
+    """Allocations of `linalg_lstsq`: QR by cuBLAS for many small matrices, else by cuSOLVER.
 
-    The residuals come last. The conjugate of a wide matrix is decomposed.
+    The residuals come last. A wide matrix is decomposed as its conjugate transpose.
     """
     a, solution = _of(c.self), c.out[0]
     is_vector = solution.dim() < c.self.dim()
@@ -257,9 +256,9 @@ op(
 
 
 def _lu(a: _Matrices) -> Events:
-    """Requests of LU: one matrix by cuSOLVER, several small ones by batched cuBLAS.
+    """Allocations of LU: one matrix by cuSOLVER, several small ones by batched cuBLAS.
 
-    Other shapes have no workspace: MAGMA is not linked.
+    Other shapes have no workspace, as torch is built without MAGMA.
     """
     if a.m != a.n:
         return []
@@ -273,7 +272,7 @@ def _lu(a: _Matrices) -> Events:
 
 
 def _lu_solve(a: _Matrices, num_right: int) -> Events:
-    """Requests of `lu_solve_kernel`: batched cuBLAS, a loop, or two triangular systems."""
+    """Allocations of `lu_solve_kernel`: batched cuBLAS, a loop, or two triangular systems."""
     if a.is_solved_in_a_loop(num_right):
         return passing(INFO)
     if a.n <= (16 if a.n == num_right else 64):
@@ -289,16 +288,13 @@ def _lu_solve(a: _Matrices, num_right: int) -> Events:
 
 
 def _factors_by_cublas(c: KernelCall) -> bool:
-    """Return whether LU calls cuBLAS: `getCurrentCUDABlasHandle` of BatchLinearAlgebraLibBlas.cpp.
-
-    Those of CUDABlas.cpp are the other values of `calls_cublas` here.
-    """
+    """Return whether LU calls cuBLAS, which needs a handle (BatchLinearAlgebraLibBlas.cpp)."""
     return _of(c.A).is_factored_by_cublas
 
 
 @_measured("linalg_lu")
 def lu(c: KernelCall) -> Events:
-    """Requests of `linalg_lu`: permutation, both triangles, and the factors of `lu_factor_ex`."""
+    """Allocations of `linalg_lu`: permutation, triangles, and the factors of `lu_factor_ex`."""
     a = _of(c.A)
     factors = (a.all_bytes,) if a.m * a.n > 1 else ()
     pivots, info = INFO * min(a.m, a.n) * a.batch, INFO * a.batch
@@ -309,7 +305,7 @@ def lu(c: KernelCall) -> Events:
 
 
 def _rows(a: _Matrices) -> Events:
-    """Requests of a permutation of rows from pivots: a range, and its copy for each matrix."""
+    """Allocations of a row permutation from pivots: a range, and its copy for each matrix."""
     one, rows = INDEX * a.m, INDEX * a.m * a.batch
     return passing(one) if a.is_single else temporaries(one, rows, -one, -rows)
 
@@ -321,7 +317,7 @@ _row("lu_unpack", "rows of the permutation", lambda c, a: _rows(a) if c.out[0].n
 
 @_measured("linalg_eig")
 def eig(c: KernelCall) -> Events:
-    """Requests of `linalg_eig`: a check for finite numbers, and results that are copied."""
+    """Allocations of `linalg_eig`: a check for finite numbers, and results that are copied."""
     a, (values, vectors) = _of(c.self), (part.nbytes for part in c.out)
     marks = c.self.numel()
     is_finite = temporaries(a.square, marks, marks, marks, -marks, -marks, -a.square)
@@ -334,7 +330,7 @@ def eig(c: KernelCall) -> Events:
 
 @_measured("_linalg_eigvals")
 def eigvals_requests(c: KernelCall) -> Events:
-    """Requests of `_linalg_eigvals`."""
+    """Allocations of `_linalg_eigvals`."""
     a, values = _of(c.self), c.out.nbytes
     found = around((values,), _geev(a) + _are_real(a))
     copies = c.outputs() + temporaries(-values)
@@ -342,10 +338,7 @@ def eigvals_requests(c: KernelCall) -> Events:
 
 
 def _geev(a: _Matrices) -> Events:
-    """Requests of cuSOLVER's eigenvalues: a copy of matrices that are not column-major.
-
-    The workspace, right to 512 bytes, is its largest part.
-    """
+    """Allocations of cuSOLVER's `geev`: column-major copies, and a workspace right to 512 bytes."""
     n = a.n
     work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
     if n <= 128:
@@ -355,7 +348,7 @@ def _geev(a: _Matrices) -> Events:
 
 
 def _are_real(a: _Matrices) -> Events:
-    """Requests of the test whether any eigenvalue has an imaginary part."""
+    """Allocations of the test whether any eigenvalue has an imaginary part."""
     count = a.n * a.batch
     return around((count,), passing(1)) if count > 1 else passing(1, 1)
 
@@ -387,7 +380,7 @@ _row(
 
 
 def _signs(a: _Matrices) -> Events:
-    """Requests for the permutation's sign: a mask of moved pivots, their number per matrix."""
+    """Allocations for the permutation's sign: mask of moved pivots, and their count per matrix."""
     count = a.n * a.batch
     taken = temporaries(4 * a.n, count, INDEX * a.batch)
     return taken + passing(INDEX * count) + temporaries(-count, -4 * a.n)
@@ -435,7 +428,7 @@ registry.register(
 
 @registry.composed("linalg_matrix_exp")
 def matrix_exp(a: Tensor) -> Tensor:
-    """Run `mexp` of LinearAlgebra.cpp, whose highest degree is assumed also for one matrix.
+    """Run `mexp` of LinearAlgebra.cpp with its polynomial of the highest degree for all matrices.
 
     The host reads norms to group matrices by degree. One squaring is assumed, since the powers
     before it need more memory.
@@ -454,7 +447,7 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def _scaled_exp(a: Tensor, norms: Tensor) -> Tensor:
-    """Run `compute_T18_scale_square`."""
+    """Run `compute_T18_scale_square` for matrices with these norms."""
     scales = (norms / 3.01).log2().ceil().clamp(min=0)
     terms = _taylor(a * torch.pow(2, -scales).view(-1, 1, 1))
     order = scales.sort(0).indices
@@ -482,20 +475,20 @@ BLOCK = 32
 
 
 def up(count: int) -> int:
-    """Return `count` rounded up to a multiple of `BLOCK`."""
+    """Return `count` rounded up to a multiple of `BLOCK`, to which cuSOLVER aligns."""
     return round_up(count, BLOCK)
 
 
 def geqrf_bytes(n: int, item: int) -> int:
-    """Workspace of the factors of a QR decomposition, for any number of rows."""
+    """Return the workspace of `geqrf` (QR) of `n` columns, for any number of rows."""
     return item * (1024 * max(n, 256) + 524288) + 128
 
 
 def eigh_bytes(n: int, item: int, batch: int) -> int:
-    """Return the workspace of one call of the solver that torch takes.
+    """Return the workspace of one call of cuSOLVER's `syevj` or `syevd`.
 
-    The solver is Jacobi's in float32 for 32 to 512 columns, except in batches of 32. Otherwise it
-    is divide and conquer, for all matrices at once up to 32 columns.
+    torch runs Jacobi's method (`syevj`) in float32 for 32 to 512 columns, except in batches of 32.
+    Otherwise it runs divide and conquer (`syevd`), for all matrices at once up to 32 columns.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
         blocks = ceil_div(n, BLOCK)
@@ -523,6 +516,6 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:
-    """Workspace of Cholesky's factor of one matrix."""
+    """Return the workspace of a Cholesky decomposition of one n x n matrix."""
     blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)

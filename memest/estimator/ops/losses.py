@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
-    """Bytes of an elementwise loss of the first two arguments, and of its sum over everything."""
+    """Return (bytes of the loss of each element, temporaries of its sum over all elements)."""
     shape: Any = torch.broadcast_shapes(c.self.shape, c.target.shape)  # type: ignore[no-untyped-call]
     loss = torch.empty(shape, dtype=c.out.dtype, device="meta")
     return loss.nbytes, sum_bytes(loss, (), loss.dtype, c.gpu)
@@ -35,7 +35,7 @@ def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
 def _reduced_loss(
     names: str, about: str, made: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
 ) -> None:
-    """Register losses by their requests if reduced; `made` gets what `_elements` returns."""
+    """Register losses with a mean or sum; `made(call, *_elements(call))` returns temporaries."""
 
     def rule(c: KernelCall) -> Scratch:
         return made(c, *_elements(c)) if c.reduction else Scratch()
@@ -64,7 +64,7 @@ _reduced_loss(
 
 @registry.requests("binary_cross_entropy_with_logits")
 def bce_with_logits(c: KernelCall) -> Events:
-    """Requests of `binary_cross_entropy_with_logits` of Loss.cpp: the log-sigmoid, then the loss.
+    """Allocations of `binary_cross_entropy_with_logits` (Loss.cpp): log-sigmoid, then the loss.
 
     `(pos_weight - 1) * target + 1` takes a tensor of the weights' size and one of the loss's.
     """
@@ -103,7 +103,7 @@ op(
 
 @registry.requests("soft_margin_loss_backward")
 def soft_margin_backward(c: KernelCall) -> Events:
-    """Requests of the gradient in Loss.cpp: `exp(-target * input)` by way of two products."""
+    """Allocations of the gradient in Loss.cpp: `exp(-target * input)` and two products."""
     size = c.out.nbytes
     made = temporaries(size, size, size) + temporaries(-size, -size, oldest=True)
     return made + c.outputs() + temporaries(-size)
@@ -114,7 +114,7 @@ def soft_margin_backward(c: KernelCall) -> Events:
     result=lambda c: (_margin_loss(c), c.self.new_empty(c.target.shape)),
 )
 def multilabel_margin(c: KernelCall) -> Events:
-    """Requests of MultiLabelMarginCriterion.cu: mask of targets, losses, their mean or sum."""
+    """Allocations of MultiLabelMarginCriterion.cu: target mask, losses, their mean or sum."""
     each = (len(c.self) * c.self.itemsize,) if _is_reduced(c) else ()
     return c.outputs(1) + around(each, c.outputs(0))
 
@@ -131,9 +131,9 @@ LARGE_CTC = 450  # bound of `is_large` of LossCTC.cu: above it blanks are summed
 
 @registry.requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
 def ctc_loss_backward(c: KernelCall) -> Events:
-    """Requests of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
+    """Allocations of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
 
-    A large gradient has a `logsumexp` over the blanks. `zero_infinity` has a second gradient.
+    For large inputs, a `logsumexp` over the blanks follows. `zero_infinity` adds a second gradient.
     """
     alphas, num_samples = c.log_alpha, c.neg_log_likelihood.numel()
     gradient = c.outputs()
@@ -170,7 +170,7 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
-    """Return whether autograd computes `left * right` and the like in place.
+    """Return whether autograd computes `left * right` or a similar product in place.
 
     That is impossible if the result has another shape than `left`, as with `pos_weight` and a
     target of more dimensions.
@@ -200,7 +200,7 @@ register(
 
 
 def _goes_to_cudnn(batch: Tensor, targets: Tensor, lengths: list[int], of: list[int]) -> bool:
-    """Return whether cuDNN computes the loss (`_use_cudnn_ctc_loss` of LossCTC.cpp); blank is 0."""
+    """Return whether cuDNN runs for blank 0; `of` are target lengths (`_use_cudnn_ctc_loss`)."""
     is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
     is_fit = {*lengths} == {len(batch)} and all(size < 256 and size <= len(batch) for size in of)
     return is_host and is_fit and batch.dtype is torch.float32 and torch._C._get_cudnn_enabled()
@@ -211,7 +211,7 @@ def ctc_loss(
     then: Next, log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
     blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run torch's own kernel of `ctc_loss`, or cuDNN's.
+    """Run cuDNN's kernel of `ctc_loss` where CUDA would, else torch's own kernel.
 
     `ctc_loss_impl` of LossCTC.cpp makes the zero before the losses are compared.
     """

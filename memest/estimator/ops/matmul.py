@@ -61,7 +61,7 @@ They take 67,584 bytes for 132 multiprocessors, in each of 528 recorded calls.
 
 @registry.result("_grouped_mm")
 def grouped_mm_output(c: KernelCall) -> Tensor:
-    """Return the result also for dtypes other than bfloat16, which torch's meta kernel refuses.
+    """Return the result of `_grouped_mm` on meta, also for dtypes that torch's meta kernel refuses.
 
     Rows are padded to 16 bytes, as `create_grouped_gemm_output_tensor` does.
     """
@@ -82,7 +82,7 @@ def grouped_mm_output(c: KernelCall) -> Tensor:
 
 
 def _is_fused(c: KernelCall) -> bool:
-    """`use_fast_path`: bfloat16 on compute capability 9.0 or 10.x."""
+    """Return whether one kernel multiplies all groups: bfloat16 on 9.0, 10.x (`use_fast_path`)."""
     is_bfloat16 = c.self.dtype == c.mat2.dtype == torch.bfloat16
     return is_bfloat16 and (c.gpu.capability == (9, 0) or c.gpu.capability[0] == 10)
 
@@ -93,10 +93,9 @@ def _is_fused(c: KernelCall) -> bool:
     modelled=lambda c: not _is_fused(c) or c.gpu.capability == _RECORDED,
 )
 def grouped_mm(c: KernelCall) -> Scratch:
-    """Requests of a grouped product: a table and descriptors in the fused kernel, or `mm` per
-    group.
+    """Allocations of a grouped product: tables of the fused kernel, or of an `mm` per group.
 
-    The table has pointers, strides and sizes of each group::
+    A table has pointers, strides and sizes of each of G groups, another one descriptors::
 
         3 * 8 * round_up(G, 2) + 12 * G + 3 * 8 * G
         4 * 128 * multiprocessors
@@ -111,7 +110,7 @@ def grouped_mm(c: KernelCall) -> Scratch:
 
 @registry.refuse("addmm addmm_")
 def refuse_addmm(c: KernelCall) -> str:
-    """Check the types of summand and factors (cuda/Blas.cpp)."""
+    """Return torch's error text if dtypes of summand and factors differ (cuda/Blas.cpp)."""
     right = c.mat2.dtype
     for name, dtype in (("self", c.self.dtype), ("mat1", c.mat1.dtype)):
         if dtype != right:
@@ -132,7 +131,7 @@ register("baddbmm", refuse=expects(1, 2, "baddbmm_cuda"))
 
 @registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)
 def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run `linear`. For an input that is not contiguous, add the bias in place to the product.
+    """Run `linear`. If the input is not contiguous, the bias is added in place to the product.
 
     torch takes another path under a dispatch mode (`isTensorSubclassLike`, native/Linear.cpp).
     """
@@ -149,7 +148,7 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """cuBLAS call of a matrix product."""
+    """Kind of cuBLAS call that an operator makes, and the positions of its factors."""
 
     kind: str  # `matrix`, `batch`, `vector` or `dot`
     first: int = 0  # position of the first factor; a summand comes before it
@@ -174,14 +173,14 @@ for _names, _product in (
 
 @registry.result("_scaled_mm.out")
 def scaled_product(c: KernelCall) -> Tensor:
-    """Return `out` with the size of the product; torch has no meta kernel for this overload."""
+    """Return the preallocated `out`, resized as the product; torch has no meta kernel for it."""
     out: Tensor = c["out"]
     others = {name: value for name, value in c.items() if name != "out"}
     return out.resize_(aten._scaled_mm.default(**others).shape)
 
 
 def _of_dtype(product: Product, c: KernelCall) -> Tensor:
-    """Return the result of a product with `out_dtype`, the argument after the factors."""
+    """Return the result of a product whose argument after the factors is `out_dtype`."""
     left, right = _factors(product, c.args)
     shape = (*left.shape[:-1], right.shape[-1])
     if "out" in c:
@@ -222,7 +221,7 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
 
 @dataclass(frozen=True, slots=True)
 class CublasSettings:
-    """Workspaces of cuBLAS in one process."""
+    """Sizes in bytes and lifetimes of the workspaces of cuBLAS in one process."""
 
     handle_bytes: int  # workspace of a handle
     lt_bytes: int  # workspace of cuBLASLt
@@ -234,7 +233,7 @@ class CublasSettings:
 def cublas_settings(
     capability: tuple[int, int], release: TorchRelease, environment: Mapping[str, str]
 ) -> CublasSettings:
-    """Return the workspaces of a process with `environment`.
+    """Return the cuBLAS settings of a process with these environment variables.
 
     CublasHandlePool.cpp of torch 2.15 reads `CUBLAS_WORKSPACE_CONFIG` (pools of KiB),
     `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since 2.15,
@@ -271,7 +270,7 @@ A thread's handle has one workspace per stream (`cublas_handle_stream_to_workspa
 
 
 class CublasWorkspaces:
-    """Workspaces that exist so far in one process on one GPU, by thread and stream.
+    """Records which threads and streams of a process have a cuBLAS workspace on one GPU.
 
     The environment is read at the first call, as torch does.
     """
@@ -286,10 +285,10 @@ class CublasWorkspaces:
     def bytes_for(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Caller
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of one call: new workspaces, which stay, and temporaries.
+        """Return (bytes of new persistent workspaces, bytes of temporaries) of a call.
 
-        CUDA's order is: the result, the temporaries, the persistent ones. A new workspace is
-        returned once per `caller`, and is recorded here. In torch 2.15 it is temporary.
+        CUDA's order is: the result, the temporaries, the persistent ones. `caller` is a thread and
+        a stream, which gets a workspace at its first call. In torch 2.15 workspaces are temporary.
         """
         op = op_of(func)
         product: Product | None = op.product
@@ -326,12 +325,12 @@ class CublasWorkspaces:
 
 
 def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Return the two factors; `addmm`, `baddbmm` and `addmv` have the summand before them."""
+    """Return the two factors, without the summand of `addmm`, `baddbmm` and `addmv`."""
     return args[product.first], args[product.first + 1]
 
 
 def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether `addmm` goes to cuBLASLt, which adds the bias in its epilogue.
+    """Return whether the call runs in cuBLASLt, which adds the bias in its epilogue.
 
     `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
     contiguous matrix, the second factor has rows and columns, and the summand is a contiguous row.
@@ -354,7 +353,7 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return bytes of the contiguous copies of operands, in CUDA's order.
+    """Return the bytes of each contiguous copy of an operand, in CUDA's order.
 
     cuBLAS is column-major, so the second factor of a row-major product is prepared first.
     """
@@ -375,7 +374,7 @@ def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _matrix_has_unit_stride(tensor: Tensor) -> bool:
-    """Return whether rows or columns have unit stride: `prepare_matrix_for_cublas`."""
+    """Return whether cuBLAS reads the matrix without a copy: `prepare_matrix_for_cublas`."""
     (rows, cols), (row_stride, col_stride) = tensor.shape, tensor.stride()
     return (row_stride == 1 and col_stride >= max(1, rows)) or (
         col_stride == 1 and row_stride >= max(1, cols)
@@ -383,7 +382,7 @@ def _matrix_has_unit_stride(tensor: Tensor) -> bool:
 
 
 def _batch_fits(tensor: Tensor, *, fast: int) -> bool:
-    """Return whether cuBLAS reads the batch in place: `prepare_batch_matrix_for_cublas`.
+    """Return whether cuBLAS reads the batch without a copy: `prepare_batch_matrix_for_cublas`.
 
     `fast` is the dim that is contiguous when the factor needs no transposition.
     """

@@ -43,7 +43,7 @@ def takes_cudnn(
     tensor: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, *, is_training: bool, is_enabled: bool,
 ) -> bool:  # fmt: skip
-    """Return whether CUDA runs a batch norm with cuDNN (`_select_batch_norm_backend`)."""
+    """Return whether CUDA runs a batch norm by cuDNN (`_select_batch_norm_backend`)."""
     if weight is None or bias is None or not is_enabled:
         return False
     if torch.bfloat16 in (tensor.dtype, weight.dtype) or tensor.dim() < 3:
@@ -65,7 +65,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
-    """Return workspace bytes: sums per block of rows and group of 64 channels, 4 more per group."""
+    """Return cuDNN's workspace: for 64 channels each, 4 bytes and `block_bytes` per row block."""
     channels = tensor.shape[1]
     groups = ceil_div(channels, CHANNELS_PER_BLOCK)
     blocks = ceil_div(tensor.numel(), channels * rows_of_block)
@@ -73,19 +73,19 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
 
 
 def _is_workspace_known(c: KernelCall) -> bool:
-    """Return whether the workspace is known: NCHW, or channels-last on Hopper except float64."""
+    """Return whether the workspace was measured: NCHW, or not float64 on compute capability 9.0."""
     is_measured = c.input.dtype in FORWARD_ROWS and c.gpu.capability == (9, 0)
     return is_measured or not _is_channels_last(c.input)
 
 
 def _has_no_gaps(c: KernelCall) -> bool:
-    """Return whether a 3-d input has no gaps, as in recordings of torch's own bfloat16 kernels."""
+    """Return whether a 3-d input is contiguous; others were not measured with torch's kernels."""
     return c.input.dim() != 3 or c.input.is_contiguous()
 
 
 @registry.requests("cudnn_batch_norm", modelled=_is_workspace_known)
 def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
-    """Requests of `cudnn_batch_norm`: partial sums in channels-last training, a flag per block."""
+    """Allocations of `cudnn_batch_norm`: in channels-last training, partial sums and flags."""
     if not c.training or not _is_channels_last(c.input):
         return Scratch()
     rows = FORWARD_ROWS.get(c.input.dtype, FORWARD_ROWS[torch.float32])
@@ -94,7 +94,7 @@ def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
 
 @registry.requests("cudnn_batch_norm_backward", modelled=_is_workspace_known)
 def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
-    """Requests of `cudnn_batch_norm_backward`: copied gradient, partial sums in channels-last."""
+    """Allocations of `cudnn_batch_norm_backward`: a gradient's copy, sums in channels-last."""
     is_last = _is_channels_last(c.input)
     is_like = c.grad_output.is_contiguous() != is_last
     copies = () if is_like else (c.grad_output.nbytes,)
@@ -105,14 +105,14 @@ def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
 
 
 def _takes_rows(tensor: Tensor) -> bool:
-    """Return whether channels are contiguous: `batch_norm_use_channels_last_kernels`."""
+    """Return whether `batch_norm_use_channels_last_kernels`: channels are contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(tensor.dim(), torch.contiguous_format)
     return tensor.is_contiguous(memory_format=last) and (tensor.dim() > 3 or tensor.stride(1) == 1)
 
 
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
-    """Staging bytes across blocks of rows: float32 sums, and a flag for each group of channels.
+    """Return bytes of (float32 sums of blocks of rows, flags of groups of channels).
 
     Empty if channels are not contiguous, or if fewer than 8 blocks would share a group
     (`flexible_launch_configs`).
@@ -133,10 +133,9 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
 
 @registry.requests("native_batch_norm", modelled=_has_no_gaps)
 def native_batch_norm(c: KernelCall) -> Scratch:
-    """Requests of `batch_norm_cuda` by torch's own kernels: in training, staged sums if channels
-    are contiguous.
+    """Allocations of torch's own `batch_norm_cuda`: in training, sums if channels are contiguous.
 
-    Missing weights count as 4-byte numbers (`Impl::General`).
+    A missing weight or bias of a 2-d input with gaps takes 4 bytes (`Impl::General`).
     """
     staged = _staging(c.input, 4) if c.training else ()
     has_gaps = c.input.dim() == 2 and not c.input.is_contiguous()
@@ -156,7 +155,7 @@ op(
 
 @registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=like(1))
 def native_batch_norm_backward(c: KernelCall) -> Events:
-    """Requests of `batch_norm_backward_cuda`: gradients by one kernel.
+    """Allocations of `batch_norm_backward_cuda`: gradients by one kernel, or sums before them.
 
     Sums over the samples come first if channels are contiguous or the input needs no gradient.
     """
@@ -177,10 +176,10 @@ ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 
 @registry.requests("native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous)
 def norm_backward(c: KernelCall) -> Events:
-    """Requests of a norm's backward: copies, gradients, partial sums of many narrow rows.
+    """Allocations of a layer or RMS norm's backward: copies, gradients, sums of many narrow rows.
 
-    `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu) adds blocks of rows, then calls
-    `sum(0)` for the weight and for the bias, which replaces an allocated output.
+    `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu) adds blocks of rows. It then calls
+    `sum(0)` for the weight and for the bias, whose result replaces an allocated gradient.
     """
     width = prod(c.normalized_shape)
     weights = {1: c.weight, 2: c.get("bias")}
@@ -211,7 +210,7 @@ register(
 
 @registry.requests("native_group_norm")
 def group_norm(c: KernelCall) -> Scratch:
-    """Requests of `native_group_norm`: scale and shift, N * C accumulators each.
+    """Allocations of `native_group_norm`: scale and shift, each of N * C accumulators.
 
     group_norm_kernel.cu; none without weight and bias or with one element per channel.
     """
@@ -224,7 +223,7 @@ def group_norm(c: KernelCall) -> Scratch:
 
 @registry.requests("native_group_norm_backward")
 def group_norm_backward(c: KernelCall) -> Scratch:
-    """Requests of `native_group_norm_backward`: two sums per channel, three factors for the input.
+    """Allocations of `native_group_norm_backward`: two sums per channel, three factors.
 
     group_norm_kernel.cu: `ds`, `db` and, with a weight, `c1` of N * C; `c2` and `c3` of N * G.
     """
@@ -246,7 +245,7 @@ register(  # torch 2.6 has no meta kernel
 
 @registry.refuse("native_group_norm")
 def refuse_group_norm(c: KernelCall) -> str:
-    """Check the types of input and weight (native/mixed_data_type.h)."""
+    """Return torch's error text for a wrong mix of dtypes (native/mixed_data_type.h), else ""."""
     dtype = c.input.dtype
     if c.weight is None or c.weight.dtype == dtype:
         return ""
@@ -259,7 +258,7 @@ def refuse_group_norm(c: KernelCall) -> str:
 
 @registry.refuse("native_batch_norm cudnn_batch_norm _native_batch_norm_legit")
 def refuse_batch_norm(c: KernelCall) -> str:
-    """Check the weight (cuda/Normalization.cu): of the input's type, or float32 for half inputs."""
+    """Return torch's error text for a weight of a wrong dtype (cuda/Normalization.cu), else ""."""
     dtype = c.input.dtype
     if c.weight is None or c.weight.dtype == dtype:
         return ""
@@ -289,7 +288,7 @@ register("batch_norm_elemt batch_norm_backward_elemt", result=lambda c: torch.em
 
 @registry.result("batch_norm_backward_reduce")
 def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
-    """Return two sums over the batch, and the gradients of weight and bias, on meta."""
+    """Return meta tensors: two sums over the batch, and the gradients of weight and bias."""
     gradients = (
         torch.empty_like(c.weight) if c.weight is not None and is_wanted else None
         for is_wanted in (c.weight_g, c.bias_g)
@@ -313,7 +312,7 @@ def batch_norm(then: Next, x: Tensor, *args: Any) -> Tensor:
 def rms_norm(
     then: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
-    """Run the decomposition, if the simulated release of torch has no fused kernel."""
+    """Decompose `rms_norm`, if the simulated release of torch has no fused kernel."""
     if simulated().fuses_rms_norm or not _HAS_FUSED_RMS_NORM:
         return then(x, shape, weight, eps)
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -324,7 +323,7 @@ def rms_norm(
 def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the contiguous result, and the reciprocal roots in float32 or wider."""
+    """Return (contiguous meta result, reciprocal roots of the means in float32 or wider)."""
     kept = x.dim() - len(shape)
     sizes = [*x.shape[:kept], *(1 for _ in shape)]
     dtype = torch.float32 if x.itemsize == 2 else x.dtype

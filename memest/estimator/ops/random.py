@@ -42,7 +42,7 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:
-    """Skip `count` 32-bit numbers of a CPU `generator` (Mersenne Twister); at least `WORDS`."""
+    """Skip `count` 32-bit numbers, at least `WORDS`, of a CPU `generator` (Mersenne Twister)."""
     # draw `WORDS` numbers, so that every word of the state is one that the recurrence made
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
@@ -62,7 +62,7 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
 
 
 def _after(words: Array, steps: int) -> Array:
-    """Return the words of the state after `steps` further words.
+    """Return the generator's state `words` after `steps` more numbers.
 
     A step is linear over bits, and its matrix is a root of its characteristic polynomial. So the
     result is the sum of the states after k steps, for each exponent k of t^steps modulo this
@@ -85,7 +85,7 @@ def _after(words: Array, steps: int) -> Array:
 
 
 def _power(steps: int) -> int:
-    """Return t^steps modulo the step's characteristic polynomial.
+    """Return t^steps modulo the characteristic polynomial of a step, as bits of an integer.
 
     The polynomial is that of Matsumoto and Nishimura (1998).
     """
@@ -140,18 +140,18 @@ class GpuGenerator:
         self.seed, self.offset = int(seed) % (1 << 64), 0
 
     def state(self) -> Tensor:
-        """Return seed and offset, 16 bytes (`CUDAGeneratorImpl::get_state`)."""
+        """Return seed and offset as a tensor of 16 bytes (`CUDAGeneratorImpl::get_state`)."""
         numbers = np.array([self.seed, self.offset], dtype="<u8")
         return torch.from_numpy(numbers.view(np.uint8).copy())
 
     def set_state(self, state: Tensor) -> None:
-        """Restore the result of `state`."""
+        """Set seed and offset from the result of `state`."""
         seed, offset = state.numpy().view("<u8")
         self.seed, self.offset = int(seed), int(offset)
 
 
 def philox(seed: int, sequence: Words, counter: Words) -> list[Words]:
-    """Four words for each `sequence` at its `counter`: Philox 4x32, ten rounds."""
+    """Return four random words for each (`sequence`, `counter`): Philox 4x32, ten rounds."""
     words = [counter & _LOW, counter >> _HALF, sequence & _LOW, sequence >> _HALF]
     keys = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(_ROUNDS):
@@ -168,7 +168,7 @@ def philox(seed: int, sequence: Words, counter: Words) -> list[Words]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Grid of `distribution_elementwise_grid_stride_kernel` over `count` numbers."""
+    """Grid of `distribution_elementwise_grid_stride_kernel` that draws `count` numbers."""
 
     count: int
     num_threads: int
@@ -176,11 +176,11 @@ class Launch:
 
     @property
     def offset(self) -> int:
-        """Increase of the generator's offset by this launch."""
+        """Increase of the generator's offset by this kernel."""
         return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
-        """Return four Philox words for each number, and the index of the word that it uses."""
+        """Return four Philox words for each number, and the index (0 to 3) of its own word."""
         item = np.arange(self.count, dtype=np.uint64)
         turn, thread = np.divmod(item, np.uint64(self.num_threads))
         round_, part = np.divmod(turn, np.uint64(self.per_draw))
@@ -189,7 +189,7 @@ class Launch:
 
 
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
-    """Return the grid by `calc_execution_policy`: no more blocks than the GPU runs at once."""
+    """Return the grid of `calc_execution_policy`: at most the blocks that the GPU runs at once."""
     most = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
     return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
 
@@ -224,7 +224,7 @@ def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
 
 
 class CudaRng:
-    """Generators of a GPU, and the numbers that random operators draw from them."""
+    """Random generators of a GPU. Computes the numbers that CUDA's random operators draw."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -236,8 +236,8 @@ class CudaRng:
     ) -> Tensor | None:
         """Advance the generator by one random operator, and return the drawn numbers.
 
-        Return None if the numbers are too many or not known. `out` is the result of the operator,
-        `given` the value of its first argument.
+        Return None if there are too many numbers or they depend on unknown values. `out` is the
+        operator's meta result, `given` the value of its first argument.
         """
         chosen = kwargs.get("generator")  # Python has several objects for one generator
         generator = self.of_script.get(getattr(chosen, "_cdata", 0), self.default)
@@ -276,7 +276,7 @@ class CudaRng:
         return shaped.permute([order.index(d) for d in range(made.dim())])
 
     def _chosen(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
-        """Return samples without replacement: the largest odds divided by exponential noise."""
+        """Return samples of `multinomial` from `odds`, None if unknown; advance `generator`."""
         given: Tensor = c.self
         num_samples: int = c.num_samples
         rows = given.numel() // given.size(-1)
@@ -358,7 +358,7 @@ _OVER_A_GRID = frozenset((
 
 
 def is_drawn(name: str, args: Args) -> bool:
-    """Return whether a call draws numbers; a dropout that drops nothing draws none."""
+    """Return whether a call draws random numbers, as a dropout with `train=False` does not."""
     if name == "native_dropout":
         return args[2] is not False
     if name.startswith("rrelu"):
@@ -372,7 +372,7 @@ def _overloads(*packets: Any) -> list[OpOverload]:
 
 @registry.random_offset(*_overloads(aten.randperm))
 def randperm_offset(c: KernelCall) -> int:
-    """Return the offset step of `randperm` (Randperm.cu): keys, and a shuffle of equal ones."""
+    """Return the increase of the offset by `randperm` (Randperm.cu): keys, shuffled equal keys."""
     count = c.out.numel()
     wide = count > 1 and math.log2(count) * 2 > 28  # keys with more bits are 64-bit
     return launch(count, c.gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
@@ -398,14 +398,14 @@ register(_DRAWN, result=registry.empty_like(0))
 
 @registry.requests("_sample_dirichlet")
 def dirichlet(c: KernelCall) -> Events:
-    """Requests of `_s_dirichlet_cuda` (cuda/Distributions.cpp): gamma draws, then their sums."""
+    """Allocations of `_s_dirichlet_cuda` (cuda/Distributions.cpp): gamma samples, their sums."""
     num_bytes = c.out.nbytes // max(1, c.out.shape[-1])
     staged = passing(*sum_bytes(c.out, (-1,), c.out.dtype, c.gpu))
     return c.outputs() + around((num_bytes,), staged)
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the range of an integer operator: the lowest number, and the excluded upper bound."""
+    """Return (lowest number, upper bound, excluded) of a random operator of integers."""
     numbers = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
     if func._schema.name == "aten::random_" and not numbers:
         if dtype in _LARGEST:
@@ -416,7 +416,7 @@ def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
-    """Return the parameters of the distribution, such as mean and deviation, from a call."""
+    """Return the arguments of the distribution, such as mean and deviation, without the tensor."""
     if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
         return []
     _, *given = registry.arguments_by_name(func, args, kwargs).items()
@@ -429,7 +429,7 @@ _KEPT = 0.9  # odds of no two equal keys, for which `randperm` draws enough bits
 
 
 def randperm_bits(num_items: int) -> int:
-    """Bits of the random keys that `randperm` sorts (Randperm.cu)."""
+    """Return the number of bits of the random keys that `randperm` sorts (Randperm.cu)."""
     number = float(num_items)
     return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
 
@@ -441,9 +441,9 @@ def randperm_bits(num_items: int) -> int:
     modelled=lambda c: c.dtype is torch.int64 or not isinstance(c.dtype, torch.dtype),
 )
 def randperm(c: KernelCall) -> Events:
-    """Requests of `randperm` (Randperm.cu): a scalar that checks the range, numbers, keys, a sort.
+    """Allocations of `randperm` (Randperm.cu): a scalar of a range check, numbers, keys, a sort.
 
-    The keys exist before and after the sort, with 4 bytes if 32 bits are enough.
+    Unsorted and sorted keys have 4 bytes each if 32 bits are enough, else 8.
     """
     count = c.out.numel()
     events = c.outputs() + passing(c.out.itemsize)
@@ -465,10 +465,11 @@ def randperm(c: KernelCall) -> Events:
     ),
 )
 def multinomial(c: KernelCall) -> Events:
-    """Requests of `multinomial` (native/Distributions.cpp) without replacement, or of one sample.
+    """Allocations of `multinomial` (native/Distributions.cpp): checks, then quotients.
 
     Checks of the largest and smallest probability and of each row's sum stay allocated. Then
     probabilities are divided by exponential noise. `topk` of several samples also makes values.
+    Several samples with replacement need probabilities and their cumulative sums instead.
     """
     probabilities, item, num = c.self, c.self.itemsize, c.num_samples
     if c.replacement and num > 1:  # MultinomialKernel.cu: probabilities, their sums
@@ -503,10 +504,10 @@ op(
 
 @registry.requests("normal.Tensor_Tensor normal.float_Tensor")
 def normal(c: KernelCall) -> Events:
-    """Requests of `normal` (DistributionTemplates.h) of a tensor of deviations.
+    """Allocations of `normal` (DistributionTemplates.h) with a tensor of deviations.
 
-    A scalar mean becomes a tensor. The smallest deviation is checked before the result is
-    allocated, and again after it.
+    A check finds the smallest deviation. It runs before the result is allocated, and again after. A
+    scalar mean then becomes a tensor.
     """
     smallest = reduce_bytes(c.std, (), c.gpu)
     check = around((c.std.itemsize,), passing(*smallest) + passing(1))
@@ -529,7 +530,7 @@ IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOpera
 
 @registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)
 def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
-    """Run the fused kernel where 0 < p < 1 (`is_fused_kernel_acceptable` of Dropout.cpp)."""
+    """Run the fused kernel if 0 < p < 1, as `is_fused_kernel_acceptable` of Dropout.cpp."""
     if train and 0 < p < 1 and x.numel() > 0:
         return aten.native_dropout.default(x, p, train)[0]
     return then(x, p, train)
@@ -537,7 +538,7 @@ def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
 
 @registry.result("normal_")
 def filled_normal(c: KernelCall) -> Tensor:
-    """Fill an empty tensor, because on meta torch calls a dozen operators instead."""
+    """Return `normal_`'s tensor as it is, because on meta torch calls a dozen operators instead."""
     filled: Tensor = c.self
     if filled.is_floating_point() and c.std >= 0:
         return filled

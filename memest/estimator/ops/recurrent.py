@@ -53,7 +53,7 @@ _MASK_ALIGN = 32
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """One call of cuDNN."""
+    """Sizes and options of one call of cuDNN's recurrent layers."""
 
     mode: int
     input_size: int
@@ -75,10 +75,10 @@ class Layers:
 
 
 def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], int]:
-    """Return the start of each parameter in cuDNN's buffer, and the buffer's length, in elements.
+    """Return (start of each weight in cuDNN's buffer, length of the buffer), both in elements.
 
     All matrices come first, then all biases. `stride` is the number of parameters per layer and
-    direction. Two biases have room also where torch has none.
+    direction. cuDNN's buffer has two biases also where torch has none.
     """
     places, position = [0] * len(weights), 0
     for num_dims in (2, 1):
@@ -92,7 +92,7 @@ def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], in
 
 
 def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
-    """Return whether `get_algo` of RNN.cpp selects the persistent kernels.
+    """Return whether torch selects cuDNN's persistent kernels (`get_algo` of RNN.cpp).
 
     cuDNN has none for bfloat16 and double.
     """
@@ -104,9 +104,9 @@ def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
 
 
 def uses_static_algorithm(layers: Layers) -> bool:
-    """Return whether `get_algo` takes `CUDNN_RNN_ALGO_PERSIST_STATIC`.
+    """Return whether torch selects `CUDNN_RNN_ALGO_PERSIST_STATIC` (`get_algo` of RNN.cpp).
 
-    It does for float16 and one layer, whose width is a multiple of 128.
+    The algorithm is for float16 and one layer, whose width is a multiple of 128.
     """
     h, b = layers.hidden_size, layers.batch
     is_fit = layers.num_layers == 1 and h <= 1024 and not h % 128 and not layers.input_size % 128
@@ -118,9 +118,10 @@ def uses_static_algorithm(layers: Layers) -> bool:
 
 
 def reserve_bytes(layers: Layers) -> int:
-    """Return the bytes of the reserve space of a training pass.
+    """Return the bytes of cuDNN's reserve space, which training saves for the backward.
 
-    The space has a part per layer, the outputs of all layers except the last, and a bit per output.
+    The space has gates and states of each layer, the outputs of all layers except the last, and
+    with dropout a bit per output.
     """
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
@@ -135,7 +136,7 @@ def reserve_bytes(layers: Layers) -> int:
 
 
 def _common_bytes(layers: Layers) -> int:
-    """Bytes of weight matrices in another layout, workspace of products, and sequence lengths."""
+    """Return bytes that each workspace has: rearranged weights, products, sequence lengths."""
     h, d, num = layers.hidden_size, layers.directions, layers.num_layers
     out, lengths = layers.proj_size or h, 0 if layers.is_packed else 8 * layers.batch
     widths = layers.input_size + (num - 1) * out * d + num * out  # columns of one direction
@@ -144,7 +145,7 @@ def _common_bytes(layers: Layers) -> int:
 
 
 def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
-    """Return the bytes of the workspace of a forward pass in inference."""
+    """Return the bytes of cuDNN's workspace of a forward pass in inference."""
     h, n, d, num = layers.hidden_size, layers.num_rows, layers.directions, layers.num_layers
     gates = _GATES[layers.mode]
     rows = n * gates * h * d
@@ -213,7 +214,7 @@ def dropout_state_bytes(gpu: Gpu) -> int:
 
 
 def is_measured(layers: Layers, *, is_training: bool) -> bool:
-    """Return whether the sizes were exact in measurements."""
+    """Return whether the predicted sizes were measured: no projection, no long packed input."""
     is_long = layers.is_packed and layers.num_steps > MOST_STEPS
     return not (layers.proj_size or is_long or (is_training and uses_static_algorithm(layers)))
 
@@ -236,7 +237,7 @@ def _layers(call: KernelCall) -> Layers:
 
 
 def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
-    """Return `x` with the steps in front, as cuDNN reads it."""
+    """Return `x` with the dimension of steps first, as cuDNN reads it."""
     return x if x is None or not call.batch_first or call.batch_sizes else x.transpose(0, 1)
 
 
@@ -246,8 +247,7 @@ def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
     modelled=lambda c: is_measured(_layers(c), is_training=c.train),
 )
 def recurrent(c: KernelCall) -> Events:
-    """Requests of `_cudnn_rnn` (RNN.cpp): copies, outputs and last states, workspace, reserve
-    space.
+    """Allocations of `_cudnn_rnn` (RNN.cpp): copies, outputs, states, workspace, reserve space.
 
     Inputs are copied unless they are contiguous step by step, weights unless they are one buffer.
     """
@@ -261,9 +261,9 @@ def recurrent(c: KernelCall) -> Events:
 
 @registry.requests("_cudnn_rnn_backward")
 def recurrent_backward(c: KernelCall) -> Events:
-    """Requests of `_cudnn_rnn_backward`: gradients of input and states, one buffer of the weights'.
+    """Allocations of `_cudnn_rnn_backward`: gradients of input and states, one buffer for weights.
 
-    Zeros are made first for states without an incoming gradient.
+    Zeros are allocated first for states without an incoming gradient.
     """
     given = [(c.output, c.grad_output), (c.hx, c.grad_hy), (c.cx, c.grad_cy)]
     zeros = [of.nbytes for of, grad in given if of is not None and grad is None]
@@ -283,7 +283,7 @@ def recurrent_backward(c: KernelCall) -> Events:
 
 
 def _sums_over_samples(c: KernelCall, gates: int, bias: int) -> Events:
-    """Requests of a bias's gradient, the sum of the gates' gradients; none without a bias."""
+    """Allocations of the bias gradient at `bias`: a sum of the gates' gradient at `gates`."""
     if c.out[bias] is None:
         return []
     tensor: Tensor = c.out[gates]
@@ -312,7 +312,7 @@ _dropout_states: list[Tensor] = []  # cuDNN's one generator state, made at the f
 
 
 def install(patches: Patches) -> None:
-    """Let `flatten_parameters` of torch.nn find a cuDNN."""
+    """Make `flatten_parameters` of torch.nn run as if cuDNN were available."""
     rnn: Any = import_module("torch.backends.cudnn.rnn")  # torch 2.9 has an object of that name
     patches.on_undo(_dropout_states.clear)
     patches.set(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
@@ -322,7 +322,7 @@ def install(patches: Patches) -> None:
 
 
 def is_acceptable(tensor: Tensor) -> bool:
-    """Return whether cuDNN is on and has the dtype: `torch.backends.cudnn.is_acceptable`."""
+    """Return whether cuDNN supports the tensor: `torch.backends.cudnn.is_acceptable`."""
     return torch._C._get_cudnn_enabled() and on_gpu(tensor) and tensor.dtype in _FLATTENED
 
 
@@ -344,7 +344,7 @@ def _flat_copies(
 
 
 def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
-    """`try_get_weight_buf`: the buffer of which all weights are views, or None."""
+    """Return the buffer of which all weights are views, or None: `try_get_weight_buf`."""
     places, length = weight_places(weights, stride)
     first = weights[0]
     if first.untyped_storage().nbytes() < length * first.itemsize:
@@ -381,7 +381,7 @@ def _forward(c: KernelCall) -> Any:
 
 @registry.result("_cudnn_rnn_backward")
 def _backward(c: KernelCall) -> Any:
-    """Return the results of `_cudnn_rnn_backward`.
+    """Return meta results of `_cudnn_rnn_backward`.
 
     Gradients of weights are views of one buffer, except for layers without biases.
     """
@@ -414,7 +414,7 @@ register(  # cuda/RNN.cu: state, workspace for backward
 
 @registry.result("_thnn_fused_gru_cell_backward")
 def _gru_cell_backward(c: KernelCall) -> Any:
-    """Return the gradients of `_thnn_fused_gru_cell_backward`: both gates, state, both biases."""
+    """Return meta results of `_thnn_fused_gru_cell_backward`: gradients of gates, state, biases."""
     rows, hidden = c.workspace.shape[0], c.workspace.shape[1] // 5
     gates = [c.workspace.new_empty((rows, hidden * 3)) for _ in range(2)]
     biases = [c.workspace.new_empty(hidden * 3) if c.has_bias else None for _ in range(2)]
@@ -422,7 +422,7 @@ def _gru_cell_backward(c: KernelCall) -> Any:
 
 
 def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
-    """`_pack_padded_sequence` (PackedSequence.cpp): segments of steps with equal batch sizes."""
+    """Return slices of steps with equal batch sizes: `_pack_padded_sequence`."""
     steps = x.transpose(0, 1) if batch_first else x
     found, start = [], 0
     for end in sorted(set(lengths.tolist())):
@@ -434,7 +434,7 @@ def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tens
 
 @registry.result("_pack_padded_sequence", may_mix_devices=True)
 def _packed(c: KernelCall) -> Any:
-    """Return the rows of all steps, and on the host the number of sequences of each step."""
+    """Return (packed rows of all steps on meta, batch size of each step on the host)."""
     x, lengths = c.input, c.lengths
     if not on_gpu(x) or on_gpu(lengths):
         raise NotImplementedError("the lengths of packed sequences are on the host")
@@ -452,7 +452,7 @@ op(
 
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
     def layer(then: Next, *args: Any) -> Any:
-        """Run `_cudnn_impl` of RNN.cpp: output, last hidden state and last cell state.
+        """Run `_cudnn_impl` of RNN.cpp; return output, last hidden state and, for an LSTM, cell.
 
         Autocast casts everything to float16 (`_cudnn_rnn_cast_reflatten` of AutocastRNN.cpp), the
         weights into a buffer of their own.

@@ -42,7 +42,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduction as TensorIterator walks it: fastest dimension first, reduced dimensions in front.
+    """A reduction as TensorIterator orders its dimensions: reduced ones, then fast ones, first.
 
     Strides are in bytes; an output stride of 0 marks a reduced dimension.
     """
@@ -93,8 +93,8 @@ class Reduction:
         return [piece for shape in shapes for piece in replace(self, shape=shape).pieces()]
 
 
-def _swap_order(first: tuple[int, int, int], second: tuple[int, int, int]) -> int:
-    """Compare (size, input stride, output stride) of two dimensions as `should_swap`."""
+def _should_swap(first: tuple[int, int, int], second: tuple[int, int, int]) -> int:
+    """Compare two dimensions (size, input stride, output stride) as `should_swap`: 1, 0 or -1."""
     size_a, in_a, out_a = first
     size_b, in_b, out_b = second
     if (out_a == 0) != (out_b == 0):
@@ -107,13 +107,16 @@ def _swap_order(first: tuple[int, int, int], second: tuple[int, int, int]) -> in
     return 0
 
 
-def _ordered(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Sort dimensions by insertion as `TensorIterator::reorder_dimensions`, the last one first."""
+def _reorder_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Sort dimensions (size, input stride, output stride) as `TensorIterator::reorder_dimensions`.
+
+    The insertion sort begins with the last dimension.
+    """
     dims = dims[::-1]
     for start in range(1, len(dims)):
         moving = start
         for other in range(start - 1, -1, -1):
-            order = _swap_order(dims[other], dims[moving])
+            order = _should_swap(dims[other], dims[moving])
             if order > 0:
                 dims[other], dims[moving] = dims[moving], dims[other]
                 moving = other
@@ -122,8 +125,8 @@ def _ordered(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return dims
 
 
-def _coalesced(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge neighbouring dimensions that are contiguous together, as `coalesce_dimensions`."""
+def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Merge neighbours (size, input stride, output stride) that are contiguous together."""
     merged = dims[:1]
     for size, in_stride, out_stride in dims[1:]:
         last_size, last_in, last_out = merged[-1]
@@ -137,12 +140,12 @@ def _coalesced(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return merged
 
 
-def _walked(
+def _iterated(
     tensor: Tensor, dims: Sequence[int], input_bytes: int, output_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Return shape, input and output strides over which CUDA reduces `tensor` over `dims`.
+    """Return [sizes, input strides, output strides], in bytes, of the dimensions of a reduction.
 
-    No dimension means all. The output is contiguous over the kept dimensions.
+    An empty `dims` means all. The output is contiguous over the kept dimensions.
     """
     everything = not dims or tensor.dim() == 0
     reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
@@ -152,11 +155,13 @@ def _walked(
         (n, tensor.stride(dim) * input_bytes, strides[dim] * output_bytes * (dim not in reduced))
         for dim, n in enumerate(tensor.shape)
     ]
-    return [tuple(c) for c in zip(*_coalesced(_ordered(rows)), strict=True)] or [(), (), ()]
+    return [
+        tuple(c) for c in zip(*_coalesce_dimensions(_reorder_dimensions(rows)), strict=True)
+    ] or [(), (), ()]
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
-    """Return a block's threads along the fastest and the other dimension, `set_block_dimension`."""
+    """Return a block's threads along the fastest and the next dimension: `set_block_dimension`."""
     limit = MAX_REDUCE_THREADS // vector
     pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))
@@ -164,8 +169,7 @@ def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
 
 
 def staging_bytes(dims: Reduction, gpu: Gpu) -> tuple[int, ...]:
-    """Return bytes of the staging buffer and of the semaphores; nothing for a reduction within
-    blocks.
+    """Return (bytes of the staging buffer, bytes of semaphores); () if each output has one block.
 
     With C blocks per output, G blocks of outputs, block width W and V outputs per thread:
 
@@ -213,7 +217,7 @@ def reduce_bytes(
     out_dtype: torch.dtype | None = None, accumulator_bytes: int | None = None,
     input_vector: int = VECTOR_SIZE,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Return temporaries of one `gpu_reduce_kernel` call over `tensor`, read as `dtype`.
+    """Return the bytes of each temporary of `gpu_reduce_kernel` over `dims` (all if empty).
 
     `dtype`, `out_dtype` and the accumulator's are the tensor's by default. Inputs that need 64-bit
     indices run in pieces, of which the largest counts; 16-bit outputs then have a buffer of running
@@ -224,7 +228,7 @@ def reduce_bytes(
     dtype = dtype or tensor.dtype
     out_dtype = out_dtype or dtype
     accumulator_bytes = accumulator_bytes or dtype.itemsize
-    shape, in_strides, out_strides = _walked(tensor, dims, dtype.itemsize, out_dtype.itemsize)
+    shape, in_strides, out_strides = _iterated(tensor, dims, dtype.itemsize, out_dtype.itemsize)
     whole = Reduction(
         shape, in_strides, out_strides, dtype.itemsize, accumulator_bytes, input_vector,
         int(tensor.storage_offset()),
@@ -239,7 +243,7 @@ def reduce_bytes(
 
 
 def accumulator_bytes_of(dtype: torch.dtype) -> int:
-    """Bytes of the type in which CUDA adds `dtype`: float32 for the 16-bit floats, else itself."""
+    """Return the item size in which CUDA adds `dtype`: 4 for the 16-bit floats, else its own."""
     return 4 if dtype in HALVES else dtype.itemsize
 
 
@@ -258,7 +262,7 @@ def _dtype_of(c: KernelCall) -> torch.dtype:
 def sum_bytes(
     tensor: Tensor, dims: Sequence[int], out_dtype: torch.dtype, gpu: Gpu, *, half_vector: int = 8
 ) -> tuple[int, ...]:
-    """Return temporaries of `sum` and `mean`: staging, and a cast if CUDA does not read the dtype.
+    """Return the bytes of each temporary of `sum` or `mean` over `dims`: a cast, staging.
 
     `make_reduction_from_out_ty` of ReduceOps.cpp casts unless the dtypes are equal or go from a
     16-bit float to float32. `sum_functor` and `mean_kernel_impl` load 8 values of 16 bits at once.
@@ -318,7 +322,7 @@ op(  # `WelfordData` of ReduceMomentKernel.cu, which loads 2 values at once
     modelled=lambda c: c.self.dtype in (torch.float32, torch.float64),
 )
 def renorm(c: KernelCall) -> Events:
-    """Requests of `renorm_out` (Normalization.cpp): the result, then the norms of its slices."""
+    """Allocations of `renorm_out` (Normalization.cpp): the result, then the norms of its slices."""
     tensor, dim = c.self, c.dim % c.self.dim()
     dims = [other for other in range(tensor.dim()) if other != dim]
     accumulator = accumulator_bytes_of(tensor.dtype)
@@ -335,7 +339,7 @@ op(
 
 @registry.requests("_cdist_backward")
 def cdist_backward(c: KernelCall) -> Events:
-    """`_cdist_backward` (Distance.cpp, DistanceKernel.cu): copies, the result, all differences.
+    """Allocations of `_cdist_backward` (Distance.cpp): copies, result, all differences.
 
     The differences have a row for each pair of points, and are summed over the other points.
     """
@@ -363,13 +367,13 @@ def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
-    """Return the events of a sum over `dim` of a temporary `tensor`."""
+    """Allocations of a temporary like `tensor`, and of its sum over `dim`."""
     return around((tensor.nbytes,), passing(*sum_bytes(tensor, (dim,), tensor.dtype, gpu)))
 
 
 @registry.requests("logsumexp")
 def logsumexp(c: KernelCall) -> Events:
-    """Requests of `logsumexp_out_impl` (ReduceOps.cpp): maxima, mask, exponentials, sum, result."""
+    """Allocations of `logsumexp_out_impl`: maxima, mask, exponentials, sum, result."""
     dtype, dims, maxima = c.out.dtype, _dims_of(c), c.out.nbytes
     largest = reduce_bytes(c.self, dims, c.gpu, out_dtype=dtype, accumulator_bytes=dtype.itemsize)
     shifted = torch.empty(c.self.shape, dtype=dtype, device="meta")
@@ -386,9 +390,9 @@ def trace(matrix: Tensor) -> Tensor:
 
 @registry.requests("equal")
 def equal(c: KernelCall) -> Scratch:
-    """Requests of `cuda_equal`: the elementwise comparison, its `all`, and staging of the `all`.
+    """Allocations of `cuda_equal`: the elementwise comparison, its `all`, staging of `all`.
 
-    Tensors of other shapes and views of the same elements are not compared (cuda/Equal.cpp).
+    Tensors of different shapes and views of the same elements are not compared (cuda/Equal.cpp).
     """
     first, second = c.self, c.other
     is_same = first.untyped_storage()._cdata == second.untyped_storage()._cdata and (
@@ -407,7 +411,7 @@ register(
 
 
 class _Product(torch.autograd.Function):
-    """Autograd node of `prod`, whose backward tests for zeros; no zeros are assumed."""
+    """Autograd node of `prod`; the backward tests for zeros and assumes that there are none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[], Tensor], dim: int | None) -> Tensor:
@@ -438,7 +442,7 @@ def has_gradient(tensor: Tensor) -> bool:
 
 @registry.above_autograd("prod prod.dim_int")
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `prod`; its gradient assumes no zero input (`prod_backward`, FunctionsManual.cpp).
+    """Run `prod` with the gradient of `_Product` (`prod_backward` of FunctionsManual.cpp).
 
     Under `torch.func`, torch's gradient for meta tensors runs instead.
     """

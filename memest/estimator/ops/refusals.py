@@ -26,25 +26,25 @@ _C_NAMES = {torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t"
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """Name of a dtype in torch's messages, such as `Float`."""
+    """Return the name of a dtype in torch's messages, such as `Float`."""
     name = torch.empty(0, dtype=dtype, device="meta").type()  # such as torch.meta.FloatTensor
     return name.removeprefix("torch.meta.").removesuffix("Tensor")
 
 
 def cpp_type(dtype: torch.dtype) -> str:
-    """C++ type of a dtype, such as `float`."""
+    """Return the C++ type of a dtype, such as `float`."""
     return _CPP_TYPES.get(dtype, str(dtype))
 
 
 def tensor_type(dtype: torch.dtype) -> str:
-    """Name of a dtype in `DeprecatedTypeProperties`."""
+    """Return the type name of a CUDA tensor in torch's messages (`DeprecatedTypeProperties`)."""
     if dtype in (torch.bfloat16, torch.bool):
         return f"CUDA{type_name(dtype)}Type"
     return f"torch.cuda.{type_name(dtype)}Tensor"
 
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
-    """Return the rule of a floating-point kernel whose two arguments must have one dtype."""
+    """Return a rule that refuses integers, and two arguments (by position) of different dtypes."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[first].dtype
@@ -59,7 +59,7 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
 
 
 def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> RefuseRule:
-    """Return a rule that argument `number` has one of `dtypes`; `message` formats another dtype."""
+    """Return a rule that refuses argument `number` by `message` if its dtype is not in `dtypes`."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[number].dtype
@@ -71,7 +71,7 @@ def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> Refus
 def same_type(
     first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
 ) -> RefuseRule:
-    """Return a rule that two arguments have one dtype; `message` formats both dtypes."""
+    """Return a rule that refuses two different dtypes; `named` fills both fields of `message`."""
 
     def rule(call: KernelCall) -> str:
         types = call.args[first].dtype, call.args[second].dtype
@@ -81,12 +81,12 @@ def same_type(
 
 
 def fits(call: KernelCall) -> str:
-    """Check that the number `value` fits the type of `self`, into which it is written."""
+    """Return torch's error text if the number `value` is out of range for `self`, else ""."""
     return overflow(call.value, call.self.dtype)
 
 
 def overflow(value: Any, dtype: torch.dtype) -> str:
-    """Torch's error for a number out of a type's range: `Scalar::to` of c10/core/Scalar.h.
+    """Return torch's error text for a number out of a dtype's range (Scalar.h), else "".
 
     Infinity is in range.
     """
@@ -104,7 +104,7 @@ def overflow(value: Any, dtype: torch.dtype) -> str:
 
 
 def refuse_generator(generator: torch.Generator | None, device: Any) -> None:
-    """`check_generator` of ATen/core/Generator.h: `RuntimeError` for another device's generator."""
+    """Raise torch's `RuntimeError` for a generator of another device: `check_generator`."""
     wanted = torch.device(device or "cpu").type
     if generator is not None and (found := generator.device.type) != wanted:
         raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")

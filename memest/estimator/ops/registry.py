@@ -40,8 +40,8 @@ class KernelCall(dict[str, Any]):
     """Arguments of one call of an operator, by their names in its schema, with defaults.
 
     Arguments are items and attributes: `call["values"]`, `call.k`. Tensors have no values. `args`
-    are the positional arguments, `out` is the call's result, a tensor or a tuple of them, and `gpu`
-    runs the call. `known` is what `Op.from_values` returned.
+    are the positional arguments. `out` is the call's result, a tensor or a tuple of tensors. `gpu`
+    is the simulated GPU. `known` has values that `Op.from_values` read.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KernelCall(dict[str, Any]):
             raise AttributeError(name) from None
 
     def outputs(self, *positions: int) -> Events:
-        """Return events that allocate the results at `positions`, by default all in order."""
+        """Return events that allocate the results at `positions`, in this order; default: all."""
         results = self.out if isinstance(self.out, list | tuple) else [self.out]
         chosen = positions or range(len(results))
         return outputs({i: results[i].nbytes for i in chosen if results[i] is not None})
@@ -81,7 +81,7 @@ _NOT_IMPLEMENTED = "not implemented for"
 
 @dataclass(eq=False)
 class Op:
-    """One operator overload: its traits, and the parts that its family registered.
+    """One operator overload: its properties, and the rules that its module in `ops/` registered.
 
     torch computes the hash of an operator in Python. The mode therefore finds an `Op` by identity.
     """
@@ -165,12 +165,12 @@ class Op:
         self, args: Args, kwargs: Kwargs, out: Any = None, gpu: Gpu | None = None,
         known: tuple[int, ...] = (),
     ) -> KernelCall:  # fmt: skip
-        """Return a call with this operator's defaults for arguments that are not given."""
+        """Return a call of this operator, with its schema's defaults for missing arguments."""
         given = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
         return KernelCall(given, args, out, gpu, known)
 
     def is_modelled(self, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-        """Return whether the requests of this call are modelled."""
+        """Return whether a rule covers the allocations of this call, or it has outputs only."""
         if self.requests is None:
             return self.has_outputs_only
         return self.modelled is None or bool(self.modelled(self.call(args, kwargs, None, gpu)))
@@ -194,10 +194,10 @@ class Op:
         return written[:1] == [True] and sum(written) == 1 and not has_rule and not is_reshaping
 
     def _is_known_without(self) -> bool:
-        """Return whether a kernel without a rule for its requests is known to need none.
+        """Return whether the CUDA kernel allocates its outputs only, although it has no rule.
 
-        These are views, elementwise operators by torch's tag, `_foreach_*` except reductions,
-        matrix products, names of `outputs_only.json`, and their forms in place.
+        True for views, elementwise operators by torch's tag, `_foreach_*` except reductions, matrix
+        products, names of `outputs_only.json`, and their forms in place.
         """
         schema = self.func._schema
         namespace, _, name = schema.name.partition("::")
@@ -230,13 +230,13 @@ Evidence: recorded on an H200 without a temporary, or the same kind of kernel as
 
 @cache
 def load_families() -> None:
-    """Import the files of this package, so that each family is registered."""
+    """Import all modules of this package, each of which registers the rules of some operators."""
     for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
         import_module(module.name)
 
 
 def op_of(func: Any) -> Op:
-    """Return the `Op` of an operator; calls with the same operator return the same object."""
+    """Return the `Op` of an operator; the same object each time."""
     found = _ops.get(id(func))
     if found is None:
         load_families()
@@ -245,13 +245,13 @@ def op_of(func: Any) -> Op:
 
 
 def registered(part: str) -> dict[OpOverload, Any]:
-    """Return the rules that are registered as `part`, by operator, in the order of registration."""
+    """Return the rules in field `part` of `Op`, by operator, in the order of registration."""
     load_families()
     return {func: parts[part] for func, parts in _parts.items() if part in parts}
 
 
 def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
-    """Yield overloads: those given, and those of aten by their names, separated by blanks.
+    """Yield operator overloads: the given ones, and those of aten named in texts split by blanks.
 
     A name without an overload means the default one. Names of `OPERATORS_SINCE` may be absent.
     """
@@ -267,7 +267,7 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
 
 
 def register(*operators: OpOverload | str, about: str = "", when: str = "", **parts: Any) -> None:
-    """Set parts of operators (as in `named`) by fields of `Op`; `ValueError` if set twice.
+    """Set fields of `Op` (`parts`) for operators as in `named`; `ValueError` if one is set twice.
 
     `about` describes what `requests` allocates and names the source. `when` is the condition of
     `modelled`. Both are text for docs/kernels.md.
@@ -284,7 +284,7 @@ def register(*operators: OpOverload | str, about: str = "", when: str = "", **pa
 
 
 def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
-    """Decorate a function as the `part` of `operators`; `others` are further parts."""
+    """Return a decorator that registers a function as field `part` of `Op` for `operators`."""
 
     def set_part(rule: Rule) -> Rule:
         others[part] = rule
@@ -317,8 +317,8 @@ def op(
 ) -> None:
     """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
 
-    `before` and `after` return bytes; 0 is no request. `then` returns the events after the outputs
-    in their place. `about` describes the requests and their source.
+    `before` and `after` return their bytes; 0 allocates nothing. Instead of `after`, `then` returns
+    all events after the outputs. `about` describes the allocations and their source.
     """
 
     def rule(call: KernelCall) -> Scratch | Events:
@@ -335,13 +335,13 @@ def _sizes(given: Sizes) -> tuple[int, ...]:
 
 
 def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return the given arguments of a call by their names in the operator's schema."""
+    """Return the given arguments of a call, without defaults, by their names in the schema."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def empty_like(position: int) -> Callable[[KernelCall], Tensor]:
-    """Return a rule for `result`: a contiguous tensor like the argument at `position`."""
+    """Return a rule for `Op.result`: a contiguous tensor like the argument at `position`."""
     return lambda call: torch.empty_like(call.args[position], memory_format=torch.contiguous_format)
 
 
@@ -349,7 +349,7 @@ UNDER_VMAP = "FuncTorchBatched"  # dispatch key at which `torch.vmap` decomposes
 
 
 def register_kernel(op: OpOverload | str) -> Callable[[RequestRule], RequestRule]:
-    """Decorate the rule that returns the allocator requests of the kernel of `op`.
+    """Return a decorator for a rule of what the kernel of `op` allocates besides its outputs.
 
     The rule gets a `KernelCall` and returns a `Scratch`, whose bytes are freed when the operator
     returns. None, or an empty one, means outputs only. The result may be reused for calls with the

@@ -9,7 +9,7 @@ from memest.estimator.tensors.lines import Notes
 
 
 class SimMode(Protocol):
-    """Interface of `gpu.mode.CudaSimMode` for this package, which may not import its classes."""
+    """Interface of `gpu.mode.CudaSimMode`, the dispatch mode, which this package cannot import."""
 
     gpu: Gpu
     values: KnownValues
@@ -29,7 +29,7 @@ class SimMode(Protocol):
     def __exit__(self, *error: Any) -> Any: ...
 
     def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator on the GPU."""
+        """Run an operator on the simulated GPU."""
 
     def pass_workspaces(self, func: Any, *sizes: int) -> None:
         """Allocate and free workspaces of these sizes in bytes, one after the other."""

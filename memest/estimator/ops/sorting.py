@@ -33,7 +33,7 @@ TOPK_SCAN_BYTES = 1279  # storage of the scan by key over the counts of all bloc
 
 
 def _slices(tensor: Tensor, dim: int) -> tuple[int, int]:
-    """Number of slices of a tensor along a dimension, and their length."""
+    """Return (number of slices along `dim`, elements of a slice)."""
     if tensor.dim() == 0:
         return 1, 1
     length = tensor.shape[dim]
@@ -58,12 +58,12 @@ op(
 
 
 def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
-    """Return bytes of the temporaries of `sort`.
+    """Return the bytes of each temporary of `sort`.
 
-    Short slices need an int64 range that fills the indices. One long slice: range and the sort's
-    storage. Several, fewer than 128: all are sorted by key with (segment, position) as value, then
-    by segment. The first sort peaks with two arrays of 8 * n, sorted keys and storage. More: a
-    range and the storage of a sort of segments. A column or another view with gaps is copied first.
+    Short slices need an int64 range that fills the indices. A long slice also needs the sort's
+    storage. With 2 to 127 long slices, all are sorted by key with (slice, position) as value, then
+    by slice. The first of these sorts peaks: two arrays of 8 * n, sorted keys and storage. More
+    slices need a range and the storage of a segmented sort. A view with gaps is copied first.
     """
     count, length = _slices(tensor, dim)
     if length <= 1:
@@ -80,7 +80,7 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    """Return whether `tensor` is row-major, with gaps between elements or rows."""
+    """Return whether `tensor` is row-major with gaps between its elements or rows."""
     if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return False
     steps = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -93,10 +93,9 @@ def _has_gaps(tensor: Tensor) -> bool:
     modelled=lambda c: c.k <= SMALL_SORT,
 )
 def topk(c: KernelCall) -> Events:
-    """Requests of `topk` (TensorTopK.cu): a contiguous input, and shared counters if many blocks
-    search a slice (`mbtopk`).
+    """Allocations of `topk` (TensorTopK.cu): a contiguous input, and counters (`mbtopk`).
 
-    ::
+    Many blocks search a large slice and share the counters::
 
         per slice  the k-th value, its pattern and how many are sought (8 B each), 256 counts of 4 B
         per block  256 counts of 2 B, then two counts of 4 B, each summed by a scan
@@ -119,7 +118,7 @@ def topk(c: KernelCall) -> Events:
 
 
 def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """Return the bytes of a cast or contiguous copy (`scan_dim`), and whether it is one row."""
+    """Return ((bytes of a cast or copied input, if any), True if a single row is scanned)."""
     tensor: Tensor = c.self
     is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
     cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
@@ -128,7 +127,7 @@ def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
 
 @registry.requests("cumprod")
 def cumprod(c: KernelCall) -> Scratch:
-    """Requests of `scan_dim` (ScanUtils.cuh): a cast of the input, and a scan of a single row."""
+    """Allocations of `scan_dim` (ScanUtils.cuh): a cast input; for a single row, a scan."""
     cast, is_row = _scanned(c, c.out.dtype)
     scan = cub.scan_bytes(c.self.numel(), value_bytes=c.out.itemsize)
     return Scratch(after=(*cast, scan) if is_row else cast)
@@ -136,10 +135,10 @@ def cumprod(c: KernelCall) -> Scratch:
 
 @registry.requests("cumsum")
 def cumsum(c: KernelCall) -> Scratch:
-    """Requests of `cumsum` (ScanKernels.cpp): a cast of the input, and a scan of a single row.
+    """Allocations of `cumsum` (ScanKernels.cpp): a cast input; for a single row, a scan.
 
-    Deterministic algorithms take `inclusive_deterministic_scan` of ATen/cuda/cub.cuh for floats:
-    one sum for each of up to `num_sms` blocks of 512, 256 or 128 threads by 16 values.
+    Deterministic algorithms run `inclusive_deterministic_scan` of ATen/cuda/cub.cuh for floats: one
+    sum for each of up to `num_sms` blocks of 512, 256 or 128 threads by 16 values.
     """
     dtype = c.out.dtype
     cast, is_row = _scanned(c, dtype)
@@ -176,7 +175,7 @@ def _searched_copies(values: Tensor, boundaries: Tensor) -> tuple[int, ...]:
 
 
 def _is_plain_search(c: KernelCall) -> bool:
-    """Return whether no tensor is both copied and cast, and no `sorter` is tested."""
+    """Return whether a search is modelled: no tensor is both copied and cast, and no `sorter`."""
     first, second = c.args[:2]
     are_plain = first.dtype == second.dtype or (first.is_contiguous() and second.is_contiguous())
     return are_plain and c.get("sorter") is None
@@ -198,7 +197,7 @@ SHARED_BYTES_PER_BLOCK = 48 << 10  # shared memory of every GPU; CUDA Programmin
     modelled=lambda c: c.minlength * INDEX_BYTES + 8 < SHARED_BYTES_PER_BLOCK,
 )
 def bincount(c: KernelCall) -> Events:
-    """Requests of `bincount` (cuda/SummaryOps.cu): smallest and largest number, then the bins."""
+    """Allocations of `bincount` (cuda/SummaryOps.cu): minimum and maximum, then the bins."""
     extreme = passing(c.self.itemsize, *reduce_bytes(c.self, (), c.gpu))
     return (extreme + extreme if c.self.numel() else []) + c.outputs()
 
@@ -222,7 +221,7 @@ def median(values: Tensor) -> Tensor:
 
 @registry.composed("nanmedian")
 def nanmedian(values: Tensor) -> Tensor:
-    """Run `median_impl` of cuda/Sorting.cpp without NaNs; the host reads an index."""
+    """Run `median_impl` of cuda/Sorting.cpp as if no value were NaN; the host reads an index."""
     if not values.numel():
         return values.new_full((), math.nan)
     ordered = values.flatten().sort().values
@@ -243,7 +242,7 @@ register(
 
 
 def _is_unique_known(c: KernelCall) -> bool:
-    """Return whether sizes were measured: 4 and 8 bytes or bool, or rows, compute capability 9.0.
+    """Return whether allocations were measured: capability 9.0; 4, 8 bytes or bool, or rows.
 
     Evidence (CUDA 13.0), every request exact: 196 calls of up to a million elements on an H100, 504
     of up to 100,000 rows on an H200.
@@ -257,7 +256,7 @@ def _is_unique_known(c: KernelCall) -> bool:
 
 @registry.requests("_unique2", modelled=_is_unique_known)
 def unique(c: KernelCall) -> Events:
-    """Requests of `_unique2` (cuda/UniqueCub.cu): sorted values, and positions for the inverse."""
+    """Allocations of `_unique2` (cuda/UniqueCub.cu): sorted values, positions for the inverse."""
     values: Tensor = c.self
     count, item, row = values.numel(), values.itemsize, values.numel() * INDEX_BYTES
     if not count:
@@ -277,21 +276,21 @@ def unique(c: KernelCall) -> Events:
 
 @registry.requests("unique_consecutive", modelled=_is_unique_known)
 def unique_consecutive(c: KernelCall) -> Events:
-    """Requests of `unique_consecutive` (cuda/UniqueCub.cu), which sorts nothing."""
+    """Allocations of `unique_consecutive` (cuda/UniqueCub.cu), which does not sort."""
     if c.dim is not None:
         return _unique_rows(c, [])
     return _unique(c, c.self.numel() * 4) if c.self.numel() else []
 
 
-def _unique(c: KernelCall, location_bytes: int) -> Events:
-    """Requests of `compute_unique`; results are allocated for all values, as if none were equal."""
+def _unique(c: KernelCall, positions_bytes: int) -> Events:
+    """Allocations of `compute_unique`; results have room for all values, as if none were equal."""
     count = c.self.numel()
     row = count * INDEX_BYTES
     has_counts = c.out[2].numel() > 0
     events: Events = []
     if c.return_inverse:
         scan = passing(cub.sum_scan_bytes(count, c.gpu))
-        events = outputs({1: row}) + around((location_bytes,), scan)
+        events = outputs({1: row}) + around((positions_bytes,), scan)
     found = (
         cub.run_lengths_bytes(count)
         if has_counts
@@ -303,7 +302,7 @@ def _unique(c: KernelCall, location_bytes: int) -> Events:
 
 
 def _unique_rows(c: KernelCall, sorting: Events) -> Events:
-    """Requests of `unique_dim_cuda_template` (cuda/Unique.cu)."""
+    """Allocations of `unique_dim_cuda_template` (cuda/Unique.cu), with those of its sort."""
     num_rows = c.self.size(c.dim)
     row = num_rows * INDEX_BYTES
     events = sorting
@@ -336,7 +335,7 @@ register(
 
 @registry.above_autograd("cumprod_backward")
 def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
-    """Compute the gradient as `cumprod_backward` of ReduceOps.cpp, where no input is zero."""
+    """Compute the gradient as if no input were zero: `cumprod_backward` of ReduceOps.cpp."""
     if x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
         return then(grad, x, dim, output)
     products, is_zero = output * grad, x == 0

@@ -75,7 +75,7 @@ def _is_coalesced(tensor: Tensor) -> bool:
 
 
 def _become(tensor: Tensor, other: Tensor) -> Tensor:
-    """Set the indices and values of `tensor` to those of `other`."""
+    """Make the sparse `tensor` share the indices and values of `other`; return it."""
     with torch._C._DisableTorchDispatch():
         _set_data(tensor, other)
     return tensor
@@ -84,7 +84,7 @@ def _become(tensor: Tensor, other: Tensor) -> Tensor:
 def _on_host(
     indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
 ) -> Tensor:
-    """Return a sparse tensor of the host: unknown values are 1, unknown places the first ones."""
+    """Return a sparse tensor on the host; unknown values are 1, unknown indices the first ones."""
     with torch._C._DisableTorchDispatch():
         if is_meta(indices):
             order = torch.arange(indices.size(1), device=CPU)
@@ -99,7 +99,7 @@ def _on_host(
 
 @on_sparse(FROM_PARTS)
 def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
-    """Make a sparse tensor of indices and values, without a copy."""
+    """Return a sparse tensor with the given indices and values, which are not copied."""
     _, _, shape, indices, values = args
     if Place.GPU not in (mode.host.place(indices), mode.host.place(values)):
         return _on_host(indices, values, shape, is_coalesced=bool(kwargs.get("is_coalesced")))
@@ -107,8 +107,8 @@ def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
         return FROM_PARTS(*args, **{**kwargs, "device": META})
 
 
-def _places_left(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
-    """Return the number of entries after coalescing, and their indices if known."""
+def _coalesced_indices(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
+    """Return (number of entries after coalescing, their indices or None if unknown)."""
     num_entries = indices.size(1)
     value = mode.values.value_of(indices)
     if value is not None and not mode.values.is_guessed([indices]):
@@ -128,10 +128,10 @@ def _places_left(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> tuple[
 
 @on_sparse("_coalesce")
 def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
-    """Return the entries sorted by index, with equal ones added up."""
+    """Return the tensor with entries sorted by index, and entries of equal indices added up."""
     indices, values = _parts(tensor)
     num_entries, sparse_dim = indices.size(1), indices.size(0)
-    num_left, places = _places_left(mode, indices, tensor.shape)
+    num_left, places = _coalesced_indices(mode, indices, tensor.shape)
     flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
     mode.pass_workspaces(
         aten._coalesce.default,
@@ -159,8 +159,9 @@ def _coalesced(mode: SimMode, tensor: Tensor) -> Tensor:
 
 @on_sparse("clone")
 def _clone(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Tensor:
-    """Copy a sparse tensor. Autograd does not copy a contiguous gradient, except under a Python
-    dispatch mode (`AccumulateGrad`, torch/csrc/autograd/functions/accumulate_grad.h).
+    """Copy a sparse tensor, except a contiguous gradient that autograd accumulates.
+
+    Under a Python dispatch mode autograd would copy it (`AccumulateGrad`, accumulate_grad.h).
     """
     indices, values = _parts(tensor)
     node = torch._C._current_autograd_node()
@@ -179,7 +180,7 @@ def _copied_indices(mode: SimMode, indices: Tensor) -> Tensor:
 
 
 def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
-    """Return a rule that copies the indices, then computes new values by `function`."""
+    """Return a rule that copies the indices and computes the new values by `function`."""
 
     def rule(mode: SimMode, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not is_sparse(tensor) or any(map(is_sparse, args)):
@@ -202,7 +203,7 @@ def _mul_(mode: SimMode, tensor: Tensor, other: Any) -> Tensor:
 
 @on_sparse("add_.Tensor")
 def _add_(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-    """Append entries to a sparse tensor, or add them into a dense one."""
+    """Add to a sparse tensor by appending entries, or add a sparse tensor to a dense one."""
     if is_sparse(tensor):
         return _become(tensor, _joined(mode, tensor, other, alpha))
     return _added_into(mode, tensor, other)
@@ -228,7 +229,7 @@ def _add(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> T
 
 
 def _joined(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
-    """Concatenate the entries of both; coalesce them if they are more than the elements."""
+    """Append the entries of `other` times `alpha`; coalesce if entries outnumber elements."""
     (indices, values), (more, of_more) = _parts(tensor), _parts(other)
     if alpha != 1:
         of_more = of_more * alpha
@@ -239,7 +240,7 @@ def _joined(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tenso
 
 @on_sparse("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
-    """Return the entries of `dense` at the indices of `mask`: gathered values times ones."""
+    """Return a sparse tensor with the elements of `dense` at the indices of `mask`."""
     indices, values = _parts(mask)
     one = values.new_ones(())
     gathered = torch.empty_like(values)
@@ -253,7 +254,7 @@ def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
 def _addmm(
     mode: SimMode, tensor: Tensor, sparse: Tensor, dense: Tensor, **factors: float
 ) -> Tensor:
-    """Multiply a sparse matrix (CSR rows) by a dense one; copy the column-ordered result."""
+    """Multiply a sparse matrix, converted to CSR, by a dense one; copy the column-major result."""
     if not is_sparse(sparse) or is_sparse(dense):
         raise NotImplementedError
     num_rows, num_columns = sparse.size(0), dense.size(1)
@@ -293,7 +294,7 @@ def _addmm(
 
 @on_sparse("_to_copy")
 def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
-    """Copy to another type, to the GPU, or to the host, where unknown values are 1."""
+    """Copy to another dtype, to the GPU, or to the host, where unknown values are 1."""
     (indices, values), is_coalesced = _parts(tensor), _is_coalesced(tensor)
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if device is None:
@@ -310,7 +311,7 @@ def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
 
 @on_sparse("select.int")
 def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
-    """Copy the entries at one place of a dimension (`select_sparse`, TensorShape.cpp)."""
+    """Select `index` of a sparse dimension by copying its entries: `select_sparse`."""
     (indices, values), dim = _parts(tensor), dim % tensor.dim()
     if not dim < indices.size(0) > 1:
         raise NotImplementedError
@@ -327,7 +328,7 @@ _in_rows = by_torch(aten._to_sparse_csr.default, torch._C.DispatchKey.SparseCPU)
 
 @on_sparse("_to_sparse_csr")
 def _to_sparse_csr(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) -> Tensor:
-    """Convert a dense matrix, or a sparse one, whose values are shared, to compressed rows."""
+    """Convert a dense or COO matrix to CSR; a COO matrix shares its values with the result."""
     if dense_dim is not None or tensor.dim() != 2:
         raise NotImplementedError
     made: Tensor = _in_rows(mode, tensor) if is_sparse(tensor) else of_dense(mode, tensor, CSR)
@@ -354,7 +355,7 @@ def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_torch(func: OpOverload, key: Any) -> SparseRule:
-    """Return a rule that runs torch's C++ kernel for `key`; distinct entries stay distinct."""
+    """Return a rule for torch's C++ kernel of `key`; it makes no duplicate entries by itself."""
     run = by_torch(func, key)
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
@@ -369,7 +370,7 @@ def _by_torch(func: OpOverload, key: Any) -> SparseRule:
 
 
 def _each(function: Callable[..., Any]) -> SparseRule:
-    """Return a rule for `_foreach` operators on sparse tensors: one tensor after the other."""
+    """Return a rule for a `_foreach` operator: `function` runs on each sparse tensor in turn."""
 
     def rule(mode: SimMode, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         lists = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
@@ -409,7 +410,7 @@ _MAKERS = frozenset(map(id, (*_FROM_DENSE, *_OF_EMBEDDINGS, aten._to_copy.defaul
 
 
 class SparseTensors:
-    """Sparse tensors of a mode's GPU."""
+    """Runs operators on sparse tensors of the simulated GPU."""
 
     def __init__(self, mode: SimMode) -> None:
         self.distinct: set[int | None] = set()  # storages of indices that are known to be distinct
@@ -417,7 +418,7 @@ class SparseTensors:
         self._is_any = False
 
     def concerns(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether `func` uses sparse GPU tensors; `UnsupportedError` without a rule."""
+        """Return whether `func` runs on sparse GPU tensors; `UnsupportedError` without a rule."""
         if not self._is_any and id(func) not in _MAKERS:
             return False
         tensors, mode = placement.sample_tensors(args, kwargs), self._mode
@@ -448,7 +449,7 @@ class SparseTensors:
         raise self._refused(func, tensors)
 
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run the rule of `func` and return its result; its requests are recorded."""
+        """Run the rule of `func` for sparse tensors, and record what it allocates."""
         self._is_any = True
         depth, INSIDE.depth = INSIDE.depth, 0
         try:
@@ -478,7 +479,7 @@ class SparseTensors:
 
 
 def install(patches: Patches) -> None:
-    """Make `grad.new(indices, values, shape)`, as used by optimizers, create GPU tensors."""
+    """Make `grad.new(indices, values, shape)`, as optimizers call it, create GPU tensors."""
     new = torch.Tensor.new
 
     def new_on_gpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

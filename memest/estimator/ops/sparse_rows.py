@@ -59,12 +59,12 @@ MAX_COUNTED = 1 << 24  # products of entries whose places are computed, to count
 
 
 def is_compressed(value: Any) -> bool:
-    """Return whether `value` is a matrix in compressed rows or columns."""
+    """Return whether `value` is a CSR or CSC matrix."""
     return isinstance(value, Tensor) and value.layout in (CSR, CSC)
 
 
 def parts_of(matrix: Tensor) -> Parts:
-    """Return the offsets, the indices and the values."""
+    """Return (row or column offsets, indices, values) of a compressed matrix."""
     with torch._C._DisableTorchDispatch():
         if matrix.layout is CSR:
             return matrix.crow_indices(), matrix.col_indices(), matrix.values()
@@ -81,12 +81,12 @@ def _made(parts: Parts, shape: Sequence[int], layout: torch.layout = CSR) -> Ten
 
 
 def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
-    """Return a matrix with the shape and the layout of another."""
+    """Return a matrix of these parts with the shape and layout of `like`."""
     return _made(parts, like.shape, like.layout)
 
 
 def filled(mode: SimMode, tensor: Tensor) -> Tensor:
-    """Drop the known values of `tensor`, which a kernel has overwritten; return it."""
+    """Drop the known values of `tensor`, because a kernel has overwritten them; return `tensor`."""
     mode.values.forget(storage_key(tensor))
     return tensor
 
@@ -102,7 +102,7 @@ def _assembled(
     mode: SimMode, offsets: Tensor, indices: Tensor, values: Tensor,
     shape: Sequence[int] | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Make a matrix of its parts, without a copy."""
+    """Return a matrix with these offsets, indices and values, which are not copied."""
     if kwargs.get("layout") not in (CSR, CSC) or offsets.dim() != 1:
         raise NotImplementedError
     parts = offsets, indices, values
@@ -118,7 +118,7 @@ def _assembled(
 
 
 def _width(mode: SimMode, indices: Tensor, default: int) -> int:
-    """Return the highest of `indices` plus 1, or `default` (a square matrix) if unknown."""
+    """Return the largest of `indices` plus 1; `default` (a square matrix) if they are unknown."""
     known = mode.values.value_of(indices)
     if known is None:
         mode.guesses.note("the size of a sparse matrix, as square")
@@ -145,7 +145,7 @@ def _on_host(parts: Parts, shape: Sequence[int], layout: torch.layout) -> Tensor
 
 @on_compressed("_to_copy")
 def _to_copy(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
-    """Copy to another type, to the GPU, or to the host."""
+    """Copy to another dtype, to the GPU, or to the host."""
     offsets, indices, values = parts_of(matrix)
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if kwargs.get("layout") not in (None, matrix.layout):
@@ -159,7 +159,7 @@ def _to_copy(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
 
 
 def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule that runs torch's own operator on the meta device."""
+    """Return a rule that runs `function` on the meta tensor and allocates nothing."""
 
     def rule(mode: SimMode, tensor: Tensor, *args: Any) -> Any:
         with torch._C._DisableTorchDispatch():
@@ -169,7 +169,7 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_torch(func: OpOverload, key: Any) -> Callable[..., Any]:
-    """Return a rule that runs torch's C++ kernel for `key`, which calls operators on the parts."""
+    """Return a rule that runs torch's C++ kernel for dispatch key `key`; its operators allocate."""
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
         with setting(INSIDE, "composite", True):
@@ -198,7 +198,7 @@ def _mul_(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
 
 
 def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
-    """Convert CSR to CSC, or CSC to CSR: entries are sorted by a flat index."""
+    """Convert CSR to CSC, or CSC to CSR, by sorting entries by a flat index."""
     offsets, indices, values = parts_of(matrix)
     num_entries = len(indices)
     is_by_row = matrix.layout is CSR
@@ -220,10 +220,10 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
             flat = known[1] * num_old + known[0]
             ordered = torch.stack(known[::-1])[:, flat.argsort()]
     hashed = indices.new_empty(num_entries, dtype=torch.int64)
-    _know(mode, hashed, flat)
+    _set_known(mode, hashed, flat)
     order = hashed.sort().indices
     chosen = places.index_select(1, order)
-    _know(mode, chosen, ordered)
+    _set_known(mode, chosen, ordered)
     new_values = values.index_select(0, order)
     new_offsets = torch._convert_indices_from_coo_to_csr(
         chosen[0], num_new, out_int32=offsets.dtype is torch.int32
@@ -235,8 +235,8 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     return _made((new_offsets, chosen[1], new_values), matrix.shape, layout)
 
 
-def _know(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
-    """Set the known values of `tensor`; None if they are unknown."""
+def _set_known(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
+    """Set the known values of `tensor`, or drop them if `value` is None."""
     if value is None or not mode.values.overwrite(tensor, value):
         filled(mode, tensor)
 
@@ -244,7 +244,7 @@ def _know(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
 def _coordinates(
     mode: SimMode, offsets: Tensor, indices: Tensor, *, may_guess: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """Return row and column of each entry of CSR, by guesses if allowed; None if unknown."""
+    """Return (rows, columns) of CSR entries, guessed only if allowed; None if unknown."""
     found = [mode.guessed.value_of(t) if may_guess else None for t in (offsets, indices)]
     starts, columns = (
         mode.values.value_of(t) if guess is None else guess
@@ -275,7 +275,7 @@ _in_coordinates = by_torch(aten._to_sparse.default, torch._C.DispatchKey.SparseC
 
 @on_compressed("_to_sparse")
 def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the matrix in coordinates, with the same values, or in the other layout."""
+    """Convert to COO, which shares the values, or to the other compressed layout."""
     if kwargs.get("layout") in (CSR, CSC):
         return _flipped(mode, matrix)
     made: Tensor = _in_coordinates(mode, matrix, *args, **kwargs)
@@ -286,7 +286,7 @@ def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) ->
 
 @on_compressed("_to_dense")
 def _to_dense(mode: SimMode, matrix: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
-    """Return the dense matrix: entries are written at flat indices."""
+    """Return the dense matrix; CUDA writes the entries by flat indices."""
     offsets, indices, values = parts_of(matrix)
     dense = values.new_zeros(matrix.shape, dtype=dtype)
     _flatten(offsets, indices)
@@ -294,7 +294,7 @@ def _to_dense(mode: SimMode, matrix: Tensor, dtype: Any = None, masked_grad: Any
 
 
 def _flatten(offsets: Tensor, indices: Tensor) -> None:
-    """Request and free the flat indices that `sparse_compressed_to_dense` makes."""
+    """Allocate and free the flat indices that `sparse_compressed_to_dense` computes."""
     num_entries = len(indices)
     one = offsets.new_empty(1)
     batch = indices.new_empty(num_entries)
@@ -313,10 +313,10 @@ def _flatten(offsets: Tensor, indices: Tensor) -> None:
 
 @on_compressed("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
-    """Return the elements of `dense` at the entries of `matrix`, by a dense mask.
+    """Return a compressed matrix with the elements of `dense` at the entries of `matrix`.
 
-    The mask's values decide the size of the result, so a mask that is too large for known values is
-    refused.
+    torch makes a dense mask, whose values decide the size of the result. A mask that is too large
+    for known values is refused.
     """
     offsets, indices, _ = parts_of(matrix)
     if dense.numel() > MAX_BYTES:
@@ -348,14 +348,14 @@ def _add(mode: SimMode, first: Tensor, second: Tensor, *, alpha: float = 1) -> T
 
 
 def of_dense(mode: SimMode, dense: Tensor, layout: torch.layout) -> Tensor:
-    """Return the entries of a dense matrix that are not zero."""
+    """Return a compressed matrix with the elements of a dense one that are not zero."""
     if dense.dim() != 2:
         raise NotImplementedError
     return _chosen(mode, dense, dense != 0, layout)
 
 
 def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) -> Tensor:
-    """Return the elements of `dense` where `mask` is True (`dense_to_sparse_with_mask`)."""
+    """Return a compressed matrix of `dense` where `mask` is True (`dense_to_sparse_with_mask`)."""
     by_columns = layout is CSC
 
     def in_order(matrix: Tensor) -> Tensor:
@@ -372,19 +372,19 @@ def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) ->
 
 
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
-    """Bytes of `cusparseSpMV`: an index for each tile, and a sum per row of 16-bit values."""
+    """Return bytes of `cusparseSpMV`: an index per tile; for 16-bit values, a sum per row."""
     tiles = ceil_div(num_entries, _VECTOR_TILES[index_bytes, dtype]) + 1
     sums = 4 * num_rows + 127 if dtype.itemsize == 2 else 0
     return index_bytes * tiles + index_bytes - 1 + sums
 
 
 def matrix_workspace(num_entries: int, index_bytes: int) -> int:
-    """Bytes of `cusparseSpMM` with two columns or more: an index for each tile."""
+    """Return bytes of `cusparseSpMM` with two columns or more: an index per tile of entries."""
     return index_bytes * (ceil_div(num_entries, _MATRIX_TILE) + 1) - 1
 
 
 def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> None:
-    """Request the workspace and the copies of a product by a dense matrix or vector."""
+    """Allocate and free a copy of `dense`, if needed, and the workspace of `matrix @ dense`."""
     _, indices, values = parts_of(matrix)
     if values.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise NotImplementedError
@@ -409,7 +409,7 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
 def _sparse_addmm(
     mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **factors: float
 ) -> Tensor:
-    """Add a product, which autocast casts inside of the operator."""
+    """Compute `tensor + first @ second`, whose operands autocast casts inside of the operator."""
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         tensor = second.new_zeros((first.size(0), second.size(1)))
     if not torch.is_autocast_enabled("cuda") or second.dtype is not torch.float32:
@@ -421,7 +421,7 @@ def _sparse_addmm(
 
 @on_compressed("addmm")
 def _addmm(mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **factors: float) -> Any:
-    """Add a product of matrices, of which one is sparse or both are."""
+    """Compute `tensor + first @ second`, of which one factor or both are compressed."""
     shape = first.size(0), second.size(1)
     if is_compressed(first) and is_compressed(second):
         raise NotImplementedError
@@ -458,7 +458,7 @@ def _mv(mode: SimMode, matrix: Tensor, vector: Tensor) -> Tensor:
 def _sampled_addmm(
     mode: SimMode, matrix: Tensor, first: Tensor, second: Tensor, **factors: float
 ) -> Tensor:
-    """Add a product of dense matrices at the entries of a sparse one."""
+    """Compute `matrix + first @ second`, dense factors, only at the entries of `matrix`."""
     offsets, indices, values = parts_of(matrix)
     if matrix.layout is not CSR:
         raise NotImplementedError
@@ -475,9 +475,9 @@ def _sampled_addmm(
 
 
 def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
-    """Multiply two matrices in rows by `cusparseSpGEMM`, which takes 32-bit indices."""
+    """Multiply two CSR matrices by `cusparseSpGEMM`, which needs 32-bit indices."""
     (offsets, indices, values), (others, of_others, _) = parts_of(first), parts_of(second)
-    num_products, places, is_guess = _products(mode, first, second)
+    num_products, places, is_guess = _product_size(mode, first, second)
     zeros = offsets.new_zeros(first.size(0) + 1)
     empty = offsets.new_empty(1)
     unset = torch.empty_like(zeros)
@@ -507,11 +507,10 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     return _made((starts, columns, product), (first.size(0), second.size(1)))
 
 
-def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
-    """Return the work and the size of the product of two sparse matrices.
+def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
+    """Return (multiplied pairs of entries, indices of the product's entries, True if guessed).
 
-    The results are the number of multiplied pairs of entries, the positions of the product's
-    entries (or their number if unknown), and whether the positions are guessed.
+    Unknown indices are replaced by their estimated number.
     """
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
     known, other = (
@@ -549,7 +548,7 @@ def _products(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | 
 def product_workspaces(
     num_rows: int, num_entries: int, num_products: int, value_bytes: int
 ) -> tuple[int, int]:
-    """Bytes of the two workspaces of `cusparseSpGEMM`, deduced from 43 recorded products.
+    """Return bytes of the two workspaces of `cusparseSpGEMM`, deduced from 43 recorded products.
 
     Below 500 rows the second one is up to 0.8 KB larger than here.
     """

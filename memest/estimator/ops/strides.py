@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 
 def contiguous(call: KernelCall) -> Any:
-    """Return contiguous results; the meta kernel copies the strides of an argument instead."""
+    """Return contiguous results, where torch's meta kernel copies the strides of an argument."""
     if isinstance(call.out, Tensor):
         return strided(call.out, make_contiguous_strides_for(call.out.shape))
     return tuple(t if t is None else t.contiguous() for t in call.out)
 
 
 def like(number: int) -> Callable[[KernelCall], Any]:
-    """Return a layout rule: the first result has the strides of the argument at `number`."""
+    """Return a rule for `Op.layout`: the first result has the strides of argument `number`."""
 
     def rule(call: KernelCall) -> Any:
         strides = torch.empty_like(call.args[number]).stride()
@@ -41,14 +41,14 @@ def like(number: int) -> Callable[[KernelCall], Any]:
 
 
 def elementwise(call: KernelCall) -> Tensor:
-    """Return the result with the strides of `TensorIterator`."""
+    """Return the result with the strides that TensorIterator computes from the arguments."""
     out: Tensor = call.out
     given = [arg.expand(out.shape) for arg in call.args if isinstance(arg, Tensor) and arg.dim()]
     return strided(out, compute_elementwise_output_strides(*given)) if given else out
 
 
 def plain(func: OpOverload, args: Args, out: Any) -> Any:
-    """Return a contiguous pointwise result if all operands are contiguous (`fast_set_up`).
+    """Return `out` contiguous, if all operands of a pointwise operator are (`fast_set_up`).
 
     CUDA resets strides of dimensions of size 1 (TensorIterator.cpp), torch's meta kernels keep
     them.
@@ -68,7 +68,7 @@ _ALIKE = {getattr(aten, name) for name in (
 
 
 def _has_number(func: OpOverload, args: Args) -> bool:
-    """Return whether an operand is a number, whose shape differs from the tensors'."""
+    """Return whether an operand is a number, with which CUDA does not reset strides."""
     overload = func._overloadname.lower()
     if "scalar" in overload and func not in (aten.pow.Tensor_Scalar, aten.lerp.Scalar):
         return True
@@ -77,32 +77,32 @@ def _has_number(func: OpOverload, args: Args) -> bool:
 
 
 def strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `made` with these strides, copied only if they differ."""
+    """Return a tensor like `made` with these strides, copied only if they differ."""
     if made.stride() == strides:
         return made
     return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their storage in some order of dims, without overlap."""
+    """Return whether the elements fill their storage without gaps or overlap, in some order."""
     dense = torch.ops.aten.is_non_overlapping_and_dense.default
     return tensor.is_contiguous() or bool(dense(tensor))
 
 
 def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Bytes of `tensor.contiguous()` for each tensor that is not contiguous."""
+    """Return the bytes of `tensor.contiguous()` for each tensor that is not contiguous."""
     return tuple(t.nbytes for t in tensors if t is not None and not t.is_contiguous())
 
 
 def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int, ...]:
-    """Bytes of `tensor.contiguous(memory_format)` for each tensor that has another format."""
+    """Return bytes of `tensor.contiguous(memory_format)` for each tensor with another format."""
     return tuple(t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format))
 
 
 def copying(*positions: int, is_before: bool = False) -> RequestRule:
-    """Return the rule of a kernel that makes contiguous copies of the arguments at `positions`.
+    """Return a rule for contiguous copies of the arguments at `positions`.
 
-    The copies are made after the outputs, or before them.
+    The copies are made after the outputs, or before them (`is_before`).
     """
 
     def contiguous_copies(call: KernelCall) -> Scratch:

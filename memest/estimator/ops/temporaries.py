@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Requested bytes of a kernel's temporaries, in the order of its requests.
+    """Bytes of each temporary of a kernel, in the order of allocation.
 
-    All of them are freed by the time the operation returns.
+    All of them are freed by the time the operator returns.
     """
 
     before: tuple[int, ...] = ()  # allocated before the outputs
@@ -29,7 +29,7 @@ emptied.
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """One request to the allocator while an operation runs."""
+    """One allocation or free while an operator runs."""
 
     num_bytes: int
     """Bytes of the request; negative for a free of the latest live temporary of that size."""
@@ -42,28 +42,28 @@ Events = list[KernelEvent]
 
 
 def temporaries(*num_bytes: int, oldest: bool = False) -> Events:
-    """Return events of temporaries: positive bytes allocate, negative free, 0 does nothing.
+    """Return events that allocate positive numbers of bytes, and free negative ones; 0 is skipped.
 
-    Frees are of the latest temporary of the size, or of the oldest one.
+    A free is of the latest temporary of that size, or with `oldest` of the oldest one.
     """
     return [KernelEvent(n, OLDEST if oldest else None) for n in num_bytes if n]
 
 
 def tried(num_bytes: Sequence[int]) -> Events:
-    """Return events of workspaces that cuDNN tries, the first of which that fits."""
+    """Return events that try each workspace in turn, until one fits, as cuDNN's benchmark does."""
     return [KernelEvent(n, TRIED) for n in num_bytes]
 
 
 def around(num_bytes: Sequence[int], events: Events) -> Events:
-    """Return events of temporaries of `num_bytes`, which exist while `events` happen."""
+    """Return `events` with temporaries of `num_bytes` allocated before and freed after them."""
     return temporaries(*num_bytes) + events + temporaries(*(-n for n in reversed(num_bytes)))
 
 
 def passing(*num_bytes: int) -> Events:
-    """Return events of temporaries that are all allocated, then freed in reverse order."""
+    """Return events that allocate temporaries in order, then free them in reverse order."""
     return around(num_bytes, [])
 
 
 def outputs(tensors: Mapping[int, int]) -> Events:
-    """Return events that allocate outputs; `tensors` has their bytes by position."""
+    """Return events that allocate outputs; `tensors` has their bytes by position in the results."""
     return [KernelEvent(num_bytes, output) for output, num_bytes in tensors.items() if num_bytes]

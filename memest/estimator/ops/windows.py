@@ -17,10 +17,7 @@ from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, p
 
 
 def _is_in_order(c: KernelCall) -> bool:
-    """Return whether the first argument is not channels-last.
-
-    Kernels for channels-last differ by the number of channels.
-    """
+    """Return whether the first argument is not channels-last; kernels for that are not modelled."""
     return suggest_memory_format(c.args[0]) is torch.contiguous_format
 
 
@@ -42,7 +39,7 @@ register(
 
 @registry.requests("unfold_backward")
 def unfold_backward(c: KernelCall) -> Scratch:
-    """Requests of `unfold_backward` (UnfoldBackward.h): positions, if windows overlap."""
+    """Allocations of `unfold_backward` (UnfoldBackward.h): int64 positions, if windows overlap."""
     sizes, step, size = c.input_sizes, c.step, c.size
     if step >= size:
         return Scratch()
@@ -51,10 +48,10 @@ def unfold_backward(c: KernelCall) -> Scratch:
 
 
 def _copies_like(like: int, *positions: int) -> registry.RequestRule:
-    """Return a rule for copies after the outputs, in the memory format of the argument `like`.
+    """Return a rule: arguments at `positions` are copied to the memory format of argument `like`.
 
     Kernels of UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, DilatedMaxPool2d.cu,
-    DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu know channels-last.
+    DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu support channels-last.
     """
 
     def copies(c: KernelCall) -> Scratch:
@@ -81,15 +78,15 @@ register(
 
 @registry.requests("upsample_bilinear2d_backward", modelled=_is_in_order)
 def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
-    """Requests of `upsample_nearest2d`; a gradient of the input's own size is copied at once."""
+    """Allocations of bilinear upsampling's gradient: a copied image, unless sizes are equal."""
     return Scratch() if c.grad_output.shape == c.out.shape else _copy_of_image(c)
 
 
 @registry.requests("im2col col2im")
 def sliding(c: KernelCall) -> Events:
-    """Requests of Im2Col.cu and Col2Im.cu: the result is first allocated with the input's size.
+    """Allocations of Im2Col.cu and Col2Im.cu: the result is first allocated with the input's size.
 
-    A larger result gets a new storage in its place; a smaller one stays in the first storage.
+    A larger result then gets a new storage; a smaller one stays in the first storage.
     """
     first, copies = c.self.nbytes, contiguous_copy(c.self)
     if c.out.nbytes <= first:
@@ -107,7 +104,7 @@ _MOST_CHANNELS = 1024
 
 
 def _is_by_cudnn(c: KernelCall) -> bool:
-    """Return whether cuDNN samples: bilinear, zeros around the image (GridSampler.cpp)."""
+    """Return whether cuDNN samples the grid: bilinear, zero padding (GridSampler.cpp)."""
     return (
         torch.backends.cudnn.enabled
         and c.input.dtype in _BY_CUDNN
@@ -119,7 +116,7 @@ def _is_by_cudnn(c: KernelCall) -> bool:
 
 
 def _cudnn_copies(c: KernelCall) -> tuple[int, ...]:
-    """Copies of an expanded image and of a grid with gaps (`cudnn_grid_sampler_forward`)."""
+    """Return bytes of copies of an expanded image and of a grid that is not contiguous."""
     return (c.input.nbytes,) * (0 in c.input.stride()) + contiguous_copy(c.grid)
 
 
@@ -132,7 +129,7 @@ op(
 
 @registry.requests("grid_sampler_2d_backward")
 def grid_sampler_backward(c: KernelCall) -> Events:
-    """Requests of `cudnn_grid_sampler_backward`, which always computes the gradient of the grid."""
+    """Allocations of `cudnn_grid_sampler_backward`, which always computes the grid's gradient."""
     if not _is_by_cudnn(c):
         return c.outputs()
     copies = _cudnn_copies(c) + (c.grad_output.nbytes,) * (0 in c.grad_output.stride())
