@@ -29,14 +29,14 @@ PRIMARY_GPU = "h200"  # GPU of a report's head when none is named: the largest o
 
 
 def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 1) -> Prediction:
-    """Predict a run of `plan` on each GPU, without a GPU.
+    """Predict the memory of a run of `plan` on each of its GPUs, without a GPU.
 
     A GPU on which the plan fails has a warning and no verdict.
 
     Args:
         plan: the plan.
         trust_remote_code: whether code that comes with a model may run.
-        jobs: processes among which the chips are divided.
+        jobs: processes among which the kinds of GPU are divided.
 
     Raises:
         MemestError: the plan cannot be run on any of the GPUs, or memest cannot model it.
@@ -69,7 +69,7 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
 
 
 def packages_of(plan: TrainingPlan) -> Iterator[str]:
-    """Yield the packages of the plan's quantisation, strategy and optimizer."""
+    """Yield the packages that the plan's quantisation, strategy and optimizer need."""
     library = OPTIMIZERS[plan.optim].library
     if plan.use_qlora or library == BITSANDBYTES:
         yield BITSANDBYTES
@@ -79,7 +79,7 @@ def packages_of(plan: TrainingPlan) -> Iterator[str]:
 
 @cache
 def import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
-    """Import the modules that a plan's run needs before the run.
+    """Import the libraries that a plan's run needs, before processes are forked.
 
     Forked processes share them, and the garbage collector does not scan them during a run.
     """
@@ -93,7 +93,7 @@ def import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> Non
 
 @contextmanager
 def _without_metrics() -> Iterator[None]:
-    """Make torchmetrics, which Lightning imports, skip matplotlib and scipy: they take 1.4 s."""
+    """Make torchmetrics skip its imports of matplotlib and scipy in the block: they take 1.4 s."""
     from unittest import mock
 
     from lightning_utilities.core import imports
@@ -111,7 +111,7 @@ def _without_metrics() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Results:
-    """Verdicts, times and scenarios of a plan on GPUs of one or several chips."""
+    """Verdicts, step times and scenarios of a plan, by GPU."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, like `results`
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class _Results:
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
     def add(self, other: _Results) -> None:
-        """Add results on other chips; keep the `scenarios` of the first chip."""
+        """Add results on other GPUs; `scenarios` stay those of the first chip."""
         self.verdicts |= other.verdicts
         self.times |= other.times
         for why, names in other.failed.items():
@@ -128,7 +128,7 @@ class _Results:
 
 
 def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: int) -> _Results:
-    """Return the results on all chips; `scenarios` are those of the first that runs the plan.
+    """Return the results on all GPUs, given by chip; `scenarios` are of the first that works.
 
     If the plan fails on a chip, the newest chip is tried next: it may support more.
     """
@@ -171,9 +171,9 @@ def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 
 def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], known: dict[int, Trial]) -> _Results:
-    """Return the results on `gpus` of one chip; the simulated run uses the speed of the first.
+    """Return the results on `gpus` of one chip, from one simulated run on the first.
 
-    `known` has trials on other chips (`trials`).
+    `known` are results on other chips, which are reused where the run is the same (`trials`).
     """
     from memest.estimator.hardware.pace import estimate
 
@@ -196,7 +196,7 @@ def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], known: dict[int, T
 
 
 def record_plan(plan: TrainingPlan) -> Recording:
-    """Record the run that `predict` predicts, on the GPU of its report's head."""
+    """Return a recording of the predicted run of `plan`, on the first GPU of its report."""
     from memest.estimator.replay.recording import record_run
 
     gpu = _primary(plan)
@@ -205,13 +205,13 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 
 def _primary(plan: TrainingPlan) -> Gpu:
-    """Return the GPU whose figures the report has: the plan's first, or the default."""
+    """Return the GPU of the report's figures: the first of the plan, or the default."""
     is_named = plan.gpu or plan.gpu_memory is not None
     return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
 
 
 def target_gpus(plan: TrainingPlan) -> list[Gpu]:
-    """Return the GPUs of the plan, or the default set.
+    """Return the GPUs of the plan, or the default ones.
 
     Raises:
         MemestError: there is no such GPU, torch refuses the plan's `alloc_conf`, or other processes
@@ -228,7 +228,7 @@ def target_gpus(plan: TrainingPlan) -> list[Gpu]:
 def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
     """Return the bytes that the caching allocator can reserve on `gpu`.
 
-    They are the plan's cap, or the memory without the context and the libraries of several GPUs.
+    They are the plan's limit, or the memory without the context and the libraries of several GPUs.
     """
     usable = gpu.limit_bytes - libraries_bytes(plan)
     share = parse_settings(plan.alloc_conf).memory_fraction
@@ -236,7 +236,7 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
 
 
 class Trial:
-    """Result of a plan on one GPU; each part is computed when it is read.
+    """Result of a plan on one GPU; each attribute is computed when it is first read.
 
     `like` is the result of the same program on another GPU, whose replays are reused.
     """
@@ -251,19 +251,19 @@ class Trial:
 
     @cached_property
     def scenarios(self) -> list[Scenario]:
-        """Scenarios of ranks and free timings; the one that reserves most is first."""
+        """Combinations of rank and free timing; the one that reserves most is first."""
         from memest.estimator.replay.scenarios import scenarios_of
 
         return scenarios_of(self._plan, self.traced)
 
     @cached_property
     def results(self) -> tuple[Replayed, ...]:
-        """Replays of the scenarios on this GPU."""
+        """Replay of each scenario on this GPU, in the same order."""
         return tuple(scenario.under(self._limit) for scenario in self.scenarios)
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The verdict on the GPU."""
+        """Verdict on the run on this GPU, over all scenarios."""
         from memest.estimator.replay.scenarios import verdict_over
 
         spread = self._gpu.spread_under(self._limit, libraries_bytes(self._plan))
@@ -281,9 +281,10 @@ def trials(
     traced_on: Callable[[Gpu], TracedPlan],
     known: dict[int, Trial] | None = None,
 ) -> Iterator[tuple[Gpu, Trial]]:
-    """Yield each GPU with the plan's `Trial` there; GPUs with one program share its replays.
+    """Yield (GPU, its `Trial`) for each GPU; GPUs with the same program share replays.
 
-    Trials in `known`, by the `id` of their program, are reused, and new ones are added.
+    `traced_on` returns the plan's traced run on a GPU. Trials in `known`, by the `id` of their
+    program, are reused, and new ones are added.
     """
     known = {} if known is None else known
     for gpu in gpus:

@@ -30,10 +30,10 @@ _FUSED_ATTENTION = re.compile("_scaled_dot_product_(flash|efficient|cudnn)_atten
 def closed_form(
     plan: TrainingPlan, program: Program, geometry: LayerGeometry | None, seq_len: int
 ) -> ClosedForm | None:
-    """Compare the textbook's activations per layer with the trace of `program`, for teaching.
+    """Compare the textbook's activations per layer with those that `program` allocates.
 
-    None if the textbook does not apply: it is of whole dense models trained in 16 bit on one
-    GPU. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+    None if the textbook does not apply: it is of whole dense models trained in 16 bit on one GPU.
+    Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
     section 4: a transformer layer saves
 
         s * b * h * 34 + 5 * a * s**2 * b   bytes
@@ -43,8 +43,8 @@ def closed_form(
     of two layer norms. The attention matrix is softmax output 2, dropout mask 1 and dropout output
     2. With recomputation of whole layers it saves their inputs, 2 * s * b * h.
 
-    Rows list the differences that follow from the model's config; the last row is the rest.
-    Shapes: s tokens, b samples, h model width, a heads, k key heads, f MLP width.
+    Rows list the differences that follow from the model's config; the last row is the rest. Shapes:
+    s tokens, b samples, h model width, a heads, k key heads, f MLP width.
     """
     is_other = plan.uses_adapters or plan.freeze or plan.is_distributed or plan.lengths
     if geometry is None or is_other or plan.precision == "32-true":
@@ -89,7 +89,7 @@ def closed_form(
 def _differences(
     plan: TrainingPlan, g: LayerGeometry, seq_len: int, *, is_fused: bool
 ) -> list[Term]:
-    """Return the differences of a layer of this shape to the textbook's."""
+    """Return the bytes per layer that the model's config adds to the textbook's, or removes."""
     tokens = seq_len * plan.batch_size
     matrix = g.a * seq_len * tokens
     rows: list[tuple[str, int, str, str]] = []
@@ -151,9 +151,9 @@ def summarise(
     warnings: Sequence[str],
     elapsed_s: float,
 ) -> Prediction:
-    """Return the prediction for `primary`, with the verdicts of all GPUs.
+    """Return the prediction for the GPU `primary`, with the verdicts on all GPUs.
 
-    `scenarios` begin with the one that reserves most; `results` are their replays on that GPU.
+    `scenarios` begin with the one that reserves most; `results` are their replays on `primary`.
     """
     traced, unlimited, result = scenarios[0].traced, scenarios[0].unlimited, results[0]
     outside_bytes = primary.context_bytes + traced.libraries_bytes
@@ -195,7 +195,7 @@ def summarise(
 
 
 def coverage_of(coverage: Coverage) -> dict[str, Any]:
-    """Return the numbers of calls and of modelled calls, and the operators not modelled."""
+    """Return the report's dict of operator calls: all, modelled, and names not modelled."""
     return {
         "num_ops": coverage.num_ops,
         "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
@@ -204,7 +204,7 @@ def coverage_of(coverage: Coverage) -> dict[str, Any]:
 
 
 def host_verdict_of(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:
-    """Return whether the host memory is enough; None without a limit."""
+    """Return whether host memory is enough for `needed_bytes`; None without a limit."""
     if limit_bytes is None:
         return None
     margin = limit_bytes - needed_bytes
@@ -226,7 +226,7 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Return a line about the loop: whether its gradients are alive at the peak."""
+    """Return a sentence: which gradients are alive at the peak because of the training loop."""
     clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")
@@ -238,7 +238,7 @@ def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phas
 
 
 def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> tuple[Term, ...]:
-    """Return the bytes allocated at the peak by their purpose; the terms add up to the peak."""
+    """Return what the peak consists of: bytes by purpose, which add up to the peak."""
     program = traced.program
     storages = program.storages
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -262,7 +262,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
 
 
 def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
-    """Return `terms` with activations below a small share of the peak summed in one term."""
+    """Return `terms` with small activations, by their share of the peak, summed in one term."""
     small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
     if len(small) < 2:
         return terms
@@ -276,7 +276,7 @@ def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
 
 
 def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
-    """Return (kind of term, owner) of a storage; the owner of activations is their layer stack."""
+    """Return (purpose, owner) of a storage by its id; activations belong to a stack of layers."""
     kind, site = kind_of(program.storages, index), program.storages.sites[index]
     if kind == "temporaries":
         return kind, f"{site.phase}: {site.op}" if site.phase == "optimizer" else site.phase
@@ -365,7 +365,7 @@ def _assumptions(
 
 
 def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSettings) -> str:
-    """Return the assumption on kernels and allocator."""
+    """Return the report's assumption on kernels and allocator settings."""
     return (
         f"CUDA kernels as torch {simulated().name} runs them on {gpu}"
         f" {capability[0]}.{capability[1]}; {describe(settings)}"
@@ -373,12 +373,12 @@ def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSe
 
 
 def context_assumed(gpu: Gpu) -> str:
-    """Return the assumption on memory outside of the allocator: the CUDA context."""
+    """Return the report's assumption on the CUDA context, which is outside of the allocator."""
     as_on = f", as on the whole {gpu.whole}" if gpu.whole else ""
     return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator{as_on}"
 
 
 def beside_assumed(gpu: Gpu) -> list[str]:
-    """Return the assumption on memory used by other processes, if any."""
+    """Return the report's assumption on memory of other processes, or []."""
     held = format_bytes(gpu.beside_bytes)
     return [f"other processes hold {held} of each GPU"] if gpu.beside_bytes else []

@@ -60,7 +60,7 @@ ALL_ON_ONE = (
 
 
 class StepLimit(SystemExit):
-    """Raised when the script has taken `max_steps` optimizer steps."""
+    """Ends the script after `max_steps` optimizer steps."""
 
 
 class VirtualGpu:
@@ -68,13 +68,13 @@ class VirtualGpu:
 
     Args:
         gpu: the GPU to simulate.
-        limit_bytes: bytes that its allocator may reserve; None is all that the GPU leaves it.
+        limit_bytes: bytes that its allocator may reserve; None is all of the GPU but its context.
         max_steps: optimizer steps after which `StepLimit` ends the script; None is unlimited.
-        is_strict: refuse to guess values.
+        is_strict: raise instead of guessing values.
         roots: folders whose code is the script's, wherever they are.
         lines: finds the line of the script; None searches outside of libraries and in `roots`.
         rank: rank of this GPU among several.
-        settings: of the allocator; None reads the environment at the first use.
+        settings: settings of the allocator; None reads the environment at the first use.
     """
 
     _active: "VirtualGpu | None" = None
@@ -126,23 +126,23 @@ class VirtualGpu:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report, each once."""
+        """Notes for the report, without duplicates."""
         return [*self.mode.notes.warnings, *self.mode.notes.texts]
 
     @property
     def depends_on_time(self) -> bool:
-        """True if the free timing of blocks depends on NCCL's watchdog or on the pace of ranks."""
+        """True if NCCL's watchdog or the speed of ranks decides when blocks are freed."""
         storages = self.mode.memory.storages
         return bool(storages.stashed) or (self.mode.timeline.is_slow and storages.depends_on_time)
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Highest number of bytes allocated since the start, despite resets by the script."""
+        """Most bytes allocated at once since the start; resets by the script have no effect."""
         return self.allocator.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Highest number of bytes reserved since the start; resets by the script have no effect."""
+        """Most bytes reserved at once since the start; resets by the script have no effect."""
         return self.allocator.peak_reserved_bytes
 
     def __enter__(self) -> "VirtualGpu":
@@ -203,7 +203,6 @@ class VirtualGpu:
         self._close()
 
     def _close(self) -> None:
-        """Undo everything that `_install` has installed."""
         self._stack.close()
         try:
             self._patches.undo()
@@ -217,13 +216,13 @@ class VirtualGpu:
 
     @contextlib.contextmanager
     def in_this_thread(self, *thread: Any) -> Iterator[None]:
-        """Run this thread on the virtual GPU."""
+        """Make the block run on the virtual GPU, in a thread of the script."""
         with decisions_of(self.gpu), self.mode:
             yield
 
     @property
     def communicators_bytes(self) -> int:
-        """Bytes of NCCL for groups that communicated."""
+        """Bytes of NCCL's communicators of groups that were used."""
         return self.mode.works.library_bytes(self.rank)
 
     def _install_steps(self) -> None:
@@ -301,7 +300,7 @@ class VirtualGpu:
 
 
 class OwnSteps:
-    """Finds the steps of a script that has no optimizer of torch.
+    """Finds the steps of a script that trains without an optimizer of torch.
 
     A step begins with a write to a leaf tensor of the last backward. It ends before the next call
     of a model, or the next operator that autograd records.
@@ -314,7 +313,7 @@ class OwnSteps:
         self._has_optimizer = False
 
     def install(self, patches: Patches) -> None:
-        """Watch the operators of the script for steps, until the script makes a torch optimizer."""
+        """Observe the script's operators, until the script creates a torch optimizer."""
         request = self._mode.request
 
         @patches.wrap(Optimizer, "__init__")
@@ -330,12 +329,12 @@ class OwnSteps:
         patches.set(self._mode, "request", follow)
 
     def stop(self) -> None:
-        """Stop watching: the script has an optimizer of torch."""
+        """Stop observing, because the script has an optimizer of torch."""
         self._has_optimizer, self.has_written = True, False
         self._leaves.clear()
 
     def follow(self, outputs: Any) -> None:
-        """Remember the leaf tensors of a backward that has ended."""
+        """Record the leaf tensors of a finished backward from `outputs`."""
         if self._has_optimizer:
             return
         self._leaves.clear()
@@ -346,7 +345,7 @@ class OwnSteps:
                     self._leaves.add(index)
 
     def end(self) -> None:
-        """End a step that has begun."""
+        """End the step, if one has begun."""
         if self.has_written:
             self.has_written = False
             self._leaves.clear()
@@ -366,13 +365,13 @@ def _in_backward() -> bool:
 
 
 def _grads_of(optimizer: Any) -> list[Any]:
-    """Return the gradients that `optimizer` reads."""
+    """Return the gradients of the parameters of `optimizer`."""
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
     return [grad for grad in grads if grad is not None]
 
 
 def _forget_in_child() -> None:
-    """Turn the virtual GPU off in a forked process, such as a DataLoader's worker."""
+    """Turn the virtual GPU off in a forked process, such as a worker of a DataLoader."""
     if VirtualGpu._active is not None:
         VirtualGpu._active.mode.is_off = True
 
@@ -399,7 +398,7 @@ def _next_number() -> int:
 
 
 class DeviceThread:
-    """Gives autograd nodes the sequence numbers that a GPU's device thread would assign."""
+    """Gives autograd nodes the sequence numbers that they would get in the GPU's thread."""
 
     def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
         self._at_end, self._line = at_end, line
@@ -410,12 +409,12 @@ class DeviceThread:
         self._skipped = [_next_number()]  # sequence numbers where stretches between backwards begin
 
     def install(self, patches: Patches) -> None:
-        """Replace autograd's entry point by `_run`."""
+        """Patch torch's function that runs a backward (`_engine_run_backward`)."""
         run = partial(self._run, torch.autograd.graph._engine_run_backward)
         patches.set_all({"_engine_run_backward": run}, torch.autograd.graph, torch.autograd)
 
     def _run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `_engine_run_backward(outputs, grad_outputs, retain_graph, create_graph, ...)`."""
+        """Run a backward by `engine`, `_engine_run_backward`, and renumber the nodes it makes."""
         if self._is_running:  # a nested backward runs in the same thread
             return engine(outputs, *args, **kwargs)
         if self._is_mixed:
@@ -448,7 +447,7 @@ class DeviceThread:
         return grads
 
     def _renumber(self, tensors: Iterable[Any], first: int) -> None:
-        """Renumber the nodes of `tensors`; numbers from `first` on are the device thread's."""
+        """Renumber nodes of `tensors` with numbers from `first` on, as the device thread would."""
         for node in _nodes_below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
             number = node._sequence_nr()
             if number < first:
@@ -459,7 +458,7 @@ class DeviceThread:
 
 
 def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield each node reachable from `tensors` through nodes for which `selects` is true."""
+    """Yield nodes that are reachable from `tensors` through nodes that `selects` accepts."""
     todo = [node for tensor in tensors for node in _nodes(tensor)]
     seen = set()
     while todo:
@@ -471,7 +470,7 @@ def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iter
 
 
 def _nodes(made: Any) -> Iterator[Any]:
-    """Yield the autograd nodes of a tensor, and of tensors that `torch.func` wraps in it."""
+    """Yield the autograd nodes of a tensor and of tensors that `torch.func` has wrapped in it."""
     if isinstance(made, torch.autograd.graph.GradientEdge):
         yield made.node
     while isinstance(made, Tensor):
@@ -483,7 +482,7 @@ def _nodes(made: Any) -> Iterator[Any]:
 
 
 def _leaf_tensors(outputs: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors whose gradients a backward adds to."""
+    """Yield the leaf tensors to whose gradients a backward from `outputs` adds."""
     for node in _nodes_below(outputs, lambda node: True):
         if hasattr(node, "variable"):
             yield node.variable

@@ -16,7 +16,7 @@ SEGMENT_ROUND_BYTES = 2 << 20  # `kRoundLarge`: own segments are rounded up to a
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A piece of a segment; neighbours are linked in address order."""
+    """A part of a segment; `previous` and `next` are its neighbours by address."""
 
     address: int
     num_bytes: int
@@ -52,7 +52,7 @@ def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> i
 
 
 def link(block: Block) -> None:
-    """Link the neighbours of `block` to it."""
+    """Set `block` as the `next` or `previous` of its neighbours."""
     if block.previous is not None:
         block.previous.next = block
     if block.next is not None:
@@ -63,7 +63,7 @@ ADDRESS_BITS = 48  # bits for the address in a key of `FreeBlocks`; GPU addresse
 
 
 class FreeBlocks:
-    """Free blocks of one pool in the order of the allocator's search: by size, then address.
+    """Free blocks of one pool in the order in which the allocator searches: by size, then address.
 
     A key packs both into one integer; `CachingAllocator` uses `keys` and `by_key` on its hot paths.
     """
@@ -87,13 +87,13 @@ class FreeBlocks:
         del self.by_key[key]
 
     def blocks(self) -> list[Block]:
-        """Return every block, in no order."""
+        """Return all blocks of the pool, in no order."""
         return list(self.by_key.values())
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Hole:
-    """Free addresses in a mapped range."""
+    """Free addresses within a mapped range, which begins at `range_at`."""
 
     address: int
     num_bytes: int
@@ -148,20 +148,20 @@ class AddressSpace:
         self._first = self._own(self.FIRST_BYTES, self.FIRST_ROOM)
 
     def load_first_kernel(self) -> None:
-        """Move the driver's own memory, as the first kernel does that a process launches."""
+        """Map and free the memory that the driver itself uses at a process's first kernel."""
         self.take(self.CODE_BYTES)
         self._own(self.LATER_BYTES, self.LATER_ROOM)
         self.give_back(self._first, self.FIRST_BYTES)
         self._has_kernels = True
 
     def create_cublas_handle(self) -> None:
-        """Take the memory of a handle of cuBLAS, and of the library with the first one."""
+        """Map memory for a cuBLAS handle, and with the first handle for the library."""
         self.take(self.HANDLE_BYTES)
         self.take(self.CODE_BYTES if self._has_handle else self.LIBRARY_BYTES)
         self._has_handle = True
 
     def _own(self, num_bytes: int, room: int) -> int:
-        """Map a range for driver memory, with `room` bytes free after it; return its address."""
+        """Map a range of `num_bytes` for the driver, plus free `room`; return its address."""
         hole = self._map(num_bytes + room)
         self._range_of[hole.address] = hole.range_at
         self._num_segments[hole.range_at] = 1
@@ -180,7 +180,7 @@ class AddressSpace:
         return hole.address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Free a segment's addresses at `cudaFree`; a range without segments is unmapped."""
+        """Free a segment's addresses at `cudaFree`; unmap a range without segments."""
         range_at = self._range_of.pop(address)
         self._num_segments[range_at] -= 1
         if self._ranges_stay:
@@ -197,7 +197,7 @@ class AddressSpace:
         self._add_hole(_Hole(address, num_bytes, range_at))
 
     def _lowest_hole(self, num_bytes: int) -> _Hole | None:
-        """Remove and return the hole for a segment."""
+        """Remove and return the lowest hole of at least `num_bytes`; None if there is none."""
         if num_bytes > self._most_room:
             return None
         for index, hole in enumerate(self._holes):
@@ -207,7 +207,7 @@ class AddressSpace:
         return None
 
     def _map(self, num_bytes: int) -> _Hole:
-        """Return a new range of addresses, as one hole."""
+        """Map a new range of at least `num_bytes`; return it as one hole."""
         span = round_up(num_bytes, self.RANGE_BYTES)
         fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= span]
         if fitting:
@@ -223,7 +223,7 @@ class AddressSpace:
         return _Hole(address, span, address)
 
     def _unmap(self, range_at: int) -> None:
-        """Leave a gap where a range was, joined with the gaps next to it."""
+        """Unmap the range at this address, and merge its gap with the gaps next to it."""
         begin, end = range_at, self._range_ends.pop(range_at)
         del self._num_segments[range_at]
         if range_at == self._first or not self._has_kernels:

@@ -119,12 +119,12 @@ class CachingAllocator:
         return block
 
     def rounded(self, num_bytes: int) -> int:
-        """Return the block size that serves a request."""
+        """Return the block size, in bytes, that serves a request of `num_bytes`."""
         tuning = self._tuning
         return round_request(num_bytes) if tuning is None else tuning.rounded(num_bytes)
 
     def free(self, block: Block) -> None:
-        """Return `block` to its pool and merge it with free neighbours."""
+        """Return `block` to its pool, merged with free neighbours."""
         num_bytes = block.num_bytes
         self.allocated_bytes -= num_bytes
         pools = self._pools if not block.stream else self._pools_of_streams[block.stream]
@@ -155,7 +155,7 @@ class CachingAllocator:
             self._tuning.inserted(block)
 
     def defer(self, block: Block) -> None:
-        """Free a block that another stream still uses: no longer allocated, not yet free."""
+        """Free a block that another stream still uses. It no longer counts, but is not free yet."""
         self.allocated_bytes -= block.num_bytes
         self._deferred[id(block)] = block
 
@@ -178,7 +178,7 @@ class CachingAllocator:
                 self.release(block)
 
     def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
-        """Yield segments without live blocks, with their pools, by stream, size and address.
+        """Yield (pool, block) of segments without live blocks, by stream, size and address.
 
         `is_small` selects small or large pools. The caller may release a segment while iterating.
         """
@@ -191,7 +191,7 @@ class CachingAllocator:
                     yield pool, block
 
     def release(self, block: Block) -> None:
-        """Return a segment to the driver. The caller has removed it from its pool."""
+        """Return a segment to the driver. The caller has removed its block from the pool."""
         self.reserved_bytes -= block.num_bytes
         self.addresses.give_back(block.address, block.num_bytes)
 
@@ -201,11 +201,11 @@ class CachingAllocator:
         return self._pools_of_streams.keys()
 
     def pools_of(self, stream: int) -> tuple[FreeBlocks, FreeBlocks]:
-        """Return the free blocks of a stream: the large pool, and the small one."""
+        """Return (free blocks of the large pool, of the small pool) of a stream."""
         return self._pools_of_streams.setdefault(stream, (FreeBlocks(), FreeBlocks()))
 
     def layout(self) -> tuple[object, ...]:
-        """Return the free blocks; with the live ones, they determine all future addresses."""
+        """Return the free blocks as comparable values; equal layouts serve requests equally."""
         every = (pool for pools in self._pools_of_streams.values() for pool in pools)
         free = tuple(tuple(pool.keys) for pool in every)
         return free if self._tuning is None else (*free, *self._tuning.layout())
@@ -215,7 +215,7 @@ class CachingAllocator:
         return id(block) in self._deferred
 
     def segments(self, live: list[Block]) -> list[Block]:
-        """Return the first block of every segment by address; `live` are the blocks in use.
+        """Return the first block of every segment by address; `live` are the allocated blocks.
 
         Each mapped part of an expandable segment counts as a segment.
         """
@@ -233,7 +233,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        """Get a segment from the driver, after `empty_cache` if needed, or raise `OutOfMemory`."""
+        """Return a segment of `size`, after `empty_cache` if needed, or raise `OutOfMemory`."""
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
         if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):
@@ -251,7 +251,7 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Return a new segment, or with expandable segments a block of a segment that has grown."""
+        """Return a new segment or block of a grown expandable one; None without memory."""
         tuning = self._tuning
         num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
         if tuning is not None and tuning.expandable is not None:
@@ -273,14 +273,14 @@ class CachingAllocator:
             self.peak_reserved_bytes = self.reserved_bytes
 
     def taken(self, block: Block) -> None:
-        """Called when `block` is a new segment; subclasses override this method."""
+        """Do nothing; subclasses override this hook, which runs when `block` is a new segment."""
 
     # --- expandable segments
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Hook for subclasses: memory was mapped to addresses that are part of `block` now."""
+        """Do nothing; a hook that runs when memory is mapped at `address`, now part of `block`."""
         self._reserve(num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Called when addresses that are part of `block` were unmapped; subclasses override it."""
+        """Do nothing; a hook that runs when memory is unmapped at `address`, part of `block`."""
         self.reserved_bytes -= num_bytes

@@ -21,7 +21,7 @@ _ADDRESS = attrgetter("address")
 
 
 class Unmapped(Block):
-    """Part of an expandable range without mapped memory."""
+    """Addresses of an expandable segment that have no memory."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ Made = TypeVar("Made", bound=Block)
 
 
 class ExpandableSegments:
-    """Expandable segments of one allocator; those of the large pool grow by `large_bytes`."""
+    """Expandable segments of one allocator; those of large pools grow by `large_bytes`."""
 
     def __init__(self, allocator: "CachingAllocator", large_bytes: int) -> None:
         self._allocator = allocator
@@ -39,10 +39,10 @@ class ExpandableSegments:
         self._lowest = HIGHEST_ADDRESS
 
     def best_index(self, pool: FreeBlocks, index: int) -> int:
-        """Return the index in `pool` of the block to take, at or after `index`.
+        """Return the index, from `index` on, of the block of `pool` that serves a request.
 
         The block at `index` is the smallest that is large enough. A block followed by unmapped
-        addresses has the size to which it can grow.
+        addresses counts with the size to which it can grow.
         """
         keys, by_key = pool.keys, pool.by_key
         size = _size_if_grown(by_key[keys[index]])
@@ -54,9 +54,9 @@ class ExpandableSegments:
         return index
 
     def grow(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Map memory for a block of at least `size`; return it, taken out of its pool.
+        """Map memory for a block of at least `size`; return it, removed from its pool.
 
-        None where the GPU has no memory left; pieces mapped until then stay mapped.
+        None if the GPU has no memory left; pieces mapped until then stay mapped.
         """
         block = self._place_for(size, is_small, stream)
         if isinstance(block, Unmapped):
@@ -83,14 +83,14 @@ class ExpandableSegments:
                     self._unmap(block)
 
     def layout(self) -> tuple[object, ...]:
-        """Return the unmapped addresses."""
+        """Return the unmapped addresses, for `CachingAllocator.layout`."""
         return tuple(
             (where, tuple((block.address, block.num_bytes) for block in blocks))
             for where, blocks in self._unmapped.items()
         )
 
     def _place_for(self, size: int, is_small: bool, stream: int) -> Block:
-        """Return the first block of the lowest free addresses that hold `size`, mapped or not."""
+        """Return the first block of the lowest free or unmapped addresses with room for `size`."""
         for block in self._unmapped.get((stream, is_small), ()):
             before = block.previous
             start: Block = before if before is not None and before.is_free else block
@@ -107,7 +107,7 @@ class ExpandableSegments:
         return made
 
     def _map(self, block: Unmapped, size: int) -> Block | None:
-        """Map memory at the beginning of `block` and merge it with free neighbours."""
+        """Map `size` bytes at the start of `block`; return them merged with free neighbours."""
         piece = self._piece_bytes[block.is_small]
         num_bytes = round_up(size, piece)
         most = self._allocator.gpu_bytes
@@ -128,7 +128,7 @@ class ExpandableSegments:
         return mapped
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the pieces that a free block covers."""
+        """Unmap the whole pieces within a free block."""
         piece = self._piece_bytes[block.is_small]
         begin = round_up(block.address, piece)
         end = (block.address + block.num_bytes) // piece * piece
@@ -169,7 +169,7 @@ def _size_if_grown(block: Block) -> int:
 
 
 def _has_room(block: Block, size: int) -> bool:
-    """Return whether `size` fits from `block` on into free or unmapped addresses."""
+    """Return whether free and unmapped blocks, from `block` on, hold `size` together."""
     room, at = 0, block
     while room < size:
         if not (at.is_free or isinstance(at, Unmapped)):
@@ -185,7 +185,7 @@ def _linked(
     kind: type[Made], like: Block, address: int, num_bytes: int,
     previous: Block | None, following: Block | None,
 ) -> Made:  # fmt: skip
-    """Make a free or unmapped block in the range of `like`, linked to its neighbours."""
+    """Return a new block of class `kind` in the segment of `like`, linked to its neighbours."""
     is_free = kind is not Unmapped
     made = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
     link(made)

@@ -18,7 +18,7 @@ POOL = (0, 0)  # id of the default pool, as `torch.cuda.MemPool` ids
 
 
 def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
-    """Return the entry `allocator_settings` of a memory snapshot."""
+    """Return the value of `allocator_settings` in a memory snapshot."""
     return {
         "PYTORCH_ALLOC_CONF": settings.text,
         "expandable_segments": settings.expandable_segments,
@@ -29,7 +29,7 @@ Stack = Any  # stack of a thread, as the caller gathers it
 
 
 class Context(IntEnum):
-    """torch's `RecordContext`: which events record a Python stack."""
+    """Events for which a Python stack is recorded: torch's `RecordContext`."""
 
     NEVER = 0
     STATE = 1
@@ -38,7 +38,7 @@ class Context(IntEnum):
 
 
 class Entry(NamedTuple):
-    """A `TraceEntry` of torch's memory snapshot."""
+    """One action of the allocator: a `TraceEntry` of torch's memory snapshot."""
 
     action: str
     address: int
@@ -52,10 +52,10 @@ class Entry(NamedTuple):
 
 @dataclass(eq=False)
 class MemoryHistory:
-    """The latest `max_entries` actions, without those in `skipped`.
+    """The latest `max_entries` actions of the allocator, except actions named in `skipped`.
 
-    `context` selects the events whose stacks are recorded. `gather_stack` returns the stack of the
-    running thread, `frames_of` torch's frames of a stack.
+    `context` selects the events whose Python stacks are recorded. `gather_stack` returns the
+    running thread's stack, and `frames_of` converts a stack to a snapshot's frames.
     """
 
     gather_stack: Callable[[], Stack]
@@ -74,21 +74,21 @@ class MemoryHistory:
         self.entries: deque[Entry] = deque(maxlen=min(self.max_entries, 1 << 62))
 
     def continues(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
-        """Continue from `before`: the stacks of live blocks, and the actions so far."""
+        """Copy the stacks of live blocks from `before`, and its entries if they are kept."""
         self.stacks, self.of_segments = before.stacks, before.of_segments
         if keeps_entries:
             self.entries.extend(before.entries)
 
     def _gather(self, least: Context) -> Stack | None:
-        """Return the running stack if `context` records stacks of `least`."""
+        """Return the running thread's stack, if `context` is at least `least`; else None."""
         return self.gather_stack() if self.context >= least else None
 
     def gather(self) -> None:
-        """Gather the stack of the next request."""
+        """Record the running thread's stack for the request that follows."""
         self._stack = self._gather(Context.STATE)
 
     def storage_freed(self, address: int) -> None:
-        """Record the current stack for the free of the storage at `address`."""
+        """Record the stack at which Python freed the storage at `address`."""
         if self.context >= Context.ALL:
             self._freed_at[address] = self.gather_stack()
 
@@ -99,7 +99,7 @@ class MemoryHistory:
         self._add_block("alloc", block, self._stack)
 
     def free_requested(self, block: Block) -> None:
-        """Record that `block` was freed, also if another stream still uses it."""
+        """Record that `block` was freed, even if another stream still uses it."""
         stack = self._freed_at.get(block.address, self.stacks.get(block.address))
         self._add_block("free_requested", block, stack)
 
@@ -110,35 +110,35 @@ class MemoryHistory:
         self._add_block("free_completed", block, allocated_at if stack is None else stack)
 
     def segment_allocated(self, block: Block) -> None:
-        """Record a segment of `cudaMalloc`."""
+        """Record that `cudaMalloc` returned a segment."""
         if self._stack is not None:
             self.of_segments[block.address] = self._stack
         self._add("segment_alloc", (block.address, block.num_bytes), block.stream, self._stack)
 
     def segment_freed(self, block: Block) -> None:
-        """Record a segment of `cudaFree`."""
+        """Record that a segment was freed by `cudaFree`."""
         stack = self.of_segments.pop(block.address, None)
         if self.context >= Context.ALL:
             stack = self.gather_stack()
         self._add("segment_free", (block.address, block.num_bytes), block.stream, stack)
 
     def segment_mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Record that an expandable segment has grown."""
+        """Record that memory was mapped into an expandable segment."""
         if self._stack is not None and block.previous is None:
             self.of_segments.setdefault(block.address, self._stack)
         self._add("segment_map", (address, num_bytes), block.stream, self._stack)
 
     def segment_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Record that an expandable segment has returned memory."""
+        """Record that memory was unmapped from an expandable segment."""
         stack = self._gather(Context.ALL)
         self._add("segment_unmap", (address, num_bytes), block.stream, stack)
 
     def refused(self, num_bytes: int, stream: int, free_bytes: int) -> None:
-        """Record a failed request for `num_bytes`, when `cudaMalloc` has `free_bytes` left."""
+        """Record a request that failed, when the GPU had `free_bytes` left."""
         self._add("oom", (free_bytes, num_bytes), stream, self._stack)
 
     def snapshot_taken(self, active_bytes: int) -> None:
-        """Record that a snapshot was taken."""
+        """Record that a snapshot was taken, with `active_bytes` in blocks."""
         self._add("snapshot", (0, active_bytes), 0, None)
 
     def _add_block(self, action: str, block: Block, stack: Stack | None) -> None:
@@ -146,7 +146,7 @@ class MemoryHistory:
         self._add(action, place, block.stream, stack)
 
     def _add(self, action: str, place: tuple[int, ...], stream: int, stack: Stack | None) -> None:
-        """Add an entry; `place` is address, bytes, and bytes of the block if they differ."""
+        """Add an entry; `place` is (address, bytes) or (address, requested bytes, block bytes)."""
         if action in self.skipped:
             return
         address, num_bytes, block_bytes = (*place, place[-1])[:3]
@@ -156,7 +156,7 @@ class MemoryHistory:
         self.entries.append(made)
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the entries in torch's form; one without a stack has no `frames`."""
+        """Return the entries as dicts of torch's snapshot; `frames` is missing without a stack."""
         return [self._entry(entry) for entry in self.entries]
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
@@ -173,21 +173,21 @@ class MemoryHistory:
         return made
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
-        """Return the stack of the request at `address`, if it was recorded."""
+        """Return the frames recorded when the block at `address` was allocated, or []."""
         return self.frames_of(self.stacks[address]) if address in self.stacks else []
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:
-        """Return the frames of the request for which the segment at `address` was allocated."""
+        """Return the frames recorded when the segment at `address` was allocated, or []."""
         return self.frames_of(self.of_segments[address]) if address in self.of_segments else []
 
 
 def segment_of(
     first: Block, is_deferred: Callable[[Block], bool], history: MemoryHistory | None
 ) -> dict[str, Any]:
-    """Return the segment that begins with `first`, as `torch.cuda.memory_snapshot` returns it.
+    """Return the segment that begins with `first`, in the form of `torch.cuda.memory_snapshot`.
 
-    An expandable segment is returned up to its first gap. `is_deferred` returns whether a freed
-    block is still used by another stream. `history` has the frames.
+    An expandable segment ends at its first gap. `is_deferred` returns whether a freed block is
+    still used by another stream. `history` has the frames of blocks.
     """
     blocks: list[dict[str, Any]] = []
     num_bytes = 0

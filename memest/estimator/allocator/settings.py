@@ -57,7 +57,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
-    """Settings of the allocator, with torch's defaults."""
+    """Options of `PYTORCH_ALLOC_CONF`, with torch's defaults."""
 
     expandable_segments: bool = False  # one growing segment per pool and stream
     max_split_bytes: int | None = None  # larger blocks are not split, nor serve smaller requests
@@ -75,7 +75,7 @@ class AllocatorSettings:
 
     @property
     def is_default(self) -> bool:
-        """True if the allocator behaves as without any setting."""
+        """True if no option changes the allocator."""
         return replace(self, text="", without_effect=()) == DEFAULT
 
 
@@ -87,7 +87,7 @@ class _RefusedError(Exception):
 
 
 def parse_settings(text: str) -> AllocatorSettings:
-    """Return the settings of `PYTORCH_ALLOC_CONF=text`, as the simulated release of torch.
+    """Return the settings of `PYTORCH_ALLOC_CONF=text` in the simulated release of torch.
 
     >>> parse_settings("expandable_segments:True, max_split_size_mb:64").max_split_bytes >> 20
     64
@@ -100,7 +100,7 @@ def parse_settings(text: str) -> AllocatorSettings:
 
 
 def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
-    """Return the settings of a process with `environment`; raises like `parse_settings`."""
+    """Return the settings of a process with these variables; raises like `parse_settings`."""
     if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
         raise UnsupportedError(
             f"`{NO_CACHE}` selects an allocator without a cache, which cannot be simulated",
@@ -158,7 +158,7 @@ class _Tokens:
         return word == "True"
 
     def integer(self, at: int) -> int:
-        """Parse like `std::stoull`: a leading number counts, and negative numbers wrap around."""
+        """Parse token `at` as `std::stoull` does: leading digits count, negatives wrap around."""
         found = _INTEGER.match(self[at])
         if found is None or int(found[2]) >= 1 << 64:
             raise _RefusedError("stoull")
@@ -171,7 +171,7 @@ class _Tokens:
         return float(found[0])
 
     def read_large_segment(self) -> None:
-        """Read the large segment size first: bounds of other options depend on it."""
+        """Read the option of large segments first, since bounds of other options depend on it."""
         for at, word in enumerate(self.words):
             if word == _LARGE_SEGMENT:
                 value = self.integer(at + 2)
@@ -180,7 +180,7 @@ class _Tokens:
                 self.large_bytes = value * MIB
 
     def end_of_value(self, at: int) -> int:
-        """Return the index of the end of the value at `at`: `at` or its closing bracket."""
+        """Return the index of the last token of the value at `at`, such as a bracket."""
         if self[at] != "[":
             return at
         while at < len(self.words) and self.words[at] != "]":
@@ -193,7 +193,7 @@ class _Tokens:
 def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
-    """Yield fields of `AllocatorSettings` and values, as one of torch's two parsers reads them."""
+    """Yield (field of `AllocatorSettings`, value), as one of torch's two parsers reads them."""
     own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()
@@ -324,7 +324,7 @@ _KEPT = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
-    """Return `before` after `_set_allocator_settings(text)`; raises like `parse_settings`."""
+    """Return the settings after `_set_allocator_settings(text)`; raises like `parse_settings`."""
     after = _parse(text, text, large_bytes=before.large_segment_bytes)
     fields = [_COMMON[key][0] for key in _KEPT if key not in _Tokens(text).words]
     return replace(after, **{field: getattr(before, field) for field in fields})

@@ -23,7 +23,7 @@ _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up onc
 
 
 class Stat:
-    """Current value, peak and totals of one figure, as `c10::CachingAllocator::Stat`."""
+    """Current value, peak and totals of one statistic, as in `c10::CachingAllocator::Stat`."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -41,14 +41,14 @@ class Stat:
             self.freed -= amount
 
     def as_dict(self) -> dict[str, int]:
-        """Return the figure in torch's Python form."""
+        """Return the statistic as a dict with torch's keys."""
         return {name: getattr(self, name) for name in ("current", "peak", "allocated", "freed")}
 
 
 class CountingAllocator(CachingAllocator):
-    """A `CachingAllocator` with all counters of `torch.cuda.memory_stats`.
+    """A `CachingAllocator` with all statistics of `torch.cuda.memory_stats`.
 
-    `gpu_bytes` is the GPU's memory for the allocator without a limit; None means the limit.
+    `gpu_bytes` is what the allocator could reserve without a limit; None means the limit.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CountingAllocator(CachingAllocator):
         self._oversize = {name: Stat() for name in ("allocations", "segments")}
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Count and serve a request; see `CachingAllocator.malloc`."""
+        """Serve and count a request; see `CachingAllocator.malloc`."""
         history = self.history
         if history is not None:
             history.gather()
@@ -103,7 +103,7 @@ class CountingAllocator(CachingAllocator):
         return block
 
     def free(self, block: Block) -> None:
-        """Count and free; see `CachingAllocator.free`."""
+        """Free a block and count that; see `CachingAllocator.free`."""
         if self.history is not None:
             self.history.free_requested(block)
             self.history.free_completed(block)
@@ -111,7 +111,7 @@ class CountingAllocator(CachingAllocator):
         self._end(block)
 
     def _end(self, block: Block) -> None:
-        """Count and free a block that is no longer allocated."""
+        """Return a block, no longer counted as allocated, to its pool, and count that."""
         size, before, after = block.num_bytes, block.previous, block.next
         num_split = split_bytes = 0
         for free in (before, after):
@@ -126,14 +126,14 @@ class CountingAllocator(CachingAllocator):
         self._count(block.is_small, _ACTIVE, amounts)
 
     def defer(self, block: Block) -> None:
-        """Count a deferred block, which is not allocated any more but active."""
+        """Count a deferred block as freed, but still active."""
         if self.history is not None:
             self.history.free_requested(block)
         super().defer(block)
         self._count(block.is_small, _ALLOCATED, (-1, -block.num_bytes))
 
     def complete(self, block: Block) -> None:
-        """Count and free a deferred block; see `CachingAllocator.complete`."""
+        """Free a deferred block and count that; see `CachingAllocator.complete`."""
         if self._deferred.pop(id(block), None) is None:
             return
         if self.history is not None:
@@ -142,12 +142,12 @@ class CountingAllocator(CachingAllocator):
         self._end(block)
 
     def empty_cache(self) -> None:
-        """Free the cache, as `release_cached_blocks` does."""
+        """Return cached segments to the driver, and log it: `release_cached_blocks`."""
         self.num_syncs += 1
         super().empty_cache()
 
     def release(self, block: Block) -> None:
-        """Count a returned segment."""
+        """Return a segment to the driver, and count that."""
         self.num_segments_freed += 1
         super().release(block)
         self._count(block.is_small, _SEGMENTS, (-1, -block.num_bytes))
@@ -202,16 +202,16 @@ class CountingAllocator(CachingAllocator):
         }
 
     def described_segments(self, live: list[Block]) -> list[dict[str, Any]]:
-        """Return all segments, as `torch.cuda.memory_snapshot`; `live` are the blocks in use."""
+        """Return all segments as `torch.cuda.memory_snapshot` does; `live` are blocks in use."""
         return [segment_of(b, self.is_deferred, self.history) for b in self.segments(live)]
 
     def reset_peak_stats(self) -> None:
-        """Reset peaks as `torch.cuda.reset_peak_memory_stats`, except those of the run itself."""
+        """Reset peaks as `torch.cuda.reset_peak_memory_stats`, except those of the report."""
         for stat in self._all():
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
-        """Reset counters, as `torch.cuda.reset_accumulated_memory_stats` does."""
+        """Reset totals as `torch.cuda.reset_accumulated_memory_stats` does."""
         for stat in self._all():
             stat.allocated = stat.freed = 0
         self._retries_forgotten = self.num_retries
@@ -221,7 +221,7 @@ class CountingAllocator(CachingAllocator):
         return chain(*self._stats.values(), self._oversize.values())
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
-        """Count a new or freed segment; return whether segments are expandable.
+        """Count a new (`sign` 1) or freed (-1) segment; return whether segments are expandable.
 
         Free blocks of expandable segments do not count as inactive splits.
         """
@@ -234,7 +234,7 @@ class CountingAllocator(CachingAllocator):
             self._oversize[name].change(sign)
 
     def _count(self, is_small: bool, names: tuple[str, ...], amounts: tuple[int, ...]) -> None:
-        """Add amounts to the figures of these names, for all blocks and for the pool's."""
+        """Add `amounts` to the statistics `names`, for all pools and for the small or large one."""
         for name, amount in zip(names, amounts, strict=True):
             if amount:
                 stats = self._stats[name]
@@ -245,10 +245,9 @@ class CountingAllocator(CachingAllocator):
 def allow_share(
     allocator: CountingAllocator, share: float, total_bytes: int, most_bytes: int
 ) -> None:
-    """Limit the allocator to `share` (0 to 1) of the GPU's whole memory, as `setMemoryFraction`
-    does.
+    """Limit the allocator to `share` (0 to 1) of `total_bytes`, as `setMemoryFraction` does.
 
-    `most_bytes` is the memory that the allocator can reserve there; a share of 1 allows all of it.
+    `most_bytes` is what the allocator can reserve on the GPU; a share of 1 allows all of it.
     """
     allowed = int(share * total_bytes)
     allocator.allowed_bytes = allowed if share < 1 else None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tuning:
-    """Effects of settings on an allocator; an allocator with default settings has none."""
+    """Effects of settings on an allocator. With default settings an allocator has no `Tuning`."""
 
     def __init__(self, allocator: "CachingAllocator", settings: AllocatorSettings) -> None:
         self.settings = settings
@@ -42,7 +42,7 @@ class Tuning:
     # --- sizes
 
     def rounded(self, num_bytes: int) -> int:
-        """Return the block size that serves a request."""
+        """Return the block size, in bytes, that serves a request of `num_bytes`."""
         if num_bytes < ROUND_BYTES:
             return ROUND_BYTES
         interval = num_bytes.bit_length() - MIB.bit_length()
@@ -55,10 +55,10 @@ class Tuning:
     # --- a request
 
     def best_index(self, pool: FreeBlocks, index: int, size: int, is_small: bool) -> int:
-        """Return the index of the free block that serves a request of `size`.
+        """Return the index in `pool` of the block for a request of `size`; its length if none.
 
-        The block at `index` is the smallest that is large enough. The number of blocks means that
-        none serves the request, and then old segments have been freed.
+        The block at `index` is the smallest that is large enough. If no block serves the request,
+        old segments are freed first.
         """
         if self.collects:
             self._num_searches[is_small] += 1
@@ -71,7 +71,7 @@ class Tuning:
         return len(pool.keys)
 
     def _serves(self, num_bytes: int, size: int) -> bool:
-        """Return whether a block may serve: one above the limit of splits is for large requests."""
+        """Return whether a block of `num_bytes` may serve `size`, by the limit of splits."""
         limit = self._max_split
         if limit is None:
             return True
@@ -80,7 +80,7 @@ class Tuning:
         return num_bytes < size + self.settings.max_non_split_rounding_bytes
 
     def splits(self, size: int, remaining: int, is_small: bool) -> bool:
-        """Return whether a block with `remaining` bytes besides `size` is split."""
+        """Return whether a block that is `remaining` bytes larger than `size` is split."""
         if is_small or self.expandable is not None:
             return remaining >= ROUND_BYTES
         is_whole = self._max_split is not None and size >= self._max_split
@@ -90,19 +90,19 @@ class Tuning:
 
     @property
     def collects(self) -> bool:
-        """True if old segments are freed: a threshold and a memory fraction are set."""
+        """True if old segments are freed: threshold and limit are set."""
         return (
             self.settings.garbage_collection_threshold > 0
             and self._allocator.allowed_bytes is not None
         )
 
     def inserted(self, block: Block) -> None:
-        """Record when `block` was inserted into its pool."""
+        """Record the age of `block`, which was inserted into its pool."""
         if self.settings.garbage_collection_threshold:
             self._inserted_at[id(block)] = self._num_searches[block.is_small]
 
     def _collect(self) -> None:
-        """Free the unsplit large segments that were idle longest."""
+        """Free the large cached segments that were idle longest, down to the threshold."""
         allocator = self._allocator
         assert allocator.allowed_bytes is not None
         share = self.settings.garbage_collection_threshold
@@ -128,9 +128,9 @@ class Tuning:
         return self._num_searches[block.is_small] - self._inserted_at.get(id(block), 0)
 
     def release_oversize(self, size: int, is_small: bool, stream: int) -> bool:
-        """Free oversize blocks: one that is large enough, or as many as are needed.
+        """Free a cached block above the limit of splits for `size`, or as many as are needed.
 
-        Return whether that was enough for a request of `size`.
+        Return whether that was enough for the request.
         """
         if self._max_split is None:
             return False
@@ -154,7 +154,7 @@ class Tuning:
         return released >= wanted
 
     def layout(self) -> tuple[object, ...]:
-        """Return the state that decides future addresses besides live and free blocks."""
+        """Return the state of `Tuning` that decides future addresses, for comparison."""
         if self.collects:
             return (object(),)  # ages differ, so two states never compare equal
         return () if self.expandable is None else self.expandable.layout()

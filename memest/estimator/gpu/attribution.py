@@ -24,7 +24,7 @@ from memest.estimator.tensors.storages import MemKind, Site
 class LiveModules:
     """Tracks which module of which model is running; a model is found when it is first called.
 
-    The name of a module is its path below the outermost one: `GPT2LMHeadModel.transformer.h.0`.
+    The name of a module is its path from the outermost one: `GPT2LMHeadModel.transformer.h.0`.
     """
 
     MAX_NOTES = 200_000
@@ -45,7 +45,7 @@ class LiveModules:
         """Callback for each call of an outermost module; its argument is True for the first."""
 
     def hooks(self) -> list[Any]:
-        """Register hooks on every module's forward; return their handles."""
+        """Register global forward hooks of torch for all modules; return their handles."""
         self._handles = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
@@ -122,13 +122,13 @@ class LiveModules:
         return self._names.get(id(module), "")
 
     def note_line(self, line: str) -> None:
-        """Record `line` as the caller of the running forward."""
+        """Record `line`, of the script, as the one that the running forward executes."""
         if line != self._line:
             self._line = line
             self._note(-1)
 
     def in_backward(self) -> tuple[str, str]:
-        """Return module and line whose forward made the running autograd node; "" if unknown."""
+        """Return (module, line) whose forward made the running autograd node; "" if unknown."""
         node = torch._C._current_autograd_node()
         if node is None:
             return "", ""
@@ -139,15 +139,15 @@ class LiveModules:
         return self._owners[index] if index >= 0 else ("", "")
 
     def forget(self) -> None:
-        """Drop the records of old autograd nodes at the end of a step."""
+        """Drop the oldest records of autograd nodes, at the end of a step."""
         if len(self._starts) > 2 * self.MAX_NOTES:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record that the running module and line create the next autograd nodes.
+        """Record that the running module and line create the autograd nodes from now on.
 
-        Nodes have sequence numbers. `offset` is -1 below autograd, where the operator's own
-        node has its number already.
+        Nodes have sequence numbers. `offset` is -1 below autograd, where the operator's own node
+        already has its number.
         """
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
@@ -167,7 +167,6 @@ class LiveModules:
         self._note()
 
     def _call(self, module: nn.Module) -> None:
-        """Record the call of an outermost module."""
         if len(self._starts) > 4 * self.MAX_NOTES:
             self.forget()  # a script that only generates takes no optimizer steps
         is_new = id(module) not in self._names
@@ -192,9 +191,9 @@ class LiveModules:
 
 
 class Attribution:
-    """Finds the origin (`Site`) of each request: module, phase, operator and line.
+    """Finds the origin (`Site`) of each allocation: module, phase, operator and line.
 
-    Labels write the kind and the owning module of storages into their table.
+    The `label` methods set kind and owning module of storages in the `StorageTable`.
     """
 
     def __init__(self, memory: Memory, lines: ScriptLines) -> None:
@@ -209,7 +208,7 @@ class Attribution:
         self._owned: dict[Site, Site] = {}  # sites to which labels have added a module
 
     def site(self, func: Any) -> Site:
-        """Return the `Site` of a request by `func`, an operator or a name, as a shared object."""
+        """Return the `Site` of what `func`, an operator or a name, allocates now; it is shared."""
         module, phase = self.modules.current(), self.phase()
         line, caller = self.lines.current(), ""
         if phase in ("setup", "forward"):
@@ -245,7 +244,7 @@ class Attribution:
         return "forward"
 
     def failure(self, func: Any, error: Exception) -> Exception:
-        """Return the error to raise when `func` fails: the original one, or "not simulated"."""
+        """Return the exception to raise if `func` raised `error`: `error`, or "not simulated"."""
         module = self.modules.current().partition(".")[2]
         where = self.lines.current() or (f"`{module}`" if module else "the script")
         return refusal(func, error, where)
@@ -253,7 +252,7 @@ class Attribution:
     # --- labels
 
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Label parameters and gradients of `optimizer`, or its state if not `with_grads`."""
+        """Label parameters and gradients of an optimizer, or without `with_grads` its state."""
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:

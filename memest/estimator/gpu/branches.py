@@ -28,17 +28,22 @@ ROUNDS = 2  # rounds of a loop that waits for an unknown value, while no optimiz
 
 
 class WaitingLoops:
-    """Loops whose conditions are guessed, by the frame that runs them and by their lines."""
+    """Loops of a script whose conditions are unknown, by running frame and lines of the loop."""
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, range], int] = {}
 
     def clear(self) -> None:
-        """Restart the count after an optimizer step, which shows that the loop makes progress."""
+        """Set all counts of rounds to 0, as an optimizer step shows progress."""
         self._rounds.clear()
 
     def branch(self, guess: bool, notes: Notes) -> bool:
-        """Return `guess` or its opposite as the value of the condition that is read now."""
+        """Return `guess`, or its opposite, for the unknown condition that a script reads now.
+
+        A waiting loop gets the opposite after `ROUNDS` rounds, so that it ends; `notes` records
+        that. Any other condition gets the opposite in the second round of such a loop. It also does
+        if the code raises on `guess` alone.
+        """
         frame, loop = _read_now()
         if frame is None:
             return guess
@@ -50,7 +55,7 @@ class WaitingLoops:
         return not guess if guess in raises and (not guess) not in raises else guess
 
     def known(self) -> None:
-        """Count an iteration of a loop whose condition, read now, is known."""
+        """Count a round of the loop whose condition the script reads now, if it is known."""
         frame, loop = _read_now()
         if frame is not None and loop is not None:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
@@ -69,7 +74,7 @@ class WaitingLoops:
         return not guess
 
     def _takes_other_way(self, frame: FrameType | None) -> bool:
-        """Return whether `frame` or a caller is in every second iteration of a waiting loop."""
+        """Return whether `frame` or a caller is in the second round of a waiting loop."""
         running = {key for key, rounds in self._rounds.items() if not rounds % 2}
         while running and frame is not None:
             if any(owner == id(frame) and frame.f_lineno in loop for owner, loop in running):
@@ -79,7 +84,7 @@ class WaitingLoops:
 
 
 def _read_now() -> tuple[FrameType | None, range | None]:
-    """Return the innermost frame outside of memest, and the loop whose condition it reads."""
+    """Return the script's innermost frame, and the lines of the loop whose condition it reads."""
     stack = (frame for frame, _ in walk_stack(sys._getframe(1)))
     frame = next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
     if frame is None:
@@ -93,7 +98,7 @@ def _read_now() -> tuple[FrameType | None, range | None]:
 
 @cache
 def _conditions(file: str) -> tuple[tuple[range, range], ...]:
-    """Return the lines of the only condition of `while` loops in a file, and the loop's lines.
+    """Return (lines of the condition, lines of the loop) for `while` loops in a file.
 
     Loops with another exit, such as a maximum of iterations, are left out: they end.
     """
@@ -115,7 +120,7 @@ def _only_condition(loop: ast.While) -> ast.expr | None:
 
 
 def _exits(body: Iterable[ast.AST], is_nested: bool = False) -> Iterator[ast.AST]:
-    """Yield each `return` of a loop, and each `break` that ends the loop itself."""
+    """Yield each `return` in a loop's body, and each `break` that ends the loop itself."""
     for node in body:
         if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not is_nested):
             yield node
@@ -133,7 +138,7 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 
 @cache
 def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
-    """Return the values of the condition that is read at `offset` on which the code raises."""
+    """Return the results of the condition at bytecode `offset`, of True and False, that raise."""
     found = list(dis.get_instructions(code))
     index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
     if not found[index:][:1] or "POP_JUMP" not in found[index].opname:
@@ -150,7 +155,7 @@ def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
 
 
 def _raises(found: list[dis.Instruction], start: int) -> bool:
-    """Return whether the code from `start` on raises before it branches or stores."""
+    """Return whether the bytecode from index `start` raises before it branches or stores."""
     for step in found[start:]:
         if step.opname == "RAISE_VARARGS":
             return True

@@ -51,14 +51,14 @@ _CHECKS = "" if "_is_all_true" in _VALIDATE.co_names else _VALIDATE.co_filename
 
 
 def is_check() -> bool:
-    """Return whether the running code is a check of `torch.distributions`."""
+    """Return whether the running code validates arguments in `torch.distributions`."""
     frames = islice(walk_stack(sys._getframe(1)), CHECK_DEPTH) if _CHECKS else ()
     return any(frame.f_code.co_filename == _CHECKS for frame, _ in frames)
 
 
 @dataclass(slots=True)
 class Guesses:
-    """Counts of guessed values by the line that read them."""
+    """Counts of guessed values, by the line of the script that read them."""
 
     is_strict: bool = False  # raise instead of guessing
     line: Callable[[], str] = lambda: ""  # returns the running line of the script, or ""
@@ -84,11 +84,11 @@ class Guesses:
         return complex(number) if dtype.is_complex else number
 
     def branch(self, guess: bool) -> bool:
-        """Return the guessed condition of a branch, so that nothing is raised and loops end."""
+        """Return `guess` or its opposite for a condition, so that nothing raises and loops end."""
         return self.loops.branch(guess, self.notes)
 
     def note(self, what: str) -> None:
-        """Count one read of `what` by the running line.
+        """Count one read of `what` by the running line of the script.
 
         Raises:
             UnsupportedError: guesses are refused, or the line seems to wait for a value.
@@ -109,14 +109,14 @@ class Guesses:
             )
 
     def warn(self, text: str) -> None:
-        """Report `text` above all figures, once; `UnsupportedError` if guesses are refused."""
+        """Add a warning to the report, once; `UnsupportedError` if guesses are refused."""
         if self.is_strict:
             raise UnsupportedError(text, hint="leave `--strict` out to have a warning instead")
         if text not in self.notes.warnings:
             self.notes.warnings.append(text)
 
     def stepped(self) -> None:
-        """Record an optimizer step: a line that reads once per step is not a waiting loop."""
+        """Record an optimizer step: a line that reads a value in each step is no waiting loop."""
         self._in_a_row = 0
         self.loops.clear()
 
@@ -127,7 +127,7 @@ _BELOW = operators("lt.Scalar le.Scalar")
 
 
 def guessed_comparison(func: Any, args: Args) -> bool | None:
-    """Return the guessed result of a comparison of unknown operands; None for other operators."""
+    """Return the guessed result of an operator that returns booleans; None for others."""
     if func in _ABOVE or func in _BELOW:
         size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
         return 0 < size <= TOLERANCE if is_upward else size >= LARGE
@@ -142,7 +142,7 @@ MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
 
 def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> None:
-    """Store the guessed values of booleans `out` in `values`, unless they are known.
+    """Store guesses of booleans `out` in `values`, unless `values` has them.
 
     Values selected at unknown positions are known if all values of the source are equal.
     """
@@ -165,7 +165,7 @@ def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> N
 def guessed_bincount(
     guesses: Guesses, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor | None:
-    """Return `bincount` of unknown numbers, if the script gives `minlength`.
+    """Return an unknown `bincount` with `minlength` bins; None if the script gives no `minlength`.
 
     A metric that gives the number of its classes counts no larger class.
     """
@@ -196,7 +196,7 @@ _TO_NUMBERS = _ABOVE | _BELOW | operators("eq.Scalar ne.Scalar")
 
 
 class _Selections:
-    """Masks that have selected elements, so that a later `any()` or `count > 0` is guessed True."""
+    """Masks that selected elements. A later `mask.any()` or `mask.sum() > 0` is guessed True."""
 
     def __init__(self) -> None:
         self._opposites: dict[int, int] = {}  # storage of `~mask` -> that of `mask`
@@ -205,12 +205,12 @@ class _Selections:
         self._answers: set[int] = set()  # storages of `mask.any()`, of `mask.sum() > 0`
 
     def add(self, masks: Iterable[Tensor]) -> None:
-        """Record masks, or negated masks, that decided the size of a result."""
+        """Record masks whose values decided a shape; of a negated mask also the original."""
         for key in map(storage_key, masks):
             self._masks.update((key, self._opposites.get(key, key)))
 
     def follow(self, func: Any, source: Any, out: Any) -> None:
-        """Record that `out` is a negated mask, a count of a mask, or its `any()`."""
+        """Record whether `out = func(source)` is a negated mask, its count or its `any()`."""
         if func in _OPPOSITES:
             self._opposites[storage_key(out)] = storage_key(source)
         elif func in _SUMS:
@@ -221,14 +221,14 @@ class _Selections:
             self._answers.add(storage_key(out))
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is a recorded `any()` or `count > 0`; drop the record."""
+        """Return whether `tensor` is `any()` or `count > 0` of a recorded mask; forget it."""
         key = storage_key(tensor)
         is_answer = key in self._answers
         self._answers.discard(key)
         return is_answer
 
     def forget(self, key: int) -> None:
-        """Drop the freed storage `key`."""
+        """Drop the records of a freed storage, by its key."""
         self._opposites.pop(key, None)
         self._masks.discard(key)
         self._counts.discard(key)
@@ -236,9 +236,10 @@ class _Selections:
 
 
 class GuessedValues:
-    """Guessed values of tensors that decide shapes, in a layer above the known values.
+    """Guessed values of tensors that decide shapes; they come before the known values.
 
-    Chosen indices are spread evenly, comparisons by size are True. `guesses` counts each use.
+    Choices, such as those of `topk`, are spread evenly over all indices. Comparisons by size are
+    True. `guesses` counts each use.
     """
 
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
@@ -248,7 +249,7 @@ class GuessedValues:
         self._selections = _Selections()
 
     def forget(self, key: int) -> None:
-        """Drop the freed storage `key`, here and in the known values."""
+        """Drop guessed and known values of a freed storage, by its key."""
         self._known.forget(key)
         self._selections.forget(key)
 
@@ -263,7 +264,7 @@ class GuessedValues:
     def read(self, func: Any, tensor: Tensor) -> Any:
         """Return the guessed number that a script reads from `tensor`, or None.
 
-        Comparisons with a threshold are left to `guesses`, which returns False.
+        None also for comparisons with a threshold, for which `guesses` returns False.
         """
         value_of = self.value_of(tensor)
         if value_of is None or func not in (
@@ -280,9 +281,9 @@ class GuessedValues:
         return value_of.item()
 
     def result(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return the guessed result of an operator with `Op.shaped_by`, on meta, and count it.
+        """Return a meta result of guessed shape for an operator with `Op.shaped_by`; count it.
 
-        None if the shape is known, or has no bound.
+        None if the shape is known, or has no upper bound.
         """
         shaped_by = op_of(func).shaped_by
         assert shaped_by is not None
@@ -306,7 +307,7 @@ class GuessedValues:
         return made
 
     def follow(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
-        """Guess the result of an `argmax`, `topk` or comparison, and compute results of guesses.
+        """Guess the result `out` of an `argmax`, `topk` or comparison, or compute it from guesses.
 
         Call it before the known values follow the same call.
         """
@@ -352,7 +353,7 @@ class GuessedValues:
 
 
 def largest_result(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the largest result of an operator with `Op.shaped_by`, on meta.
+    """Return a meta result of the largest shape that an operator with `Op.shaped_by` can have.
 
     None if its size has no bound.
     """

@@ -27,7 +27,7 @@ MAX_MARKS = 100_000  # largest number of stored marks
 
 @dataclass(slots=True)
 class EventLog:
-    """Events of the storages on the GPU, in order; ids are those of a `StorageTable`."""
+    """Allocations and frees on the GPU, in order; ids are indices of a `StorageTable`."""
 
     events: "array[int]" = field(default_factory=lambda: array("q"))
     """First `MAX_EVENTS` events, packed. An id is an allocation, its `free_of` a free, and its
@@ -47,7 +47,7 @@ class EventLog:
         self.open = self.events
 
     def mark(self, name: str) -> None:
-        """Add a mark after the events so far."""
+        """Record that `name`, a phase or the end of a step, begins after the events so far."""
         if not self.is_full and len(self.marks) < MAX_MARKS:
             self.marks.append((len(self.events), name))
 
@@ -64,7 +64,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Live storages of one origin at the peak."""
+    """Storages of one kind and origin that are live at the peak."""
 
     kind: MemKind
     site: Site
@@ -73,7 +73,7 @@ class Held:
 
 
 class History:
-    """Memory history of a running script; `storages` is the table of its events."""
+    """Memory history of a running script; `storages` is the table of its storages."""
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.log = EventLog()
@@ -99,7 +99,7 @@ class History:
         self._first_reused = 0
 
     def allocated(self, index: int, site: Site) -> None:
-        """Record that storage `index` got its block in the last event."""
+        """Record that storage `index` was allocated by the last event of the log."""
         allocator = self._allocator
         if site.phase != self.phase:
             self._close()
@@ -113,7 +113,7 @@ class History:
             self._top_reserved = allocator.reserved_bytes
 
     def _close(self) -> None:
-        """Update the peaks of phase, step and run with the highest level since the last update."""
+        """Raise the peaks of phase, step and run to the highest memory since the last call."""
         top, reserved = self._top, self._top_reserved
         if self.phase:
             before = self.phases.get(self.phase, (0, 0))
@@ -155,11 +155,11 @@ class History:
 
     @property
     def is_due(self) -> bool:
-        """True if enough events have passed for a call of `fold`."""
+        """True if `fold` should be called, as enough events have been logged."""
         return len(self.log.open) - self.log.start > WINDOW
 
     def fold(self) -> None:
-        """Find the live storages at the peak among recent events, and ids that can be reused."""
+        """Find what is live at the peak of recent events; recycle ids of freed storages."""
         self._close()
         log, alive = self.log, self._alive
         position, events = log.start, log.open
@@ -204,7 +204,7 @@ class History:
                 storages.forget(index)
 
     def held_at_peak(self) -> list[Held]:
-        """Return the live storages at the peak, one entry for each kind and origin."""
+        """Return the storages that are live at the peak, summed by kind and origin."""
         self.fold()
         if self._held is None:
             self._held = self._sum()

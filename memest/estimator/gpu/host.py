@@ -34,7 +34,7 @@ _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float
 
 
 def num_draws(func: Any, tensor: Tensor) -> int:
-    """Return the number of 32-bit random words with which `func` fills a contiguous host tensor."""
+    """Return how many 32-bit random words `func` uses to fill a contiguous host tensor."""
     count = tensor.numel()
     if func in _NORMAL and count % BLOCK:
         count += BLOCK
@@ -43,13 +43,13 @@ def num_draws(func: Any, tensor: Tensor) -> int:
 
 
 class HostRng:
-    """Numbers that are still to be skipped in the host's default random generator."""
+    """Random numbers of tensors without data, by which the host's generator is still behind."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
 
     def skip(self, func: Any, tensor: Tensor, generator: torch.Generator | None) -> None:
-        """Count the random numbers with which `func` would fill `tensor`, which has no data."""
+        """Record that `func` would draw the values of `tensor`, which has no data."""
         if func in _NORMAL and tensor.numel() < BLOCK:  # made in pairs, of which one is kept
             self.settle()
             with _disable_current_modes():
@@ -61,7 +61,7 @@ class HostRng:
             self._draw(num_draws(func, tensor), generator)
 
     def settle(self) -> None:
-        """Skip the pending numbers in the generator."""
+        """Advance the default generator by the skipped numbers, before it is used."""
         count, self.num_waiting = self.num_waiting, 0
         if count:
             self._draw(count, None)
@@ -80,7 +80,7 @@ class HostRng:
     def install(self, patches: Patches) -> None:
         """Wrap torch's functions that read or set the state of the default generator.
 
-        They make no container for their arguments, which would move Python's garbage collection.
+        The wrappers create no Python container, which would change when Python collects garbage.
         """
         get_state, set_state = torch.get_rng_state, torch.set_rng_state
         seed_by, seed = torch.manual_seed, torch.seed
@@ -125,9 +125,9 @@ _NOISE = _UNIFORM | _NORMAL | operators("bernoulli normal.Tensor_float normal.Te
 
 
 class HostTensors:
-    """Tensors of the simulated host, with and without data.
+    """Tensors of the simulated host. Large floating-point tensors have no data.
 
-    `live` has the ids of the storages on the GPU by key. `values` and `guessed` have the values of
+    `live` maps keys of storages on the GPU to ids. `values` and `guessed` have the values of
     tensors without data.
     """
 
@@ -150,7 +150,7 @@ class HostTensors:
     # --- placement
 
     def place(self, tensor: Tensor) -> Place:
-        """Return the place of `tensor` in the simulated run."""
+        """Return where the simulated run has `tensor`."""
         tensor = placement.local_part(tensor)
         if not is_meta(tensor):
             return Place.REAL
@@ -162,7 +162,7 @@ class HostTensors:
         return Place.HOST if key in placement.host_storages else Place.META
 
     def put(self, tensor: Tensor) -> None:
-        """Place the storage of `tensor`, which has no data, on the host."""
+        """Place a meta tensor's storage on the host, and count its bytes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in placement.host_storages or key in self._live:
@@ -181,7 +181,7 @@ class HostTensors:
         self._references[key] = weakref.ref(storage, died)
 
     def held(self) -> Iterator[tuple[int, bool]]:
-        """Yield (bytes, is pinned) of every larger tensor on the host, with and without data."""
+        """Yield (bytes, True if pinned) of each large tensor on the host."""
         sizes = placement.host_storages | {
             key: storage().nbytes() for key, storage in self._real.items()
         }
@@ -189,7 +189,7 @@ class HostTensors:
             yield num_bytes, key in self._pinned
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """Return a pinned copy of `tensor`, as `Tensor.pin_memory` does."""
+        """Return `tensor` or its copy in pinned memory, as `Tensor.pin_memory` does."""
         return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -206,7 +206,7 @@ class HostTensors:
     # --- operators on tensors without data
 
     def run_without_data(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on host tensors that have no data; its results have none either."""
+        """Run an operator on host tensors without data; the results have no data either."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         if func is aten._pin_memory.default:
@@ -265,7 +265,7 @@ class HostTensors:
             raise failure from error
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
-        """Yield `indices` with each mask replaced by the positions of its true entries."""
+        """Yield `indices`, with positions of True entries in place of each mask."""
         for index in indices:
             if index is None or index.dtype not in MASK_DTYPES:
                 yield index
@@ -273,7 +273,7 @@ class HostTensors:
                 yield from self.nonzero(index).to(META).unbind(1)
 
     def nonzero(self, mask: Tensor) -> Tensor:
-        """Return the positions of the true entries of a host mask, with data or without."""
+        """Return `mask.nonzero()` of a host mask, with known values or without data."""
         value = self._values.value_of(mask)
         if value is None:
             return self.run_without_data(aten.nonzero.default, (mask,), {})
@@ -282,7 +282,7 @@ class HostTensors:
     # --- operators on tensors with data
 
     def run(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on real tensors; a result too large to be real has no data."""
+        """Run an operator on tensors with data; a very large result has no data."""
         if func is aten._pin_memory.default:
             return self.pinned(args[0])
         if func is aten.is_pinned.default:
@@ -302,7 +302,7 @@ class HostTensors:
         return func(*args, **kwargs)
 
     def _without_data(self, func: Any, args: Args, kwargs: Any) -> Tensor | None:
-        """Return a result without data if it is large and floating-point, else None."""
+        """Return a meta result if it is large and floating-point, else None."""
         if func._schema.is_mutable or func.is_view:
             return None
         meta_args = _as_meta(args)
@@ -341,7 +341,6 @@ class HostTensors:
 
 
 def _is_sparse(tensor: Tensor) -> bool:
-    """Return whether `tensor` has no storage of its own."""
     return tensor.layout is not torch.strided
 
 
@@ -358,13 +357,13 @@ def _ones_like(tensor: Tensor) -> Tensor:
 
 
 def _has_large_floats(args: Args) -> bool:
-    """Return whether `args` are large enough for a result that is too large to be real."""
+    """Return whether float32 tensors of the arguments' sizes would be too large for real data."""
     taken = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
     return sum(t.numel() * 4 for t in taken) >= VIRTUAL_HOST_BYTES
 
 
 def _as_meta(value: Any) -> Any:
-    """Replace real tensors in `value` by meta tensors; scalars stay."""
+    """Replace tensors with data in `value` by meta tensors, except 0-d ones."""
     return map_tensors(lambda t: t if is_meta(t) or not t.dim() else t.to(META), value)
 
 

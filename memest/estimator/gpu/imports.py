@@ -17,7 +17,7 @@ Action = Callable[[ModuleType], None]
 
 
 class ImportHooks(MetaPathFinder):
-    """Calls actions right after a module is imported, or at once if it is imported already."""
+    """Calls functions ("actions") when a module is imported, or at once if it already is."""
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note = note
@@ -26,7 +26,7 @@ class ImportHooks(MetaPathFinder):
         self._looking: set[str] = set()
 
     def after(self, name: str, action: Action) -> None:
-        """Call `action` with the module `name` once it is imported."""
+        """Call `action` with the module `name` once the module is imported."""
         module = sys.modules.get(name)
         if module is not None and not getattr(module.__spec__, "_initializing", False):
             self._run(action, module)
@@ -34,7 +34,7 @@ class ImportHooks(MetaPathFinder):
             self._actions.setdefault(name, []).append(action)
 
     def _run(self, action: Action, module: ModuleType) -> None:
-        """Run an action; report a name that the installed release of the library lacks."""
+        """Run an action; add a note if the library's release lacks a name that the action uses."""
         try:
             action(module)
         except AttributeError as error:
@@ -47,7 +47,7 @@ class ImportHooks(MetaPathFinder):
             )
 
     def within(self, name: str, context: Callable[[], Any]) -> None:
-        """Import the module `name` in a context."""
+        """Run the first import of module `name` inside `context()`."""
         if name not in sys.modules:
             self._contexts[name] = context
             self._actions.setdefault(name, [])
@@ -64,7 +64,7 @@ class ImportHooks(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Return the spec of the other finders, its loader followed by the actions."""
+        """Return the module's usual spec, whose loader then calls the actions."""
         if fullname not in self._actions or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -91,7 +91,7 @@ _found: dict[tuple[int, ...], tuple[Sequence[Any], _Names]] = {}
 
 
 def names_of(originals: Sequence[Any]) -> _Names:
-    """Return the modules with a global name for one of `originals`.
+    """Return (module, name, index) for each global name that is bound to `originals[index]`.
 
     The result is cached by the number of modules, since the search takes 10 ms.
     """
@@ -110,7 +110,7 @@ def names_of(originals: Sequence[Any]) -> _Names:
 
 
 def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Replace objects in each module that has imported them by name; `pairs` are (old, new)."""
+    """For each (old, new) pair, replace `old` in all modules that have a global name for it."""
     originals, made = zip(*pairs, strict=True)
     for owner, name, index in names_of(originals):
         patches.set(owner, name, made[index])
@@ -119,7 +119,7 @@ def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> No
 def wrap_everywhere(
     patches: Patches, module: Any, name: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function to replace `module.name`, as `Patches.wrap`, in each module."""
+    """Decorate a function to replace `module.name` in all modules; see `Patches.wrap`."""
     original = getattr(module, name)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,14 +131,14 @@ def wrap_everywhere(
 
 
 class StubFinder(MetaPathFinder, Loader):
-    """Finder and loader of the modules of a library that is not installed."""
+    """Import finder and loader that provides stubs for a library that is not installed."""
 
     def serves(self, fullname: str) -> bool:
-        """Return whether this finder serves the module as a stub."""
+        """Return whether the module of this full name is imported as a stub."""
         raise NotImplementedError
 
     def install(self, patches: Patches, *, is_first: bool = True) -> None:
-        """Install the finder before or after all others; remove it and its modules at the end."""
+        """Register the finder before or after all others; undo removes it and its modules."""
         sys.meta_path.insert(0 if is_first else len(sys.meta_path), self)
         self._found: list[str] = []
         patches.on_undo(self._remove)
@@ -153,14 +153,14 @@ class StubFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a stub, which may have further modules."""
+        """Return a spec for the stub, as a package; None for modules not served."""
         if not self.serves(fullname):
             return None
         self._found.append(fullname)
         return ModuleSpec(fullname, self, is_package=True)
 
     def importing_frame(self) -> FrameType | None:
-        """Return the frame whose import statement looks for a module."""
+        """Return the frame of the import statement that is running."""
         for frame, _ in walk_stack(sys._getframe(1)):
             is_finders = frame.f_locals.get("self") is self
             if not is_finders and "importlib" not in frame.f_code.co_filename:

@@ -27,7 +27,7 @@ _empty_strided = torch.empty_strided  # not the virtual GPU's, which looks for `
 
 @dataclass(slots=True, unsafe_hash=True)
 class Recipe:
-    """Outputs and requests of a call, the same for all calls with the same shapes."""
+    """Outputs and allocations of a call, the same for all calls with the same shapes."""
 
     specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     """Sizes, strides and dtype of each output; None is a gradient that was not requested."""
@@ -44,7 +44,7 @@ class Recipe:
     duration_us: float | None = field(default=None, compare=False)  # time on its stream, once known
 
     def make_outputs(self) -> Any:
-        """Return fresh meta tensors as the call returns them."""
+        """Return new meta tensors like the outputs of the call."""
         made = [
             spec and _empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
             for spec in self.specs
@@ -53,9 +53,9 @@ class Recipe:
 
 
 class KernelCalls:
-    """Sends the requests of each call to memory, and counts the calls that are not modelled.
+    """Allocates in `memory` what each operator call allocates, and counts calls without a rule.
 
-    `site_of` returns the origin of a request, `value_of` the values of a tensor, if known.
+    `site_of` returns the origin of an allocation, `value_of` the known values of a tensor or None.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class KernelCalls:
         self._threads_with_handle: set[str] = set()
 
     def key_of(self, op: Op, args: Any, kwargs: Any) -> Any:
-        """Return the key that calls with the same recipe share; None if no calls share one."""
+        """Return the cache key of a call's recipe; None if the call's recipe cannot be reused."""
         if id(op.func) not in self._repeatable:
             return None
         try:
@@ -86,7 +86,7 @@ class KernelCalls:
             return None
 
     def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
-        """Make the recipe of a call with result `out`, and cache it if calls can share it."""
+        """Compute the recipe of a call with meta result `out`; cache it if calls can reuse it."""
         self.coverage.has_convolutions |= op.is_convolution
         before, num_recipes = gc.get_count()[0], len(self.recipes)
         more = () if op.from_values is None else op.from_values(self._value_of, args)
@@ -102,7 +102,7 @@ class KernelCalls:
         """Allocate the outputs and temporaries of one call, and free its temporaries.
 
         Raises:
-            torch.OutOfMemoryError: the GPU has no room for one of them.
+            torch.OutOfMemoryError: one of them does not fit the GPU.
         """
         memory = self._memory
         if recipe.is_partial:
@@ -121,7 +121,7 @@ class KernelCalls:
     def _allocate(
         self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
     ) -> None:
-        """Apply the events of a recipe; `temporary` gets the ids to free at the end of the call."""
+        """Perform the events of a recipe; append ids of temporaries that stay to `temporary`."""
         memory = self._memory
         results = results_of(out)
         site: Site | None = None
@@ -155,7 +155,7 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Yield the events of a convolution; only the first call has its `TRIED` workspaces."""
+        """Yield the events of a convolution, with those of `cudnn.benchmark` at the first call."""
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False
@@ -169,7 +169,7 @@ class KernelCalls:
                 is_over = self._memory.try_workspace(num_bytes, self._site_of("cudnn.benchmark"))
 
     def clear_workspaces(self) -> None:
-        """Free cuBLAS's workspaces, as Lightning does before a fit; each handle allocates again.
+        """Free cuBLAS's workspaces, as Lightning does before a fit; later calls allocate again.
 
         Those of cuBLASLt come last (`clearCublasWorkspaces`, CublasHandlePool.cpp of torch 2.11).
         """
@@ -181,7 +181,7 @@ class KernelCalls:
 
 
 def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...]) -> Recipe:
-    """Return the requests of one call on `gpu`, whose result on meta is `out`.
+    """Return the recipe of a call of `op` on `gpu` with meta result `out`.
 
     `more` has the values of arguments that the rule reads (`Op.from_values`).
     """
@@ -211,10 +211,10 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
 
 
 def _can_repeat(op: Op, args: Any, out: Any) -> bool:
-    """Return whether a call with the same shapes makes the same outputs, each in its own storage.
+    """Return whether later calls with the same shapes can reuse this call's recipe.
 
-    A plain operator in place makes none. `_unsafe_view` is a view whose schema does not mark it as
-    one.
+    Each output needs its own storage. A plain operator in place makes none. `_unsafe_view` is a
+    view whose schema does not mark it as one.
     """
     if op.is_plain_in_place:
         return out is args[0]
@@ -236,7 +236,7 @@ def _can_repeat(op: Op, args: Any, out: Any) -> bool:
 
 
 def results_of(out: Any) -> tuple[Any, ...]:
-    """Return the results of an operator as a flat tuple."""
+    """Return an operator's result, a tensor or nested lists, as a flat tuple of tensors."""
     if not isinstance(out, list | tuple):
         return (out,)
     flat: list[Any] = []
@@ -246,14 +246,14 @@ def results_of(out: Any) -> tuple[Any, ...]:
 
 
 def is_on_gpu(value: Any) -> bool:
-    """Return whether `value` would be a CUDA tensor; CPU tensors take no GPU memory."""
+    """Return whether `value` is a meta tensor, which takes GPU memory in a real run."""
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
 def _key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Key that calls with the same shapes share; default dtype and autocast count as arguments.
+    """Return the cache key of a call: shapes and options, default dtype and autocast.
 
-    The values of floats do not count for a plain operator in place: they differ in each step.
+    Values of floats are left out for a plain in-place operator, since they differ in each step.
     """
     state = torch.get_default_dtype(), is_in_autocast()
     if op.is_plain_in_place:
@@ -266,7 +266,7 @@ _SEQUENCES = (list, tuple)
 
 
 def _signature(value: Any) -> Any:
-    """Return the part of an argument on which output shapes depend; 1, 1.0 and True differ."""
+    """Return what output shapes depend on in an argument; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         offset = value.storage_offset() % 16
         return value.size(), value.stride(), value.dtype, value.device.type, offset

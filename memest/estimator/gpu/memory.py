@@ -45,7 +45,7 @@ PER_STORAGE = 4  # containers per live storage: two of torch, the weak reference
 
 
 class GarbagePace:
-    """Adjusts Python's `gc` threshold for memest's objects, so that collections run as usual."""
+    """Raises Python's `gc` threshold by memest's own objects, so that collections run as usual."""
 
     def __init__(self) -> None:
         self._own = self._moved = 0
@@ -60,7 +60,7 @@ class GarbagePace:
         gc.callbacks.append(self._collected)
 
     def made(self, num_objects: int) -> None:
-        """Count Python containers that memest creates, or frees if negative, beyond this call."""
+        """Count Python containers that memest has created, or freed if negative."""
         if not self._is_active or not gc.isenabled():
             self._own += num_objects
             return
@@ -89,9 +89,9 @@ class GarbagePace:
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to a storage with its id and its key.
+    """Weak reference to a storage, with the storage's id and key.
 
-    One object per storage, since long-lived objects change when Python collects garbage.
+    There is one object per storage, since long-lived objects change when Python collects garbage.
     """
 
     __slots__ = ("index", "key")
@@ -101,7 +101,7 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
 
 
 class Memory:
-    """Storages on the simulated GPU, each in a block of the caching allocator.
+    """Storages on the simulated GPU, each with a block of the caching allocator.
 
     `timeline` decides when a block that several streams use returns to its pool.
     """
@@ -137,10 +137,12 @@ class Memory:
     def allocate(
         self, tensor: Tensor, site: Site, kind: MemKind, num_bytes: int | None = None
     ) -> None:
-        """Allocate the storage of `tensor`, a meta tensor, or raise `torch.OutOfMemoryError`.
+        """Allocate the storage of a meta tensor, unless it is allocated already.
 
-        Nothing happens if the storage has memory. `num_bytes` None is the storage's own size; 0
-        makes no request.
+        `num_bytes` None means the storage's own size, and 0 makes no request.
+
+        Raises:
+            torch.OutOfMemoryError: the storage does not fit the GPU.
         """
         self._return_blocks()
         storage = tensor.untyped_storage()
@@ -155,25 +157,25 @@ class Memory:
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
     def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
-        """Bind storage id `index` to `storage`, and free the memory with it."""
+        """Record that `storage` has id `index`; when Python frees it, the memory is freed."""
         key = storage._cdata
         self.live[key] = index
         reference = self._references[index] = _Reference(storage, self._on_free)
         reference.index, reference.key = index, key
 
     def adopt(self, tensor: Tensor, index: int) -> None:
-        """Let `tensor` hold the memory of storage `index`, which no tensor holds."""
+        """Make `tensor` the owner of storage `index`, which has no tensor."""
         self._hold(tensor.untyped_storage(), index)
 
     def allocate_like(self, index: int) -> int:
-        """Allocate memory of the same size as storage `index`; return the new id."""
+        """Allocate a storage without a tensor, as large as storage `index`; return the new id."""
         storages = self.storages
         made = storages.add(storages.num_bytes[index], storages.sites[index], storages.kinds[index])
         self._request(made)
         return made
 
     def allocate_workspace(self, num_bytes: int, site: Site) -> int:
-        """Allocate memory without a tensor; return its id, for `free`, or raise out of memory."""
+        """Allocate a storage without a tensor; return its id for `free`. Raises like `allocate`."""
         self._return_blocks()
         index = self.storages.add(num_bytes, site, MemKind.WORKSPACE)
         self._request(index)
@@ -182,7 +184,7 @@ class Memory:
     def _request(self, index: int) -> None:
         self.settle()
         num_bytes = self.storages.num_bytes[index]
-        home = self._timeline.home
+        home = self._timeline.pool
         if num_bytes:
             before = self.allocator.reserved_bytes
             try:
@@ -196,7 +198,7 @@ class Memory:
                 raise torch.OutOfMemoryError(message) from None
             if self._timeline.is_slow and self.allocator.reserved_bytes > before:
                 taken = self.allocator.reserved_bytes - before
-                self._timeline.host_spends(segment_us(taken), 0.0)
+                self._timeline.advance_host(segment_us(taken), 0.0)
         self.log.open.append(index)
         if home != MAIN:
             self.storages.streams[index] = home
@@ -204,11 +206,10 @@ class Memory:
             self.history.allocated(index, self.storages.sites[index])
 
     def try_workspace(self, num_bytes: int, site: Site) -> bool:
-        """Allocate and free a workspace that a library omits if there is not enough memory.
+        """Allocate and free a workspace of `num_bytes`, halved until it fits, and empty the cache.
 
-        Halves the request until it fits and empties the cache, as `generate_and_filter_plans` of
-        Conv_v8.cpp (torch 2.11) and its caller do. Return whether the GPU has that much memory
-        outside the allocator; nothing happens otherwise.
+        `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and its caller do so. Return False,
+        and do nothing, if the GPU has less than `num_bytes` outside the allocator.
         """
         self.settle()
         if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
@@ -229,9 +230,9 @@ class Memory:
         return True
 
     def resize(self, tensor: Tensor, num_bytes: int, site: Site, kind: MemKind) -> None:
-        """Allocate another block for the storage and free its own: `resize_bytes_cuda`.
+        """Allocate `num_bytes` for the storage, then free its old block: `resize_bytes_cuda`.
 
-        A storage that had memory keeps the operator and module of its site.
+        If the storage had memory, it stays attributed to its first operator and module.
         """
         with self.lock:
             storage = tensor.untyped_storage()
@@ -243,7 +244,7 @@ class Memory:
             self._move(index, tensor, site if num_bytes else Site("", "", site.phase), kind)
 
     def grow(self, tensor: Tensor, site: Site) -> None:
-        """Move a storage that an operator enlarged to a larger block (cuda/Resize.cpp)."""
+        """Move a storage that an operator has enlarged to a larger block (cuda/Resize.cpp)."""
         with self.lock:
             index = self.live.pop(tensor.untyped_storage()._cdata, None)
             kind = self.kind if index is None else self.storages.kinds[index]
@@ -256,7 +257,7 @@ class Memory:
             self._release(index)
 
     def use_driver(self, event: int) -> None:
-        """Log `FIRST_KERNEL` or `NEW_HANDLE`, at which the driver takes memory."""
+        """Log that the driver takes memory: `event` is `FIRST_KERNEL` or `NEW_HANDLE`."""
         if self.logs_driver:
             self.settle()
             addresses = self.allocator.addresses
@@ -267,7 +268,7 @@ class Memory:
     # --- frees
 
     def free(self, index: int) -> None:
-        """Free a storage at the next `settle`. The garbage collector may call this at any time."""
+        """Free storage `index` at the next `settle`. Garbage collection may call this anywhere."""
         self._freed.append(index)
 
     def _storage_freed(self, reference: _Reference) -> None:
@@ -280,7 +281,7 @@ class Memory:
         self.pace.made(-PER_STORAGE)
 
     def _release(self, index: int) -> None:
-        """Free storage `index`, later if another stream or a collective still uses it."""
+        """Free storage `index`. Its block returns later if a stream or collective still uses it."""
         if self.is_immediate:
             self._uses.pop(index, None)
         elif index in self._stashed:
@@ -295,7 +296,7 @@ class Memory:
         self.free(index)
 
     def _return_blocks(self) -> None:
-        """Free deferred blocks whose streams are done, at each request (`process_events`)."""
+        """Return deferred blocks whose streams are done to their pools (`process_events`)."""
         timeline, pending = self._timeline, self._pending
         while pending and pending[0][0] <= timeline.at_pace(timeline.host_time):
             self._return(heappop(pending)[1])
@@ -309,7 +310,7 @@ class Memory:
         self.log.open.append(return_of(index))
 
     def settle(self) -> None:
-        """Free the blocks of storages that Python has freed since the last call."""
+        """Free the memory of storages that Python has freed since the last call."""
         if self._freed:
             with self.lock:  # any thread of the script may be here
                 self._settle()
@@ -349,13 +350,13 @@ class Memory:
             self._uses.setdefault(index, set()).add(stream)
 
     def stash(self, index: int, done: float) -> None:
-        """Keep storage `index` for a collective that ends at `done` microseconds."""
+        """Keep storage `index` allocated for a collective that ends at `done` (microseconds)."""
         self._stashed[index] = done
 
     def unstash(self, until: float | None = None) -> None:
-        """Release the tensors stashed for collectives that ended by `until` microseconds.
+        """Free storages stashed for collectives that ended by `until` (microseconds).
 
-        None is the time of the last pass of NCCL's watchdog, as each new collective uses it.
+        None means when NCCL's watchdog last ran, which each new collective uses.
         """
         if until is None:
             until = self._timeline.host_time[0] - BEST_SHARE * WATCHDOG_US
@@ -372,7 +373,7 @@ class Memory:
         return self.live.get(storage_key(tensor))
 
     def label(self, tensor: Tensor, kind: MemKind) -> None:
-        """Set the kind of memory of the storage of `tensor`."""
+        """Set what the storage of `tensor` is for."""
         index = self.id_of(tensor)
         if index is not None:
             self.storages.kinds[index] = kind

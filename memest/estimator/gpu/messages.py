@@ -23,7 +23,7 @@ _UNCHECKED = "device_check: NoCheck"
 
 @cache
 def comparing_methods() -> Mapping[str, str]:
-    """Return the C++ method of each operator that compares the devices of all tensors, by operator.
+    """Return {operator: C++ method} of operators that compare the devices of all their tensors.
 
     Other operators accept a 0-d host tensor as a number. torch generates the check for CUDA kernels
     without `NoCheck` (torchgen/dest/register_dispatch_key.py). The result is empty if the wheel has
@@ -61,7 +61,7 @@ INDICES_ELSEWHERE = (
 
 
 def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
-    """Return the message of `CUDACachingAllocator.cpp` of torch 2.11."""
+    """Return torch 2.11's message for a failed request (`CUDACachingAllocator.cpp`)."""
     in_use = allocator.reserved_bytes + gpu.context_bytes
     cached = allocator.reserved_bytes - allocator.allocated_bytes
     limit = allocator.limit_bytes
@@ -82,7 +82,6 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Format a size as `format_size` of CUDACachingAllocator.cpp."""
     if num_bytes <= 1024:
         return f"{num_bytes} bytes"
     if num_bytes <= 1024**2:
@@ -93,7 +92,7 @@ def _size(num_bytes: int) -> str:
 
 
 def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor], bool]) -> str:
-    """Return torch's message for tensors of the host and of the GPU in one call."""
+    """Return torch's message for a call with tensors on the host and on the GPU."""
     text = "Expected all tensors to be on the same device, but"
     method = comparing_methods().get(str(func).removesuffix(".default"))
     given = arguments_by_name(func, args, kwargs).items()
@@ -110,7 +109,7 @@ def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor]
 
 
 def refusal(func: Any, error: Exception, where: str) -> Exception:
-    """Return the error to raise for a call that failed; errors of the script are unchanged."""
+    """Return the exception to raise for `error`: unchanged if the script caused it."""
     name = str(func).removesuffix(".default")
     if isinstance(error, ValueUnknown) or op_of(func).shaped_by:
         return UnsupportedError(

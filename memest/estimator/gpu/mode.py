@@ -84,13 +84,12 @@ _SUMS = (aten.add.Tensor, aten.add_.Tensor)  # operators by which the autograd e
 
 
 def _has_own_dispatch(kind: type) -> bool:
-    """Return whether `kind` is a tensor class with its own `__torch_dispatch__`."""
     disabled = torch._C._disabled_torch_dispatch_impl
     return kind is not Tensor and getattr(kind, "__torch_dispatch__", disabled) is not disabled
 
 
 def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
-    """Run a factory called inside a composite on meta; `CudaSimMode._adopt` places its tensor."""
+    """Run a factory called by a C++ composite on meta; `CudaSimMode._adopt` places the result."""
     made = func(*args, **kwargs)
     if func is aten.scalar_tensor.default:  # from a number in `torch.where`
         made.number = args[0]
@@ -98,7 +97,7 @@ def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
 
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators as on a CUDA GPU, on tensors without data."""
+    """Dispatch mode that runs operators of a script as on a CUDA GPU, on tensors without data."""
 
     def __init__(
         self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
@@ -142,7 +141,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: Dynamo compiles frames that run under the mode."""
+        """Return True, so that Dynamo compiles frames that run under the mode."""
         return True
 
     # --- where an operator runs
@@ -225,7 +224,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.run(func, args, kwargs)
 
     def _decomposed(self, key: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator by its kernel for the dispatch key `key`, which calls others."""
+        """Run an operator by its kernel for dispatch key `key`, which calls other operators."""
         result = run_decomposed(self, key, func, args, kwargs)
         if func.namespace == "bitsandbytes":
             self.work.call_library(func, args, kwargs, result)
@@ -234,9 +233,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _places(self, func: Any, args: Args, kwargs: Any) -> tuple[bool, bool, bool, bool]:
-        """Return whether some tensor is on the GPU, on the host without data, real, or unplaced.
+        """Return which places the tensors have: (GPU, host without data, host with data, none).
 
-        Real tensors are on the host with data. Unplaced ones are made by C++ inside of an operator.
+        A tensor without a place was made by C++ inside of an operator.
         """
         on_gpu = on_host = is_real = no_place = False
         live = self.memory.live
@@ -259,14 +258,14 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return on_gpu, on_host, is_real, no_place
 
     def _view(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run a view operator: the result is on the device of its base, and requests no memory."""
+        """Run a view operator; the result has the device of its base and no memory of its own."""
         if isinstance(args[0], Tensor) and is_meta(args[0]):  # C++ passes numbers as numbers
             self.kernels.coverage.num_ops += 1
             self.work.add(VIEW)
         return func(*args, **kwargs)
 
     def _check_devices(self, func: Any, args: Args, kwargs: Any) -> None:
-        """Refuse tensors of the host and of the GPU in one kernel, as torch does."""
+        """Raise torch's error if a kernel gets tensors of the host and of the GPU."""
         if op_of(func).may_mix_devices:
             if func is aten.index.Tensor and self.host.place(args[0]) in (Place.REAL, Place.HOST):
                 raise RuntimeError(INDICES_ELSEWHERE)
@@ -285,7 +284,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a tensor from the host to the GPU; except for parameters, it counts as the batch."""
+        """Copy a host tensor to the GPU; its kind is parameter or batch."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -334,8 +333,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run_on_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool = False) -> Any:
         """Run an operator on the GPU, on the stream and at the time at which CUDA would.
 
-        With `adopts`, unplaced meta tensors, which C++ made inside a composite operator, become GPU
-        tensors.
+        With `adopts`, meta tensors that C++ made inside a composite operator become GPU tensors.
         """
         if kwargs.get("pin_memory"):
             kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
@@ -372,7 +370,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def call(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on meta, allocate what CUDA's kernels request, compute known values."""
+        """Run an operator on meta, allocate what CUDA's kernel allocates, compute known values."""
         self._last_recipe = None
         self.kernels.coverage.num_ops += 1
         op = op_of(func)
@@ -411,7 +409,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _result(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Return the result of an operator on meta, with CUDA's shapes and strides."""
+        """Return the meta result of an operator, with CUDA's shapes and strides."""
         func = op.func
         op.check(args, kwargs)
         if op.is_mutable and op.returns_nothing:
@@ -428,7 +426,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dense(out, func, self.attribution.lines.current)
 
     def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Return the result of an operator that may enlarge its target: `out=`, `resize_`."""
+        """Return the meta result of `out=` or `resize_`; enlarge the written storage if needed."""
         written = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
         before = [tensor.untyped_storage().nbytes() for tensor in written]
         out = self._result(op, args, kwargs)
@@ -454,7 +452,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- values
 
     def _read(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return the known or guessed value that the script reads; the host waits for the GPU."""
+        """Return the number that the script reads, known or guessed; the host waits for the GPU."""
         self.timeline.synchronize()
         guess = self.guessed.read(func, args[0])
         if guess is not None:

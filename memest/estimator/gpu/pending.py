@@ -60,7 +60,7 @@ DEFAULT: Communicator = "", None
 
 
 class PendingWorks:
-    """Collectives whose `Work` was not waited for yet."""
+    """Collectives and messages of this rank, and `Work` objects that were not waited for yet."""
 
     def __init__(self, timeline: Timeline, memory: Memory) -> None:
         self._timeline = timeline
@@ -104,12 +104,11 @@ class PendingWorks:
         peer: int | None = None,
         messages: Collection[tuple[int, bool]] = (),
     ) -> int:
-        """Begin a collective or a message of `group`; the first one creates the communicator.
+        """Record a collective or a message of `group`; return the stream on which it runs.
 
-        NCCL sends `messages` for the collective: the other rank, and whether this one sends.
-        `peer` is the rank that `name` sends to or receives from. Outside of a batch the pair makes
-        a communicator (`ProcessGroupNCCL::pointToPoint`, torch 2.11). A message runs on a stream
-        of its communicator, which uses the tensor (`recordStream`). Return the stream.
+        `peer` is the rank to which `name` sends or from which it receives. The pair has its own
+        communicator and stream, except in a batch (`ProcessGroupNCCL::pointToPoint`, torch 2.11).
+        `messages` are those that NCCL sends for a collective: (other rank, True if this one sends).
         """
         self.release_due()
         stream = self._timeline.stream
@@ -132,13 +131,12 @@ class PendingWorks:
 
     @staticmethod
     def _name(group: Any) -> str:
-        """Return the name of a group; "" for the default one."""
         default = torch.distributed.distributed_c10d._world.default_pg  # or None, after its end
         is_default = default is not None and group.group_name == default.group_name
         return "" if is_default else str(group.group_name)
 
     def create(self, group: Any) -> None:
-        """Create the communicator of a new group at once, as NCCL does with a `device_id`."""
+        """Create the communicator of a new group now, as NCCL does with a `device_id`."""
         if group.size() > 1:
             self._created.add((self._name(group), None))
         elif self._name(group):
@@ -146,11 +144,11 @@ class PendingWorks:
 
     @property
     def communicators(self) -> set[Communicator]:
-        """Communicators of several ranks; those without a device begin with their first use."""
+        """Return the communicators of two ranks or more that have been created."""
         return self.collectives | set(self.messages) | self._created
 
     def library_bytes(self, rank: Rank) -> int:
-        """Bytes of NCCL: its kernels, communicators and their buffers."""
+        """Return bytes of NCCL on the GPU of `rank`: kernels, communicators and their buffers."""
         total = SUBGROUP_OF_ONE_BYTES * len(self._alone)
         if rank.world_size == 1:
             return total + (COMMUNICATOR_OF_ONE_BYTES if rank.is_launched else 0)
@@ -163,18 +161,18 @@ class PendingWorks:
         return total
 
     def release_due(self) -> None:
-        """Release tensors stashed for finished collectives, as each new collective does."""
+        """Free tensors stashed for finished collectives, as each new collective does."""
         self._last = None
         self._memory.unstash()
 
     def register(self, results: Any) -> None:
-        """Store the last `Work` until `wait_for` is called with one of its results."""
+        """Keep the last `Work` until `wait_for` is called with one of `results`."""
         for tensor in tensors_in((results,)):
             if type(tensor) is Tensor:  # no wrapper of a result that is registered already
                 self._registered[storage_key(tensor)] = self._last
 
     def wait_for(self, tensor: Tensor) -> None:
-        """Wait for the work of `tensor`, as `wait_tensor` does."""
+        """Wait for the `Work` whose result is `tensor`, as `wait_tensor` does."""
         work = self._registered.pop(storage_key(tensor), None)
         if work is not None:
             work.wait()
@@ -182,7 +180,7 @@ class PendingWorks:
     def new_work(self, tensors: Sequence[Tensor], stream: int) -> Any:
         """Return the `Work` of a collective on `stream`, boxed as operators return it.
 
-        The `Work` keeps `tensors` alive. Its `wait` lets the current stream wait for `stream`.
+        The `Work` keeps `tensors` alive. Its `wait` makes the current stream wait for `stream`.
         """
         self._last = work = DoneWork()
         if tensors or stream != self._timeline.stream:
@@ -198,7 +196,7 @@ class PendingWorks:
 
 
 class GpuFuture(torch.futures.Future[Any]):
-    """`torch.futures.Future` of a value that a stream of the GPU computes."""
+    """`torch.futures.Future` of a value that a GPU stream computes."""
 
     def __new__(cls, *args: Any) -> "GpuFuture":
         """Make a future without devices, because a CPU build of torch refuses CUDA devices."""
@@ -212,12 +210,12 @@ class GpuFuture(torch.futures.Future[Any]):
         self.set_result(value)
 
     def wait(self) -> Any:
-        """Let the current stream wait for the value and use it."""
+        """Make the current stream wait for the value, and return the value."""
         self._joins(self._timeline.stream)
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """Run `callback` at once on a stream of torch's pool."""
+        """Run `callback` now, on a stream of torch's pool; return the future of its result."""
         stream = self._timeline.new_stream()
         self._joins(stream)
         with self._timeline.on_stream(stream):

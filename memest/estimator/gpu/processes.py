@@ -28,15 +28,15 @@ IN_CHILD = (
 
 
 def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
-    """Run the child process that is `rank`; report other processes that may use a GPU.
+    """Run the child process of the simulated `rank` in this process; note other processes.
 
-    Tensors without data can cross between processes.
+    They have no GPU, and `note` adds that to the report. Tensors without data can be sent to them.
     """
     ranks: list[Any] = []  # processes of the script that are ranks, in the order of their start
 
     @patches.wrap(BaseProcess, "start")
     def noted_start(start: Any, self: Any) -> None:
-        """Start the process, or call its function in this process if it is the simulated rank's."""
+        """Start the process; if it is the simulated rank, run its function in this process."""
         target = getattr(self, "_target", None) or type(self).run
         home = str(getattr(target, "__module__", "")).partition(".")[0]
         if home in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
@@ -57,7 +57,7 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
                 self.run()
 
     def of_process(value: Any, method: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return `value` for a rank; else call the `method` of the process."""
+        """Return `value` for a process that is a rank; else call the original `method`."""
         return value if self in ranks else method(self, *args, **kwargs)
 
     for name, value in (("join", None), ("is_alive", False), ("close", None)):
@@ -86,7 +86,7 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
 
 
 def _spawn(rank: Rank, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call the function of this rank itself, in place of `torch.multiprocessing.spawn`."""
+    """Call `fn` for the simulated rank only, in place of `torch.multiprocessing.spawn`."""
     if nprocs != rank.num_local:
         raise _other_number(nprocs, rank)
     fn(rank.local_rank, *args)
@@ -101,7 +101,7 @@ def _other_number(number: int, rank: Rank) -> UnsupportedError:
 
 
 def refuse_in_child(kwargs: dict[str, Any]) -> None:
-    """Raise torch's `RuntimeError` in a forked process, which has no GPU."""
+    """Raise torch's `RuntimeError` for `device="cuda"` in a forked process."""
     device = kwargs.get("device")
     if device is not None and device.type == "cuda":
         raise RuntimeError(IN_CHILD)

@@ -51,14 +51,15 @@ START: Time = (0.0, 0.0)
 
 
 def later(a: Time, b: Time) -> Time:
-    """Return the later of two times, for the fast and the slow pace."""
+    """Return the later of two times, separately for each pace."""
     return max(a[0], b[0]), max(a[1], b[1])
 
 
 class Timeline:
     """Streams of the simulated GPU, and the clock of the host that launches kernels.
 
-    `log` records launches and waits, for the estimate of a step's time.
+    A time is a pair of microseconds since the start: if kernels run at peak rates, and if they are
+    slow (`SLOWEST`). `log` records launches and waits, for the estimate of a step's time.
     """
 
     def __init__(self, gpu: Gpu, log: WorkLog) -> None:
@@ -91,51 +92,51 @@ class Timeline:
 
     @property
     def matters(self) -> bool:
-        """Return whether kernel times can affect which block serves a request."""
+        """True if times can change which block serves a request: one stream alone runs in order."""
         return self.is_slow or self.num_streams > 1
 
     def at_pace(self, time: Time) -> float:
-        """Return `time` in microseconds, at the pace that `is_slow` selects."""
+        """Return the microseconds of `time` at the selected pace (`is_slow`)."""
         return time[self.is_slow]
 
     def event(self, stream: int) -> Time:
-        """Time at which `stream` finishes all its work so far: `Event.record`."""
+        """Return when `stream` finishes its work so far, as `Event.record` does."""
         return self._busy_until.get(stream, START)
 
     @property
     def idle(self) -> Time:
-        """Time at which all streams have finished all their work so far."""
+        """Time at which all streams have finished their work so far."""
         return reduce(later, self._busy_until.values(), START)
 
     def stream_waits(self, stream: int, event: Time) -> None:
-        """Let `stream` continue only after `event`; the host does not wait."""
+        """Make `stream` wait until time `event`; the host does not wait."""
         self._busy_until[stream] = later(self.event(stream), event)
 
     def host_waits(self, event: Time) -> None:
-        """Let the host wait for `event`; CUDA's `RuntimeError` while a graph is captured."""
+        """Make the host wait until time `event`; `RuntimeError` while a graph is captured."""
         if self._capture_pool is not None:
             raise RuntimeError(CAPTURING)
         self.log.wait()
         self.host_time = later(self.host_time, event)
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Let the host wait for all work of `stream`, by default the current one."""
+        """Make the host wait for all work of `stream`, by default the current one."""
         self.host_waits(self.event(self.stream if stream is None else stream))
 
-    def host_spends(self, fast: float, slow: float) -> None:
-        """Advance the host's clock, in microseconds at the fast and at the slow pace."""
-        self.host_time = self.host_time[0] + fast, self.host_time[1] + slow
+    def advance_host(self, fast_us: float, slow_us: float) -> None:
+        """Advance the host's clock: by `fast_us` at the fast pace, by `slow_us` at the slow one."""
+        self.host_time = self.host_time[0] + fast_us, self.host_time[1] + slow_us
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
         """Launch the kernels of one operator on the current stream.
 
         The first launch loads kernels, for which the host waits for all streams ("Lazy Loading",
         CUDA Programming Guide 13). So did pipelines on four H200s. `recipe` stores the duration of
-        calls like it; None computes it.
+        later calls like this one, or is None.
         """
         if func not in self._loaded:
             self._loaded.add(func)
-            self.host_spends(LOAD_US, 0.0)
+            self.advance_host(LOAD_US, 0.0)
             self.host_time = later(self.host_time, self.idle)
         duration = None if recipe is None else recipe.duration_us
         if duration is None:
@@ -145,20 +146,20 @@ class Timeline:
         self._enqueue(self.stream, duration)
 
     def transfer(self, num_bytes: int, stream: int) -> None:
-        """Launch a collective or a message of `num_bytes` on `stream`, after the current one."""
+        """Launch a collective or message of `num_bytes` on `stream`, after the current stream."""
         self.log.add(Work(LINK, (num_bytes,), "", 0, num_bytes))
         self.stream_waits(stream, self.event(self.stream))
         self._enqueue(stream, num_bytes / self._speed.link_gb_s * 1e-3, WAIT_US)
 
     def copy_pageable(self, num_bytes: int) -> None:
-        """Copy from or to pageable memory on the current stream; the host waits for the copy."""
+        """Copy `num_bytes` between pageable memory and the GPU; the host waits for the copy."""
         self._enqueue(self.stream, num_bytes / self._speed.pageable_gb_s * 1e-3)
         self.synchronize()
 
     def _enqueue(self, stream: int, duration: float, wait: float = 0.0) -> None:
         if self._capture_pool is not None:
             return
-        self.host_spends(LAUNCH_US, LAUNCH_US)
+        self.advance_host(LAUNCH_US, LAUNCH_US)
         queue = self._queues[stream]
         if len(queue) == LAUNCH_QUEUE:
             self.host_time = later(self.host_time, queue[0])
@@ -169,7 +170,7 @@ class Timeline:
     # --- streams
 
     def new_stream(self, priority: int = 0) -> int:
-        """Return the next of `STREAMS_PER_POOL` streams: `getStreamFromPool`."""
+        """Return the number of the next of `STREAMS_PER_POOL` streams: `getStreamFromPool`."""
         pool = self._pools[priority]
         turn = self._num_taken[priority] % STREAMS_PER_POOL
         self._num_taken[priority] += 1
@@ -201,10 +202,10 @@ class Timeline:
                 del self._starts[:half], self._streams[:half]
 
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
-        """Return the stream of an operator that is called now.
+        """Return the stream on which the operator that is called now runs.
 
-        In backward it is the stream of the node's forward. Gradients that meet (`is_sum`) are
-        summed on the stream of the node that they are for (`InputBuffer::add`): for a parameter on
+        In backward it is the stream of the node's forward. A sum of gradients (`is_sum`) runs on
+        the stream of the node that gets the sum (`InputBuffer::add`), or for a parameter on
         `accumulates_on`.
         """
         node = torch._C._current_autograd_node()
@@ -243,14 +244,14 @@ class Timeline:
         return self._capture_pool is not None
 
     def capture_into(self, pool: int | None) -> None:
-        """Serve requests from the private pool with this number; None ends the capture."""
+        """Allocate from the private pool of this number from now on; None ends the capture."""
         self._capture_pool = pool
         if pool is not None:
             self.streams_of_pools[pool] = self.stream
 
     @property
-    def home(self) -> int:
-        """Return the pool of the next request: the current stream's pool, or a private pool."""
+    def pool(self) -> int:
+        """Pool that serves the next request: the current stream's pool, or a private one."""
         if self._capture_pool is not None:
             return self._capture_pool
         if self.mem_pool is None or torch._C._current_autograd_node() is not None:

@@ -26,11 +26,11 @@ POLL_SECONDS = 0.002  # between two looks for the message of a running rank
 
 
 class PeerEnded(UnsupportedError):
-    """A rank ended before it posted a message that another rank waits for."""
+    """A rank ended before it posted a message for which another rank waits."""
 
 
 class Mailbox:
-    """Messages between simulated ranks, as files in a folder that all copies of it share."""
+    """Messages between simulated ranks, as files in one folder of all processes."""
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()
@@ -48,11 +48,11 @@ class Mailbox:
             weakref.finalize(self, _remove, str(self._folder), os.getpid())
 
     def join(self, ranks: Collection[int]) -> None:
-        """Declare that `ranks` start at the same time and may wait for each other."""
+        """Declare that `ranks` are simulated at the same time, so they can wait for each other."""
         self._together = frozenset(ranks)
 
     def begin_rank(self, rank: int) -> None:
-        """Number the messages from 0 again, as `rank` begins."""
+        """Begin to simulate `rank`: its messages are numbered from 0 again."""
         self._own = rank
         self._counts.clear()
         self._peers.clear()
@@ -68,12 +68,12 @@ class Mailbox:
             unfinished.replace(path)
 
     def fetch(self, key: object, source: int) -> Any:
-        """Return the message of rank `source`, or None if its value is unknown or it never comes.
+        """Return the next message under `key`; None if its value is unknown or it never comes.
 
-        Wait if `source` runs at the same time.
+        Wait for the message if rank `source` runs at the same time.
 
         Raises:
-            PeerEnded: `source` has ended without that message.
+            PeerEnded: `source` has ended without the message.
         """
         if self._folder is None:
             return None
@@ -86,7 +86,7 @@ class Mailbox:
             return pickle.loads(path.read_bytes())
 
     def _poll(self, path: Path, gives_up: Callable[[], bool]) -> bool:
-        """Wait for a message; return whether it came."""
+        """Wait for a message's file; return False if `gives_up()` returns True before it exists."""
         while not path.exists():
             if gives_up() and not path.exists():
                 return False
@@ -102,11 +102,11 @@ class Mailbox:
             )
 
     def has(self, key: object) -> bool:
-        """Return whether the next message under `key` is posted."""
+        """Return whether the next message under `key` was posted."""
         return self._folder is not None and self._path_of(key).exists()
 
     def arrive(self, place: object, ranks: Collection[int]) -> None:
-        """Wait until each of `ranks` that runs together with this rank has reached `place`."""
+        """Wait until all of `ranks` that are simulated at this time have called `arrive(place)`."""
         if self._companions:
             self.post((place, self._own), None)
         for other in self._companions.intersection(ranks):
@@ -114,12 +114,12 @@ class Mailbox:
 
     @property
     def _companions(self) -> frozenset[int]:
-        """Return the ranks that started at the same time as this one."""
+        """Other ranks that are simulated at the same time as this one."""
         together = self._together
         return together - {self._own} if self._own in together else frozenset()
 
     def _comes(self, path: Path, source: int) -> bool:
-        """Wait for a message of a rank that runs together with this one; return whether it came.
+        """Wait for a message of rank `source`, if it runs at this time; return whether it came.
 
         No message comes if `source` has ended, or waits for a message that this rank never posts.
         """
@@ -129,7 +129,6 @@ class Mailbox:
         ended = self._path("ended", source)
 
         def gives_up() -> bool:
-            """Return whether `source` has ended, or waits for a message that is not posted."""
             with suppress(FileNotFoundError):
                 name = others.read_text()
                 if name and not others.with_name(name).exists():
@@ -143,7 +142,7 @@ class Mailbox:
             waits.unlink(missing_ok=True)
 
     def expect(self, key: object, source: int, line: str) -> None:
-        """Expect a message of rank `source` by the end of the script, at `line`."""
+        """Make `finish` wait for a message of rank `source` that the script's `line` receives."""
         self.open()
         self._expected.append((self._next(key), source, line))
 
@@ -153,19 +152,19 @@ class Mailbox:
             self._wait(path, source, line)
 
     def meet(self, rank: int) -> None:
-        """Request to simulate `rank` at the same time as this one."""
+        """Request that `rank` is simulated at the same time as this one."""
         if rank not in self._peers:
             self.open()
             self._peers.add(rank)
             self._path("requested", rank).touch()
 
     def requested(self) -> set[int]:
-        """Return the ranks that were requested by `meet`."""
+        """Return the ranks for which `meet` was called."""
         paths = () if self._folder is None else self._folder.glob("requested.*")
         return {int(path.suffix[1:]) for path in paths}
 
     def end(self, rank: int) -> None:
-        """Record that `rank` has ended and will post nothing more."""
+        """Record that `rank` has ended and posts nothing more."""
         self.open()
         self._path("ended", rank).touch()
 
@@ -205,7 +204,7 @@ def _remove(folder: str, owner: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """The rank that this process simulates; other ranks are assumed to do the same."""
+    """The rank that this process simulates; other ranks are assumed to run alike."""
 
     rank: int = 0
     world_size: int = 1
@@ -216,12 +215,12 @@ class Rank:
 
     @property
     def may_wait(self) -> bool:
-        """Return whether the time at which blocks are freed may depend on collectives."""
+        """True if a group can exist, whose collectives may delay frees of blocks."""
         return self.world_size > 1 or self.is_launched
 
     @property
     def communicator_bytes(self) -> int:
-        """Bytes of NCCL per GPU for the group of all ranks, without a script's other groups."""
+        """NCCL's bytes per GPU for the default group; the script's other groups come on top."""
         if self.world_size > 1:
             return COMMUNICATOR_BYTES
         return COMMUNICATOR_OF_ONE_BYTES if self.is_launched else 0

@@ -93,9 +93,10 @@ class Gpu:
     beside_bytes: int = 0  # held by other processes: an inference server, a display
 
     def tflops_of(self, rate: str) -> float:
-        """Return the peak rate of a precision, 1e12 operations/s; 8-bit is at least twice 16-bit.
+        """Return the peak rate of a precision such as "bf16", in 1e12 operations/s.
 
-        Before compute capability 8.0 bfloat16 is emulated in float32.
+        8-bit is at least twice 16-bit. Before compute capability 8.0 bfloat16 is emulated in
+        float32.
         """
         if rate == "bfloat16":
             rate = "float16" if self.capability >= (8, 0) else "float32"
@@ -103,12 +104,12 @@ class Gpu:
 
     @property
     def multiprocessor(self) -> Multiprocessor:
-        """Limits of each multiprocessor; those of 9.0 if the compute capability is unknown."""
+        """Limits of each multiprocessor; an unknown compute capability counts as 9.0."""
         return MULTIPROCESSORS.get(self.capability, MULTIPROCESSORS[9, 0])
 
     @property
     def sm_share(self) -> float:
-        """Share of the whole GPU's multiprocessors, below 1 for a MIG instance."""
+        """Share (0 to 1) of the whole GPU's multiprocessors that a MIG instance has; else 1."""
         return self.num_sms / _catalogue()[self.whole].num_sms if self.whole else 1.0
 
     @property
@@ -117,7 +118,7 @@ class Gpu:
         return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)
 
     def beside(self, num_bytes: int | None) -> "Gpu":
-        """Return this GPU with `num_bytes` used by others; `PlanError` if no room is left."""
+        """Return this GPU with `num_bytes` used by others; `PlanError` if nothing is left."""
         if not num_bytes:
             return self
         if num_bytes >= self.memory_bytes - self.context_bytes:
@@ -147,7 +148,7 @@ class Gpu:
 
 @cache
 def _catalogue() -> dict[str, Gpu]:
-    """Name -> GPU, in the order of the file; read at the first call."""
+    """Return {name: GPU} in the order of the catalogue's file."""
     gpus = [
         Gpu(**{"chip": entry["name"], **entry, "capability": tuple(entry["capability"])})
         for entry in read_table(__file__, "gpus.json")
@@ -156,12 +157,12 @@ def _catalogue() -> dict[str, Gpu]:
 
 
 def list_gpus() -> list[Gpu]:
-    """Return every GPU of the catalogue, in its order, without instances under MIG."""
+    """Return all GPUs of the catalogue, in its order, without MIG instances."""
     return list(_catalogue().values())
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU for a catalogue name, vendor's name or short form.
+    """Return the GPU with this name: that of the catalogue, the vendor's or a short one.
 
     Case, spaces, `_`, `-` and a leading `nvidia` do not count. A MIG profile after the name gives
     that instance.
@@ -248,11 +249,10 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
 
 
 def nearest_gpu(capability: tuple[int, int], memory_bytes: int) -> Gpu:
-    """Return the catalogue's entry with the most similar kernels, for a GPU that the catalogue
-    lacks.
+    """Return the catalogue's GPU whose kernels are most like those of a GPU outside of it.
 
     It has the same compute capability, else the highest one below it, else the lowest. Of several
-    the one with the nearest memory is taken.
+    the one with the nearest memory is returned.
 
     >>> nearest_gpu((8, 9), 12 << 30).capability, nearest_gpu((8, 7), 32 << 30).capability
     ((8, 9), (8, 6))
@@ -272,7 +272,7 @@ def _words(device_name: str) -> frozenset[str]:
 
 
 def _kind(words: frozenset[str]) -> frozenset[str]:
-    """Return the words that name the kind of GPU: `{"rtx", "4090"}`, `{"a100"}`."""
+    """Return the words of a GPU's name that identify its model: `{"rtx", "4090"}`, `{"a100"}`."""
     return frozenset(w for w in words if not _INCIDENTAL.fullmatch(w))
 
 
@@ -306,7 +306,7 @@ INT8_BYTES = 64 * MIB
 
 
 def libraries_bytes(plan: TrainingPlan) -> int:
-    """Return bytes on each GPU for communicators and their kernels in `plan`."""
+    """Return bytes on each GPU for NCCL's communicators and kernels in a run of `plan`."""
     int8_bytes = INT8_BYTES if plan.use_qlora and plan.quant == "int8" else 0
     return int8_bytes + _communicators_bytes(plan)
 
@@ -340,17 +340,17 @@ _NAME = re.compile(
 
 @cache
 def _divisible() -> dict[str, Any]:
-    """Return MIG profiles and their source by GPU name; read at the first call."""
+    """Return the data of mig.json by GPU name: the profiles and their source."""
     return read_table(__file__, "mig.json")
 
 
 def mig_profiles() -> dict[str, Sequence[str]]:
-    """Return the names of MIG profiles by GPU name, for all GPUs that support MIG."""
+    """Return {GPU name: names of its MIG profiles} for all GPUs that support MIG."""
     return {name: tuple(entry["profiles"]) for name, entry in _divisible().items()}
 
 
 def split_mig(name: str) -> tuple[str, str] | None:
-    """Return the GPU and the profile in the name of an instance; None for a whole GPU.
+    """Return (GPU name, profile) for the name of a MIG instance; None for a whole GPU.
 
     >>> split_mig("a100-80gb-mig-3g.40gb"), split_mig("NVIDIA H200 MIG 1g.18gb"), split_mig("h200")
     (('a100-80gb', '3g.40gb'), ('NVIDIA H200', '1g.18gb'), None)
@@ -362,7 +362,7 @@ def split_mig(name: str) -> tuple[str, str] | None:
 
 
 def _check_whole_is_named(whole: str, profile: str) -> None:
-    """Raise a `PlanError` if a MIG instance is named by its profile alone."""
+    """Raise a `PlanError` if a MIG profile comes without the name of its GPU."""
     if whole:
         return
     names = [
@@ -375,7 +375,7 @@ def _check_whole_is_named(whole: str, profile: str) -> None:
 
 
 def mig_instance(whole: Gpu, profile: str) -> Gpu:
-    """Return an instance of `whole`.
+    """Return the MIG instance of `whole` with this profile.
 
     Bandwidth and cache follow its slices of memory, rates its multiprocessors. Its CUDA context is
     assumed to be as large as on the whole GPU.

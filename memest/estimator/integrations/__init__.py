@@ -23,7 +23,10 @@ from memest.estimator.tensors.patches import Patches
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Install the GPU for libraries that the script imports; called after `torch.cuda`."""
+    """Install the integrations of all libraries, each for when the script imports its library.
+
+    Called after `torch.cuda` was patched.
+    """
     forget()
     patches.on_undo(forget)
     for library in (
@@ -40,7 +43,7 @@ _MODULES = (
 
 
 def forget() -> None:
-    """Clear every cached function of the modules that check availability."""
+    """Clear cached answers of modules that check whether packages and the GPU are available."""
     for name in _MODULES:
         for function in list(vars(sys.modules.get(name, object)).values()):
             if isinstance(function, functools._lru_cache_wrapper):  # others may only look alike

@@ -30,13 +30,13 @@ _PARAM_NORM = 7  # position of `param_norm` in `optimizer_update_32bit`
 
 
 def _note_call(*args: Any) -> int:
-    """Record the call of a library function, and return 0 (success)."""
+    """Record that a kernel of the library was called; return 0 (success)."""
     WorkLog.has_called = True
     return 0
 
 
 class KernelLibrary:
-    """Stub of `libbitsandbytes_cuda*`; functions for the CPU are the real library's."""
+    """Stub of `libbitsandbytes_cuda*`. Functions for the CPU come from the real library."""
 
     def __init__(self, load: Callable[[str], Any], folder: str) -> None:
         self._load = load
@@ -54,7 +54,7 @@ class KernelLibrary:
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Make bitsandbytes load its CUDA library, whether or not it was imported before."""
+    """Make bitsandbytes load a stub of its CUDA library, also if it is already imported."""
     load = ctypes.cdll.LoadLibrary
 
     @patches.wrap(ctypes.cdll, "LoadLibrary")
@@ -109,7 +109,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class _WithNumbers:
-    """Wraps an operator whose tensor argument C++ reads as a number: `param_norm` of LARS, LAMB."""
+    """Operator that gets `param_norm`, which its C++ reads, as a number (for LARS and LAMB)."""
 
     def __init__(self, update: Any) -> None:
         self._update = update

@@ -80,7 +80,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
         @wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            """Call a compiled module without calling its hooks, as `Module.compile` does."""
+            """Call a compiled method without the hooks of its module, as `Module.compile` does."""
             with mode.attribution.modules.running(owner):
                 return compiled(*args, **kwargs)
 
@@ -90,7 +90,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
 
 def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
-    """Return the option that makes Inductor or the backend record CUDA graphs, or an empty text."""
+    """Return the option by which a compiled function would record CUDA graphs; "" if none."""
     if given == CAPTURES:
         return f"torch.compile(mode={given!r})"
     if str(backend).startswith("cudagraphs"):  # torch/_dynamo/backends/cudagraphs.py
@@ -104,7 +104,7 @@ def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
 
 
 def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
-    """Report `text` once, except while a library is being imported."""
+    """Call `note(text)`, except while a library is being imported."""
     frame = sys._getframe(2)
     script = mode.attribution.lines.frame(frame)
     while frame is not None and frame is not script:
@@ -130,7 +130,7 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
     def trace(
         func: Any, example_inputs: Any = None, *args: Any, check_trace: bool = True, **options: Any
     ) -> Any:
-        """Call the function as often as `torch.jit.trace` does, and return it."""
+        """Call `func` as often as `torch.jit.trace` does; return it uncompiled."""
         is_one = isinstance(example_inputs, (torch.Tensor, dict))
         inputs = (example_inputs,) if is_one else tuple(example_inputs or ())
         _call_to_trace(func, options.get("example_kwarg_inputs") or inputs, check_trace)
@@ -138,7 +138,7 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
     def after(module: ModuleType) -> None:
         def graph(model: nn.Module, args: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-            """Trace the model and return an empty graph: `SummaryWriter.add_graph`."""
+            """Call the model as if traced; return an empty graph, for `SummaryWriter.add_graph`."""
             with module._set_model_to_eval(model):
                 trace(model, args)
             return module.GraphDef(), module.RunMetadata()
@@ -158,10 +158,10 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
-    """Call `func` to trace it, then four times to check the trace (torch/jit/_trace.py, 2.11).
+    """Call `func` to trace it, then if `checks` four times to check the trace.
 
     The check keeps the outputs of its last three calls until it ends, and the first copy of a
-    module's inputs.
+    module's inputs (torch/jit/_trace.py, 2.11).
     """
 
     cloned: Any = _trace._clone_inputs
@@ -181,7 +181,7 @@ def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
 
 
 def _has_gpu_code(*args: Any, **options: Any) -> bool:
-    """Return whether the arguments of a C++ extension name sources for the GPU."""
+    """Return whether a C++ extension, built with these arguments, has sources for the GPU."""
     if options.get("with_cuda") or options.get("cuda_sources"):
         return True
     sources = options.get("sources", args[1] if len(args) > 1 else ())

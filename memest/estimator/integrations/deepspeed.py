@@ -38,7 +38,7 @@ _WITH_STATE = ("deepspeed.comm.comm", "deepspeed.utils.groups", _PARTITION)
 
 
 class _Extension:
-    """Extension whose functions do nothing and return success."""
+    """Stub of a C++ extension. Its functions do nothing and return 0 (success)."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name.startswith("__"):
@@ -47,7 +47,7 @@ class _Extension:
 
 
 def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
-    """Skip DeepSpeed's wrappers of factories in calls made by memest or by torch's C++."""
+    """Make DeepSpeed's wrappers of factories skip calls by memest or torch's C++."""
 
     def wrapping(make: Maker, *args: Any, **kwargs: Any) -> Maker:
         wrapped = wrap(make, *args, **kwargs)
@@ -61,7 +61,7 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
 
 
 def _cpu_info(get_cpu_info: Callable[[], Any]) -> Any:
-    """Return `cpuinfo` without starting its process of a second for DeepSpeed.
+    """Return `{}` to DeepSpeed in place of `cpuinfo`, which takes a second in a new process.
 
     DeepSpeed reads only the CPU vendor from it.
     """
@@ -70,7 +70,7 @@ def _cpu_info(get_cpu_info: Callable[[], Any]) -> Any:
 
 
 def _label(mode: CudaSimMode, engine: Any) -> None:
-    """Label the tensors of the engine and of the optimizer that it wraps."""
+    """Label DeepSpeed's tensors: optimizer states, gradients, parameters and buckets."""
     optimizer = engine.optimizer
     if optimizer is None:
         return
@@ -95,12 +95,12 @@ def _buckets(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleType) -> None:
-    """Label the buckets of stages 1 and 2, and assume that gradients are finite."""
+    """Label the buckets of ZeRO stages 1 and 2, and assume that gradients are finite."""
     kind = module.DeepSpeedZeroOptimizer
 
     @patches.wrap(kind, "_has_inf_or_nan")
     def check_finite(has_inf_or_nan: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return zero; releases before 0.19.8 compare masks too large for known values."""
+        """Return a tensor that is zero: no gradient is infinite or NaN."""
         found = has_inf_or_nan(*args, **kwargs)
         if isinstance(found, Tensor) and on_gpu(found):
             with _disable_current_modes():
@@ -115,7 +115,7 @@ def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleTyp
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Make DeepSpeed find the GPU and its extensions, whether or not it was imported before."""
+    """Make DeepSpeed use the virtual GPU and stubs of extensions, also if already imported."""
 
     def after_builder(module: ModuleType) -> None:
         @patches.wrap(module.OpBuilder, "load")

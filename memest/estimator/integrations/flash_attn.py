@@ -30,7 +30,7 @@ _NOTE = f"`flash_attn` {VERSION} is taken to be installed where the script runs"
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Install the stubs in transformers and for imports of the script."""
+    """Make transformers and the script import a stub of `flash_attn`."""
     Finder(mode).install(patches)
     stack = contextlib.ExitStack()
     patches.on_undo(stack.close)
@@ -57,13 +57,13 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class Finder(StubFinder):
-    """Finds `flash_attn` for the script's own import statements."""
+    """Provides the stub of `flash_attn` to import statements of the script."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
 
     def serves(self, fullname: str) -> bool:
-        """Return whether the script imports the package or a known module of it."""
+        """Return whether the script imports `flash_attn` or a module of it that the stub has."""
         frame = self.importing_frame() if fullname in _CONTENTS else None
         return frame is not None and self._mode.attribution.lines.frame(frame) is frame
 

@@ -45,7 +45,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[..., Any]:
-    """Return a replacement of the method `name` that uploads nothing and returns a Hub result."""
+    """Return a replacement of method `name` that uploads nothing and returns a Hub's result."""
 
     def call(api: Any, *args: Any, **kwargs: Any) -> Any:
         note(NOT_SENT)

@@ -21,7 +21,7 @@ OFFER = (
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Offer dummy checkpoints where LitGPT misses a checkpoint; refuse Thunder."""
+    """Suggest a dummy checkpoint if LitGPT finds none; refuse Thunder."""
 
     def after_utils(module: ModuleType) -> None:
         @wrap_everywhere(patches, module, "check_valid_checkpoint_dir")

@@ -28,7 +28,7 @@ _notes: list[Callable[[str], None]] = []  # function that notes a guess of the a
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Install the kernels when torchvision registers its operators."""
+    """Register the kernels once torchvision has registered its operators."""
     _notes.append(mode.guesses.note)
     patches.on_undo(_notes.clear)
     hooks.after("torchvision.extension", _after)
@@ -55,7 +55,7 @@ def _after(module: ModuleType) -> None:
 
 
 def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Assume as many positives among unknown labels as a detector's sampler can take."""
+    """Guess that unknown labels have as many positives as a detector's sampler can select."""
 
     @patches.wrap(module.BalancedPositiveNegativeSampler, "__call__")
     def sample_guessed(sample: Any, self: Any, matched_idxs: list[Tensor]) -> Any:
@@ -68,7 +68,7 @@ def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> N
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Run the operators of `nms_kernel`. No box is assumed to be suppressed."""
+    """Run the operators of `nms_kernel`, as if no box were suppressed."""
     if torch.is_autocast_enabled("cuda"):
         boxes, scores = boxes.float(), scores.float()
     count = boxes.shape[0]
@@ -87,7 +87,7 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
 
 
 def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
-    """Cast all tensors to float32, last one first, and the result back: csrc/ops/autocast."""
+    """Run an operator in float32 under autocast, and cast the result back (csrc/ops/autocast)."""
     if not torch.is_autocast_enabled("cuda"):
         return then(image, *args)
     wide = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]
@@ -98,12 +98,12 @@ MAX_IMAGES = 32  # `kMaxParallelImgs` of deform_conv2d_kernel.cu: most images of
 
 
 def _num_images(batch: int) -> int:
-    """Return the largest divisor of `batch` up to `MAX_IMAGES`."""
+    """Return how many images one product has: the largest divisor of `batch` up to `MAX_IMAGES`."""
     return max(n for n in range(1, MAX_IMAGES + 1) if batch % n == 0)
 
 
 def _columns(x: Tensor, weight: Tensor, offset: Tensor, groups: int) -> Tensor:
-    """Return the matrices of a block, one for each group: (group, position in kernel, pixel)."""
+    """Return an empty im2col matrix for a block of images: (group, position in kernel, pixel)."""
     positions = x.shape[1] // groups * weight.shape[2] * weight.shape[3]
     return x.new_empty((groups, positions, _num_images(len(x)) * offset[0, 0].numel()))
 
@@ -111,7 +111,7 @@ def _columns(x: Tensor, weight: Tensor, offset: Tensor, groups: int) -> Tensor:
 def _deform_conv2d(
     x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *args: Any
 ) -> Tensor:
-    """Run `deform_conv2d_forward_kernel`: a product for each block of images and each group."""
+    """Run `deform_conv2d_forward_kernel`: a product for each block of images and group."""
     x, offset, weight, mask, bias = (t.contiguous() for t in (x, offset, weight, mask, bias))
     groups, images, size = args[6], _num_images(len(x)), offset.shape[2:]
     out = x.new_zeros((len(x) // images, images, len(weight), *size))

@@ -43,13 +43,13 @@ Other names do not exist. `triton.testing` has the names that bitsandbytes befor
 
 
 class Symbol:
-    """Name of Triton's language, which has a meaning only within a kernel."""
+    """Name of Triton's language, such as `tl.load`, which only a compiled kernel can call."""
 
     def __init__(self, name: str) -> None:
         self.name = self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: calls outside of a kernel are refused."""
+        """Raise, because it is called outside of a kernel."""
         raise UnsupportedError(
             f"`triton.language.{self.name}` is called outside of a kernel",
             hint="kernels do not run on the virtual GPU",
@@ -60,7 +60,7 @@ class Symbol:
 
 
 class Constexpr:
-    """`tl.constexpr`: an annotation, or a value known when a kernel is compiled."""
+    """Stub of `tl.constexpr`: an annotation, or a value known when a kernel is compiled."""
 
     def __init__(self, value: Any) -> None:
         self.value = getattr(value, "value", value)
@@ -82,7 +82,7 @@ class Constexpr:
 
 
 class KernelInterface:
-    """Kernel that takes a grid in brackets; `fn` is a function, or a kernel that is wrapped."""
+    """Kernel that is launched by `kernel[grid](...)`; `fn` is a function or another kernel."""
 
     def __init__(self, fn: Any = None, **options: Any) -> None:
         self.fn = fn
@@ -91,7 +91,7 @@ class KernelInterface:
         vars(self).update(options)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Launch nothing."""
+        """Do nothing in place of a launch."""
 
     warmup = run
 
@@ -103,7 +103,7 @@ class KernelInterface:
 
 
 class JITFunction(KernelInterface):
-    """`triton.JITFunction`: a kernel that is never compiled."""
+    """Stub of `triton.JITFunction`: a kernel that is never compiled."""
 
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
         super().__init__(fn)
@@ -115,13 +115,13 @@ class JITFunction(KernelInterface):
         self.cache: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise without a grid, as triton does."""
+        """Raise, as triton does for a call without a grid."""
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
 
 
 @dataclass(eq=False)
 class Config:
-    """`triton.Config`: the meta-parameters of one variant of a kernel."""
+    """Stub of `triton.Config`: the meta-parameters of one variant of a kernel."""
 
     kwargs: dict[str, Any]
     num_warps: int = 4
@@ -138,7 +138,7 @@ class Config:
 
 
 class Autotuner(KernelInterface):
-    """Result of `triton.autotune`, which times every config at the first call of each kind."""
+    """Stub of the result of `triton.autotune`, which times all configs for new arguments."""
 
     def __init__(self, fn: Any, configs: Sequence[Config], **options: Any) -> None:
         super().__init__(fn)
@@ -150,7 +150,7 @@ class Autotuner(KernelInterface):
         self.best_config = self.configs[0]
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Time the configs if arguments in `key`, or types, are new; then launch nothing."""
+        """Time all configs if values of `keys` or dtypes are new; then launch nothing."""
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         types = [str(value.dtype) for value in given.values() if hasattr(value, "dtype")]
         kind = (*(given[name] for name in self.keys if name in given), *types)
@@ -162,23 +162,23 @@ class Autotuner(KernelInterface):
 
 
 class Heuristics(KernelInterface):
-    """Result of `triton.heuristics`."""
+    """Stub of the result of `triton.heuristics`."""
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`triton.jit`, with options or without."""
+    """Return the stub kernel of a function, or the decorator if only options are given."""
     if fn is None:
         return lambda function: JITFunction(function, **options)
     return JITFunction(fn)
 
 
 def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any) -> Any:
-    """`triton.autotune`."""
+    """Return a decorator that makes an `Autotuner`."""
     return lambda fn: Autotuner(fn, configs, key=key, **options)
 
 
 def heuristics(values: dict[str, Any]) -> Any:
-    """`triton.heuristics`."""
+    """Return a decorator that makes a `Heuristics`."""
     return lambda fn: Heuristics(fn, values=values)
 
 
@@ -206,7 +206,7 @@ GPUTarget = namedtuple("GPUTarget", ("backend", "arch", "warp_size"))
 
 @dataclass(eq=False)
 class _TensorDescriptor:
-    """`triton.tools.tensor_descriptor.TensorDescriptor`."""
+    """Stub of `triton.tools.tensor_descriptor.TensorDescriptor`."""
 
     base: Any
     shape: Any
@@ -220,7 +220,7 @@ class _TensorDescriptor:
 
 
 def _each_as(make: Callable[[str], Any], known: Container[str] | None = None) -> Any:
-    """Return a module's `__getattr__` that makes any name by `make`, or any `known` one."""
+    """Return a module's `__getattr__`: `make(name)` for each name, or for names in `known`."""
 
     def look_up(name: str) -> Any:
         if name.startswith("__") if known is None else name not in known:
@@ -273,7 +273,7 @@ def _contents(driver: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """Distribution for `importlib.metadata.version("triton")`."""
+    """Installed package that `importlib.metadata.version("triton")` finds."""
 
     def read_text(self, filename: str) -> str | None:
         """Return the metadata; there are no other files."""
@@ -287,9 +287,9 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class Finder(StubFinder, importlib.metadata.DistributionFinder):
-    """Finder that serves the stub for `import triton`.
+    """Provides the stub to `import triton`.
 
-    `driver` returns `triton.runtime.driver.active` for a target class.
+    `driver(target_class)` returns `triton.runtime.driver.active`.
     """
 
     def __init__(self, driver: Callable[[Any], Any]) -> None:
@@ -321,14 +321,14 @@ CLEARED_BYTES = 256 * 2**20
 
 
 def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
-    """Return `triton.runtime.driver.active`: the GPU for which Triton would compile.
+    """Return `triton.runtime.driver.active`, as of the virtual GPU.
 
-    `target` makes Triton's target from backend, architecture and warp size.
+    `target` is Triton's class of a compile target: (backend, architecture, warp size).
     """
     major, minor = mode.gpu.capability
 
     def properties(device: int = 0) -> dict[str, int]:
-        """Return properties that persistent kernels read."""
+        """Return the GPU's properties that persistent kernels read."""
         found: Any = torch.cuda.get_device_properties(0)
         return {
             "max_shared_mem": found.shared_memory_per_block_optin,
@@ -357,7 +357,7 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
 
 
 def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `fn` as `triton.testing.do_bench` does, twice, and return a constant time."""
+    """Run `fn` twice, as `triton.testing.do_bench` does; return a constant time."""
     fn()
     cleared = torch.empty(CLEARED_BYTES, dtype=torch.uint8, device="cuda")
     found = do_bench_cudagraph(fn, **kwargs)
@@ -368,7 +368,7 @@ def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
 def do_bench_cudagraph(
     fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs: Any
 ) -> Any:
-    """Run `fn` and return a constant time; `triton.testing.do_bench_cudagraph` clears no array."""
+    """Run `fn` once, without the array that `do_bench` clears; return a constant time."""
     fn()
     return MILLISECONDS if quantiles is None else [MILLISECONDS] * len(quantiles)
 
@@ -377,7 +377,7 @@ _BENCHES = {"do_bench": do_bench, "do_bench_cudagraph": do_bench_cudagraph}
 
 
 def _renew(patches: Patches) -> None:
-    """Set the stub's names in Inductor modules that were imported without Triton."""
+    """Update Inductor modules that were imported without Triton with the stub's names."""
     compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
     if compat is None or hasattr(compat.triton, "Config"):
         return
@@ -392,10 +392,10 @@ def _renew(patches: Patches) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Install Triton, with launches that do nothing."""
+    """Make Triton's launches do nothing, and provide a stub if Triton is not installed."""
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        """Add the kernel's work to the log; nothing is launched."""
+        """Record the kernel's work in the log in place of a launch."""
         given = (*args, *kwargs.values())
         mode.work.add(fused_work(value for value in given if isinstance(value, Tensor)))
 

@@ -43,7 +43,7 @@ _SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLL
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Install the stub of vLLM; refuse TRL's client, which would wait for a server."""
+    """Provide the stub of vLLM; refuse TRL's client, which would wait for a server."""
     Finder(mode).install(patches)
     refused = refusing('`vllm_mode="server"` of TRL', _SERVER)
     for name in ("trl.generation.vllm_client", "trl.extras.vllm_client"):
@@ -51,10 +51,10 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class Engine:
-    """Memory of one engine: its weights, and the rest of its share of the GPU.
+    """GPU memory of one engine: its weights, and the rest of its share of the GPU.
 
-    `share` is `gpu_memory_utilization`; `weights_bytes` is 0 if they are not known, and
-    `cache_bytes` the size of the KV cache, where the script gives one.
+    `share` is `gpu_memory_utilization`. `weights_bytes` is 0 if unknown. `cache_bytes` is the size
+    of the KV cache, or None for the rest.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Engine:
         self._offloaded: Tensor | None = None
 
     def take(self, tags: Iterable[str]) -> None:
-        """Allocate the memory of these tags, unless it is on the GPU."""
+        """Allocate the memory of `tags` (weights, KV cache), unless it is allocated."""
         for tag in tags:
             if tag not in self._held and (num_bytes := self._size(tag)):
                 self._held[tag] = self._allocate(tag, num_bytes)
@@ -100,7 +100,7 @@ class Engine:
                     storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
 
     def sleep(self, level: int) -> None:
-        """Free the memory; on level 1 the weights move to pinned memory of the host."""
+        """Free the GPU memory; on level 1 the weights move to pinned memory of the host."""
         weights = self._held.get(WEIGHTS)
         if level == 1 and weights is not None:
             num_items = weights.numel() // torch.float16.itemsize
@@ -113,7 +113,7 @@ class Engine:
 
 
 class SamplingParams:
-    """`vllm.SamplingParams`, of which only the numbers of tokens and completions have an effect."""
+    """Stub of `vllm.SamplingParams`; only numbers of tokens and completions have an effect."""
 
     def __init__(self, n: int = 1, max_tokens: int | None = MAX_TOKENS, **others: Any) -> None:
         self.n, self.max_tokens = n, max_tokens
@@ -122,14 +122,14 @@ class SamplingParams:
 
 
 class Options:
-    """An options class without effect on memory, such as `StructuredOutputsParams`."""
+    """Stub of an options class without effect on memory, such as `StructuredOutputsParams`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         vars(self).update(options)
 
 
 class LLM:
-    """`vllm.LLM`: an engine whose completions have the maximal length."""
+    """Stub of `vllm.LLM`, whose completions have the maximum length."""
 
     mode: CudaSimMode  # the virtual GPU, set by the finder
 
@@ -172,18 +172,18 @@ class LLM:
         return refusing(f"`vllm.LLM.{name}`")
 
     def sleep(self, level: int = 1, **others: Any) -> None:
-        """Free the memory of the engine, if sleep mode is enabled."""
+        """Free the engine's GPU memory, if sleep mode is enabled."""
         if self._can_sleep:
             self._engine.sleep(level)
         else:
             self.mode.notes.add("`vllm.LLM.sleep` frees nothing without `enable_sleep_mode`")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory of the tags again; of both if none is given."""
+        """Allocate the memory of `tags` again; by default weights and KV cache."""
         self._engine.take(tags or (WEIGHTS, KV_CACHE))
 
     def collective_rpc(self, method: Any, *args: Any, **others: Any) -> list[None]:
-        """Do nothing: methods of the worker, such as `reload_weights`, reuse its memory."""
+        """Do nothing, as worker methods such as `reload_weights` reuse the engine's memory."""
         if not isinstance(method, str):
             raise UnsupportedError("a function for vLLM's workers cannot be simulated")
         return [None]
@@ -201,7 +201,7 @@ class LLM:
     def generate(
         self, prompts: Any = None, sampling_params: Any = None, *args: Any, **others: Any
     ) -> list[Any]:
-        """Return `n` completions of each prompt, each of `max_tokens` tokens."""
+        """Return for each prompt `n` completions of `max_tokens` tokens."""
         given = others["prompt_token_ids"] if prompts is None else prompts
         is_one = isinstance(given, str | Mapping) or (given and isinstance(given[0], int))
         rows = [given] if is_one else list(given)
@@ -210,7 +210,7 @@ class LLM:
         return [self._complete(row, one) for row, one in zip(rows, of_rows, strict=True)]
 
     def chat(self, messages: Any, sampling_params: Any = None, *args: Any, **others: Any) -> Any:
-        """Return completions of one conversation, or of each in a list."""
+        """Return completions of a conversation, or of each conversation in a list."""
         rows = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         text = self.get_tokenizer().apply_chat_template
         prompts = [text(row, add_generation_prompt=True, tokenize=False) for row in rows]
@@ -245,7 +245,7 @@ class LLM:
 
 
 def _completion(index: int, token: int, length: int, logprobs: int | None) -> Any:
-    """Return a completion that repeats `token`, with the log probabilities that vLLM adds."""
+    """Return a completion of `length` tokens, all `token`, with vLLM's log probabilities."""
     rows = None
     if logprobs is not None:
         found = {token + i: SimpleNamespace(logprob=-1.0, rank=i + 1) for i in range(logprobs + 1)}
@@ -257,7 +257,7 @@ def _completion(index: int, token: int, length: int, logprobs: int | None) -> An
 
 
 def files_bytes(model: str) -> int | None:
-    """Return the size of the weights' files in a folder or in the Hub's cache; None if unknown."""
+    """Return bytes of a model's weight files, in a folder or the Hub's cache; None if missing."""
     folder = Path(model) if model else None
     if folder is not None and not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -271,7 +271,7 @@ def files_bytes(model: str) -> int | None:
 
 
 class Finder(StubFinder):
-    """Finder that serves the vLLM stub to the script and TRL; to all code if vLLM is installed."""
+    """Provides the vLLM stub to the script and TRL; to all code if vLLM is installed."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
@@ -288,7 +288,7 @@ class Finder(StubFinder):
         }
 
     def serves(self, fullname: str) -> bool:
-        """Return whether the script or TRL imports the package or any module in it."""
+        """Return whether the script or TRL imports vLLM or a module of it."""
         if fullname.partition(".")[0] != "vllm":
             return False
         if self._is_installed or "vllm" in sys.modules:
@@ -300,7 +300,7 @@ class Finder(StubFinder):
         return importer == "trl" or self._mode.attribution.lines.frame(frame) is frame
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module; unknown names raise when they are called."""
+        """Fill a stub module; names that the stub lacks raise when they are called."""
         name = module.__name__
         vars(module).update(self._contents.get(name, {}))
         if name == "vllm":

@@ -43,11 +43,11 @@ _IGNORED_ON_CPU = {"device", "pin_memory"}
 
 
 class ValueUnknown(Exception):
-    """Raised when an operator needs an unknown value."""
+    """An operator needs a value that is not known."""
 
 
 class KnownValues:
-    """CPU copies of meta storages whose values are known. `below` is the next layer to look in."""
+    """CPU copies of storages of meta tensors. Values missing here are looked up in `below`."""
 
     def __init__(self, below: "KnownValues | None" = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
@@ -68,31 +68,31 @@ class KnownValues:
     # --- store
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value`, a CPU tensor of the same shape, the value of `tensor`'s storage."""
+        """Make `value`, a CPU tensor of the same shape, the known value of the meta `tensor`."""
         self._lost.pop(storage_key(tensor), None)
         self._copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
-        """Store a small `value` that the script may read back, such as a temperature or a gate."""
+        """Make `value` known if it is small: a number such as a temperature or a gate."""
         if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
             with _disable_current_modes():
                 self.adopt(tensor, value.detach())
 
     def adopt_guess(self, tensor: Tensor, value: Tensor) -> None:
-        """Adopt a guessed `value`."""
+        """Make `value` the known value of `tensor`, marked as a guess."""
         self.adopt(tensor, value)
         self.guessed.add(storage_key(tensor))
 
     def storage_of(self, key: int) -> torch.UntypedStorage | None:
-        """CPU storage with the values of the meta storage `key`."""
+        """Return the CPU storage with the values of the storage with this key, or None."""
         return self._copies.get(key)
 
     def set_storage(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Make the CPU `storage` the values of the meta storage `key`."""
+        """Make a CPU `storage` the values of the storage with this key."""
         self._copies[key] = storage
 
     def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
-        """Set all elements of `tensor` to `value`; returns whether its value is known after it."""
+        """Set the known values of `tensor` to `value`; return whether they are known afterwards."""
         known = self.value_of(tensor)
         if known is not None:
             known.copy_(value)
@@ -102,20 +102,20 @@ class KnownValues:
         return self.is_known(tensor)
 
     def drop(self, key: int) -> None:
-        """Drop the values of storage `key`, which was overwritten by unknown ones."""
+        """Drop the known values of a storage, by its key."""
         self._copies.pop(key, None)
         self._lost.pop(key, None)
         self.guessed.discard(key)
         self.sources.pop(key, None)
 
     def forget(self, key: int) -> None:
-        """Drop the freed storage `key`, here and in the layer above."""
+        """Drop the known values of a freed storage, here and in the `KnownValues` above."""
         self.drop(key)
         if self._above is not None:
             self._above.drop(key)
 
     def _lose(self, tensor: Tensor) -> None:
-        """Drop the values of `tensor`, which was overwritten by unknown ones."""
+        """Drop the known values of `tensor`, but not of the rest of its storage."""
         key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self._copies:
             self.drop(key)
@@ -124,14 +124,14 @@ class KnownValues:
         _bytes_of(tensor, self._lost.setdefault(key, none_lost)).fill_(True)
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Track from now on which values depend on parameters and buffers of `model`."""
+        """Record from now on which values depend on parameters and buffers of `model`."""
         for tensors, bit in ((model.parameters(), FROM_PARAMETER), (model.buffers(), FROM_BUFFER)):
             self.sources |= {storage_key(t): bit for t in tensors if is_meta(t)}
 
     # --- look up
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """CPU view with the values and the geometry of `tensor`, or None."""
+        """Return a CPU tensor with the values, shape and strides of `tensor`; None if unknown."""
         if not is_meta(tensor):
             return tensor
         if self.sources:
@@ -143,11 +143,11 @@ class KnownValues:
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether this layer, not the one below, has the value of a meta tensor."""
+        """Return whether `tensor` is a meta tensor with values here, not in the `below` ones."""
         return is_meta(tensor) and storage_key(tensor) in self._copies
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return whether the values of `tensor` are known: it is real, or has a copy here."""
+        """Return whether the values of `tensor` are known, or it has data."""
         if not is_meta(tensor):
             return True
         if storage_key(tensor) in self._copies and not self._is_lost(tensor):
@@ -155,7 +155,7 @@ class KnownValues:
         return self._below is not None and self._below.is_known(tensor)
 
     def _is_lost(self, tensor: Tensor) -> bool:
-        """Return whether some element of `tensor`, which has a copy, is unknown."""
+        """Return whether some element of `tensor` is unknown, although its storage has a copy."""
         lost = self._lost.get(storage_key(tensor))
         return lost is not None and bool(_bytes_of(tensor, lost).any())
 
@@ -164,7 +164,7 @@ class KnownValues:
         return any(is_meta(t) and storage_key(t) in self.guessed for t in tensors_in(args))
 
     def decides(self, tensor: Tensor) -> bool:
-        """Return whether the value of `tensor` may decide a shape: it is known, not guessed."""
+        """Return whether the value of `tensor` may decide a shape: known, and not a guess."""
         return self.value_of(tensor) is not None and not self.is_guessed([tensor])
 
     # --- compute
@@ -200,9 +200,9 @@ class KnownValues:
         return func(*cpu_args, **cpu_kwargs)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Compute the values of the result `out` of an operator that ran on meta tensors.
+        """Compute known values of `out`, the result of an operator that ran on meta tensors.
 
-        Most operators end here at an argument whose value is not known.
+        Nothing is known if the values of an argument are unknown.
         """
         is_mutable = func._schema.is_mutable
         first = args[0] if args else None
@@ -226,7 +226,7 @@ class KnownValues:
             self._pass_sources((*args, *kwargs.values()), out)
 
     def _pass_sources(self, args: tuple[Any, ...], out: Any) -> None:
-        """Record that `out` depends on the parameters and buffers on which `args` depend."""
+        """Record that `out` depends on all parameters and buffers on which `args` depend."""
         given = [self.sources.get(storage_key(t), 0) for t in tensors_in(args) if is_meta(t)]
         made = reduce(or_, given, 0)
         for tensor in filter(is_meta, tensors_in((out,))) if made else ():
@@ -258,7 +258,7 @@ class KnownValues:
                 self.adopt_like(result, value)
 
     def _write_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Follow an operator that writes a list of tensors. Gradients are assumed to be finite."""
+        """Update values after an operator on a list; gradients are assumed to be finite."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return
         every = tensors_in((*args, *kwargs.values()))
@@ -271,7 +271,7 @@ class KnownValues:
                 self.drop(storage_key(tensor))
 
     def may_hold(self, result: Tensor, *, is_copy: bool = False) -> bool:
-        """Return whether `result` is small enough for a known value, and has none yet.
+        """Return whether known values may be stored for `result`: it is small and has none yet.
 
         A copy of data, such as an adjacency matrix, may be larger than a computed result.
         """
@@ -288,7 +288,7 @@ class KnownValues:
         return num_bytes + sum(copy.nbytes() for copy in self._copies.values()) <= MAX_TOTAL_BYTES
 
     def adopt_like(self, result: Tensor, value: Tensor) -> None:
-        """Adopt `value` in the geometry of `result`, unless their shapes differ."""
+        """Make `value` the known value of `result`, with its strides, if the shapes are equal."""
         if value.shape != result.shape:
             return
         num_items = result.untyped_storage().nbytes() // result.element_size()
@@ -299,7 +299,7 @@ class KnownValues:
 
 
 def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:
-    """Return the flag of each element's first byte; `flags` has one per byte of the storage."""
+    """Return a view of `flags`, one per byte of a storage, at each element's first byte."""
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * item)
@@ -312,12 +312,12 @@ def _is_view_in_place(func: Any) -> bool:
 
 
 def materialise(values: Any) -> Any:
-    """Return meta tensors with the shapes of the computed `values`."""
+    """Return meta tensors like the CPU tensors in `values`."""
     return map_tensors(lambda t: torch.empty_like(t, device="meta"), values)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor in nested lists and tuples.
+    """Apply `function` to each tensor in nested lists and tuples; return them with the results.
 
     torch's pytree would leave a reference cycle, so Python would collect garbage more often.
     """
@@ -330,9 +330,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """Return the result of a test for infinity or NaN; None for other calls.
+    """Return the result of a test for infinity or NaN; None for other operators.
 
-    The activations of the simulated step are finite.
+    Activations are assumed to be finite.
     """
     if func is aten.isinf.default or func is aten.isnan.default:
         return False
@@ -349,7 +349,7 @@ COMPARISONS = operators("gt.Tensor ge.Tensor lt.Tensor le.Tensor")
 def compared_with_infinity(
     func: Any, args: tuple[Any, ...], values: KnownValues, shape: torch.Size
 ) -> Tensor | None:
-    """Return how finite numbers compare with a tensor of infinities; None for other calls."""
+    """Return a comparison of unknown, finite numbers with infinities; None for other calls."""
     if func not in COMPARISONS:
         return None
     known = list(map(values.value_of, args))

@@ -12,9 +12,10 @@ from memest.packages import is_in_packages
 
 
 class ScriptLines:
-    """Finds the innermost frame of the script, skipping frames of torch, libraries and memest.
+    """Finds the innermost frame of the script's own code.
 
-    Code in `roots`, or outside of the Python installation, is the script's.
+    Code in `roots`, or outside of the Python installation, is the script's. Frames of torch,
+    libraries and memest are skipped.
     """
 
     def __init__(self, roots: tuple[Path, ...] = ()) -> None:
@@ -29,7 +30,7 @@ class ScriptLines:
         self._names: dict[str, str] = {}
 
     def frame(self, frame: FrameType | None = None) -> FrameType | None:
-        """Return the innermost frame of the user's code, from `frame` outwards."""
+        """Return the innermost frame of the script's code, searched from `frame` outwards."""
         frame = frame or sys._getframe(1)
         is_users = self._is_users
         found: FrameType | None = frame
@@ -44,7 +45,7 @@ class ScriptLines:
         return None
 
     def current(self) -> str:
-        """Return the running line, as `train.py:12`; "" where no code of the user runs."""
+        """Return the running line of the script, such as `train.py:12`; "" if none runs."""
         frame = self.frame(sys._getframe(1))
         if frame is None:
             return ""
@@ -52,11 +53,11 @@ class ScriptLines:
         return self._texts.get(place) or self._text(*place)
 
     def place_of(self, text: str) -> tuple[str, int]:
-        """Return file and number of a line of `current`, such as `train.py:12`; else ("", 0)."""
+        """Return (file, line number) of a text that `current` returned; else ("", 0)."""
         return self._places.get(text, ("", 0))
 
     def _text(self, file: str, line: int) -> str:
-        """Format a line; files of the same name after the first get their folder's name."""
+        """Return `file:line`, with the folder's name if another file has the same name."""
         name = os.path.basename(file)
         if self._names.setdefault(name, file) != file:
             name = os.path.join(os.path.basename(os.path.dirname(file)), name)
@@ -79,14 +80,14 @@ class ScriptLines:
 
 
 class Notes:
-    """Notes of a report, without duplicates, in the order in which they were added."""
+    """Notes and warnings of a report, without duplicates, in order."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.warnings: list[str] = []  # sentences that the report prints above all figures
 
     def add(self, text: str) -> None:
-        """Add `text`, unless it is there."""
+        """Add the note `text`, unless it was added before."""
         if text not in self.texts:
             self.texts.append(text)
 

@@ -19,7 +19,7 @@ def constant(value: Any) -> Callable[..., Any]:
 
 
 def constants(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return functions by name that return `values` for all arguments."""
+    """Return, for each name, a function that returns the value of that name for all arguments."""
     return {name: constant(value) for name, value in values.items()}
 
 
@@ -54,7 +54,7 @@ def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Patches:
-    """Monkeypatched attributes, in order; `undo` restores them."""
+    """Monkeypatched attributes; `undo` restores the originals."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -68,13 +68,13 @@ class Patches:
         _restore(owner, name, value)
 
     def set_all(self, values: Mapping[str, Any], *owners: Any) -> None:
-        """Call `set` for each name in `values` and each of `owners`."""
+        """Replace each name in `values` on each of `owners`."""
         for name, value in values.items():
             for owner in owners:
                 self.set(owner, name, value)
 
     def set_methods(self, functions: Any, *owners: Any, prefix: str = "") -> None:
-        """Replace functions of `owners` by the public methods of `functions` with their names.
+        """Replace functions of `owners` by the public methods of `functions` with the same names.
 
         `prefix` is the part of the owners' names that the methods lack.
         """
@@ -82,7 +82,7 @@ class Patches:
             self.set_all({prefix + name: getattr(functions, name)}, *owners)
 
     def wrap(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorate a function to replace `owner.name`, which it gets as its first argument."""
+        """Decorate a function to replace `owner.name`; it gets the original as first argument."""
         original = getattr(owner, name)
         is_static = isinstance(getattr_static(owner, name), staticmethod)
 
@@ -97,7 +97,7 @@ class Patches:
         return decorate
 
     def within(self, owner: Any, name: str, context: Callable[..., Any]) -> None:
-        """Run the function `owner.name` within `context(*args)`, with its positional arguments."""
+        """Wrap `owner.name` to run within `context(*args)`, of its positional arguments."""
 
         @self.wrap(owner, name)
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -115,11 +115,11 @@ class Patches:
         )
 
     def on_undo(self, action: Callable[[], object]) -> None:
-        """Run `action` after everything has been restored."""
+        """Call `action` at the end of `undo`."""
         self._afterwards.append(action)
 
     def originals(self) -> dict[Any, Any]:
-        """Return the original of each replaced function or class, by its replacement.
+        """Return {replacement: original} of functions and classes.
 
         Methods of pybind11 have no hash, so they are left out (torch 2.5 has some).
         """
@@ -135,7 +135,7 @@ class Patches:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore the originals until the block ends."""
+        """Restore the originals within the block."""
         current = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in self._before]
         for owner, name, before in reversed(self._before):
             _restore(owner, name, before)
@@ -146,7 +146,7 @@ class Patches:
                 _restore(owner, name, value)
 
     def undo(self) -> None:
-        """Restore everything, the last first."""
+        """Restore all originals, the last replaced first."""
         while self._before:
             owner, name, before = self._before.pop()
             _restore(owner, name, before)
@@ -166,9 +166,10 @@ def _restore(owner: Any, name: str, value: Any) -> None:
 def _clear_sequence_slot(kind: type) -> None:
     """Clear `tp_as_sequence->sq_item` of a class of tensors and of its subclasses.
 
-    Python fills it for a `__getitem__` in Python. `PySequence_Check` is then true, and C++ takes a
-    0-d tensor in a list for a list (`compute_sizes` of tensor_new.cpp, torch 2.11). The offsets are
-    those of `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python 3.11 to 3.14).
+    Python sets the slot for a `__getitem__` in Python. `PySequence_Check` is then true, and C++
+    reads a 0-d tensor in a list as a list (`compute_sizes` of tensor_new.cpp, torch 2.11). The
+    offsets are those of `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python
+    3.11 to 3.14).
     """
     word = ctypes.c_void_p
     if methods := word.from_address(id(kind) + object.__basicsize__ + 11 * 8).value:

@@ -26,7 +26,7 @@ _Device = torch.device  # torch's own class, also while another class replaces i
 
 
 class _Gpu:
-    """Device of the virtual GPU in this process."""
+    """Device and number of the virtual GPUs in this process."""
 
     device = torch.device("cuda", 0)  # device of GPU tensors; the index is the local rank
     num_visible = 1  # GPUs that `torch.cuda.device_count()` returns
@@ -43,7 +43,7 @@ _is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__ge
 
 
 def operators(names: str) -> frozenset[Any]:
-    """Return overloads of aten by their names, separated by blanks: `sum` is the default one."""
+    """Return overloads of aten named in a text, such as "sum sum.dim_IntList"."""
     pairs = (f"{name}.default".split(".") for name in names.split())
     return frozenset(getattr(getattr(torch.ops.aten, name), form) for name, form, *_ in pairs)
 
@@ -66,21 +66,21 @@ def _without_torch_function(attribute: Callable[[Any], T], tensor: Tensor) -> T:
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Return whether `tensor` has no data."""
+    """Return whether `tensor` has no data: torch's C++ places it on `meta`."""
     if type(tensor) in PLAIN and not _has_mode():
         return _is_meta_in_c(tensor)
     return _without_torch_function(_is_meta_in_c, tensor)
 
 
 def is_on_real_gpu(tensor: Tensor) -> bool:
-    """Return whether `tensor` was made on a real GPU, outside of the simulated run."""
+    """Return whether `tensor` is on a real GPU, where it was made before the simulated run."""
     if type(tensor) in PLAIN and not _has_mode():
         return _is_cuda_in_c(tensor)
     return type(tensor) in PLAIN and _without_torch_function(_is_cuda_in_c, tensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the first inner tensor of a wrapper subclass, else `tensor`."""
+    """Return the plain tensor inside a wrapper subclass (the first one), else `tensor`."""
     while type(tensor) not in PLAIN:
         inner = getattr(tensor, "_local_tensor", None)
         parts: Any = getattr(tensor, "__tensor_flatten__", None)
@@ -94,19 +94,19 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def true_device(tensor: Tensor) -> torch.device:
-    """Return the device that torch's C++ sees."""
+    """Return the device of `tensor` in torch's C++, `meta` without data."""
     return _without_torch_function(_device_in_c, tensor)
 
 
 def _parsed(device: Any) -> torch.device | None:
-    """Return the device that a script has given as number, name or object; None for others."""
+    """Return the `torch.device` for a number, name or device; None for any other value."""
     if isinstance(device, bool) or not isinstance(device, int | str | _Device):
         return None
     return _Device("cuda", device) if isinstance(device, int) else _Device(device)
 
 
 def resolve(device: Any) -> Any:
-    """Return `device` with the index of `"cuda"`; None and everything else unchanged.
+    """Return this process's GPU for `"cuda"` or its index; any other value unchanged.
 
     Raises:
         RuntimeError: a GPU that this process does not have, with torch's message.
@@ -125,7 +125,7 @@ def resolve(device: Any) -> Any:
 
 
 def _is_own(index: int) -> bool:
-    """Return whether `cuda:index` is this rank's GPU, by the script's `CUDA_VISIBLE_DEVICES`."""
+    """Return whether `cuda:index` is this rank's GPU by the script's `CUDA_VISIBLE_DEVICES`."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return names[index : index + 1] == [str(GPU.device.index)]
 
@@ -139,7 +139,7 @@ def is_another(device: Any) -> bool:
 
 
 class Place(Enum):
-    """Place of a tensor in the simulated run."""
+    """Place of a tensor in the simulated run: host with or without data, GPU, or meta."""
 
     REAL = "in memory"  # a tensor of the host that has its values
     HOST = "host"  # a tensor of the host whose values are not needed: it takes no memory here
@@ -148,7 +148,7 @@ class Place(Enum):
 
 
 class _Inside(threading.local):
-    """Thread-local state of the mode."""
+    """Thread-local flags: what the dispatch mode and torch are doing."""
 
     depth = 0  # number of nested calls of the mode; above 0 the mode's own code runs
     composite = False  # True while C++ makes tensors that are on the GPU, like those given to it
@@ -165,7 +165,7 @@ host_storages: dict[int, int] = {}  # bytes on the simulated host, by storage ke
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the key of the storage of `tensor`; of a sparse tensor, that of its values."""
+    """Return an integer that identifies the storage of `tensor` (sparse: of its values)."""
     if tensor.layout is not torch.strided:
         is_coo = tensor.layout is torch.sparse_coo
         with torch._C._DisableTorchDispatch():
@@ -191,7 +191,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def sample_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments, of a long list only the first and the last."""
+    """Return the tensors among the arguments; of a list above 8 only its first and last."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -210,10 +210,10 @@ _MAKERS = {
 
 
 def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
-    """Return `out`, a result of `func` on the GPU, if it is dense.
+    """Return `out`, a result of `func` on the GPU, unchanged.
 
     Raises:
-        UnsupportedError: it is not dense; `where` returns the script's line.
+        UnsupportedError: it is sparse or nested; `where` returns the script's line.
     """
     if not isinstance(out, Tensor) or out.layout is torch.strided:
         return out
@@ -221,7 +221,7 @@ def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
 
 
 def refused(func: Any, kind: str, line: str) -> UnsupportedError:
-    """Return the error for a call on a tensor with an unsupported layout."""
+    """Return the error for a call of `func` on a tensor of the layout `kind`."""
     name = str(func).removesuffix(".default")
     return UnsupportedError(
         f"{line or 'the script'}: `{name}` with a tensor of layout {kind} cannot be simulated",
@@ -230,7 +230,7 @@ def refused(func: Any, kind: str, line: str) -> UnsupportedError:
 
 
 def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
-    """Raise where a nested or block-sparse tensor is made on the GPU, at the line of `where`."""
+    """Make creation of nested or block-sparse GPU tensors raise; `where` returns the line."""
     for owner, names in _MAKERS.items():
         for name in names:
             full = f"{owner.__name__}.{name}"
@@ -255,7 +255,7 @@ def _make_on_host(
 def local_foreach(
     mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an elementwise operator on lists of equally sharded DTensors; else `NotImplemented`."""
+    """Run a `_foreach` operator on equally sharded DTensors; `NotImplemented` for other calls."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_") or name in FOREACH_REDUCTIONS or kwargs:
         return NotImplemented
@@ -279,7 +279,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
-    """Return whether the tensors at one position of all lists are DTensors of one sharding."""
+    """Return whether all `tensors` are DTensors with equal mesh, placements and shape."""
     specs = [getattr(tensor, "_spec", None) for tensor in tensors]
     first = specs[0]
     if first is None or any(p.is_partial() for p in first.placements):
@@ -290,7 +290,6 @@ def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
 
 
 def _like(tensor: Any, local: Tensor) -> Any:
-    """Return a DTensor of `local`, sharded as `tensor`."""
     spec = tensor._spec
     if local.dtype is not spec.tensor_meta.dtype:
         meta = type(spec.tensor_meta)(spec.shape, spec.stride, local.dtype)

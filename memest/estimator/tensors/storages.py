@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 
 
 class MemKind(StrEnum):
-    """Purpose of an allocated byte."""
+    """Purpose for which memory is allocated."""
 
     PARAMS = "params"
     BUFFERS = "buffers"
@@ -22,7 +22,7 @@ class MemKind(StrEnum):
 
 
 class FreeTiming(Enum):
-    """Free timing: when deferred blocks are freed, which depends on the speed of the GPU."""
+    """Time at which deferred blocks are freed, which depends on the speed of the GPU."""
 
     LATEST = "at the latest moment"
     IMMEDIATE = "immediately"
@@ -31,7 +31,7 @@ class FreeTiming(Enum):
     """
 
     def is_immediate(self, step: int) -> bool:
-        """Return whether deferred blocks of `step` are freed immediately."""
+        """Return whether blocks are freed immediately in `step` (0 is the first)."""
         return self is FreeTiming.IMMEDIATE or (
             self is FreeTiming.IMMEDIATE_IN_STEP_1 and step == 0
         )
@@ -42,9 +42,7 @@ RETURNED = -(1 << 40)  # largest event that encodes the return of a deferred blo
 
 
 def return_of(index: int) -> int:
-    """Return the event of the latest free of a deferred block, from the storage's id, or the id
-    from the event. The earliest free is `free_of`.
-    """
+    """Convert a storage id to the event of its block's deferred free, or back; see `free_of`."""
     return RETURNED - index
 
 
@@ -55,7 +53,7 @@ NEW_HANDLE = EMPTIED - 2  # event at which cuBLAS creates a handle
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Place in model and script where a storage was allocated."""
+    """Module, phase, operator and line that allocated a storage."""
 
     op: str
     module: str
@@ -79,7 +77,7 @@ class Site:
 
 @dataclass(slots=True)
 class StorageTable:
-    """All storages of a trace; an id is an index into the lists."""
+    """Lists of all storages of a run; an id is an index into the lists."""
 
     num_bytes: list[int] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -92,7 +90,7 @@ class StorageTable:
     """Storages sized by the GPU, by id: share of the GPU's memory, and bytes to subtract."""
 
     def on(self, gpu_bytes: int) -> "StorageTable":
-        """Return the table on a GPU with other memory: only `shares` have another size."""
+        """Return the table for a GPU with `gpu_bytes`, on which storages in `shares` differ."""
         if not self.shares:
             return self
         sizes = list(self.num_bytes)
@@ -102,13 +100,13 @@ class StorageTable:
 
     @property
     def depends_on_time(self) -> bool:
-        """True if the speed of the GPU decides when some block is freed."""
+        """True if the speed of the GPU decides when some blocks are freed."""
         return bool(self.deferred or self.stashed)
 
     unused: list[int] = field(default_factory=list)  # ids of forgotten storages, for reuse
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
-        """Add a storage; returns its id."""
+        """Add a storage; return its id."""
         if not self.unused:
             self.num_bytes.append(num_bytes)
             self.sites.append(site)
@@ -121,7 +119,7 @@ class StorageTable:
         return index
 
     def forget(self, index: int) -> None:
-        """Reuse the id of a freed storage."""
+        """Allow `add` to use the id of a freed storage again."""
         self.streams.pop(index, None)
         self.deferred.discard(index)
         self.stashed.discard(index)
@@ -132,7 +130,7 @@ class StorageTable:
 
 @dataclass(slots=True)
 class Coverage:
-    """Numbers of operator calls, modelled and not."""
+    """Number of operator calls, and how often each operator was not modelled."""
 
     num_ops: int = 0
     unmodelled: Counter[str] = field(default_factory=Counter)

@@ -13,7 +13,7 @@ from memest.estimator.tensors.patches import Patches
 
 
 def install(patches: Patches, hooks: ImportHooks, work: WorkLog) -> None:
-    """Record calls of checkpointing, hooks and libraries that take the host's time in `work`."""
+    """Log host time of checkpointing, saved-tensor hooks and parallelism libraries in `work`."""
     make = saved_tensors_hooks.__init__
 
     def init(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:
@@ -36,7 +36,7 @@ def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) ->
 
 
 def _count(patches: Patches, work: WorkLog, names: dict[str, str], module: Any) -> None:
-    """Count calls of functions of `module`, by the kind of their host time."""
+    """Log each call of the functions `names` of `module`; `names` maps to kinds of host time."""
     for name, kind in names.items():
         owner, _, attribute = name.rpartition(".")
         place = getattr(module, owner) if owner else module

@@ -20,7 +20,7 @@ from memest.plan.reading import read_table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchRelease:
-    """Behaviour of a torch release that changes the memory of a run: a row of `releases.json`."""
+    """Behaviour of one torch release on which memory depends: a row of `releases.json`."""
 
     version: tuple[int, int]
 
@@ -53,7 +53,7 @@ class TorchRelease:
 
     @property
     def name(self) -> str:
-        """Major and minor number, such as `2.11`."""
+        """Major and minor version, such as `2.11`."""
         return f"{self.version[0]}.{self.version[1]}"
 
 
@@ -86,14 +86,14 @@ BUILT_FOR = "torch built for"  # platform of torch in a report, if neither CUDA 
 
 
 def simulated() -> TorchRelease:
-    """Return the release whose kernels are simulated; `PlanError` if it has no row."""
+    """Return the torch release whose kernels are simulated; `PlanError` if it is unknown."""
     requested = os.environ.get(ENVIRONMENT)
     return known(requested) if requested else nearest(_installed())
 
 
 @contextmanager
 def simulating(release: str | None) -> Iterator[None]:
-    """Simulate `release` within the block and in child processes; `PlanError` without a row."""
+    """Simulate torch version `release` in the block and in child processes, or `PlanError`."""
     if release is None:
         yield
         return
@@ -109,7 +109,7 @@ def simulating(release: str | None) -> Iterator[None]:
 
 @cache
 def known(text: str) -> TorchRelease:
-    """Return the release that `text` names, as `2.11.0+cu130`; `PlanError` if it has no row."""
+    """Return the release of a version such as `2.11.0+cu130`; `PlanError` if it is unknown."""
     for release in RELEASES:
         if release.version == _numbers(text):
             return release
@@ -121,7 +121,7 @@ def known(text: str) -> TorchRelease:
 
 @cache
 def nearest(text: str) -> TorchRelease:
-    """Return the newest known release that is not newer than `text`, or the oldest known one.
+    """Return the newest known release that is not newer than version `text`, or the oldest known.
 
     >>> nearest("2.14.1+cu130").name, nearest("3.0").name, nearest("2.9").name
     ('2.14', '2.15', '2.9')
@@ -131,7 +131,7 @@ def nearest(text: str) -> TorchRelease:
 
 
 def is_newer(text: str) -> bool:
-    """Return whether a release is newer than all known ones.
+    """Return whether version `text` of torch is newer than all known releases.
 
     >>> is_newer("2.15.0"), is_newer("2.16.0")
     (False, True)
@@ -182,14 +182,14 @@ def allows_tf32(operation: str) -> bool:
 
 
 def other_kernels(torch: ModuleType) -> str:
-    """Return the platform other than CUDA that a build of torch is for, or an empty text."""
+    """Return the platform, such as ROCm, of a torch build that is not for CUDA; "" for CUDA."""
     if hip := getattr(torch.version, "hip", None):
         return f"ROCm {hip}"
     return "MPS" if torch.backends.mps.is_built() else ""
 
 
 def is_nightly(text: str) -> bool:
-    """Return whether a version is of a nightly build, or of one that a user has made.
+    """Return whether version `text` is a nightly build or one that a user has compiled.
 
     >>> is_nightly("2.15.0.dev20261101+cu130"), is_nightly("2.14.0a0+git1b2c3d"), is_nightly("2.14")
     (True, True, False)
@@ -198,7 +198,7 @@ def is_nightly(text: str) -> bool:
 
 
 def library_versions(*packages: str) -> dict[str, str]:
-    """Return the installed versions of memest, torch and `packages`, and the simulated release."""
+    """Return {package: version} of memest, torch and `packages`, and of the simulated release."""
     found = installed_versions("torch")
     if "torch" in found:
         found[KERNELS] = simulated().name
@@ -208,7 +208,7 @@ def library_versions(*packages: str) -> dict[str, str]:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of memest and of the installed ones of `packages`."""
+    """Return {package: version} of memest and of those of `packages` that are installed."""
     from importlib import metadata
 
     from memest import __version__

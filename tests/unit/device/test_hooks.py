@@ -45,7 +45,7 @@ def backward(model: nn.Module) -> int:
 
 
 def pass_time(virtual: VirtualGpu, microseconds: float) -> None:
-    virtual.mode.timeline.host_spends(microseconds, microseconds)
+    virtual.mode.timeline.advance_host(microseconds, microseconds)
 
 
 def test_a_compressed_bucket_is_kept_until_the_watchdog_has_looked(rank: VirtualGpu) -> None:

@@ -47,7 +47,7 @@ _LAID_OUT = (2, 8)  # first whose meta kernel follows the query's strides (_meta
 
 
 def install_fakes(patches: Patches) -> None:
-    """Make C++ see fake tensors on `meta`, and Python on their fake device."""
+    """Make fake tensors of the GPU have device `meta` in C++, and `cuda` in Python."""
     from torch._subclasses import fake_tensor
 
     kind: Any = fake_tensor.FakeTensor
@@ -88,7 +88,7 @@ def install_fakes(patches: Patches) -> None:
 
 
 def _lay_out_attention(patches: Patches) -> None:
-    """Give cuDNN's attention the strides that later meta kernels have.
+    """Give cuDNN's attention the strides that later releases of torch give on meta.
 
     With torch 2.6 and 2.7, a real run raises if cuDNN is chosen.
     """
@@ -102,7 +102,7 @@ def _lay_out_attention(patches: Patches) -> None:
 
 
 def attention_as_on_cuda(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return fake results of `func`, the output in the layout of the query."""
+    """Return fake results of `func`, the first with the strides of the query."""
     with in_kernel_invocation_manager(fake_mode):
         made = cudnn_output(args, func(*args, **kwargs))
     return fake_mode.wrap_meta_outputs_with_default_device_logic(made, func, args, None)
@@ -126,7 +126,7 @@ class NotSimulated(UnsupportedError):
 
 @contextmanager
 def as_the_compiler(mode: CudaSimMode) -> Iterator[None]:
-    """Run the block with Inductor patched as if a GPU were present."""
+    """Make Inductor compile for the virtual GPU within the block."""
     with warnings.catch_warnings(action="ignore"):  # torch's own warnings
         from torch._inductor import config
 
@@ -164,7 +164,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(_ops, "resolve_key")
     def key_of(resolve: Any, op: Any, key: Any) -> Any:
-        """Ignore Python's meta kernels of operators that C++ decomposes above autograd."""
+        """Return the dispatch key whose kernel of `op` runs: C++ decompositions come first."""
         if key == _AUTOGRAD_META and isinstance(op, _ops.OpOverload):  # others call operators
             name, has = op._name, torch._C._dispatch_has_kernel_for_dispatch_key
             if has(name, "CompositeImplicitAutograd") and not has(name, "Meta"):
@@ -185,7 +185,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @contextmanager
     def with_constants_on_the_gpu() -> Iterator[Any]:
-        """Run the block with the GPU's mode active, for a graph's constants on the GPU."""
+        """Create a graph's constants on the virtual GPU within the block."""
         with unset_fake() as fake_mode, mode, _Puts():  # type: ignore[no-untyped-call]
             yield fake_mode
 
@@ -214,7 +214,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
-    """Make Inductor fold constants on the host, and wait for collectives on the GPU."""
+    """Make Inductor fold constants on the host, and collectives wait on the GPU."""
     from torch._inductor.fx_passes import joint_graph
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -229,7 +229,7 @@ def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
-    """Compile a graph by Inductor: a forward with its frame, a backward when it first runs."""
+    """Compile a graph by Inductor; return the compiled function, or if that fails the graph's."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor import compile_fx
 
@@ -248,7 +248,7 @@ def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
 
 
 class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that runs `prims.device_put` as `Tensor.to`."""
+    """Dispatch mode that runs `prims.device_put` as `Tensor.to`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -259,7 +259,7 @@ class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OnHost(TorchFunctionMode):
-    """Mode that makes tensors on the host, because Inductor reads their values."""
+    """Mode in which functions make tensors on the host, because Inductor reads the values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -267,13 +267,13 @@ class _OnHost(TorchFunctionMode):
 
 
 def place_on_gpu(graph: Any) -> None:
-    """Replace the device `meta` in a graph's arguments by the GPU."""
+    """Replace `meta` by the GPU in the arguments of all nodes of an FX graph."""
     _set_devices(graph.graph.nodes, lambda device: GPU.device if device.type == "meta" else device)
     graph.recompile()
 
 
 def _set_devices(nodes: Iterable[Any], choose: Callable[[torch.device], torch.device]) -> None:
-    """Replace each device among the arguments of `nodes` by what `choose` returns for it."""
+    """Replace each device in the arguments of FX nodes by `choose(device)`."""
     from torch.fx.node import map_aggregate
 
     def chosen(value: Any) -> Any:
@@ -286,7 +286,7 @@ def _set_devices(nodes: Iterable[Any], choose: Callable[[torch.device], torch.de
 
 @contextmanager
 def _constants_on_the_host(graph: Any) -> Iterator[None]:
-    """Create constants on the host until the block ends, because Inductor folds them there."""
+    """Make a graph's constants be on the host within the block, where Inductor folds them."""
     puts = torch.ops.prims.device_put.default
     constants = (aten.full.default, aten.scalar_tensor.default, puts)
     found = [node for node in graph.graph.nodes if node.target in constants]
@@ -310,9 +310,9 @@ def why(error: Exception) -> str:
 class Kernel:
     """A Triton kernel that Inductor has generated; running it computes no values.
 
-    Its first run times several ways to launch it (`benchmark_gpu`, `bench` of `CachingAutotuner`).
-    That needs copies of the tensors that it changes, and an array as large as the L2 cache.
-    The fastest way is cached by the source (autotune_cache.py), for graphs compiled later.
+    The first run times several configs (`benchmark_gpu`, `bench` of `CachingAutotuner`). That needs
+    copies of the tensors that the kernel writes, and an array as large as the L2 cache. The fastest
+    config is cached by the source (autotune_cache.py), for graphs compiled later.
     """
 
     def __init__(self, name: str, source: str, mode: CudaSimMode) -> None:
@@ -330,7 +330,7 @@ class Kernel:
         self._source = source
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Launch the kernel, which does nothing."""
+        """Record a launch; the first run allocates what timing of configs needs."""
         self._mode.work.add(fused_work(value for value in args if isinstance(value, Tensor)))
         ways, self._num_ways = self._num_ways, 1
         if ways < 2:
@@ -357,7 +357,7 @@ class Kernel:
 
 @dataclass(slots=True)
 class Declaration:
-    """A kernel as its source declares it."""
+    """Arguments of the decorators in the source of a Triton kernel."""
 
     function: Any = None  # function decorated with `triton.jit`
     configs: Sequence[Any] = (None,)  # ways to launch it
@@ -368,7 +368,7 @@ class Declaration:
 
     @property
     def changes(self) -> list[int]:
-        """Positions of the tensors that the kernel writes."""
+        """Positions of the tensor arguments that the kernel writes."""
         signature = self.triton_meta.get("signature", {})
         names = [name for name, kind in signature.items() if str(kind)[:1] == "*"]
         changed = self.inductor_meta.get("mutated_arg_names", ())
@@ -376,7 +376,7 @@ class Declaration:
 
     @property
     def saves_memory(self) -> bool:
-        """True for a kernel of a backward: copies that would raise the peak are on the host.
+        """True in a backward: copies for timing that would raise the peak are made on the host.
 
         `CachingAutotuner.copy_args_to_cpu_if_needed`, from torch 2.6 on.
         """
@@ -387,7 +387,7 @@ class Declaration:
 
     @classmethod
     def load(cls, source: str) -> "Declaration":
-        """Run the module of a kernel, and return what its decorators take."""
+        """Execute the source of a kernel; return the arguments of its decorators."""
         from torch._inductor.runtime import triton_helpers, triton_heuristics
 
         found = cls()
@@ -421,7 +421,7 @@ class Declaration:
 
 
 def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
-    """Return `configs`, and those with a halved largest block that Inductor also times."""
+    """Return `configs`, and copies with a smaller reduction block that Inductor times as well."""
     timed = list(configs)
     for config in timed:
         if is_scaled(kernel, config, gpu):
@@ -435,7 +435,7 @@ def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list
 
 
 def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
-    """Return whether the registers per thread keep a reduction below full occupancy."""
+    """Return whether too many registers per thread keep a reduction below full occupancy."""
     meta = kernel.inductor_meta
     if not kernel.is_reduction or meta.get("persistent_reduction"):
         return False
@@ -451,7 +451,7 @@ def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
 
 
 def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
-    """Return the registers of a thread as Triton compiles the kernel.
+    """Return the registers per thread of a kernel, compiled by Triton with `config`.
 
     Raises:
         NotSimulated: Triton is not installed.
@@ -473,7 +473,7 @@ def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
 
 
 def _registers_of(cubin: bytes) -> int:
-    """Return the registers of a thread: `EIATTR_REGCOUNT` in the section `.nv.info` of an ELF."""
+    """Return the registers per thread of compiled code: `EIATTR_REGCOUNT` in its `.nv.info`."""
     (start,), (size, count, names) = _read(cubin, "<Q", 0x28), _read(cubin, "<HHH", 0x3A)
     sections = [_read(cubin, "<IIQQQQ", start + i * size) for i in range(count)]
     for name, *_, offset, num_bytes in sections:
@@ -492,7 +492,7 @@ def _read(data: bytes, form: str, offset: int) -> tuple[int, ...]:
 
 
 class _Config:
-    """Replacement of `triton.Config` with equality, by which Inductor removes duplicates."""
+    """Replacement of `triton.Config` with equality, so that Inductor removes duplicates."""
 
     def __init__(self, kwargs: Any, **options: Any) -> None:
         self.kwargs = kwargs
@@ -501,7 +501,7 @@ class _Config:
 
 
 class _Source(InspectLoader):
-    """Loads a module from its text, which has no file."""
+    """Loader of a module from a text in place of a file."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -511,9 +511,9 @@ class _Source(InspectLoader):
 
 
 def _load(source: str) -> None:
-    """Run the module of a kernel, which calls the kernel's decorators.
+    """Execute the source of a kernel as a module.
 
-    `linecache` has the module's lines meanwhile, since `triton.jit` reads them by `inspect`.
+    Meanwhile `linecache` has the source's lines, since `triton.jit` reads them by `inspect`.
     """
     file = "<string>"  # name of the file in the code of `InspectLoader`
     module = ModuleType("kernel")
@@ -545,14 +545,14 @@ _MARGIN = 1.1  # factor by which padding must be faster (`is_padded_faster` in p
 
 
 def is_estimated() -> bool:
-    """Return whether the installed torch has the `pad_mm` of torch 2.11 or later."""
+    """Return whether padding is estimated: torch has the `pad_mm` of 2.11 or later."""
     from torch._inductor.fx_passes import pad_mm
 
     return hasattr(pad_mm, "_should_pad")
 
 
 def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
-    """Estimate Inductor's timing of padded products, and pad those that are faster."""
+    """Make Inductor pad matrix products where `is_faster_padded` estimates a gain."""
     from torch._inductor import utils
     from torch._inductor.fx_passes import pad_mm
     from torch.fx.experimental.proxy_tensor import unset_fake_temporarily  # type: ignore[attr-defined]
@@ -594,12 +594,12 @@ def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) -> bool:
-    """Return whether a padded product is faster by the margin that Inductor requires.
+    """Return whether the product of padded matrices is faster by Inductor's margin.
 
     `time = operations / (share * peak rate)` of a product, where the share depends on how leading
     dimensions are aligned, and `bytes read and written / (share * bandwidth)` of each padded copy.
-    `is_free` is True for a matrix whose copy Inductor does not time. Kernels for float32
-    without TF32 need no alignment, so padding them only adds copies.
+    `is_free` is True for a matrix whose copy Inductor does not time. Kernels for float32 without
+    TF32 need no alignment, so padding them only adds copies.
     """
     dtype = mat1.dtype
     if dtype is torch.float32 and not allows_tf32("matmul"):
@@ -650,7 +650,7 @@ def _hint(size: Any) -> int:
 
 
 def _leading(matrix: Any) -> int:
-    """Return the leading dimension: the stride of rows, or of columns if it is transposed."""
+    """Return the leading dimension: the stride of rows, or if transposed, of columns."""
     rows, columns = (_hint(stride) for stride in matrix.stride()[-2:])
     return rows if columns == 1 else columns
 
@@ -665,7 +665,7 @@ def _alignment(size: int, align: int) -> int:
 
 
 def _padded(side: int, align: int) -> int:
-    """Return a padded side; Inductor leaves sides of 1 alone.
+    """Return `side` rounded up to `align`; Inductor leaves sides of 1 alone.
 
     >>> _padded(50257, 8), _padded(1, 8)
     (50264, 1)

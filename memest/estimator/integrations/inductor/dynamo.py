@@ -27,7 +27,7 @@ BROKEN = "`torch.compile` broke a graph where it breaks none on a GPU: {why}"
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Let Dynamo compile code that runs on the virtual GPU."""
+    """Make Dynamo compile code that runs on the virtual GPU."""
     modules = mode.attribution.modules
 
     def after_import(dynamo: Any) -> None:
@@ -47,7 +47,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
         @patches.wrap(dynamo.exc.Unsupported, "__init__")
         def init_and_warn(init: Any, self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
-            """Warn of graph breaks that memest's own functions and objects cause."""
+            """Create a graph break's error; add a warning if memest's code is the cause."""
             line = next((line for line in msg.splitlines() if "memest.estimator" in line), None)
             if line is not None and "_install_steps" not in line:  # the step within is one graph
                 mode.guesses.warn(BROKEN.format(why=line.strip()[:200]))
@@ -62,7 +62,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
-    """Trace the gradient of a `flex_attention` score function with fake tensors in eager mode."""
+    """Trace a `flex_attention` score function with fake tensors, also in eager mode."""
 
     @patches.wrap(flex, "create_fw_bw_graph")
     def create_graphs(create: Any, *args: Any) -> Any:
@@ -78,7 +78,7 @@ def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
 
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
-    """Compile frames as on a GPU. A frame that fails only here runs eagerly, with a warning."""
+    """Compile frames as on a GPU; a frame that fails only here runs eagerly, with a warning."""
     from torch._dynamo import exc
 
     convert_frame = dynamo.convert_frame
@@ -120,7 +120,7 @@ def _is_of_dynamo(error: Exception) -> bool:
 
 
 def _install_functions(patches: Patches, dynamo: Any) -> None:
-    """Make Dynamo trace functions that memest replaced; constants come from replacements."""
+    """Make Dynamo trace memest's replacements of torch functions as the originals."""
     rules, functions = dynamo.trace_rules, dynamo.variables.torch
     builders = dynamo.variables.builder
     builder, sourceless = builders.VariableBuilder, builders.SourcelessBuilder
@@ -134,7 +134,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
 
     @cache
     def table() -> dict[Any, Any]:
-        """Fill Dynamo's tables of functions, which `init_process_group` clears."""
+        """Return Dynamo's table of functions, filled from torch's original functions."""
         with patches.suspended():
             clear()
             known: dict[Any, Any] = make_table()
@@ -160,7 +160,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
 
 
 def _install_device(patches: Patches, module: Any) -> None:
-    """Replace functions of `torch.cuda` in a class that was imported with the original ones."""
+    """Replace functions of `torch.cuda` that Dynamo's device interface has copied."""
     patches.set(module, "caching_worker_device_properties", {})  # cached for an earlier GPU
     interface = module.CudaInterface
     replacements = {original: made for made, original in patches.originals().items()}

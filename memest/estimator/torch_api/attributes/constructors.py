@@ -23,7 +23,7 @@ _DTYPES = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _T
 
 
 class LegacyTensor:
-    """`torch.cuda.FloatTensor` and the others: a constructor, a name for a dtype, a class."""
+    """Type such as `torch.cuda.FloatTensor`: constructs tensors, names a dtype, has instances."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -34,7 +34,7 @@ class LegacyTensor:
         return f"<class '{_PREFIX}{self.__name__}'>"
 
     def __call__(self, *args: Any) -> Tensor:
-        """Return a tensor of the given data or sizes."""
+        """Return a GPU tensor with the given data or sizes."""
         return _made(args, self.dtype, GPU.device)
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -42,7 +42,7 @@ class LegacyTensor:
 
 
 def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the tensor of a legacy constructor, by sizes, a `torch.Size`, a tensor or data."""
+    """Return what a legacy constructor makes of sizes, a `torch.Size`, a tensor or data."""
     given = args[0] if len(args) == 1 else None
     if given is None or isinstance(given, int | torch.Size):
         sizes = given if isinstance(given, torch.Size) else args or (0,)
@@ -55,7 +55,7 @@ def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _install_legacy(patches: Patches) -> None:
-    """Install the types of the GPU, which only a CUDA build of torch has."""
+    """Install `torch.cuda.FloatTensor` and the like, which only a CUDA build of torch has."""
     for name in _DTYPES:
         patches.set(torch.cuda, name, LegacyTensor(name))
 
@@ -78,7 +78,7 @@ def _install_legacy(patches: Patches) -> None:
 
 
 def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
-    """Return the dtype of a GPU type, given by name or itself; None for any other."""
+    """Return the dtype of a `LegacyTensor`, given itself or by name; None for other values."""
     if isinstance(kind, LegacyTensor):
         return kind.dtype
     is_name = isinstance(kind, str) and kind.startswith(_PREFIX)
@@ -86,7 +86,7 @@ def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
 
 
 def _install_default(patches: Patches) -> None:
-    """Install `torch.set_default_tensor_type`, and undo a default device at the end."""
+    """Install `torch.set_default_tensor_type`; undo resets the default device."""
     set_type = torch.set_default_tensor_type
     make: Any = Tensor.__new__
     is_on_gpu = False
@@ -122,7 +122,6 @@ def _install_default(patches: Patches) -> None:
 
 
 def _default_context() -> Any:
-    """Return the context that `torch.set_default_device` has entered, or None."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
@@ -131,7 +130,7 @@ Constructor = Callable[..., Any]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make `device="cuda"` name the virtual GPU wherever a tensor is made."""
+    """Make factories and constructors accept `device="cuda"` for the virtual GPU."""
     if not makes_subclasses_under_modes():  # a view, so it stays where the tensor is
         patches.within(Tensor, "as_subclass", lambda *_: _disable_current_modes())
     _install_legacy(patches)
@@ -178,7 +177,7 @@ def _with_device(function: Constructor) -> Constructor:
 
 
 def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    """Call a factory of compressed matrices after its parts were moved to the device."""
+    """Call a factory of compressed matrices, with its parts moved to the device first."""
     device = device if device is not None else _default_device()
     if device is None:
         return function(*args, **kwargs)
@@ -189,7 +188,7 @@ def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: A
 def _from_data(
     function: Constructor, *args: Any, copies: bool, device: Any = None, **kwargs: Any
 ) -> Any:
-    """Call a factory that fills a tensor on the host and copies it, such as `torch.tensor`."""
+    """Call a factory such as `torch.tensor`, which fills a host tensor, and copy the result."""
     device = resolve(device if device is not None else _default_device())
     data = args[0] if args else kwargs.get("data")
     if isinstance(data, Tensor) and is_meta(data):
@@ -211,7 +210,6 @@ def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) ->
 
 
 def _default_device() -> Any:
-    """Return the device of `torch.set_default_device` or `with torch.device(...)`."""
     if not torch._C._len_torch_function_stack():
         return None
     overrides: Any = torch.overrides

@@ -22,10 +22,10 @@ OnHost = Callable[[Tensor], Tensor]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make reads of tensors without data return known values, or guesses, which are counted."""
+    """Make reads of tensors without data return known values or guesses; guesses are counted."""
 
     def on_host(tensor: Tensor) -> Tensor:
-        """Return a real tensor with the known or guessed values of one without data."""
+        """Return a tensor with data: the known or guessed values of `tensor`."""
         guess = mode.guessed.value_of(tensor)
         value = mode.values.value_of(tensor) if guess is None else None
         if value is not None:
@@ -46,7 +46,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Read under the modes that C++ turns off (`internal_new_from_data`)."""
+    """Call `read(tensor)` under the dispatch modes, which `internal_new_from_data` turns off."""
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
         return read(tensor)
     for key in _MODES:
@@ -59,7 +59,7 @@ def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
 
 
 def _install_numbers(patches: Patches) -> None:
-    """Read a `uint64` as the `int64` with the same bits."""
+    """Make `item()` of a `uint64` read the `int64` with the same bits."""
 
     @patches.wrap(Tensor, "item")
     def item(item_: Any, tensor: Tensor) -> Any:
@@ -75,7 +75,7 @@ def _install_numbers(patches: Patches) -> None:
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
     """Replace `tensor[index]` and `tensor[index] = number`.
 
-    torch puts the number into a host tensor if `tensor` is on a GPU, else into one on its device.
+    For a GPU tensor torch puts the number into a host tensor, else into one on the tensor's device.
     An index that is a list becomes a tensor (`THPVariable_getitem` and `THPVariable_setitem` of
     python_variable_indexing.cpp, torch 2.11).
     """
@@ -102,7 +102,7 @@ def _install_items(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
-    """Return `index` with each list of integers as a tensor on `device` with known values."""
+    """Return `index` with lists of integers as tensors on `device`, whose values are known."""
     if isinstance(index, tuple):
         return tuple(_with_positions(each, device, memory) for each in index)
     is_list = isinstance(index, list) and bool(index) and all(isinstance(i, int) for i in index)

@@ -17,7 +17,7 @@ from memest.estimator.tensors.storages import Site
 
 
 def _install_places(patches: Patches, mode: CudaSimMode) -> None:
-    """Install attributes that report where the mode has put tensors and storages."""
+    """Make `device`, `is_cuda` and the like report where the simulated run has a tensor."""
     live = mode.memory.live
 
     def device(tensor: Tensor) -> torch.device:
@@ -42,7 +42,7 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
 
         @patches.wrap(Tensor, "rename")
         def without_names(rename: Any, tensor: Tensor, *names: Any) -> Any:
-            """Return a view where `internal_set_names_inplace` (NamedTensor.cpp) refuses meta."""
+            """Return a view for `rename(None)`, which torch's C++ refuses on meta."""
             is_view = names == (None,) and is_meta(tensor)
             return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
 
@@ -66,7 +66,7 @@ def _is_on(kind: str, tensor: Tensor) -> bool:
 
 
 def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
-    """Install device, address and size of storages, and addresses of tensors."""
+    """Make storages report their simulated device, address and size, and tensors their address."""
     live = mode.memory.live
     class_of_storage: Any = torch.UntypedStorage
     true_device_of = class_of_storage.device
@@ -109,7 +109,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _address_of(mode: CudaSimMode, key: int) -> int:
-    """Return the address of the GPU block; for a host storage, any unique number."""
+    """Return the address of a storage, by its key: its GPU block's, or the key on the host."""
     index = mode.memory.live.get(key)
     if index is None:
         return key
@@ -121,7 +121,7 @@ Move = Callable[..., Tensor]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Install moves of tensors and modules between the host and the virtual GPU."""
+    """Replace `to`, `cuda`, `cpu` and the like by moves between the host and the virtual GPU."""
     _install_places(patches, mode)
     to_: Move = Tensor.to
     move = _mover(mode, to_)
@@ -149,7 +149,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_parse_to(patches: Patches) -> None:
-    """Make `Module.to` accept a device number, or a tensor on the virtual GPU."""
+    """Make `Module.to` accept a device number, or a tensor on the virtual GPU as example."""
 
     @patches.wrap(torch._C._nn, "_parse_to")
     def parse(parse_to: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,6 @@ class _FromHost(torch.autograd.Function):
 
 def _mover(mode: CudaSimMode, to_: Move) -> Move:
     def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
-        """Run `tensor.to(device, ...)`."""
         if INSIDE.moves:
             return to_(tensor, device, *rest, **kwargs)
         device = resolve(device)
@@ -217,7 +216,7 @@ _PYTHON_TYPES: Any = {float: torch.float64, int: torch.int64, bool: torch.bool}
 
 
 def _parser(move: Move, to_: Move) -> Move:
-    """Return a replacement of `Tensor.to`, the original `to_`, that calls `move`."""
+    """Return a replacement of `Tensor.to` (`to_`) that calls `move` if the device may change."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(_PYTHON_TYPES.get(a, a) if isinstance(a, type) else a for a in args)
@@ -241,7 +240,7 @@ def _parser(move: Move, to_: Move) -> Move:
 
 
 def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    """Return the dtype of `to(device, *rest, **kwargs)`; remove it from `kwargs`."""
+    """Return the dtype that `to(device, *rest, **kwargs)` requests; remove it from `kwargs`."""
     given = kwargs.pop("dtype", None) or (rest[0] if rest else None)
     return given if isinstance(given, torch.dtype) else tensor.dtype
 
@@ -252,7 +251,7 @@ def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
-    """Install parameters without data, and moves of their data."""
+    """Make new host parameters have no data, and let `Module.to` move them."""
     make = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -267,7 +266,7 @@ def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(torch, "_has_compatible_shallow_copy_type")
     def can_replace(are_alike: Any, tensor: Tensor, other: Tensor) -> bool:
-        """Return True for host and GPU, between which `Module.to` may set a parameter's data."""
+        """Return True between host and GPU, so that `Module.to` replaces the parameter's data."""
         if is_meta(tensor) == is_meta(other):
             return are_alike(tensor, other)
         return mode.host.place(tensor if is_meta(tensor) else other) is not Place.META
@@ -283,7 +282,7 @@ _MOVES = "half float double char short int long cuda cpu to get_device".split()
 
 
 def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
-    """Return a host tensor like `data` without data; a small one gets known values."""
+    """Return a host tensor like `data`, but without data; a small one has known values."""
     bare = _empty(data, META)
     mode.host.put(bare)
     mode.values.adopt_small(bare, data)
@@ -291,7 +290,7 @@ def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
 
 
 def _install_data(patches: Patches, mode: CudaSimMode) -> None:
-    """Allow assigning `Tensor.data` between a real tensor and one without data."""
+    """Allow `tensor.data = value` if only one of the two has data."""
     data_of: Any = vars(torch._C.TensorBase)["data"]
     swap_tensors: Any = torch.utils.swap_tensors
 
@@ -319,9 +318,10 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
-    """Allow a real `grad` on a host tensor without data, and refuse one on another device.
+    """Convert an assigned `grad` to one with or without data, as its host weight has.
 
-    The message is that of `check_and_update_grad` (torch/csrc/autograd/python_variable.cpp).
+    A gradient on another device is refused with the message of `check_and_update_grad`
+    (torch/csrc/autograd/python_variable.cpp).
     """
     grad_of: Any = vars(torch._C.TensorBase)["grad"]
 
@@ -339,7 +339,7 @@ def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
-    """Return the gradient of a host weight, with data if and only if the weight has data."""
+    """Return `grad` of a host weight, made with or without data as the weight is."""
     part, has_no_data = placement.local_part(grad), is_meta(placement.local_part(weight))
     if is_meta(part) == has_no_data or mode.host.place(placement.local_part(weight)) is Place.META:
         return grad
@@ -348,7 +348,7 @@ def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
 
 
 def _empty(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor with the size and strides of `like`, made outside of all dispatch modes."""
+    """Return an empty tensor like `like`, with its strides, made outside of all dispatch modes."""
     with _disable_current_modes():
         size, stride, dtype = like.size(), like.stride(), dtype or like.dtype
         return torch.empty_strided(size, stride, dtype=dtype, device=device)

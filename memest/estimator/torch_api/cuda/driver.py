@@ -21,7 +21,7 @@ true_class: Any = torch.device
 
 
 class _LikeTrueClass(type):
-    """Metaclass that gives `isinstance` and `==` the results of torch's own class."""
+    """Metaclass by which `isinstance` and `==` treat the class as torch's own `torch.device`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, true_class)
@@ -37,10 +37,10 @@ class _LikeTrueClass(type):
 
 
 class device(metaclass=_LikeTrueClass):
-    """`torch.device`, in which a number alone is a CUDA device."""
+    """Replacement of `torch.device`, for which a number alone is a CUDA device."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a device of torch's own class."""
+        """Return an instance of torch's own class."""
         if len(args) == 1 and not kwargs and type(args[0]) is int:
             return true_class("cuda", args[0])
         return true_class(*args, **kwargs)
@@ -91,7 +91,7 @@ class CudaError(IntEnum):
 class Cudart:
     """Functions of CUDA's runtime that torch exposes to Python (`torch/csrc/cuda/shared`).
 
-    No call fails. Host memory is not pinned, and behaves as if it were.
+    All calls succeed. `cudaHostRegister` pins no memory.
     """
 
     cudaError = CudaError
@@ -109,7 +109,7 @@ class Cudart:
 
 
 def _install_comm(patches: Patches) -> None:
-    """Replace the C++ functions of `torch.nn.parallel.comm` for one device."""
+    """Make scatter, broadcast and gather of `torch.nn.parallel.comm` accept one device."""
 
     def on_one(send: Callable[[Any], Any]) -> Callable[..., list[Any]]:
         def send_to(tensors: Any, devices: Sequence[int], *options: Any) -> list[Any]:
@@ -129,7 +129,7 @@ def _install_comm(patches: Patches) -> None:
 
 
 def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
-    """Make `torch._C._group_tensors_by_device_and_dtype` use the simulated devices."""
+    """Make `_group_tensors_by_device_and_dtype` group by the simulated devices."""
 
     @patches.wrap(torch._C, "_group_tensors_by_device_and_dtype")
     def grouped(group: Any, lists: Any, with_indices: bool = False) -> dict[Any, Any]:
@@ -151,7 +151,7 @@ DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was meas
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make `torch.cuda` report one GPU, that of `mode`."""
+    """Make `torch.cuda` report the GPU of `mode` as its only one."""
     patches.set(torch, "device", device)
     answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
     found = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
@@ -213,18 +213,18 @@ def _install_devices(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def compiled_version() -> int:
-    """Return the CUDA version that torch is built for, as `CUDA_VERSION` of cuda.h counts it."""
+    """Return the CUDA version that torch was built for, such as 13000 for 13.0."""
     major, minor = str(torch.version.cuda).split(".")[:2]
     return int(major) * 1000 + int(minor) * 10
 
 
 def driver_version() -> int:
-    """Return the CUDA version of the driver, which is never older than torch's."""
+    """Return the CUDA version of the simulated driver, such as 13000; never older than torch's."""
     return max(DRIVER_VERSION, compiled_version())
 
 
 def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
-    """Install the switches of cuDNN, cuBLAS and cuSOLVER, which read back as set."""
+    """Replace the switches of cuDNN, cuBLAS and cuSOLVER: reading one returns the value set."""
     values: dict[str, Any] = {}
 
     def switch(get: str, set_: str, default: Any, note: str = "") -> None:
@@ -250,7 +250,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
 
 
 class Generator(torch.Generator):
-    """`torch.Generator`; returns an `OnGpu` for the virtual GPU."""
+    """Replacement of `torch.Generator`, whose instances for the virtual GPU are `OnGpu`."""
 
     rng: ClassVar[CudaRng]
     kind_on_gpu: "ClassVar[type[OnGpu]]"
@@ -268,7 +268,7 @@ class Generator(torch.Generator):
 
 
 class OnGpu(Generator):
-    """`torch.Generator` of the virtual GPU."""
+    """Random generator of the virtual GPU, with the interface of `torch.Generator`."""
 
     on_gpu: GpuGenerator
 
@@ -306,7 +306,7 @@ class OnGpu(Generator):
 
 
 def _install_generators(patches: Patches, rng: CudaRng) -> None:
-    """Install generators; the functions of `torch.cuda.random` use the default one."""
+    """Replace `torch.Generator` and the default generators of `torch.cuda`."""
     generator: Any = type("Generator", (Generator,), {"rng": rng, "__module__": "torch"})
     generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})
     of_gpu = generator("cuda")

@@ -19,7 +19,7 @@ from memest.estimator.tensors.placement import is_another, resolve
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make every function about memory read `mode`'s allocator, and refuse other allocators."""
+    """Make memory functions of `torch.cuda` read `mode`'s allocator; refuse other allocators."""
     functions = _Functions(mode)
     for made in (functions, _Recordings(mode)):
         patches.set_methods(made, torch._C, prefix="_cuda_")
@@ -45,7 +45,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 class _OfMode:
-    """Functions of `torch._C` by their names without a prefix, for the allocator of `mode`."""
+    """Base of classes whose methods replace functions of `torch._C`, named without a prefix."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         assert isinstance(mode.memory.allocator, CountingAllocator)
@@ -53,7 +53,7 @@ class _OfMode:
 
 
 class _Functions(_OfMode):
-    """Statistics and limits of the allocator."""
+    """Replacements for statistics and limits of the allocator."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         super().__init__(mode)
@@ -61,7 +61,7 @@ class _Functions(_OfMode):
         self._most_bytes = mode.gpu.limit_bytes if given is None else given
 
     def _settled(self, device: Any) -> CountingAllocator:
-        """Return the allocator of `device`, which has freed all that Python has freed."""
+        """Return the allocator of `device`, after blocks of freed tensors were returned."""
         _check(device)
         self._memory.settle()
         return self._allocator
@@ -81,7 +81,7 @@ class _Functions(_OfMode):
         self._memory.history.emptied()
 
     def hostMemoryStats(self) -> dict[str, Any]:
-        """Return zeros: pinned host memory is not simulated."""
+        """Return zeros, because pinned memory of the host is not simulated."""
         zeros = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
         times = dict.fromkeys(("total", "max", "min", "count", "avg"), 0)
         names = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
@@ -93,7 +93,7 @@ class _Functions(_OfMode):
         return "native"
 
     def setMemoryFraction(self, fraction: float, device: Any = 0) -> None:
-        """Limit the allocator to a share of the GPU's memory, as `setMemoryFraction`."""
+        """Limit the allocator to `fraction` (0 to 1) of the GPU's memory, as torch does."""
         _check(device)
         self._allocator.read_settings()
         allow_share(self._allocator, fraction, self._total_bytes, self._most_bytes)
@@ -105,7 +105,7 @@ class _Functions(_OfMode):
         return 1.0 if allowed is None else allowed / self._total_bytes
 
     def _change_settings(self, text: str) -> None:
-        """Change settings as `setAllocatorSettings`, while nothing is reserved."""
+        """Change the allocator's settings; `UnsupportedError` once memory is reserved."""
         allocator = self._allocator
         allocator.read_settings()
         settings, before = changed_settings(allocator.settings, text), allocator.settings
@@ -119,7 +119,7 @@ class _Functions(_OfMode):
             self.setMemoryFraction(settings.memory_fraction)
 
     def _get_info(self, device: Any = None) -> tuple[int, int]:
-        """Return free and total bytes of a GPU; another one has as much as this one at first."""
+        """Return (free bytes, total bytes) of a GPU; a GPU of another process is unused."""
         limit_bytes = self._mode.gpu.limit_bytes
         if is_another(device):
             return limit_bytes, self._total_bytes
@@ -128,7 +128,7 @@ class _Functions(_OfMode):
 
 
 class _RawBlocks(_OfMode):
-    """`torch.cuda.caching_allocator_alloc` and `_delete`: blocks without a tensor."""
+    """Replacements of `torch.cuda.caching_allocator_alloc` and `_delete`, without tensors."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         super().__init__(mode)
@@ -170,9 +170,9 @@ Stack = tuple[tuple[CodeType | str, int], ...]  # (code or operator, offset), in
 
 
 class Stacks:
-    """Collects Python stacks and converts them to torch's frames.
+    """Collects Python stacks, and converts them to frames of torch's snapshots.
 
-    `has_operators` puts the running operator first, in place of the C++ frames.
+    With `has_operators` the running operator comes first, where torch has C++ frames.
     """
 
     def __init__(self, *, has_operators: bool) -> None:
@@ -180,7 +180,7 @@ class Stacks:
         self._frames: dict[Stack, list[dict[str, Any]]] = {}
 
     def gather(self) -> Stack:
-        """Return the frames of the running thread, without those of memest."""
+        """Return the stack of the running thread, without frames of memest."""
         found = list[tuple[CodeType | str, int]]()
         needs_operator = self._has_operators
         for frame, _ in walk_stack(sys._getframe(1)):
@@ -197,7 +197,7 @@ class Stacks:
         return tuple(found)
 
     def frames_of(self, stack: Stack) -> list[dict[str, Any]]:
-        """Return torch's frames; equal stacks share one list, which makes pickles small."""
+        """Return a snapshot's frames of a stack; one list for equal stacks, as pickles share."""
         if stack not in self._frames:
             self._frames[stack] = [_frame(code, at) for code, at in stack]
         return self._frames[stack]
@@ -220,9 +220,9 @@ _CHOICES = {
 
 
 class _Recordings(_OfMode):
-    """Recording of the allocator's history for the script.
+    """Replacements of functions that record the allocator's history.
 
-    Mirrors `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`), torch
+    They mirror `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`), torch
     2.11.
     """
 
@@ -232,9 +232,10 @@ class _Recordings(_OfMode):
         self, enabled: str | None, context: str | None = "all", stacks: str = "all",
         max_entries: int = sys.maxsize, clear_history: bool = False, *others: Any,
     ) -> None:  # fmt: skip
-        """Record from now on, or end; `RuntimeError` for a wrong option, as in torch.
+        """Start a recording, or end it if `enabled` is None; `RuntimeError` for a wrong option.
 
-        Of the `others`, the compile context and annotations, only the actions to skip count here.
+        `others` are compile context, annotations and actions to skip, of which only the last has an
+        effect.
         """
         given = {"state": enabled, "context": context, "stacks": stacks}
         for option, word in given.items():
@@ -262,14 +263,14 @@ class _Recordings(_OfMode):
         self, enabled: bool, has_stacks: bool = True, max_entries: int = 1,
         has_stacks_of_entries: bool = False, has_cpp_stacks: bool = False, *others: Any,
     ) -> None:  # fmt: skip
-        """Record from now on, or end: the older form, whose first argument is a bool."""
+        """Start or end a recording: torch's older form, whose first argument is a bool."""
         context = "alloc" if has_stacks_of_entries else "state" if has_stacks else None
         stacks = "all" if has_cpp_stacks else "python"
         state = "all" if enabled else None
         self.record_memory_history(state, context, stacks, max_entries, *others)
 
     def _follow_frees(self, follows: bool) -> None:
-        """Record the stack at which a storage is freed; its block is freed a little later."""
+        """Record stacks at which Python frees storages, or stop; a block is freed later."""
         memory, allocator = self._memory, self._allocator
         vars(memory).pop("free", None)
         free = memory.free
@@ -287,10 +288,10 @@ class _Recordings(_OfMode):
         return self._allocator.history is not None
 
     def memorySnapshot(self, options: Any = None) -> dict[str, Any]:
-        """Return segments and trace.
+        """Return segments and trace, in the form of torch's snapshot.
 
-        Options are the id of a private pool, or zeros for all segments. A third option of False
-        leaves out the trace.
+        `options` are the id of a private pool (two numbers), or zeros for all segments. A third
+        option, False, leaves out the trace.
         """
         self._memory.settle()
         history = self._allocator.history

@@ -20,7 +20,7 @@ NOT_AVAILABLE = "[N/A]"  # printed for a field that a GPU lacks
 
 
 def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
-    """Return the output of `nvidia-smi WORDS`: of queries as CSV, of anything else as a table."""
+    """Return what `nvidia-smi WORDS` prints for `gpus`: a query as CSV, all else as a table."""
     options = dict(word.lstrip("-").partition("=")[::2] for word in words)
     if "L" in options or "list-gpus" in options:
         return "\n".join(f"GPU {g['index']}: {g['name']} (UUID: {g['uuid']})" for g in gpus)
@@ -79,7 +79,7 @@ def install(patches: Any, module: Any) -> None:
 
 
 def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
-    """Write the program and the present values to `folder`; return an environment with it."""
+    """Write the program and the GPU's present values to `folder`; return variables for it."""
     program, values = Path(folder, NAME), Path(folder, "values.json")
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)

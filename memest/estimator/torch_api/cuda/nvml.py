@@ -28,7 +28,7 @@ _PCI_BUS_ID = "00000000:00:00.0"
 
 
 class _Error(Exception):
-    """`pynvml.NVMLError` where nvidia-ml-py is not installed."""
+    """Stub of `pynvml.NVMLError`, if nvidia-ml-py is not installed."""
 
     number = 999
 
@@ -41,7 +41,7 @@ class _Error(Exception):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Serve `pynvml` and torch's NVML queries with values of the virtual GPU."""
+    """Replace `pynvml` and torch's NVML queries by values of the virtual GPU."""
     found = sys.modules.get("pynvml")
     module = found if found is not None and hasattr(found, "NVMLError") else _stub()
     patches.set_item(sys.modules, "pynvml", module)
@@ -58,7 +58,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 @cache
 def _stub() -> ModuleType:
-    """Return the module for scripts that import `pynvml` where nvidia-ml-py is missing."""
+    """Return a module `pynvml`, for scripts that import it if nvidia-ml-py is not installed."""
     module = ModuleType("pynvml", "NVML of the virtual GPU.")
     module.__spec__ = ModuleSpec("pynvml", None)
     vars(module).update(FACTS["nvml"]["constants"])
@@ -83,7 +83,7 @@ def _not_supported(module: ModuleType) -> Any:
 
 
 class _Functions:
-    """Functions of NVML that read the virtual GPU or an argument; all GPUs have one handle."""
+    """Replacements of NVML's functions, for the virtual GPU; all GPUs share one handle."""
 
     def __init__(self, mode: CudaSimMode, module: ModuleType) -> None:
         self._mode, self._error, self._handle = mode, module.NVMLError, object()

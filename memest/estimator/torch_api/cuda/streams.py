@@ -57,7 +57,7 @@ class CudaStream:
         return self.session.timeline.event(self.number) <= self.session.timeline.host_time
 
     def is_capturing(self) -> bool:
-        """Return whether a graph is being captured."""
+        """Return whether a CUDA graph is being captured."""
         return self.session.timeline.is_capturing
 
     def __eq__(self, other: object) -> bool:
@@ -79,7 +79,7 @@ class CudaStream:
 
 
 class ExternalStream(CudaStream):
-    """`torch.cuda.ExternalStream` for a stream that torch has made."""
+    """Replacement of `torch.cuda.ExternalStream`, for handles of `CudaStream` only."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **options: Any) -> None:
         if not 0 <= stream_ptr < self.session.timeline.num_streams:
@@ -88,7 +88,7 @@ class ExternalStream(CudaStream):
 
 
 class CudaEvent:
-    """`torch.cuda.Event` of the virtual GPU."""
+    """Event of the virtual GPU, as `torch.cuda.Event`."""
 
     session: ClassVar[CudaSimMode]
 
@@ -113,13 +113,13 @@ class CudaEvent:
         return timeline.at_pace(self.time) <= timeline.at_pace(timeline.host_time)
 
     def elapsed_time(self, end: "CudaEvent") -> float:
-        """Return simulated milliseconds between two events; at least a microsecond."""
+        """Return simulated milliseconds between two events, at least 0.001."""
         at_pace = self.session.timeline.at_pace
         return max(1e-3, (at_pace(end.time) - at_pace(self.time)) / 1e3)
 
 
 class StreamContext:
-    """`torch.cuda.StreamContext`; None has no effect."""
+    """Replacement of `torch.cuda.StreamContext`; a stream of None has no effect."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -134,7 +134,7 @@ class StreamContext:
 
 
 class _Generic(type):
-    """Metaclass of `torch.Stream` and `torch.Event`; their instances include the GPU's."""
+    """Metaclass of the replaced `torch.Stream` and `torch.Event`, which make those of the GPU."""
 
     of_cuda: type
     original: type
@@ -152,7 +152,7 @@ class _Generic(type):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Install streams, events, graphs and the profiler of `mode`."""
+    """Replace streams, events, CUDA graphs and the profiler by those of `mode`."""
 
     def of_session(made: type, name: str) -> Any:
         return type(name, (made,), {"session": mode, "__module__": "torch.cuda"})
@@ -199,7 +199,7 @@ class Captures:
         return 0, next(self._numbers)
 
     def begin(self, pool: tuple[int, int]) -> None:
-        """Serve requests from `pool` from now on.
+        """Serve requests from private pool `pool` until the capture ends.
 
         The default generator stores seed and offset on the GPU while a graph uses it
         (`register_graph` of CUDAGeneratorImpl.cpp).
@@ -211,7 +211,7 @@ class Captures:
         self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
 
     def release(self, pool: tuple[int, int]) -> None:
-        """Release a graph of `pool`."""
+        """Record that a graph of `pool` was freed; without graphs its segments can be freed."""
         self.graphs[pool[1]] -= 1
         if not self.graphs[pool[1]]:
             self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
@@ -220,7 +220,7 @@ class Captures:
 
 
 class CudaGraph:
-    """`torch.cuda.CUDAGraph` of the virtual GPU."""
+    """CUDA graph of the virtual GPU, as `torch.cuda.CUDAGraph`; a replay requests no memory."""
 
     captures: ClassVar[Captures]
 
@@ -240,7 +240,7 @@ class CudaGraph:
     replay = instantiate = enable_debug_mode = debug_dump = constant(None)  # request no memory
 
     def reset(self) -> None:
-        """Free the memory of the graph; that of other graphs in its pool stays."""
+        """Free the graph's memory, except what other graphs of its pool use."""
         if self._pool is not None:
             self.captures.release(self._pool)
             self._pool = None
@@ -255,9 +255,9 @@ class CudaGraph:
 
 
 class MemPool:
-    """`torch.cuda.MemPool`: a private pool, whose free segments stay while the object lives.
+    """Private pool, as `torch.cuda.MemPool`; its free segments stay while the object exists.
 
-    Left out: torch frees them with the object, and here at the next `empty_cache`.
+    torch frees them with the object, memest at the next `empty_cache`.
     """
 
     captures: ClassVar[Captures]
@@ -270,11 +270,11 @@ class MemPool:
         self.captures.graphs[self.id[1]] += 1
 
     def use_count(self) -> int:
-        """Return the number of users of the pool: this object, and graphs."""
+        """Return the number of users of the pool: this object and CUDA graphs."""
         return self.captures.graphs[self.id[1]]
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """Return the segments of the pool, as `torch.cuda.memory_snapshot` returns all."""
+        """Return the pool's segments, in the form of `torch.cuda.memory_snapshot`."""
         return torch._C._cuda_memorySnapshot((*self.id, include_traces))["segments"]
 
     def __del__(self) -> None:
@@ -283,12 +283,12 @@ class MemPool:
 
 
 def _install_graphs(patches: Patches, mode: CudaSimMode) -> None:
-    """Install graph capture and private pools on the virtual GPU."""
+    """Replace CUDA graphs and private pools by those of the virtual GPU."""
     captures = Captures(mode)
 
     @contextmanager  # as in torch: Dynamo of 2.14 reads `use_mem_pool.__wrapped__`
     def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-        """Serve requests of this thread from `pool`, until the block ends."""
+        """Serve requests of this thread from `pool` within the block."""
         with setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1]):
             yield
 
@@ -315,7 +315,7 @@ NOTE = (
 
 
 def _install_profiler(patches: Patches, mode: CudaSimMode) -> None:
-    """Let profilers with CUDA activity record the CPU; print once that kernels have no times."""
+    """Make the profiler record the CPU only, and add a note that kernels have no times."""
 
     @patches.wrap(profiler.profile, "__init__")
     def without_cuda(init: Any, self: Any, *args: Any, **options: Any) -> None:

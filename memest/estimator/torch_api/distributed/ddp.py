@@ -42,7 +42,7 @@ _MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class NotFinished(RuntimeError):
-    """A reduction waits for gradients that never came; the message is torch's."""
+    """torch's error for parameters without a gradient, with the shapes of these parameters."""
 
     def __init__(self, message: str, missing: Sequence[nn.Parameter]) -> None:
         super().__init__(message)
@@ -50,7 +50,10 @@ class NotFinished(RuntimeError):
 
 
 class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
-    """Process group for the C++ reducer, which waits for its collectives without calling Python."""
+    """Process group whose collectives finish at once, for the C++ reducer.
+
+    C++ waits for a collective without a call of Python.
+    """
 
     def __init__(self, mode: CudaSimMode, group: Any) -> None:
         super().__init__(group.rank(), group.size())
@@ -64,7 +67,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        """Sum buckets. The C++ reducer waits for the future only, so the tensors stay stashed."""
+        """Sum buckets. They stay stashed, since C++ waits for the future, not for the `Work`."""
         self._mode.works.communicate(self.group)
         self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
@@ -74,13 +77,13 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Any:
-        """Gather the numbers of parameters, which C++ reads immediately."""
+        """Gather the parameters' sizes, which C++ reads immediately."""
         work = self.group.allgather(outputs, tensors, options)
         work.wait()
         return work
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        """Broadcast weights, or the order of rank 0's buckets; then the old buckets are freed.
+        """Broadcast weights, or rank 0's order of buckets; then stash the old buckets.
 
         Every rank has the same weights and the same order. The broadcast takes no time.
         """
@@ -103,7 +106,7 @@ def _done(tensors: list[Tensor]) -> Any:
 
 
 class Reducer(_Reducer):  # type: ignore[misc]
-    """torch's reducer, for parameters on the virtual GPU."""
+    """torch's own C++ reducer, for parameters on the virtual GPU."""
 
     session: ClassVar[CudaSimMode]
 
@@ -125,22 +128,22 @@ class Reducer(_Reducer):  # type: ignore[misc]
 
     @contextmanager
     def _buckets_on_gpu(self) -> Iterator[None]:
-        """Place tensors that the C++ reducer makes on the GPU, and label them as buckets."""
+        """Place tensors that the C++ reducer makes in the block on the GPU, as buckets."""
         with setting(self.session.memory, "kind", MemKind.BUCKETS), _on_gpu():
             yield
 
     def prepare_for_forward(self) -> None:
-        """Begin an iteration; old buckets are unstashed after the first sum of rebuilt ones.
+        """Begin an iteration; free the old buckets once rebuilt ones have been summed.
 
-        Measured: validation/scripts/measured_ranks.json. Tensors of a hook stay until the watchdog
-        runs.
+        Measured: validation/scripts/measured_ranks.json. Tensors of a communication hook stay until
+        NCCL's watchdog runs.
         """
         super().prepare_for_forward()
         if self._group.is_summed_again:
             self.session.memory.unstash(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets in the order of gradients; `NotFinished` if one is missing."""
+        """Rebuild the buckets in the order of gradients; `NotFinished` without a gradient."""
         try:
             with self._buckets_on_gpu():
                 return super()._rebuild_buckets()
@@ -165,11 +168,11 @@ class Reducer(_Reducer):  # type: ignore[misc]
         super()._remove_autograd_hooks()
 
     def _set_forward_pass_work_handle(self, work: Any, divides: bool) -> None:
-        """Do nothing: under `join`, all simulated ranks have the same number of inputs."""
+        """Do nothing, as under `join` all simulated ranks have equally many inputs."""
 
 
 class _Accumulation:
-    """The autograd engine of a GPU, which accumulates gradients on another stream than the model's.
+    """Gradient accumulation on another stream than the model's, as autograd's engine does it.
 
     `AccumulateGrad` nodes run on the stream on which the reducer made them. This stream waits for
     the model's stream and is recorded on the gradient. The backward's stream waits at the end
@@ -197,7 +200,7 @@ class _Accumulation:
             _at_end_of_backward(self.join)
 
     def join(self) -> None:
-        """Make the model's stream wait for the gradient accumulation of a finished backward."""
+        """Make the model's stream wait for the gradients that a backward has accumulated."""
         if self._waits_for_end:
             self._waits_for_end = False
             self._mode.timeline.stream_waits(MAIN, self._mode.timeline.event(self._stream))
@@ -208,10 +211,10 @@ class _Accumulation:
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Let `torch.nn.parallel.DistributedDataParallel` run on the virtual GPU."""
+    """Make `torch.nn.parallel.DistributedDataParallel` run on the virtual GPU."""
 
     def register_builtin(reducer: Reducer, kind: Any) -> None:
-        """Register the Python hook of the same name; the C++ reducer waits for its future."""
+        """Register the Python hook for a built-in C++ hook, of `kind`."""
         is_fp16 = kind == c10d.BuiltinCommHookType.FP16_COMPRESS
         hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
         register(reducer, reducer._group.group, hook)
@@ -229,7 +232,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap `hook` so that the model's stream waits for its futures before C++ reads them."""
+    """Return `hook` with futures for which the model's stream waits before C++ reads them."""
     futures: list[tuple[Any, int]] = []
 
     def wait() -> None:
@@ -253,13 +256,13 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _on_nccl(mode: CudaSimMode, function: Callable[..., Any], group: Any, *args: Any) -> Any:
-    """Call a function of C++ that makes tensors, sends them over a group and waits."""
+    """Call a C++ function that makes GPU tensors and sends them over `group`."""
     with _on_gpu(), torch.no_grad():
         return function(_NcclGroup(mode, group), *args)
 
 
 def _on_gpu() -> AbstractContextManager[None]:
-    """Place tensors that C++ makes on the meta device on the GPU, until the block ends."""
+    """Place meta tensors that C++ makes within the block on the GPU."""
     return setting(INSIDE, "composite", True)
 
 

@@ -16,7 +16,7 @@ from memest.estimator.tensors.storages import MemKind
 
 
 def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
-    """Install shape propagation on the meta device, and the test for finite values."""
+    """Make DTensor propagate shapes on meta, and `isfinite` return True for unknown values."""
     from torch.distributed.tensor import DTensor, _sharding_prop
 
     patches.set(_sharding_prop, "FakeTensorMode", _on_meta)
@@ -26,7 +26,7 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> Tensor:
-    """Return `isfinite`, which is True for a DTensor with unknown values.
+    """Return `isfinite(tensor)`; True for a DTensor (`kind`) whose values are unknown.
 
     Up to torch 2.9 the norm of gradients is partial. `isfinite` compares it with itself, and each
     operand is reduced on its own, so that the results are two tensors.
@@ -38,7 +38,7 @@ def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> T
 
 
 class _OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which factories make tensors without data on every device."""
+    """Dispatch mode in which factories make meta tensors, whatever their `device`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -56,9 +56,9 @@ def _on_meta() -> Iterator[None]:
 
 
 def _install_states(patches: Patches) -> None:
-    """Add optimizer states of parameters that only other ranks hold to FSDP1's checkpoints.
+    """Add states of parameters that only other ranks have to optimizer checkpoints of FSDP1.
 
-    With `use_orig_params` a rank has no state for a parameter of which it holds no part.
+    With `use_orig_params` a rank has no state for a parameter of which it has no part.
     """
     from torch.distributed.fsdp import _optim_utils as utils
 
@@ -85,7 +85,7 @@ def _install_states(patches: Patches) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Install labels of gathered parameters, and streams and views of FSDP1."""
+    """Label FSDP's gathered parameters, and make FSDP1 use the streams of CUDA."""
     from torch.distributed.fsdp import _flat_param, _runtime_utils
 
     try:
@@ -105,7 +105,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         patches.wrap(module, "alloc_storage")(alloc_gathered)
 
     def of_node(state: Any, handle: Any, *args: Any) -> Any:
-        """Run a hook on the stream of its autograd node."""
+        """Return a context that makes the stream of the hook's autograd node current."""
         timeline = mode.timeline
         return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
@@ -113,7 +113,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(handle_type, "_use_unsharded_views")
     def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
-        """Make views of a flat parameter, and its `AccumulateGrad` node, in each forward."""
+        """Record the stream of a flat parameter's `AccumulateGrad` node, then make the views."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 

@@ -28,10 +28,10 @@ NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/
 
 
 class _Functions:
-    """Groups of torch's `fake` backend, which report the backend of the script, and messages.
+    """Replacements of functions of `torch.distributed`, by their names, for one simulated rank.
 
-    Each public method replaces the function of torch with its name. Other ranks are assumed to
-    have equal objects, unless they have posted some.
+    Groups have torch's `fake` backend, but report the script's. Other ranks are assumed to have
+    equal objects, unless they have posted some in the mailbox.
     """
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
@@ -79,9 +79,10 @@ class _Functions:
         return known or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
-        """Record and return the backend of `group`; for None, that of the default group.
+        """Record and return the backend that `group` reports; None means the default group's.
 
-        `eager_connect_single_device` creates a communicator if the default group has a device.
+        If the default group has a device, a communicator is created
+        (`eager_connect_single_device`).
         """
         name = str(backend or self._default).lower()
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
@@ -97,7 +98,7 @@ class _Functions:
         return True
 
     def barrier(self, group: Any = None, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        """Sum a tensor of one element and block the host, as NCCL's barrier does.
+        """Sum a tensor of one element and make the host wait, as NCCL's barrier does.
 
         Simulated ranks wait here for each other, so that files written before it exist after it.
         The tensor lives until the next barrier (`ProcessGroup::barrier` in ProcessGroup.hpp,
@@ -115,7 +116,7 @@ class _Functions:
     monitored_barrier = barrier
 
     def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
-        """Return `what` on the source rank; on others the object that the source has posted."""
+        """Post `what` and return it on the source rank; on others return what that rank posted."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
@@ -155,7 +156,7 @@ class _Functions:
         scatter_object_output_list[0] = objects[dist.get_rank(group)]
 
     def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
-        """Return the global rank of the peer, and request that it runs at the same time."""
+        """Return the global rank of the other side of a message, and simulate it at this time."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
@@ -190,7 +191,7 @@ class _Functions:
 
 
 def check(rank: Rank) -> None:
-    """Raise if this process cannot be `rank`; `UnsupportedError` if it is in a group already."""
+    """Raise `UnsupportedError` if this process is in a process group and so cannot be `rank`."""
     if rank.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",
@@ -199,7 +200,7 @@ def check(rank: Rank) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank) -> None:
-    """Let a script join the group of `rank`, which this process is."""
+    """Replace functions of `torch.distributed`, so that the script can be `rank` of a group."""
     if not dist.is_available():
         return
     was_initialized = dist.is_initialized()
@@ -225,7 +226,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank)
 
 
 def _accept_plans(patches: Patches, planner: Any) -> None:
-    """Accept distributed checkpoints in which all simulated ranks have the same shards.
+    """Make distributed checkpoints valid although all simulated ranks have the same shards.
 
     Rank 0 writes its shards, where `dedup_save_plans` spreads equal ones over the ranks.
     """
@@ -244,7 +245,7 @@ def _leave() -> None:
 
 
 class Store(c10d.Store):
-    """Keys and values that this rank or rank 0 has set; `line` returns the script's line."""
+    """Store of the default group: keys that this rank or rank 0 has set. `line` returns a line."""
 
     def __init__(self, rank: Rank, line: Callable[[], str]) -> None:
         super().__init__()
@@ -271,7 +272,7 @@ class Store(c10d.Store):
         return value
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Raise if one of `keys` is not set, since no rank would set it later."""
+        """Raise as `get` if one of `keys` is not set, since no rank would set it later."""
         for key in keys:
             self.get(key)
 
@@ -279,7 +280,7 @@ class Store(c10d.Store):
         return all(key in self._values or self._mailbox.has(("store", key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, as if all ranks had added the same amount."""
+        """Add to a stored number, as if this rank were the only one; return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total

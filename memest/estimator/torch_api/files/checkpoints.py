@@ -53,7 +53,7 @@ _PRIORITY = 1  # priority before torch's own packages, whose first is the CPU wi
 
 
 class _State(threading.local):
-    """Thread-local state while files are saved or loaded."""
+    """Thread-local state while a file is saved or loaded."""
 
     placeholders: dict[Any, torch.UntypedStorage] | None = None
     """Placeholders of the running `torch.save`, which tensors of one storage and dtype share."""
@@ -64,14 +64,14 @@ class _State(threading.local):
 
 
 class Checkpoints:
-    """Writes and reads tensors of the virtual GPU and of the virtual host."""
+    """Saves, loads and copies tensors without data."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
         self._state = _State()
 
     def install(self, patches: Patches) -> None:
-        """Set the state of a thread while torch saves, or loads a file of the old format."""
+        """Patch `torch.save`, `torch.load` and the functions that rebuild tensors."""
         serialization = torch.serialization
         placeholders = partial(setting, self._state, "placeholders")
         patches.within(serialization, "save", lambda *_: placeholders({}))
@@ -89,7 +89,7 @@ class Checkpoints:
     # --- writing
 
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return the `__reduce_ex__` value of a tensor without data, for `pickle`."""
+        """Return what `__reduce_ex__` returns, for pickling a tensor without data."""
         storage = tensor.untyped_storage()
         is_guessed = storage_key(tensor) in self._mode.values.guessed
         value = None if is_guessed else self._mode.values.value_of(tensor)
@@ -118,7 +118,7 @@ class Checkpoints:
     # --- reading
 
     def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `torch.load`, which maps a large file."""
+        """Call `torch.load`, with `mmap=True` for a large file."""
         is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
         if is_mapped:
             kwargs["mmap"] = True
@@ -126,11 +126,11 @@ class Checkpoints:
             return load(f, *args, **kwargs)
 
     def _with_metadata(self, *args: Any) -> AbstractContextManager[None]:
-        """Store the metadata, the last argument of `_rebuild_tensor_v2`, while it runs."""
+        """Provide the last argument of `_rebuild_tensor_v2` to `_rebuild`, while it runs."""
         return setting(self._state, "metadata", args[6] if len(args) > 6 else None)
 
     def _rebuild(self, make: Any, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-        """Return the tensor on a loaded storage, with data or without."""
+        """Return the tensor of a loaded storage; a large or GPU tensor has no data."""
         untyped = storage._untyped_storage
         full = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
@@ -153,7 +153,7 @@ class Checkpoints:
             return made.set_(base, offset, size, stride)
 
     def _allocate(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Allocate a storage without data for that of `source`, on the GPU or the host."""
+        """Return a new storage without data, placed where `source` was when it was saved."""
         mode = self._mode
         with _disable_current_modes():
             base = _bare(num_bytes)
@@ -170,7 +170,7 @@ class Checkpoints:
         return base
 
     def _place(self, base: torch.UntypedStorage, by: str, *, on_host: bool) -> None:
-        """Place a storage on the host, or allocate it on the GPU with `by` as the operator."""
+        """Place a storage on the host, or allocate it on the GPU for the operator named `by`."""
         mode, memory = self._mode, self._mode.memory
         whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
         if on_host:
@@ -182,7 +182,7 @@ class Checkpoints:
     # --- copying
 
     def copied(self, storage: Any) -> Any:
-        """Clone a storage without data."""
+        """Return a copy of a storage without data, with its known values."""
         mode, key = self._mode, storage._cdata
         with _disable_current_modes():
             base = _bare(storage.nbytes())
@@ -194,7 +194,7 @@ class Checkpoints:
 
 
 class Placeholder:
-    """Placeholder to write for a tensor without data, outside of a virtual GPU.
+    """Replaces a tensor in a file that is written outside of a virtual GPU.
 
     Plain torch reads zeros from the file; on a virtual GPU the tensor has its real size.
     """
@@ -214,7 +214,7 @@ def _pickled(
     storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, requires_grad: bool,
     mark: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return a tensor as `pickle` stores it; `geometry` is its offset, size and strides."""
+    """Return the `__reduce_ex__` value of a tensor; `geometry` is its offset, size and strides."""
     storage_class: Any = torch.storage.TypedStorage
     typed = storage_class(wrap_storage=storage, dtype=dtype, _internal=True)
     hooks: OrderedDict[int, Any] = OrderedDict()
@@ -223,7 +223,7 @@ def _pickled(
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Install reading and writing for the virtual GPU."""
+    """Patch torch and safetensors to save and load tensors without data."""
     checkpoints = Checkpoints(mode)
     checkpoints.install(patches)
     _install_writing(patches, mode, checkpoints)
@@ -241,7 +241,6 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
         return checkpoints.reduced(tensor)
 
     def copied(tensor: Tensor) -> Any:
-        """Return a tensor with the same storage, as `copy.copy` does."""
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_meta(tensor):
             parts: Any = tensor.__reduce_ex__(4)  # type: ignore[no-untyped-call]
             return copy._reconstruct(tensor, None, *parts)  # type: ignore[attr-defined]
@@ -304,7 +303,7 @@ def _mark(num_bytes: int, offset: Any, stride: tuple[Any, ...]) -> str:
 
 
 def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return (bytes of the storage, offset, stride) of a placeholder."""
+    """Return (bytes of the storage, offset, strides) from a placeholder's metadata, or None."""
     for key in metadata or ():
         if isinstance(key, str) and key.startswith(_MARK + ":"):
             num_bytes, offset, *stride = map(int, key.split(":")[1:])
@@ -316,7 +315,7 @@ _LENGTH_BYTES = 8  # size of the header's length, and alignment (huggingface.co/
 
 
 def _install_safetensors(patches: Patches, mode: CudaSimMode, module: Any) -> None:
-    """Install tensors without data in safetensors, where a script uses it."""
+    """Patch safetensors (`module`) to write and read tensors without data."""
     writer = Writer(module, mode)
     functions = (
         (module.save_file, writer.save_file),
@@ -327,11 +326,11 @@ def _install_safetensors(patches: Patches, mode: CudaSimMode, module: Any) -> No
 
 
 def _opener(module: Any, mode: CudaSimMode) -> type:
-    """Return `safe_open` for the virtual GPU."""
+    """Return a replacement of the class `safetensors.safe_open`."""
     true_open, dtypes = module.safe_open, module._TYPES
 
     class Slice:
-        """Result of `get_slice`."""
+        """Replacement of the result of `safe_open.get_slice`."""
 
         def __init__(self, file: "SafeOpen", name: str) -> None:
             self._file, self._name = file, name
@@ -364,7 +363,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             self._file.__exit__(*exception)
 
         def _virtual(self, name: str) -> Tensor | None:
-            """Return the tensor `name` without data, if it is large and floating-point."""
+            """Return tensor `name` without data if it is large and floating-point, else None."""
             described = self._file.get_slice(name)
             dtype, shape = dtypes.get(described.get_dtype()), described.get_shape()
             if not self._is_torch or dtype is None or not dtype.is_floating_point:
@@ -392,7 +391,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
 
 
 class Writer:
-    """`save_file` and `save` of safetensors."""
+    """Replacements of `save_file` and `save` of safetensors."""
 
     def __init__(self, module: Any, mode: CudaSimMode) -> None:
         self._module = module
@@ -415,7 +414,7 @@ class Writer:
         return content.getvalue()
 
     def _write(self, file: Any, tensors: dict[str, Tensor], metadata: Any) -> None:
-        """Write a file of safetensors, with zeros for values that are not known."""
+        """Write a safetensors file, with zeros in place of unknown values."""
         header, places = self._header(tensors, metadata)
         file.write(header)
         for name, (begin, _) in places.items():
@@ -432,7 +431,7 @@ class Writer:
     def _header(
         self, tensors: dict[str, Tensor], metadata: Any
     ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-        """Return the header, and begin and end of each tensor in the bytes after it."""
+        """Return (header, {tensor name: (first byte, end) in the data after the header})."""
         if hasattr(self._module, "_evaluate_tensors_for_save"):
             self._module._evaluate_tensors_for_save(tensors)
         else:  # safetensors up to 0.6 has the checks in `_flatten`, which then reads the data

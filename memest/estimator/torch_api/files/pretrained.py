@@ -31,7 +31,7 @@ DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config
 
 
 class NoWeights(str):
-    """Path of a checkpoint that does not exist, as a `str` for transformers."""
+    """Path, for transformers, of a checkpoint that does not exist."""
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -45,7 +45,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Make transformers use a bundled config where `cached_files` finds none."""
+    """Make transformers use a config of memest if this machine has none for the model."""
 
     @cache
     def folder() -> Path:
@@ -82,7 +82,7 @@ def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) ->
 
 
 def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
-    """Make transformers search this machine only, and load a state dict where it has no files."""
+    """Make transformers search weights on this machine only, and build the model without them."""
 
     @wrap_everywhere(patches, module, "_get_resolved_checkpoint_files")
     def resolve_here(resolve: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `_get_dtype`, which reads the first weight where the config has no dtype."""
+    """Call `_get_dtype`; without files, a dummy float32 weight replaces the first weight."""
     given = inspect.signature(get_dtype).bind(*args, **kwargs)
     files = given.arguments["checkpoint_files"]
     if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
@@ -127,7 +127,7 @@ def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
-    """Return the state dict of the checkpoint of `model`: tensors without data, a tied one once."""
+    """Return a checkpoint's state dict for `model`, without data; tied weights appear once."""
     weights = {}
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, tensor in model.state_dict().items():
