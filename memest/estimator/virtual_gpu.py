@@ -216,7 +216,7 @@ class VirtualGpu:
 
     @contextlib.contextmanager
     def in_this_thread(self, *thread: Any) -> Iterator[None]:
-        """Make the block run on the virtual GPU, in a thread of the script."""
+        """Make the block run on the virtual GPU, in the current thread (`thread` is ignored)."""
         with decisions_of(self.gpu), self.mode:
             yield
 

@@ -155,7 +155,7 @@ class CachingAllocator:
             self._tuning.inserted(block)
 
     def defer(self, block: Block) -> None:
-        """Free a block that another stream still uses. It no longer counts, but is not free yet."""
+        """Mark `block` as freed while another stream uses it; it is not in its pool yet."""
         self.allocated_bytes -= block.num_bytes
         self._deferred[id(block)] = block
 
@@ -197,7 +197,7 @@ class CachingAllocator:
 
     @property
     def streams(self) -> Iterable[int]:
-        """Streams that have requested memory."""
+        """Numbers of the streams that have requested memory."""
         return self._pools_of_streams.keys()
 
     def pools_of(self, stream: int) -> tuple[FreeBlocks, FreeBlocks]:

@@ -281,9 +281,9 @@ class GuessedValues:
         return value_of.item()
 
     def result(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return a meta result of guessed shape for an operator with `Op.shaped_by`; count it.
+        """Return a meta result of guessed shape for an operator whose shape depends on values.
 
-        None if the shape is known, or has no upper bound.
+        The guess is counted. None if the shape is known, or has no upper bound.
         """
         shaped_by = op_of(func).shaped_by
         assert shaped_by is not None
@@ -353,7 +353,7 @@ class GuessedValues:
 
 
 def largest_result(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return a meta result of the largest shape that an operator with `Op.shaped_by` can have.
+    """Return the largest meta result of an operator whose shape depends on values.
 
     None if its size has no bound.
     """

@@ -47,7 +47,7 @@ class EventLog:
         self.open = self.events
 
     def mark(self, name: str) -> None:
-        """Record that `name`, a phase or the end of a step, begins after the events so far."""
+        """Mark the position after the events so far: a phase begins, or a step has ended."""
         if not self.is_full and len(self.marks) < MAX_MARKS:
             self.marks.append((len(self.events), name))
 

@@ -131,8 +131,8 @@ class Timeline:
         """Launch the kernels of one operator on the current stream.
 
         The first launch loads kernels, for which the host waits for all streams ("Lazy Loading",
-        CUDA Programming Guide 13). So did pipelines on four H200s. `recipe` stores the duration of
-        later calls like this one, or is None.
+        CUDA Programming Guide 13; measured on pipelines of four H200s). `recipe` stores the
+        duration for later calls like this one, or is None.
         """
         if func not in self._loaded:
             self._loaded.add(func)

@@ -138,9 +138,9 @@ class Gpu:
         return memory + CONTEXT_RANGE_BYTES
 
     def spread_under(self, limit_bytes: int, beside_bytes: int = 0) -> int:
-        """Bytes of `limit_bytes`, a limit on this GPU, that another driver may take.
+        """Bytes by which another driver may miss `limit_bytes`; 0 if every driver allows them.
 
-        A lower limit set by the user is available with every driver. Libraries hold `beside_bytes`.
+        Libraries hold `beside_bytes` of the GPU's memory.
         """
         least = self.limit_bytes - beside_bytes - self.spread_bytes
         return max(0, limit_bytes - least)
@@ -339,14 +339,14 @@ _NAME = re.compile(
 
 
 @cache
-def _divisible() -> dict[str, Any]:
+def _mig_table() -> dict[str, Any]:
     """Return the data of mig.json by GPU name: the profiles and their source."""
     return read_table(__file__, "mig.json")
 
 
 def mig_profiles() -> dict[str, Sequence[str]]:
     """Return {GPU name: names of its MIG profiles} for all GPUs that support MIG."""
-    return {name: tuple(entry["profiles"]) for name, entry in _divisible().items()}
+    return {name: tuple(entry["profiles"]) for name, entry in _mig_table().items()}
 
 
 def split_mig(name: str) -> tuple[str, str] | None:
@@ -383,7 +383,7 @@ def mig_instance(whole: Gpu, profile: str) -> Gpu:
     Raises:
         PlanError: this GPU has no such profile.
     """
-    entry = _divisible().get(whole.name, {"profiles": {}, "source": ""})
+    entry = _mig_table().get(whole.name, {"profiles": {}, "source": ""})
     if profile not in entry["profiles"]:
         raise _unknown_profile(whole.name, profile)
     mib, num_sms = entry["profiles"][profile]

@@ -377,18 +377,18 @@ def _tokens_first(tensor: Tensor) -> bool:
 # --------------------------------------------------------------------------- flash
 
 
-def _drawing_step(count: int, dropout_p: float) -> int:
-    """Return the increase of the generator's offset by dropout of `count` numbers; else 0."""
+def _dropout_offset(count: int, dropout_p: float) -> int:
+    """Return how far dropout of `count` numbers advances the generator's offset."""
     return round_up(count, DRAWS) if dropout_p else 0
 
 
 def _scores_step(c: KernelCall) -> int:
-    return _drawing_step(prod(c.query.shape[:3]) * c.key.size(2), c.dropout_p)
+    return _dropout_offset(prod(c.query.shape[:3]) * c.key.size(2), c.dropout_p)
 
 
 @registry.requests(
     "_scaled_dot_product_flash_attention",
-    random_offset=lambda c: _drawing_step(c.query.size(0) * c.query.size(1) * 32, c.dropout_p),
+    random_offset=lambda c: _dropout_offset(c.query.size(0) * c.query.size(1) * 32, c.dropout_p),
 )
 def flash_forward(c: KernelCall) -> Events:
     """Allocations of `mha_fwd`: output, logsumexp, split accumulators, 16 B random state, 8 unused.

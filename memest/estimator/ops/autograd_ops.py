@@ -146,7 +146,7 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decisions_again() -> Iterator[None]:
-    """Apply `decisions_of` again in the block: to operators that a dispatch mode calls."""
+    """Enable `decisions_of` again within the block, since a dispatch mode has disabled it."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)

@@ -338,7 +338,7 @@ def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
 
 
 def _directions(c: KernelCall) -> tuple[str, str]:
-    """Return the `direction` of cuDNN for the output and for the input's gradient of a call."""
+    """Return ("forward", "input") for output and input's gradient; a transposed call swaps them."""
     return ("input", "forward") if c.transposed else ("forward", "input")
 
 

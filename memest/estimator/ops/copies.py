@@ -49,7 +49,7 @@ def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]
 
 
 def awaited_device() -> torch.device | None:
-    """Return the device of the gradient that the running copy node of autograd must return."""
+    """Return the device on which autograd's running copy node must return a gradient, or None."""
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in COPIES_BACKWARD:
         return None

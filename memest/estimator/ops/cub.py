@@ -68,13 +68,13 @@ def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
 
 
 def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:
-    """Bytes of `DeviceScan` (dispatch_scan.cuh): twice `value_bytes` for each tile of items."""
+    """Bytes of `DeviceScan` (dispatch_scan.cuh): twice `value_bytes` per tile of items."""
     tile = 128 * min(15, 60 // value_bytes)
     return _aliased(_aliased(_states(num_items, tile, 2 * value_bytes)))
 
 
 def select_bytes(num_items: int, gpu: Gpu) -> int:
-    """Bytes of `DeviceSelect::Flagged` on int64 (dispatch_select_if.cuh): 8 for each tile."""
+    """Bytes of `DeviceSelect::Flagged` on int64 (dispatch_select_if.cuh): 8 per tile of items."""
     tile = {(9, 0): 384 * 11, (8, 0): 384 * 6}.get(
         gpu.capability, 320 * 11 if gpu.capability[0] >= 10 else 128 * 5
     )
@@ -82,7 +82,7 @@ def select_bytes(num_items: int, gpu: Gpu) -> int:
 
 
 def unique_bytes(num_items: int, gpu: Gpu, item_bytes: int) -> int:
-    """Bytes of `DeviceSelect::Unique` (dispatch_select_if.cuh): 8 for each tile."""
+    """Bytes of `DeviceSelect::Unique` (dispatch_select_if.cuh): 8 per tile of items."""
     tiles = {  # tiles by item size: 1, 2, 4 and 8 bytes
         (9, 0): (256 * 22, 256 * 22, 384 * 17, 384 * 11),
         (8, 0): (992 * 20, 576 * 14, 256 * 18, 192 * 10),
@@ -92,12 +92,12 @@ def unique_bytes(num_items: int, gpu: Gpu, item_bytes: int) -> int:
 
 
 def run_lengths_bytes(num_items: int) -> int:
-    """Bytes of `DeviceRunLengthEncode::Encode` with int64 lengths: 16 for each tile."""
+    """Bytes of `DeviceRunLengthEncode::Encode` with int64 lengths: 16 per tile of items."""
     return _aliased(_states(num_items, 128 * 6, 16), 0, 0)
 
 
 def sum_scan_bytes(num_items: int, gpu: Gpu) -> int:
-    """Bytes of `DeviceScan::InclusiveSum` of int32 (tuning_scan.cuh): 8 for each tile."""
+    """Bytes of `DeviceScan::InclusiveSum` of int32 (tuning_scan.cuh): 8 per tile of items."""
     tile = {(8, 0): 320 * 12}.get(gpu.capability, 128 * (24 if gpu.capability >= (9, 0) else 15))
     return _aliased(_aliased(_states(num_items, tile, 8)))
 
@@ -108,7 +108,7 @@ def long_sum_scan_bytes(num_items: int) -> int:
 
 
 def thrust_unique_bytes(num_items: int) -> int:
-    """Bytes of `thrust::unique` of int64 row numbers: 16 for each tile, and 8 for the count."""
+    """Bytes of `thrust::unique` of int64 row numbers: 16 per tile of items, and 8 for the count."""
     return _aliased(_aliased(_states(num_items, 128 * 5, 16), 0), 8)
 
 
@@ -141,7 +141,7 @@ def keys_merge_sort_bytes(num_items: int) -> int:
 def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
     """Bytes of `thrust::unique_by_key` of int64 pairs (thrust/system/cuda/detail/unique_by_key.h).
 
-    They are 8 for each tile, where `unique_by_key_bytes` has 16, and 8 for the count.
+    They are 8 per tile of items, where `unique_by_key_bytes` has 16, and 8 for the count.
     """
     return _aliased(_aliased(_aliased(_states(num_items, _unique_tile(gpu), 8)), 0), 8)
 

@@ -211,7 +211,7 @@ class Library:
             return next((plan for plan in plans if plan.is_allowed(kernels)), None)
 
     def all_plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> list[Plan]:
-        """Return all plans, as `cudnn.benchmark` times them; raises like `first_plan`."""
+        """Return all plans of a convolution; raises like `first_plan`."""
         with self._lock, self._descriptors():
             return list(self._plans(shapes, direction, gpu))
 

@@ -181,7 +181,7 @@ def _padded_side(c: ConvolutionShapes) -> int:
 
 
 def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Workspace of a convolution by Fourier transforms.
+    """Return the workspace of a convolution by Fourier transforms.
 
     A plane becomes `s * (s / 2 + 1)` complex float32, where s is the padded image's side as a power
     of two, at least 16. The transforms are stored twice, in addition to the kernel's own result:
@@ -193,8 +193,8 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
 
         input    min(tiles, 2) * N * (C + O) + C * O planes
 
-    In channels-last the operands are rearranged before. Of several groups, up to eight are
-    computed at a time, each with its operands rearranged.
+    In channels-last, channels-first copies of the operands are made first. Of several groups, up to
+    eight are computed at a time, each with copies of its operands.
 
     Evidence: 761 convolutions with groups or strides under `cudnn.benchmark` on an H100. Groups
     with other numbers of input than output channels may take more.

@@ -98,7 +98,7 @@ register(
 
 def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
     def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute float16 input to a float32 result without a cast (ATen/native/SoftMax.cpp)."""
+        """Compute a float32 softmax of float16 input in one kernel, without a cast: SoftMax.cpp."""
         if x.dtype is torch.float16 and dtype is torch.float32:
             return kernel(x, dim, True)
         return then(x, dim, dtype)

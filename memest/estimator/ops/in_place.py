@@ -51,11 +51,12 @@ def in_nodes(
 
 
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
-    """Return `add_` for the sum of two gradients of a tensor, where `InputBuffer` adds in place.
+    """Return (`aten.add_`, args) for a sum of two gradients that autograd computes in place.
 
-    It adds in place if the first one is dense and has no other owner (`can_accumulate_inplace`).
-    The formulas of a Cholesky decomposition's gradient and of a convolution's second gradient have
-    sums too. Left out: the sum of two gradients of one matrix (`cholesky_backward`).
+    `InputBuffer` does so if the first one is dense and has no other owner
+    (`can_accumulate_inplace`). The formulas of a Cholesky decomposition's gradient and of a
+    convolution's second gradient have sums too. Left out: the sum of two gradients of one matrix
+    (`cholesky_backward`).
     """
     if torch.is_grad_enabled() or INSIDE.double_backward or not _are_alike(*args):
         return func, args
@@ -100,7 +101,7 @@ def owners_of_a_sole_gradient() -> tuple[int, int]:
 
 
 class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records `_owners` when autograd sums gradients."""
+    """Dispatch mode that records the reference counts of gradients that autograd sums."""
 
     owners = (0, 0)
 

@@ -485,10 +485,10 @@ def geqrf_bytes(n: int, item: int) -> int:
 
 
 def eigh_bytes(n: int, item: int, batch: int) -> int:
-    """Return the workspace of one call of cuSOLVER's `syevj` or `syevd`.
+    """Return the workspace of one call of the eigenvalue solver that torch selects.
 
-    torch runs Jacobi's method (`syevj`) in float32 for 32 to 512 columns, except in batches of 32.
-    Otherwise it runs divide and conquer (`syevd`), for all matrices at once up to 32 columns.
+    The solver is Jacobi's in float32 for 32 to 512 columns, except in batches of 32. Otherwise it
+    is divide and conquer, for all matrices at once up to 32 columns.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
         blocks = ceil_div(n, BLOCK)

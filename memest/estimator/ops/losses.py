@@ -170,7 +170,7 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
-    """Return whether autograd computes `left * right` or a similar product in place.
+    """Return whether autograd computes `left * right` and similar operations in place.
 
     That is impossible if the result has another shape than `left`, as with `pos_weight` and a
     target of more dimensions.
@@ -199,10 +199,14 @@ register(
 )
 
 
-def _goes_to_cudnn(batch: Tensor, targets: Tensor, lengths: list[int], of: list[int]) -> bool:
-    """Return whether cuDNN runs for blank 0; `of` are target lengths (`_use_cudnn_ctc_loss`)."""
+def _goes_to_cudnn(
+    batch: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int]
+) -> bool:
+    """Return whether cuDNN computes a CTC loss with blank 0 (`_use_cudnn_ctc_loss`)."""
     is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
-    is_fit = {*lengths} == {len(batch)} and all(size < 256 and size <= len(batch) for size in of)
+    is_fit = {*lengths} == {len(batch)} and all(
+        size < 256 and size <= len(batch) for size in target_lengths
+    )
     return is_host and is_fit and batch.dtype is torch.float32 and torch._C._get_cudnn_enabled()
 
 

@@ -173,7 +173,7 @@ for _names, _product in (
 
 @registry.result("_scaled_mm.out")
 def scaled_product(c: KernelCall) -> Tensor:
-    """Return the preallocated `out`, resized as the product; torch has no meta kernel for it."""
+    """Return the preallocated `out`, resized as the product; this overload has no meta kernel."""
     out: Tensor = c["out"]
     others = {name: value for name, value in c.items() if name != "out"}
     return out.resize_(aten._scaled_mm.default(**others).shape)

@@ -274,7 +274,7 @@ register("native_layer_norm", refuse=expects(0, 2, "LayerNormKernelImpl"))
 
 
 def _statistics(tensor: Tensor) -> Tensor:
-    """Return a tensor with a number for each channel, of float32 or wider."""
+    """Return a meta tensor with one number for each channel, in float32 or wider."""
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return torch.empty(tensor.shape[1], dtype=dtype, device="meta")
 

@@ -538,7 +538,7 @@ def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
 
 @registry.result("normal_")
 def filled_normal(c: KernelCall) -> Tensor:
-    """Return `normal_`'s tensor as it is, because on meta torch calls a dozen operators instead."""
+    """Return the tensor of `normal_` unchanged, as torch's meta kernel runs a dozen operators."""
     filled: Tensor = c.self
     if filled.is_floating_point() and c.std >= 0:
         return filled

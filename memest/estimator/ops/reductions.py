@@ -143,7 +143,7 @@ def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, in
 def _iterated(
     tensor: Tensor, dims: Sequence[int], input_bytes: int, output_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Return [sizes, input strides, output strides], in bytes, of the dimensions of a reduction.
+    """Return [sizes, input strides, output strides (bytes)] of a reduction's merged dimensions.
 
     An empty `dims` means all. The output is contiguous over the kept dimensions.
     """
@@ -442,7 +442,7 @@ def has_gradient(tensor: Tensor) -> bool:
 
 @registry.above_autograd("prod prod.dim_int")
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `prod` with the gradient of `_Product` (`prod_backward` of FunctionsManual.cpp).
+    """Run `prod`; its gradient, `_Product`, assumes no zeros (FunctionsManual.cpp).
 
     Under `torch.func`, torch's gradient for meta tensors runs instead.
     """

@@ -302,7 +302,7 @@ def _unique(c: KernelCall, positions_bytes: int) -> Events:
 
 
 def _unique_rows(c: KernelCall, sorting: Events) -> Events:
-    """Allocations of `unique_dim_cuda_template` (cuda/Unique.cu), with those of its sort."""
+    """Allocations of `unique_dim_cuda_template` (cuda/Unique.cu); `sorting` is its sort."""
     num_rows = c.self.size(c.dim)
     row = num_rows * INDEX_BYTES
     events = sorting

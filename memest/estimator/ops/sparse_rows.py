@@ -169,7 +169,7 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_torch(func: OpOverload, key: Any) -> Callable[..., Any]:
-    """Return a rule that runs torch's C++ kernel for dispatch key `key`; its operators allocate."""
+    """Return a rule that runs torch's C++ kernel of `func` for dispatch key `key`."""
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
         with setting(INSIDE, "composite", True):

@@ -68,7 +68,7 @@ _ALIKE = {getattr(aten, name) for name in (
 
 
 def _has_number(func: OpOverload, args: Args) -> bool:
-    """Return whether an operand is a number, with which CUDA does not reset strides."""
+    """Return whether an operand is a number, so that CUDA keeps strides of size-1 dimensions."""
     overload = func._overloadname.lower()
     if "scalar" in overload and func not in (aten.pow.Tensor_Scalar, aten.lerp.Scalar):
         return True

@@ -229,7 +229,7 @@ def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
-    """Compile a graph by Inductor; return the compiled function, or if that fails the graph's."""
+    """Compile a graph by Inductor; return its function, or if that fails the uncompiled one."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor import compile_fx
 

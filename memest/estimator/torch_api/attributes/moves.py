@@ -149,7 +149,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_parse_to(patches: Patches) -> None:
-    """Make `Module.to` accept a device number, or a tensor on the virtual GPU as example."""
+    """Make `Module.to` accept a device number, or a tensor of the virtual GPU to match."""
 
     @patches.wrap(torch._C._nn, "_parse_to")
     def parse(parse_to: Any, *args: Any, **kwargs: Any) -> Any:
