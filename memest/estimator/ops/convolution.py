@@ -412,10 +412,10 @@ def convolution(c: KernelCall) -> Events:
 def convolution_backward(c: KernelCall) -> Events:
     """Allocations of `convolution_backward`: gradients of input, weight and bias, and workspaces.
 
-    Input and incoming gradient are copied if they have another memory format; the copies are freed
-    after both gradients are computed. A copied 1-d input stays until the function returns. A
-    gradient with gaps is copied for each of both results, and the weight for the input's gradient
-    (`cudnn_convolution_backward` of ConvShared.cpp).
+    Input and incoming gradient are copied if they have another memory format (Convolution.cpp). The
+    copies are freed after both gradients are computed. A copied 1-d input stays until the function
+    returns. A gradient with gaps is copied for each of both results, and the weight for the input's
+    gradient (`cudnn_convolution_backward` of ConvShared.cpp).
     """
     grad, tensor, weight, wanted = c.grad_output, c.input, c.weight, c.output_mask
     shapes = _shapes_of(c, grad)

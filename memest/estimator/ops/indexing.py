@@ -80,7 +80,7 @@ def index_tensors(args: Args) -> list[Tensor]:
 
 
 def _has_no_mask(c: KernelCall) -> bool:
-    """Return whether the allocations are modelled: no mask, or a mask that one number fills."""
+    """Return whether there is no mask among the indices, or a single number fills the mask."""
     return _is_fill(c.args) or not any(i.dtype in MASK_DTYPES for i in index_tensors(c.args))
 
 

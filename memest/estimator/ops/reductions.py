@@ -341,7 +341,8 @@ op(
 def cdist_backward(c: KernelCall) -> Events:
     """Allocations of `_cdist_backward` (Distance.cpp): copies, result, all differences.
 
-    The differences have a row for each pair of points, and are summed over the other points.
+    The differences (DistanceKernel.cu) have a row for each pair of points, and are summed over the
+    other points.
     """
     x, others, copies = c.x1, c.x2, _batched_copies((c.x1, c.x2))
     if c.p == 0:
@@ -373,7 +374,7 @@ def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
 
 @registry.requests("logsumexp")
 def logsumexp(c: KernelCall) -> Events:
-    """Allocations of `logsumexp_out_impl`: maxima, mask, exponentials, sum, result."""
+    """Allocations of `logsumexp_out_impl` (ReduceOps.cpp): maxima, mask, exps, sum, result."""
     dtype, dims, maxima = c.out.dtype, _dims_of(c), c.out.nbytes
     largest = reduce_bytes(c.self, dims, c.gpu, out_dtype=dtype, accumulator_bytes=dtype.itemsize)
     shifted = torch.empty(c.self.shape, dtype=dtype, device="meta")

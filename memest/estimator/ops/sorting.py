@@ -175,7 +175,7 @@ def _searched_copies(values: Tensor, boundaries: Tensor) -> tuple[int, ...]:
 
 
 def _is_plain_search(c: KernelCall) -> bool:
-    """Return whether a search is modelled: no tensor is both copied and cast, and no `sorter`."""
+    """Return whether no tensor is both copied and cast, and there is no `sorter` to check."""
     first, second = c.args[:2]
     are_plain = first.dtype == second.dtype or (first.is_contiguous() and second.is_contiguous())
     return are_plain and c.get("sorter") is None
