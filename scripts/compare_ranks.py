@@ -62,7 +62,7 @@ the moment at which a cause ends.
   So `ProcessGroupNCCL::workEnqueue` of a later collective unstashes them, if
   `Watchdog::runLoop` has seen the end in between. The watchdog looks every
   `kWatchdogThreadSleepMillis`, 100 ms. Where more time than that has surely passed, the interval
-  is narrow already (`BEST_SHARE`, memest/estimator/gpu/timeline.py).
+  is narrow already (`unstash`, memest/estimator/gpu/memory.py).
 - **Streams.** `free` of `CUDACachingAllocator.cpp` records an event on each stream that used the
   block (`insert_events`). `process_events` returns the block at the first request that finds
   `cudaEventQuery` done. So it depends on how far the GPU lags behind the host at that request.

@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,6 @@ from memest.estimator.hardware.gpus import (
     list_gpus,
     match_device,
 )
-from memest.estimator.hardware.speed import speed_of
 from memest.units import GIB, MIB
 
 
@@ -179,13 +179,20 @@ def test_an_instance_is_found_by_its_gpu_and_profile(text, name) -> None:
     assert find_gpu(name) == find_gpu(text)
 
 
+def test_links_are_those_of_the_newest_older_chip() -> None:
+    h200 = find_gpu("h200")
+
+    assert h200.link_gb_s == replace(h200, capability=(9, 9)).link_gb_s == 450
+    assert replace(h200, capability=(6, 1)).link_gb_s == 150
+
+
 def test_an_instance_has_its_own_memory_and_multiprocessors() -> None:
     whole, gpu = find_gpu("a100-80gb"), find_gpu("a100-80gb-mig-3g.40gb")
     assert (gpu.memory_bytes, gpu.num_sms) == (40192 * MIB, 42)  # 39.25 GiB in torch's messages
     assert gpu.limit_bytes == gpu.memory_bytes - whole.context_bytes
     assert (gpu.sm_share, gpu.memory_share) == (42 / 108, 0.5)
     assert gpu.chip != whole.chip, "its kernels split otherwise"
-    assert speed_of(gpu).tflops_16bit == speed_of(whole).tflops_16bit * 42 / 108
+    assert gpu.tflops_of("float16") == whole.tflops_of("float16") * 42 / 108
     assert "assumed" in gpu.source
 
 

@@ -80,6 +80,36 @@ def test_a_norm_of_a_tensor_in_another_order_copies_it() -> None:
     assert table.kernel_s(found) == table.kernel_s(plain) + table.kernel_s(copy)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_groups_of_both_halves_are_kinds_of_their_own(dtype: torch.dtype) -> None:
+    x, weight = meta(2, 8, 16, 16).to(dtype), meta(8, 2, 3, 3).to(dtype)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 4)
+
+    found = work(aten.convolution.default, x, weight, None, *rest)
+
+    assert (found.kind, found.rate) == (f"convolution grouped {found.rate}", str(dtype)[6:])
+    assert found.kind in table_of(H100)._kinds
+
+
+def test_pools_of_volumes_have_their_window_or_ratio() -> None:
+    x = meta(2, 8, 16, 16, 16)
+    windows = work(aten.max_pool3d_with_indices.default, x, [2, 2, 2], [2, 2, 2])
+    whole = work(aten._adaptive_avg_pool3d.default, x, [1, 1, 1])
+
+    assert windows.size[1:] == (8,)
+    assert whole.size[1:] == (4096,)
+
+
+@pytest.mark.parametrize(
+    ("expanded", "kind"), [(True, "scatter_add-rows 2"), (False, "scatter_add 2")]
+)
+def test_an_expanded_index_of_rows_is_a_kind(expanded: bool, kind: str) -> None:
+    x = meta(16, 8)
+    index = meta(16, 1).long().expand(16, 8) if expanded else meta(16, 8).long()
+
+    assert work(aten.scatter_add_.default, x, 0, index, meta(16, 8)).kind == kind
+
+
 @pytest.mark.parametrize(
     ("shape", "order", "kind", "size"),
     [
@@ -99,8 +129,8 @@ def test_a_pointwise_kernel_has_the_order_of_its_tensors(
 @pytest.mark.parametrize(
     ("shape", "channels", "kind"),
     [
-        ((8, 1, 5, 5), 8, "convolution grouped float16"),
-        ((8, 1, 7, 7), 8, "convolution grouped wide float16"),
+        ((8, 1, 5, 5), 8, "convolution grouped bfloat16"),
+        ((8, 1, 7, 7), 8, "convolution grouped wide bfloat16"),
         ((8, 4, 7, 7), 4, "convolution float16"),
     ],
 )
@@ -312,7 +342,7 @@ def test_a_kind_without_first_calls_has_those_of_the_nearest() -> None:
     """Libraries choose kernels for attention with a bias, too."""
     plain, biased = (Work(f"cudnn{mark} float16", (8, 8, 8, 8), "", 0, 1) for mark in ("", "-bias"))
 
-    assert table_of(H100).first_s(biased) == table_of(H100).first_s(plain) > 0.01
+    assert table_of(H100).first_s(biased.kind) == table_of(H100).first_s(plain.kind) > 0.01
 
 
 TINY = Work("pointwise 2", (64,), "", 0, 64)

@@ -1,11 +1,12 @@
-"""Measures the host time of libraries of parallelism: `library_host.py FILE [nccl]`.
+"""Measures the host time of libraries of parallelism: `library_host.py FILE [GROUP]`.
 
 Each case trains a small model alone and under a library, in turns, as one of four ranks of torch's
-`fake` backend, which sends nothing. With `nccl` it is the only rank of a group, under
-DistributedDataParallel. On a GPU FILE gets microseconds of each phase. Under
-`memest run --nproc-per-node 4` it gets the estimated ones without library code, and how often each
-kind of it runs. `library_host.json` has both, and two measured runs. `library_host.py fit` prints
-the launches that each kind takes (`memest/estimator/hardware/work.json`).
+`fake` backend, which sends nothing. With `nccl` as GROUP it is the only rank of a group, under
+DistributedDataParallel. With `deepspeed` it is one of four ranks under ZeRO-3. On a GPU FILE gets
+microseconds of each phase. Under `memest run --nproc-per-node 4` it gets the estimated ones without
+library code, and how often each kind of it runs. `library_host.json` has both, and two measured
+runs. `library_host.py fit` prints the launches that each kind takes
+(`memest/estimator/hardware/work.json`).
 """
 
 import itertools
@@ -63,7 +64,7 @@ class Counts:
         def count(index):
             add(index)
             work = log.works[index]
-            if work.kind in self.kinds:
+            if work.kind in self.kinds and work.kind != "clip":  # clipping runs alone too
                 self.calls[work.kind] += work.num_tensors
             else:
                 self.us += 1e6 * self.table.host_s(work, log.events[-1] % self.num_hosts)
@@ -145,7 +146,19 @@ def fsdp1(model, **options):
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, **options)
 
 
-def cases(is_nccl):
+def zero3(model, threshold):
+    """Return DeepSpeed's engine; parameters of more than `threshold` elements are gathered."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold},
+    }  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters())
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def cases(group):
     """Yield the name of a case, the model alone, the model under a library, and AdamW's options."""
 
     def under(wrap, name, **options):
@@ -158,12 +171,14 @@ def cases(is_nccl):
         "fsdp2-keep": (fsdp2, {"reshard_after_forward": False}),
         "fsdp1": (fsdp1, {}), "fsdp1-orig": (fsdp1, {"use_orig_params": True}),
     }  # fmt: skip
-    if is_nccl:
+    if group == "nccl":
         wraps = {"ddp": (DistributedDataParallel, {})}
+    elif group == "deepspeed":
+        wraps = {f"zero3-{n}": (zero3, {"threshold": n}) for n in (0, 100_000)}
     for wrap, (function, options) in wraps.items():
         for name in MODELS:
             yield f"{wrap} {name}", language_model(name), under(function, name, **options), {}
-    if not is_nccl:
+    if group == "fake":
         for options in ({"fused": True}, {"foreach": False}):
             label = f"fsdp2-{next(iter(options))} GPT2"
             yield label, language_model("GPT2"), under(fsdp2, "GPT2"), options
@@ -173,7 +188,8 @@ def cases(is_nccl):
 
 def stepper(model, loss, options):
     """Return a step that returns a mark before each phase and after the last."""
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    is_engine = hasattr(model, "backward")  # of DeepSpeed, whose step clips
+    optimizer = model if is_engine else torch.optim.AdamW(model.parameters(), **options)
     clip = getattr(model, "clip_grad_norm_", None)
     clip = clip or (lambda most: torch.nn.utils.clip_grad_norm_(model.parameters(), most))
     mark = COUNTS.read if SIMULATED else time.perf_counter
@@ -184,9 +200,10 @@ def stepper(model, loss, options):
         marks = [mark()]
         made = loss(model)
         marks.append(mark())
-        made.backward()
+        model.backward(made) if is_engine else made.backward()
         marks.append(mark())
-        clip(1.0)
+        if not is_engine:
+            clip(1.0)
         marks.append(mark())
         optimizer.step()
         marks.append(mark())
@@ -202,18 +219,18 @@ def measured(marks):
     return dict(zip(PHASES, each, strict=True))
 
 
-def run(path, is_nccl):
+def run(path, group):
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     found = {}
     if SIMULATED:
         dist.init_process_group("nccl")
-    elif is_nccl:
+    elif group == "nccl":
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
         os.environ.update(place)
         dist.init_process_group("nccl", rank=0, world_size=1)
     else:
         dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    for name, *pair, options in cases(is_nccl):
+    for name, *pair, options in cases(group):
         steps = [stepper(*each, options) for each in pair]
         marks = [[step() for step in steps] for _ in range(NUM_WARM + NUM_STEPS)][NUM_WARM:]
         alone, library = zip(*marks, strict=True)
@@ -263,4 +280,4 @@ def fit(measured, simulated):
 if sys.argv[1] == "fit":
     fit(**json.loads(Path(__file__).with_suffix(".json").read_text("utf-8")))
 else:
-    run(Path(sys.argv[1]), "nccl" in sys.argv[2:])
+    run(Path(sys.argv[1]), sys.argv[2] if sys.argv[2:] else "fake")

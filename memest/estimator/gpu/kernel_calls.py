@@ -41,7 +41,6 @@ class Recipe:
     is_partial: bool  # True if something about the kernel is not modelled
     has_empty: bool  # an output takes no memory: it is empty, or only the meta kernel returns it
     work: int | None = field(default=None, compare=False)  # number of the work in the log of time
-    duration_us: float | None = field(default=None, compare=False)  # time on its stream, once known
 
     def make_outputs(self) -> Any:
         """Return new meta tensors like the outputs of the call."""

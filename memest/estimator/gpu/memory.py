@@ -18,9 +18,8 @@ from memest.estimator.allocator.blocks import Block
 from memest.estimator.allocator.caching import CachingAllocator, OutOfMemory
 from memest.estimator.gpu.history import History
 from memest.estimator.gpu.messages import out_of_memory
-from memest.estimator.gpu.timeline import BEST_SHARE, MAIN, WATCHDOG_US, Timeline
+from memest.estimator.gpu.timeline import MAIN, WATCHDOG_US, Timeline, segment_us
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.speed import segment_us
 from memest.estimator.tensors.placement import storage_key
 from memest.estimator.tensors.storages import (
     FIRST_KERNEL,
@@ -359,7 +358,7 @@ class Memory:
         None means when NCCL's watchdog last ran, which each new collective uses.
         """
         if until is None:
-            until = self._timeline.host_time[0] - BEST_SHARE * WATCHDOG_US
+            until = self._timeline.host_time[0] - WATCHDOG_US
         late = sorted(index for index, done in self._stashed.items() if done <= until)
         for index in late:
             del self._stashed[index]

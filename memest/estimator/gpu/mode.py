@@ -364,7 +364,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             out = self.call(func, args, kwargs)
             if not func.is_view:
-                timeline.launch(func, args, kwargs, out, self._last_recipe)
+                timeline.launch(func, self._last_recipe)
         finally:
             timeline.stream = before
         return out

@@ -3,7 +3,7 @@
 The allocator returns a block that another stream used (`record_stream`) only after the GPU has
 passed the point at which it was freed (`free` and `process_events` of
 `c10/cuda/CUDACachingAllocator.cpp`). The return therefore depends on time: the host launches
-operators in order, and each stream executes its own (`hardware/speed.py`). On several GPUs the
+operators in order, and each stream executes its own (`hardware/pace.py`). On several GPUs the
 return decides how much each rank reserves. The log assumes the latest return (`SLOWEST`); a replay
 may return the block at once.
 """
@@ -12,33 +12,35 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.speed import (
-    LAUNCH_QUEUE,
-    LAUNCH_US,
-    LOAD_US,
-    kernel_us,
-    speed_of,
-)
-from memest.estimator.hardware.work import LINK, Work, WorkLog
+from memest.estimator.hardware.pace import LAUNCH_QUEUE, Table, table_of
+from memest.estimator.hardware.work import LINK, Work, WorkLog, by_bytes
 
 MAIN = 0  # the stream on which the model runs
 STREAMS_PER_POOL = 32  # `kStreamsPerPool` (CUDAStream.cpp), per priority; then the first again
 MAX_SWITCHES = 400_000  # switches between streams, with their positions in the autograd graph
-SLOWEST = 2.2
-"""Longest time of a rank's kernels, relative to that at peak rates: `scripts/measure_pace.py` on an
-H100 measured 1.3 to 2.2 for GPT-2's steps."""
-
 WATCHDOG_US = 100_000  # period of `kWatchdogThreadSleepMillis` (ProcessGroupNCCL.cpp)
-BEST_SHARE = 0.85
-"""Share of the peak rates that an optimizer's kernels reach at best: 0.84 for AdamW over 740
-million fp32 parameters on an H100, measured by `scripts/measure_pace.py`."""
+LOAD_US = 2500.0
+"""Least host microseconds of an operator's first launch, which loads kernels. 0 where the GPU is
+assumed to lag most. In scripts on two H100s of validation/scripts/ the first step of AdamW, with
+its dozen operators, took 33 to 300 ms longer than the next. `scripts/measure_pace.py` measures it
+too.
+"""
+
+SEGMENT_US = ((2, 63), (64, 68), (256, 75), (512, 100), (1024, 131), (4096, 295), (8192, 510))
+"""(MiB, microseconds): shortest of eleven host times of a `cudaMalloc`: `scripts/measure_pace.py`
+on the host of an H100. On another host it took up to eight times as long."""
+
+FASTEST_HOST = 0.7
+"""Launches of the fastest of eleven measured hosts, relative to their mean: they differ by a factor
+of two."""
 
 WAIT_US = 2000.0
 """Time that a collective waits for the other ranks at the slowest pace. Assumed, not measured: it
@@ -46,8 +48,14 @@ was chosen to fit FSDP1 scripts of the first 29 in validation/scripts/measured_r
 
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
-Time = tuple[float, float]  # microseconds since the start, at the peak rates and at `SLOWEST`
+Time = tuple[float, float]  # microseconds since the start, at the fast and at the slow pace
 START: Time = (0.0, 0.0)
+
+
+def segment_us(num_bytes: int) -> float:
+    """Return microseconds of the host for a `cudaMalloc` of `num_bytes`."""
+    mib, cost = zip(*SEGMENT_US, strict=True)
+    return float(np.interp(num_bytes / 2**20, mib, cost))
 
 
 def later(a: Time, b: Time) -> Time:
@@ -73,8 +81,8 @@ class Timeline:
         self.num_streams = 1
         self.host_time = START  # microseconds of the host since the start
         self._gpu = gpu
-        self._speed = speed_of(gpu)
         self._loaded: set[Any] = set()
+        self._kernels_us: dict[int, float] = {}  # by the number of the work in the log
         self._capture_pool: int | None = None
         self.mem_pool: int | None = None  # number of the pool of `torch.cuda.use_mem_pool`
         self.streams_of_pools: dict[int, int] = {}  # stream that allocates from a private pool
@@ -89,6 +97,10 @@ class Timeline:
         self._streams: list[int] = []
 
     # --- the clock
+
+    @cached_property
+    def _table(self) -> Table:
+        return table_of(self._gpu, has_own=False)
 
     @property
     def matters(self) -> bool:
@@ -127,44 +139,45 @@ class Timeline:
         """Advance the host's clock: by `fast_us` at the fast pace, by `slow_us` at the slow one."""
         self.host_time = self.host_time[0] + fast_us, self.host_time[1] + slow_us
 
-    def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
+    def launch(self, func: Any, recipe: Any) -> None:
         """Launch the kernels of one operator on the current stream.
 
         The first launch loads kernels, for which the host waits for all streams ("Lazy Loading",
-        CUDA Programming Guide 13; measured on pipelines of four H200s). `recipe` stores the
-        duration for later calls like this one, or is None.
+        CUDA Programming Guide 13; measured on pipelines of four H200s). `recipe` has the number of
+        the call's work; None for a read of a value.
         """
         if func not in self._loaded:
             self._loaded.add(func)
             self.advance_host(LOAD_US, 0.0)
             self.host_time = later(self.host_time, self.idle)
-        duration = None if recipe is None else recipe.duration_us
-        if duration is None:
-            duration = kernel_us(self._gpu, self._speed, func, args, kwargs, out)
-            if recipe is not None:
-                recipe.duration_us = duration
-        self._enqueue(self.stream, duration)
+        index = -1 if recipe is None else recipe.work
+        if index >= 0 and index not in self._kernels_us:
+            self._kernels_us[index] = 1e6 * self._table.kernel_s(self.log.works[index])
+        self._enqueue(self.stream, self._kernels_us.get(index, 0.0))
 
     def transfer(self, num_bytes: int, stream: int) -> None:
         """Launch a collective or message of `num_bytes` on `stream`, after the current stream."""
         self.log.add(Work(LINK, (num_bytes,), "", 0, num_bytes))
         self.stream_waits(stream, self.event(self.stream))
-        self._enqueue(stream, num_bytes / self._speed.link_gb_s * 1e-3, WAIT_US)
+        self._enqueue(stream, num_bytes / self._gpu.link_gb_s * 1e-3, WAIT_US)
 
-    def copy_pageable(self, num_bytes: int) -> None:
-        """Copy `num_bytes` between pageable memory and the GPU; the host waits for the copy."""
-        self._enqueue(self.stream, num_bytes / self._speed.pageable_gb_s * 1e-3)
+    def copy_pageable(self, direction: str, num_bytes: int) -> None:
+        """Copy pageable memory `to_gpu` or `to_host` on this stream; the host waits for the end."""
+        work = by_bytes(f"{direction}_pageable", num_bytes)
+        self._enqueue(self.stream, 1e6 * self._table.kernel_s(work))
         self.synchronize()
 
     def _enqueue(self, stream: int, duration: float, wait: float = 0.0) -> None:
         if self._capture_pool is not None:
             return
-        self.advance_host(LAUNCH_US, LAUNCH_US)
+        launch_us = FASTEST_HOST * self._table.launch_us
+        self.advance_host(launch_us, launch_us)
         queue = self._queues[stream]
         if len(queue) == LAUNCH_QUEUE:
             self.host_time = later(self.host_time, queue[0])
         fast, slow = later(self.event(stream), self.host_time)
-        done = self._busy_until[stream] = fast + duration, slow + SLOWEST * duration + wait
+        low, high = self._table.spread
+        done = self._busy_until[stream] = fast + low * duration, slow + high * duration + wait
         queue.append(done)
 
     # --- streams

@@ -2,8 +2,8 @@
 
 The data are in `gpus.json`, one object per GPU with the fields of `Gpu`. To add a GPU, add an
 object; no code changes. `kinds.json` has other names, of which a bare family name means its largest
-GPU, and the limits of multiprocessors. Instances under MIG are made by name from `mig.json`, and
-are not listed.
+GPU, limits of multiprocessors, and bandwidths of links. Instances under MIG are made by name from
+`mig.json`, and are not listed.
 
 How the figures were taken:
 
@@ -62,6 +62,13 @@ per Compute Capability" and table 31; 7.0 in the guide of CUDA 12.
 """
 
 
+_LINKS = {tuple(map(int, key.split("."))): rate for key, rate in _KINDS["links"].items()}
+"""Bandwidth to the other GPUs of a node in one direction, 1e9 bytes/s, by compute capability.
+
+Source: NVIDIA's data sheets of V100 SXM2, T4, A100 SXM, A10, RTX 4090, H200, B200 and RTX 5090.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """One kind of GPU, as its driver presents it to a process."""
@@ -71,7 +78,7 @@ class Gpu:
     memory_bytes: int  # total of `cudaMemGetInfo`: below the nominal size, without ECC
     capability: tuple[int, int]  # compute capability, `(major, minor)`: decides which kernels run
     num_sms: int  # streaming multiprocessors: decide how reductions and attention are split
-    memory_gb_s: int  # data sheet's bandwidth, 1e9 bytes/s; only for free timing (speed.py)
+    memory_gb_s: int  # data sheet's bandwidth, 1e9 bytes/s
     l2_kib: int = 51200  # L2 cache; the H100's is assumed for GPUs without a figure
     tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Dense peak rates of matrix products by precision: `float16` (with float32 sums), `tf32`,
@@ -101,6 +108,12 @@ class Gpu:
         if rate == "bfloat16":
             rate = "float16" if self.capability >= (8, 0) else "float32"
         return self.tflops[rate] if rate in self.tflops else 2 * self.tflops["float16"]
+
+    @property
+    def link_gb_s(self) -> float:
+        """Bandwidth to other GPUs of a node, of the newest chip in the table that is no newer."""
+        known = (c for c in _LINKS if c <= self.capability)
+        return _LINKS[max(known, default=min(_LINKS))]
 
     @property
     def multiprocessor(self) -> Multiprocessor:

@@ -13,7 +13,7 @@ and the efficiencies of the measured one. No figure depends on a model or a scri
 import json
 import os
 import re
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,6 @@ import numpy as np
 
 from memest.errors import PlanError
 from memest.estimator.hardware.gpus import Gpu, find_gpu, match_device
-from memest.estimator.hardware.speed import LAUNCH_QUEUE, speed_of
 from memest.estimator.hardware.work import (
     CUT,
     HOST,
@@ -32,6 +31,7 @@ from memest.estimator.hardware.work import (
     IN_PYTHON,
     LINK,
     NUM_HOSTS,
+    OPTIMIZER,
     PRODUCTS,
     VIEW,
     WAITS,
@@ -41,13 +41,17 @@ from memest.estimator.hardware.work import (
 )  # fmt: skip
 from memest.report import StepTime
 
-FORMAT = 6  # of a file of measured times; it grows when kinds of work or their sizes change
+FORMAT = 7  # of a file of measured times; it grows when kinds of work or their sizes change
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
 _MEASURED = Path(__file__).with_name("pace")
 NUM_NEAREST = 8  # measured calls to which the plane is fitted, weighted by inverse squared distance
 RIDGE = 0.01  # added to the squares of the slopes
 LEAST_SQUARE = 0.01  # added to squared distances: calls of the same sizes differ too
 """On held-out calls, `NUM_NEAREST` is about best of 6 to 24, and `RIDGE` of 0.003 to 1."""
+
+LAUNCH_QUEUE = 1022
+"""Launches that a stream queues before the GPU has run the first of them; the next launch blocks
+the host. `scripts/measure_pace.py` on an H100, driver 580."""
 
 PAUSE_S = 1.3e-6
 """Pause between two kernels of a busy GPU: seven trainings on an H100 took 1.2 to 1.8 microseconds
@@ -74,30 +78,26 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
     if not log.steps or not gpu.tflops:
         return None
     steps = [_repeated(events, num_micro_batches) for events in log.steps]
-    known, num_more = [*log.num_known], max(0, MIN_STEPS - len(steps))
-    steps += [steps[-1]] * num_more
-    known += [len(log.works)] * num_more
+    num_more = max(0, MIN_STEPS - len(steps))
+    steps += num_more * steps[-1:]
+    known = [*log.num_known, *num_more * [len(log.works)]]
     clocks = Clocks(log.works, gpu)
     found = sorted([*zip(clocks.run(steps, known), steps, strict=True)][1:], key=lambda s: s[0])
     (seconds, first_s), events = found[len(found) // 2]
-    table, by_kind, ideal_s = clocks.table, defaultdict[str, float](float), 0.0
-    for index, count in Counter(event // NUM_HOSTS for event in events if event >= 0).items():
-        work = log.works[index]
-        link_s = 1e-9 * work.num_bytes / speed_of(gpu).link_gb_s * (work.kind == LINK)
-        by_kind[work.kind] += count * (clocks.kernels[index] or link_s)
-        ideal_s += count * table.bounds_s(work)[0]
-    low, high = SPREAD_ELSEWHERE if table.origin else SPREAD
-    unmeasured = sum(s for kind, s in by_kind.items() if not table.is_measured(kind))
-    ends = (seconds, low * seconds, high * seconds + by_kind[LINK], first_s)
+    counts = np.bincount([e // NUM_HOSTS for e in events if e >= 0], minlength=len(log.works))
+    table, link_s = clocks.table, float(counts @ clocks.links)
+    is_new = [not table.is_measured(work.kind) for work in log.works]
+    low, high = table.spread
+    ends = (seconds, low * seconds, high * seconds + link_s, first_s)
     rounded = [float(f"{s:.4g}") for s in ends]  # further digits differ by CPU
     return StepTime(
         seconds=rounded[0],
         low_seconds=rounded[1],
         high_seconds=rounded[2],
-        peak_share=round(ideal_s / seconds, 3),
-        bound_by=clocks.bound_by(events, by_kind[LINK]),
+        peak_share=round(float(counts @ clocks.bounds[:, 0]) / seconds, 3),
+        bound_by=clocks.bound_by(events, link_s),
         origin=table.origin,
-        unmeasured_share=round(unmeasured / seconds, 3),
+        unmeasured_share=round(float(counts * is_new @ clocks.kernels) / seconds, 3),
         first_seconds=rounded[3],
         measured_in=table.file,
     )
@@ -108,36 +108,40 @@ def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
-    middle = list(events[cuts[-2] : cuts[-1]])
-    more = num_micro_batches - len(cuts)
-    return [*events[: cuts[-2]], *(more * middle), *events[cuts[-2] :]]
+    more = (num_micro_batches - len(cuts)) * [*events[cuts[-2] : cuts[-1]]]
+    return [*events[: cuts[-2]], *more, *events[cuts[-2] :]]
 
 
 class Clocks:
-    """Clocks of the host and of the GPU that runs `works`."""
+    """Clocks of the host and of the GPU that runs `works`.
+
+    Seconds by work: `kernels`, `links` of collectives, `bounds` of operations and of bytes.
+    """
 
     def __init__(self, works: list[Work], gpu: Gpu) -> None:
         self.table = table = table_of(gpu)
         self._works = works
-        self.kernels = [table.kernel_s(work) for work in works]
+        self.kernels = np.array([table.kernel_s(work) for work in works])
+        self.bounds = np.array([table.bounds_s(work) for work in works])
+        sent = [work.num_bytes * (work.kind == LINK) for work in works]
+        self.links = 1e-9 / gpu.link_gb_s * np.array(sent, dtype=float)
         self._hosts = [table.host_s(work, host) for work in works for host in range(NUM_HOSTS)]
 
     def run(
         self,
         steps: Sequence[Iterable[int]],
         num_known: Sequence[int],
-        kernels: Sequence[float] = (),
+        kernel_share: Any = 1.0,
         host_share: float = 1.0,
     ) -> list[tuple[float, float]]:
         """Return the seconds of each step, and those of first calls with new sizes.
 
-        `num_known` has the number of works that occurred before each step. `kernels` replaces their
-        times. Host times are multiplied by `host_share`; the host waits at the end of a step.
+        `num_known` has the number of works that occurred before each step. `kernel_share`, of each
+        work, and `host_share` multiply times. The host waits at the end of a step.
         """
         hosts = [host_share * s for s in self._hosts]
-        on_gpu = [
-            s + PAUSE_S if s else 0.0 for s in kernels or self.kernels for _ in range(NUM_HOSTS)
-        ]
+        busy = kernel_share * self.kernels
+        on_gpu = np.where(busy, busy + PAUSE_S, 0.0).repeat(NUM_HOSTS).tolist()
         wait_s = host_share * self.table.wait_s
         host = gpu_done = last_end = 0.0
         queue = deque([0.0] * LAUNCH_QUEUE, maxlen=LAUNCH_QUEUE)  # ends of the last kernels
@@ -154,7 +158,7 @@ class Clocks:
                     continue
                 if new and event // NUM_HOSTS in new:
                     new.remove(event // NUM_HOSTS)
-                    more = self.table.first_s(self._works[event // NUM_HOSTS])
+                    more = self.table.first_s(self._works[event // NUM_HOSTS].kind)
                     first_s, host = first_s + more, host + more
                 host += hosts[event]
                 if queue[0] > host:
@@ -168,15 +172,10 @@ class Clocks:
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
         """Return what binds a step: the resource without which the step is shortest."""
-        bounds = [*map(self.table.bounds_s, self._works)]
-        parts = [
-            [s * both[i] / max(*both, 1e-12) for s, both in zip(self.kernels, bounds, strict=True)]
-            for i in (0, 1)  # the kernels' times for operations and for bytes
-        ]
-        without = {
-            "host": (self.kernels, 0.0), "compute": (parts[1], 1.0), "memory": (parts[0], 1.0),
-            "link": (self.kernels, 1.0),
-        }  # fmt: skip
+        of_operations, of_bytes = (
+            self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)
+        ).T
+        without = {"host": (1.0, 0.0), "compute": (of_bytes,), "memory": (of_operations,), LINK: ()}
         known = [len(self._works)]
         times = {name: self.run([events], known, *each)[0][0] for name, each in without.items()}
         return min(times, key=lambda name: times[name] - link_s * (name == LINK))
@@ -195,16 +194,19 @@ class Table:
         host, first_us = times["host"], times["first_us"]
         self.file, self._gpu, self._measured, self._kinds = file, gpu, origin, kinds
         library_us = {kind: n * host["forward_launch"] for kind, n in IN_LAUNCHES.items()}
-        self._us, self._first_us = library_us | host, first_us
+        self._us = library_us | host
         self.nearest = cache(lambda kind: nearest(kind, kinds))  # the measured kind to use
-        self._nearest_first = cache(lambda kind: nearest(kind, first_us))
-        self.wait_s = 1e-6 * host["read"]
-        each = [
-            [host[f"{phase}_{kind}"] for kind in HOST_KINDS] for phase in ("forward", "backward")
-        ]
-        self._launch_us = [*each, [host["loop"], *each[0][1:]]]
+        self.first_s = cache(lambda kind: 1e-6 * first_us.get(nearest(kind, first_us), 0.0))
+        """Extra seconds of the first call with new sizes, by its kind."""
+
+        self.wait_s, self.launch_us = 1e-6 * host["read"], host["forward_launch"]
+        phases = ("forward", "backward", "forward")  # an optimizer's calls are as a forward's
+        self._launch_us = [[host[f"{phase}_{kind}"] for kind in HOST_KINDS] for phase in phases]
+        self._launch_us[OPTIMIZER][0] = host["loop"]
         self.origin = "" if (origin.chip or origin.name) == (gpu.chip or gpu.name) else origin.name
         """Measured GPU whose efficiencies are used; empty if it is this one."""
+
+        self.spread = SPREAD_ELSEWHERE if self.origin else SPREAD
 
     def host_s(self, work: Work, host: int) -> float:
         """Return the seconds that the host needs to launch a call."""
@@ -212,10 +214,6 @@ class Table:
             return 1e-6 * self._us[work.kind] * work.num_tensors
         launch_us = self._launch_us[host][host_kind(work)]
         return 1e-6 * max(launch_us, self._us["list"] * work.num_tensors)
-
-    def first_s(self, work: Work) -> float:
-        """Return extra seconds of the first call with new sizes."""
-        return 1e-6 * self._first_us.get(self._nearest_first(work.kind), 0.0)
 
     def kernel_s(self, work: Work) -> float:
         """Return seconds of the kernels of a call."""
@@ -233,11 +231,11 @@ class Table:
 
         On a GPU with the same peak rates, only the time for bytes differs.
         """
-        rate, num_bytes = work.rate, work.num_bytes
         if self._gpu.tflops != self._measured.tflops:
             return max(self.bounds_s(work)) / efficiency
-        measured = max(roofline_s(rate, work.num_flops, num_bytes, self._measured)) / efficiency
-        moved = min(measured, num_bytes / (BANDWIDTH_SHARE * 1e9 * self._measured.memory_gb_s))
+        bounds_s = roofline_s(work.rate, work.num_flops, work.num_bytes, self._measured)
+        measured = max(bounds_s) / efficiency
+        moved = min(measured, bounds_s[1] / BANDWIDTH_SHARE)
         faster = self._measured.memory_gb_s / self._gpu.memory_gb_s
         other = measured**KNEE - moved**KNEE
         return float((other + (faster * moved) ** KNEE) ** (1 / KNEE))
@@ -301,15 +299,16 @@ class Calls:
         return float(np.exp(height.clip(known.min(), known.max())))
 
 
-def table_of(gpu: Gpu) -> Table:
+def table_of(gpu: Gpu, *, has_own: bool = True) -> Table:
     """Return times on `gpu`, from the file in `MEMEST_PACE` or from the nearest measured GPU.
 
-    Host times are the file's for every GPU.
+    Host times are the file's for every GPU. Without `has_own` it is not read: the memory of a
+    training does not depend on it.
 
     Raises:
         PlanError: the file cannot be read.
     """
-    return _table_of(gpu, os.environ.get(PACE, ""))
+    return _table_of(gpu, os.environ.get(PACE, "") if has_own else "")
 
 
 @cache

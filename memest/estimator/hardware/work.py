@@ -113,13 +113,29 @@ def host_kind(work: Work) -> int:
     return 2 if work == VIEW else int(work.kind.startswith(("convolution", "cudnn_batch_norm")))
 
 
+def _scale(x: Tensor, out: Tensor) -> int:
+    """Return how many times as many elements the larger of two images has."""
+    a, b = x.numel(), out.numel()
+    return max(1, a // max(1, b), b // max(1, a))
+
+
+def _length(x: Tensor, dims: Any = None) -> int:
+    """Return the number of elements of a dimension, or of several, by default of all; at least 1.
+
+    A tensor without dimensions has a length of 1.
+    """
+    dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
+    return prod(x.shape[dim] for dim in dims if -x.dim() <= dim < x.dim())
+
+
 _SIZES: dict[str, Callable[[Tensor, dict[str, Any], Any], tuple[int, ...]]] = {
     "channels": lambda x, v, out: (_length(x, 1),),
-    "resized": lambda x, v, out: (prod(x.shape[:2]), _scale(x.numel(), out.numel())),
+    "resized": lambda x, v, out: (prod(x.shape[:2]), _scale(x, out)),
+    "pooled": lambda x, v, out: (prod(v.get("kernel_size") or [_scale(x, out)]),),
     "groups": lambda x, v, out: (v.get("mean", out[1]).numel(),),
     "last": lambda x, v, out: (_length(x, -1),),
     "row": lambda x, v, out: (prod(v.get("normalized_shape") or [_length(x, v["dim"])]),),
-    "reduced": lambda x, v, out: (_num_reduced(x, v.get("dim")),),
+    "reduced": lambda x, v, out: (_length(x, v.get("dim")),),
     "joined": lambda x, v, out: (_num_joined(**v | {"out": out}),),
     "listed": lambda x, v, out: (_num_listed(v),),
 }
@@ -145,8 +161,9 @@ def _kind(name: str, func: Any, x: Tensor, values: dict[str, Any], out: Any) -> 
         if any(t.shape != made.shape or _steps(t) != _steps(made) for t in others):
             return ("broadcast",)
         return ("pointwise",)
-    if name == "gather" and values["index"].stride()[-1:] == (0,):
-        return "gather-rows", _length(values["index"], -1)  # an index of rows that is expanded
+    index = values.get("index")
+    if isinstance(index, Tensor) and index.stride()[-1:] == (0,):
+        return f"{name}-rows", _length(index, -1)  # an index of rows that is expanded
     layout = _layout(x) if "2d" in name or "batch_norm" in name else ""
     of = _SIZES.get(_NAMES["size"].get(name, ""))
     return name + layout, *(of(x, values, out) if of else ())
@@ -155,22 +172,6 @@ def _kind(name: str, func: Any, x: Tensor, values: dict[str, Any], out: Any) -> 
 def _steps(x: Tensor) -> list[int]:
     """Return the strides of the dimensions with more than one element."""
     return [step for num, step in zip(x.shape, x.stride(), strict=True) if num > 1]
-
-
-def _length(x: Tensor, dim: int) -> int:
-    """Return the size of a dimension; 1 for a tensor without dimensions."""
-    return x.shape[dim] if -x.dim() <= dim < x.dim() else 1
-
-
-def _scale(a: int, b: int) -> int:
-    """Return how many times as many elements the larger of two images has."""
-    return max(1, a // max(1, b), b // max(1, a))
-
-
-def _num_reduced(x: Tensor, dims: Any) -> int:
-    """Return how many elements a reduction combines into one."""
-    dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
-    return prod(_length(x, dim) for dim in dims)
 
 
 def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
@@ -229,12 +230,15 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
 
 
 def _with_rate(kind: str, rate: str, size: Sizes, num_flops: float, num_bytes: int) -> Work:
-    """Return the work of a kernel by its operations and bytes; both halves take the same time."""
-    measured = "float16" if rate == "bfloat16" else rate
+    """Return the work of a kernel by its operations and bytes.
+
+    Both halves take the same time, except in groups: cuDNN has further kernels for float16.
+    """
+    measured = "float16" if rate == "bfloat16" and " grouped" not in kind else rate
     return Work(f"{kind} {measured}", size, rate, int(num_flops), num_bytes)
 
 
-def _rate_of(dtype: torch.dtype, operation: str = "") -> str:
+def rate_of(dtype: torch.dtype, operation: str = "") -> str:
     """Return the peak rate of products of `dtype`; TF32 if the script allows it for `operation`."""
     if dtype is torch.float32 and operation and allows_tf32(operation):
         return "tf32"
@@ -253,7 +257,7 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
     if name == "_grouped_mm" and right.dim() != left.dim():
         batch = []  # each row or column belongs to one group
     size = (prod(batch), rows, right.shape[-1], inner)
-    rate, kind = _rate_of(left.dtype, "matmul"), "matmul"
+    rate, kind = rate_of(left.dtype, "matmul"), "matmul"
     if rate == "tf32":
         kind += ("", "-one", "-both")[(left.stride(-1) != 1) + (right.stride(-2) != 1)]
     leading = size[2], *(max((1, *t.stride()[-2:])) for t in (left, right))
@@ -270,7 +274,7 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
     kind = name.partition("_")[0] + "-backward" * is_backward + "-causal" * is_causal
     kind += "-bias" * (values.get("attn_bias") is not None)
     flops = 4 * prod(size) * (_BACKWARD_FLOPS if is_backward else 1) / (1 + is_causal)
-    return _with_rate(kind, _rate_of(query.dtype), size, flops, num_bytes)
+    return _with_rate(kind, rate_of(query.dtype), size, flops, num_bytes)
 
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
@@ -292,7 +296,7 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
         size = (*positions, weight.shape[0] // groups, *size[3:], groups)
     kind += " 3d" * (x.dim() == 5) + _layout(x)
     flops = 2 * positions[0] * weight.numel() * max(1, data + weights)
-    found = _with_rate(kind, _rate_of(x.dtype, "conv"), size, flops, num_bytes)
+    found = _with_rate(kind, rate_of(x.dtype, "conv"), size, flops, num_bytes)
     if kind.split()[1:] == ["nhwc"] and size[0] == size[1] and size[4] == 1:
         found = found._replace(kind=PRODUCTS)
         more = [*_products(size, found.rate, x.element_size(), data, weights), *more]
@@ -327,7 +331,7 @@ def _recurrent(values: dict[str, Any]) -> Work:
     is_backward, both = "grad_output" in values, bool(values["bidirectional"])
     flops = 2 * prod(size) * (values["proj_size"] or hidden) * (1 + both) * (1 + is_backward)
     kind = "rnn" + "-both" * both + "-backward" * is_backward
-    return _with_rate(kind, _rate_of(x.dtype, "rnn"), size, flops, 0)
+    return _with_rate(kind, rate_of(x.dtype, "rnn"), size, flops, 0)
 
 
 @cache

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from memest.estimator.hardware.gpus import find_gpu
-from memest.estimator.hardware.speed import speed_of
+from memest.estimator.hardware.pace import table_of
+from memest.estimator.hardware.work import by_bytes
 from memest.estimator.torch_api.files import checkpoints
 from memest.estimator.virtual_gpu import VirtualGpu
 
@@ -64,7 +65,8 @@ def test_the_host_waits_for_the_copy_of_what_it_saves(gpu: VirtualGpu, tmp_path:
     torch.save({"w": saved}, tmp_path / "c.pt")
 
     waited = gpu.mode.timeline.host_time[0] - before
-    assert waited >= 1e-3 * saved.nbytes / speed_of(gpu.gpu).pageable_gb_s
+    table, copy = table_of(gpu.gpu), by_bytes("to_host_pageable", saved.nbytes)
+    assert waited >= 1e6 * table.spread[0] * table.kernel_s(copy)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memest.errors import UnsupportedError
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.hardware.gpus import Gpu
-from memest.estimator.hardware.speed import speed_of
-from memest.estimator.hardware.work import fused_work
+from memest.estimator.hardware.work import fused_work, rate_of
 from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.ops.autograd_ops import CASTS
 from memest.estimator.ops.convolution import convolution_format
@@ -637,12 +636,7 @@ def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) ->
 
 
 def _peak_flops(gpu: Gpu, dtype: torch.dtype) -> float:
-    speed = speed_of(gpu)
-    if dtype is not torch.float32:
-        return speed.tflops_16bit * 1e12
-    if allows_tf32("matmul"):
-        return speed.tflops_16bit / 2 * 1e12
-    return speed.tflops_32bit * 1e12
+    return 1e12 * gpu.tflops_of(rate_of(dtype, "matmul"))
 
 
 def _hint(size: Any) -> int:

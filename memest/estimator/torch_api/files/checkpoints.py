@@ -104,7 +104,7 @@ class Checkpoints:
             self._mode.notes.add(HOLDS_ZEROS)
         if storage._cdata in self._mode.memory.live:
             setattr(made, _LOCATION, str(GPU.device))
-            self._mode.timeline.copy_pageable(storage.nbytes())
+            self._mode.timeline.copy_pageable("to_host", storage.nbytes())
         return _pickled(made, tensor.dtype, geometry, tensor.requires_grad, mark)
 
     def _dummy(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
@@ -163,7 +163,7 @@ class Checkpoints:
             if not hasattr(source, _LOCATION):
                 return base
             with mode.memory.lock:
-                mode.timeline.copy_pageable(num_bytes)
+                mode.timeline.copy_pageable("to_gpu", num_bytes)
             limit = 512 if dtype.is_floating_point else MAX_KNOWN_BYTES
             if source.nbytes() == num_bytes <= limit and not self._state.is_old:
                 mode.values.set_storage(base._cdata, _clone(source))
