@@ -86,6 +86,13 @@ FRESH = (
 )
 """Words of the row of `field/fresh.py`: its estimates were committed before its steps ran."""
 
+RECENT = (
+    "further models of torchvision, timm, transformers and PEFT, on an H200",
+    "2026-11-30",
+    "",
+)
+"""Words of the row of `field/recent.py`: its estimates were committed before its steps ran."""
+
 PUBLIC = (
     "54 further public repositories, without three whose optimizers step unevenly, on an H200",
     "2026-11-29",
@@ -153,6 +160,17 @@ Where something else uses the core, the loop takes up to 1.8 times as long.
 |---|--:|--:|--:|--:|--:|---|---|--:|"""
 
 
+RECENT_HEAD = """
+## Blind, recent
+
+`validation/scripts/field/recent.py` has these trainings. Their estimates were committed before any
+of them ran. One NVIDIA H200 ran each in a process of its own: five steps to warm up, and twelve
+that count. Columns are those of the table above.
+
+| case | measured, ms | estimated, ms | error | later, ms | error | bound by | cause | loop |
+|---|--:|--:|--:|--:|--:|---|---|--:|"""
+
+
 def main() -> None:
     """Simulate the cases that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -210,21 +228,24 @@ def cases_page(data: Mapping[str, Any]) -> str:
     named = {name: case | {"group": numbers[case["group"]]} for name, case in known.items()}
     tables = ((CASES_HEAD, named), (BLIND_HEAD, data["blind"]))
     lines = [line for head, cases in tables for line in case_table(head, cases)]
-    lines += [*unseen_table(data["unseen"]), *fresh_table(data["fresh"])]
+    lines += [*unseen_table(data["unseen"]), *fresh_table(FRESH_HEAD, data["fresh"])]
+    lines += fresh_table(RECENT_HEAD, data["recent"])
     lines += ["", *case_table(PUBLIC_HEAD.strip("\n") + "\n", data["public"])]
     return "\n".join(lines) + "\n"
 
 
-def fresh_table(cases: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table of the last blind estimates, and of those that did not run."""
-    yield FRESH_HEAD
+def fresh_table(head: str, cases: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table of blind estimates, and of those that did not run."""
+    yield head
     measured = {name: case for name, case in cases.items() if "measured_s" in case}
     for name, case in sorted(measured.items(), key=lambda row: measured_s(row[1])):
         yield f"{blind_row(name, case)} {' to '.join(map(str, case['python_us']))} |"
-    yield "\nNot measured:\n"
+    if len(measured) < len(cases):
+        yield "\nNot measured:\n"
     for name, case in cases.items():
         if name not in measured:
-            yield f"- {name}, {1e3 * case['estimated_s']:,.1f} ms: {case['not_measured']}"
+            why = case.get("not_measured", "not yet")
+            yield f"- {name}, {1e3 * case['estimated_s']:,.1f} ms: {why}"
 
 
 def unseen_table(cases: Mapping[str, Any]) -> Iterator[str]:
@@ -274,7 +295,10 @@ def summary(data: Mapping[str, Any]) -> str:
     for name, some in (("all", cases), ("without new sizes", known)):
         num, *errors = errors_of(some)
         lines.append(f"| {name} | {' | '.join([num, '', '', '', *errors])} |")
-    fresh = {name: case for name, case in data["fresh"].items() if "measured_s" in case}
+    fresh, recent = (
+        {name: case for name, case in data[key].items() if "measured_s" in case}
+        for key in ("fresh", "recent")
+    )
     for label, some, words in (
         ("blind", data["blind"], BLIND),
         ("blind, new", data["unseen"], UNSEEN),
@@ -282,8 +306,12 @@ def summary(data: Mapping[str, Any]) -> str:
         ("blind, last", fresh, FRESH),
         ("the same later", later(fresh), ("", "", "")),
         ("blind, public", data["public"], PUBLIC),
+        ("blind, recent", recent, RECENT),
+        ("the same later", later(recent), ("", "", "")),
     ):
         longer = [case for case in some.values() if measured_s(case) > LEAST_S]
+        if not longer:
+            continue
         num, *errors = errors_of(longer, SPREAD_ELSEWHERE)
         lines.append(f"| {label} | {' | '.join([num, *words, *errors])} |")
     return "\n".join([*lines, "", kernels_summary(data)])
