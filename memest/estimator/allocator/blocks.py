@@ -30,7 +30,7 @@ class Block:
 
 
 def round_request(num_bytes: int) -> int:
-    """Return the block size that serves a request.
+    """Return the bytes of the block that serves a request: a multiple of 512.
 
     >>> round_request(1), round_request(512), round_request(513)
     (512, 512, 1024)
@@ -39,7 +39,7 @@ def round_request(num_bytes: int) -> int:
 
 
 def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> int:
-    """Return the size to `cudaMalloc` when no cached block serves a rounded request.
+    """Return the bytes to request from `cudaMalloc` if no cached block serves a rounded request.
 
     >>> [segment_bytes(size) >> 20 for size in (512, 3 << 20, (10 << 20) + 512)]
     [2, 20, 12]

@@ -33,7 +33,7 @@ class OutOfMemory(Exception):
 
 
 class CachingAllocator:
-    """One GPU's allocator.
+    """Simulated caching allocator of one GPU.
 
     Args:
         limit_bytes: total that `cudaMalloc` can return: the GPU's memory less its context, or the
@@ -70,7 +70,7 @@ class CachingAllocator:
         self._tuning = None if settings.is_default else Tuning(self, settings)
 
     def use_late(self, read: Callable[[], AllocatorSettings]) -> None:
-        """Apply the result of `read` at the first request."""
+        """Apply the settings that `read` returns, at the first request."""
         self._read = read
         self._tuning = Tuning(self, DEFAULT)
 

@@ -252,7 +252,7 @@ class Attribution:
     # --- labels
 
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Label parameters and gradients of an optimizer, or without `with_grads` its state."""
+        """Set the kind of parameters and gradients of an optimizer, or else of its states."""
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -264,12 +264,12 @@ class Attribution:
                         self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
 
     def label_models(self) -> None:
-        """Label the tensors of all models that have run."""
+        """Set kind and module of the tensors of all models that have run."""
         for model in self.modules.models():
             self.label_model(model)
 
     def label_model(self, model: nn.Module) -> None:
-        """Label parameters, gradients and buffers of `model`."""
+        """Set kind and module of parameters, gradients and buffers of `model`."""
         for module in model.modules():
             path = self.modules.path_of(module)
             for parameter in module._parameters.values():

@@ -73,7 +73,7 @@ class Guesses:
     _in_a_row: int = 0
 
     def scalar(self, dtype: torch.dtype, op: str) -> Any:
-        """Return a Python number of `dtype`: False, 1, or a float that decreases slowly from 1."""
+        """Return a guess, counted for `op`: False, 1, or a float that slowly falls from 1."""
         self.note(f"{op} of {str(dtype).removeprefix('torch.')}")
         if dtype is torch.bool:
             return False

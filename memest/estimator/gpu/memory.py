@@ -52,7 +52,7 @@ class GarbagePace:
         self._is_active = False
 
     def start(self) -> None:
-        """Start to adjust the threshold."""
+        """Begin to raise the threshold."""
         self._own, self._is_active = 0, True
         self._threshold = gc.get_threshold()
         self._moved = self._threshold[0]

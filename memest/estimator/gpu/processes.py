@@ -30,7 +30,7 @@ IN_CHILD = (
 def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
     """Run the child process of the simulated `rank` in this process; note other processes.
 
-    They have no GPU, and `note` adds that to the report. Tensors without data can be sent to them.
+    Other processes have no GPU, which `note` adds to the report. They can get tensors without data.
     """
     ranks: list[Any] = []  # processes of the script that are ranks, in the order of their start
 

@@ -231,7 +231,7 @@ class Rank:
         return self.rank % self.num_local
 
     def environment(self, port: int = MASTER_PORT) -> dict[str, str]:
-        """Return the variables that `torchrun` sets (`local_elastic_agent.py` of torch 2.11)."""
+        """Return the environment variables of `torchrun` (`local_elastic_agent.py`, torch 2.11)."""
         host, num_nodes = self.rank // self.num_local, self.world_size // self.num_local
         variables: dict[str, Any] = {
             "LOCAL_RANK": self.local_rank, "RANK": self.rank, "GROUP_RANK": host,

@@ -150,9 +150,9 @@ WAVES = 2  # waves of blocks per launch at most, when each thread copies several
 def split_with_sizes_copy(c: KernelCall) -> Scratch:
     """Allocations of `split_with_sizes_copy.out`: 8 * (4 * splits + 1 + blocks) bytes of indices.
 
-    They are address, size and first block of each split, and the split of each block. A thread
-    copies so many bytes that the blocks fill at most two waves of the GPU. A block copies several
-    chunks if more bytes per thread are needed: the square root of that factor.
+    They are address, size and first block of each split, and the split of each block. If blocks
+    would fill more than two waves of the GPU, each block copies more. Half of that factor (its
+    square root) is more chunks per block, the rest more bytes per thread.
     """
     source, targets = c.self, c.get("out") or ()
     is_fast = source.is_contiguous() and all(

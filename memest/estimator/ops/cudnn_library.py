@@ -117,7 +117,7 @@ class Plan:
     is_estimated: bool = False  # `product_bytes` estimated it, rarely right to 512 B
 
     def is_allowed(self, kernels: Kernels) -> bool:
-        """Return whether `filterEngineConfigs` of Conv_v8.cpp keeps the plan."""
+        """Return whether torch can run the plan: `filterEngineConfigs` of Conv_v8.cpp."""
         unwanted = {DOWN_CONVERTS}
         unwanted |= {NONDETERMINISTIC} if kernels.are_deterministic else set()
         unwanted |= {TENSOR_CORES} if kernels.are_without_tf32 else set()

@@ -99,7 +99,7 @@ def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
 
 
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
-    """Return the sizes of the transformed dimensions, and the number of transforms."""
+    """Return (sizes of the transformed dimensions, number of transforms)."""
     sizes = [tensor.shape[dim] for dim in dims]
     return sizes, tensor.numel() // max(1, prod(sizes))
 

@@ -54,7 +54,7 @@ def is_a_row(tensor: Tensor) -> bool:
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
-    """Return whether the gradient of `embedding` uses atomics (`use_fused_kernel`): few rows."""
+    """Return whether `embedding`'s gradient uses atomics, as for few rows (`use_fused_kernel`)."""
     warped = round_up(width, 32)
     segments = min(num_indices, num_rows)
     grid = ceil_div(segments * warped, min(warped, MAX_BLOCK_SIZE))

@@ -65,7 +65,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
-    """Return cuDNN's workspace: for 64 channels each, 4 bytes and `block_bytes` per row block."""
+    """Return bytes: `header_bytes`, and for each 64 channels 4, and `block_bytes` per row block."""
     channels = tensor.shape[1]
     groups = ceil_div(channels, CHANNELS_PER_BLOCK)
     blocks = ceil_div(tensor.numel(), channels * rows_of_block)

@@ -209,7 +209,7 @@ def workspace_bytes(layers: Layers, *, is_training: bool, is_backward: bool = Fa
 
 
 def dropout_state_bytes(gpu: Gpu) -> int:
-    """State of cuDNN's generator: 24 B for each of 2048 threads on every multiprocessor."""
+    """Return bytes of cuDNN's generator state: 24 for each of 2048 threads per multiprocessor."""
     return gpu.num_sms * 2048 * 24
 
 

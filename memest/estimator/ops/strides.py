@@ -106,7 +106,7 @@ def copying(*positions: int, is_before: bool = False) -> RequestRule:
     """
 
     def contiguous_copies(call: KernelCall) -> Scratch:
-        """Copies of arguments that are not contiguous.
+        """Allocations of contiguous copies of arguments.
 
         Sources: `contiguous()` in SoftMax.cu, layer_norm_kernel.cu, MaxUnpooling.cu and the files
         of upsampling, pooling and padding.

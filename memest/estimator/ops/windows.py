@@ -55,7 +55,7 @@ def _copies_like(like: int, *positions: int) -> registry.RequestRule:
     """
 
     def copies(c: KernelCall) -> Scratch:
-        """Copies of arguments in the memory format of one of them, after the outputs."""
+        """Allocations of copies of arguments, in the memory format of one of them."""
         memory_format = suggest_memory_format(c.args[like])
         return Scratch(after=copies_in(memory_format, *(c.args[i] for i in positions)))
 

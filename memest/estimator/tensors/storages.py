@@ -90,7 +90,7 @@ class StorageTable:
     """Storages sized by the GPU, by id: share of the GPU's memory, and bytes to subtract."""
 
     def on(self, gpu_bytes: int) -> "StorageTable":
-        """Return the table for a GPU with `gpu_bytes`, on which storages in `shares` differ."""
+        """Return the table for a GPU with `gpu_bytes`: storages in `shares` get another size."""
         if not self.shares:
             return self
         sizes = list(self.num_bytes)
