@@ -228,7 +228,8 @@ def target_gpus(plan: TrainingPlan) -> list[Gpu]:
 def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
     """Return the bytes that the caching allocator can reserve on `gpu`.
 
-    They are the plan's limit, or the memory without the context and the libraries of several GPUs.
+    They are the least of its memory without context and libraries, the share that `alloc_conf`
+    sets, and the plan's limit.
     """
     usable = gpu.limit_bytes - libraries_bytes(plan)
     share = parse_settings(plan.alloc_conf).memory_fraction

@@ -252,7 +252,7 @@ class Attribution:
     # --- labels
 
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Set the kind of parameters and gradients of an optimizer, or else of its states."""
+        """Set the kind of parameters, and of gradients if `with_grads`, else of states."""
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:

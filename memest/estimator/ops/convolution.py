@@ -247,7 +247,8 @@ def is_native(c: ConvolutionShapes) -> bool:
     """Return whether torch runs its own depthwise kernel (not `use_cudnn_depthwise`).
 
     cuDNN runs depthwise convolutions in channels-last. It also runs those in float16 with 32
-    channels or more and square kernels of 1, 3 or 5 pixels, with a stride of 2 or many channels.
+    channels or more, square kernels of 1, 3 or 5 pixels, and stride 1, or stride 2 with many
+    channels.
     """
     if not c.is_depthwise or c.is_channels_last:
         return False

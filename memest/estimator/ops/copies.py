@@ -84,7 +84,7 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
 
 @registry.requests("roll")
 def roll(c: KernelCall) -> Events:
-    """Allocations of `roll_common` (TensorTransformations.h): a tensor per dim, freed together."""
+    """Allocations of `roll_common` (TensorTransformations.h): a copy per dim, freed at the end."""
     copies, size, num_dims = contiguous_copy(c.self), c.out.nbytes, len(c.dims)
     if num_dims < 2:
         return around(copies, c.outputs())

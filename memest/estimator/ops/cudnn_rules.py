@@ -284,6 +284,6 @@ def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def _rearranged_bytes(c: ConvolutionShapes) -> int:
-    """Bytes of channels-last copies of input, output and weight."""
+    """Return bytes of copies of input, output and weight in the other memory format."""
     elements = prod(c.tensor) + prod(c.output) + prod(c.weight)
     return elements * c.dtype.itemsize + HEADER_BYTES

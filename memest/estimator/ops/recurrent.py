@@ -120,8 +120,8 @@ def uses_static_algorithm(layers: Layers) -> bool:
 def reserve_bytes(layers: Layers) -> int:
     """Return the bytes of cuDNN's reserve space, which training saves for the backward.
 
-    The space has gates and states of each layer, the outputs of all layers except the last, and
-    with dropout a bit per output.
+    It has a part per layer, the outputs of all layers except the last, and with dropout a bit per
+    output.
     """
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
@@ -214,7 +214,7 @@ def dropout_state_bytes(gpu: Gpu) -> int:
 
 
 def is_measured(layers: Layers, *, is_training: bool) -> bool:
-    """Return whether the predicted sizes were measured: no projection, no long packed input."""
+    """Return whether sizes were measured: no projections, long packed inputs, static training."""
     is_long = layers.is_packed and layers.num_steps > MOST_STEPS
     return not (layers.proj_size or is_long or (is_training and uses_static_algorithm(layers)))
 
