@@ -130,7 +130,8 @@ class Engine(ABC):
         """Return a result for each item, in order, from `one`, which takes a group of items.
 
         Items with an equal `alike(item)` form a group. Groups with the most `work` begin first, so
-        that no worker runs alone for long at the end.
+        that no worker runs alone for long at the end. `label` and `weight` of a group are those of
+        `map`.
         """
         groups: dict[Any, list[int]] = {}
         for position, item in enumerate(items):
@@ -389,7 +390,7 @@ _PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 
 def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engine:
-    """Return the engine called `name`: `local`, `ray` or `slurm`.
+    """Return the engine `name`, such as `slurm`, with `workers` that have `gpus` GPUs each.
 
     Raises:
         UnsupportedError: its package is not installed, or this machine has no Slurm.

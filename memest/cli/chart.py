@@ -68,7 +68,7 @@ class Pictures:
     as_json: bool  # True to print the paths as JSON
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
-        """Write a picture of `figure` per format, and `data` as JSON Lines; print the paths."""
+        """Write `figure` in each format as `name`, and `data` as JSON Lines; print the paths."""
         path = self.folder / name
         pictures = plots.save(plots.retitle(figure, self.title), path, self.formats)
         data_file = path.with_name(f"{name}.jsonl")

@@ -82,7 +82,7 @@ def _release() -> str:
 
 
 def _extra(name: str, package: str) -> str:
-    """Return words on an optional part of memest: installed, or the command that installs it."""
+    """Return words on memest's optional dependencies `name`: installed, or how to install them."""
     try:
         version(package)
     except PackageNotFoundError:

@@ -122,7 +122,10 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
 def predict_resumably(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
-    """Run `predict_each`; store each result in a file next to the output file `target`, if any."""
+    """Run `predict_each`; store each result in a file next to the output file `target`, if any.
+
+    With `is_resumed`, stored results are read and not predicted again.
+    """
     if target is None or is_stream(target):
         return predict_each(plans, jobs=jobs)
     stored = StoredResults(target, is_resumed=is_resumed)
@@ -136,7 +139,10 @@ def predict_resumably(
 def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
-    """Run `sweep_grid`; store each result in a file next to the output file `target`, if any."""
+    """Run `sweep_grid`; store each result in a file next to the output file `target`, if any.
+
+    With `is_resumed`, stored results are read and not predicted again.
+    """
     if target is None or is_stream(target):
         return sweep_grid(grid, **how)
     stored = StoredResults(target, is_resumed=is_resumed)

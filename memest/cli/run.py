@@ -82,7 +82,8 @@ class _RunCommand(click.Command):
         return args[:position], args[position:]
 
     def with_project(self, args: list[str], script: list[str]) -> tuple[list[str], list[str]]:
-        """Add the options of pyproject.toml that the command line lacks, and print them."""
+        """Return (options, script with arguments), with the options of pyproject.toml added to
+        `args`. Options of the command line win. Added ones are printed."""
         project = find_project(Path.cwd())
         if not script and project.folder == Path.cwd():
             own, script = self.split(list(project.command))
@@ -289,7 +290,7 @@ def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
 def _run_chosen(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
 ) -> RunResult:
-    """Run one rank in this process, or several in processes of their own."""
+    """Run the only one of `chosen` in this process, or several ranks in processes of their own."""
     from memest.run.ranks import environment
 
     if chosen[0].world_size == 1:

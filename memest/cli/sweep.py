@@ -221,7 +221,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
 
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
-    """Run the script on the largest GPU, and replay it on the others; refuse options of plans."""
+    """Return the script's report on the largest GPU of `names`, with verdicts and times on all."""
     from memest.run.session import Session, run_target
 
     if unknown := sorted(set(given) - {"gpu"}):

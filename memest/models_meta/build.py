@@ -120,7 +120,7 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
 
 
 def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
-    """Return a note on the sub-models that run eager because they have no sdpa."""
+    """Return a note on sub-models that run eager because they have no sdpa, if any."""
     if requested == "eager":
         return []
     eager = {

@@ -173,7 +173,8 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
 def _draw_limit(
     panel: Panel, report: Report, limit_bytes: int, tops: Sequence[int], *, is_far: bool
 ) -> None:
-    """Draw the GPU's limit line, with its name over the side whose bars are lower."""
+    """Draw the GPU's limit line, with its name over the side whose bars are lower. `tops` are the
+    heights of the bars in bytes. With `is_far`, the line is above the chart."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {gpu_label(report.gpu)}{capped}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"

@@ -70,7 +70,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
 
 
 def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float) -> None:
-    """Draw one square panel: allocated memory above reserved memory, with the same scale."""
+    """Draw the square panel of one quantity: 0 is allocated, and 1, below it, reserved memory."""
     theme = canvas.theme
     quantity = _QUANTITIES[index]
     low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
@@ -176,7 +176,7 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
 
 
 def _both(pair: Pair, quantity: str) -> tuple[int, int]:
-    """Return predicted and measured bytes; of an interval, the value nearest the measured."""
+    """Return `quantity` predicted and measured; of an interval, the value nearest the measured."""
     predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
     found = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
     if found is not None and found.low_bytes < found.high_bytes:

@@ -615,7 +615,8 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
     """Return the reports in a JSON Lines file, in order; `kinds` is a report class or a union.
 
     Raises:
-        PlanError: the file cannot be read, is empty or cut short, or holds something else.
+        PlanError: the file cannot be read, is empty or cut short, or holds something else, for
+            which `hint` is the remedy.
     """
     classes = {kind.kind: kind for kind in get_args(kinds) or (kinds,)}
     found = []

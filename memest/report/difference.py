@@ -81,7 +81,7 @@ def grown(found: Sequence[Change]) -> list[str]:
 def other_versions(
     before: Mapping[str, str], after: Mapping[str, str], what: str = "the stored peak"
 ) -> str:
-    """Return a sentence if memest or torch differ between two reports, else an empty text."""
+    """Return a sentence if memest or torch differ between `what` and this run, or ""."""
     names = [n for n in ("memest", "torch") if before.get(n, "") != after.get(n, "")]
     old = ", ".join(f"{n} {before.get(n) or 'unknown'}" for n in names)
     new = ", ".join(f"{n} {after.get(n) or 'unknown'}" for n in names)
@@ -172,7 +172,11 @@ def read_reports(path: Path) -> list[SimulatedReport]:
 def differences(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
-    """Return pairs of reports with equal names, or of the only ones; `PlanError` without pairs."""
+    """Return pairs of reports with equal names, or the two if each file has one.
+
+    Raises:
+        PlanError: there are no pairs.
+    """
     if len(before) == len(after) == 1:
         return [Difference(before=before[0], after=after[0])]
     by_name = {report.name: report for report in before}
@@ -199,7 +203,10 @@ def unpaired(
 
 
 def markdown(report: SimulatedReport, found: Difference | None, base: str = "") -> str:
-    """Return a comment for a pull request: the peak, the base's peak, and lines that changed."""
+    """Return a comment for a pull request: the peak, and the lines that changed or hold memory.
+
+    `found` is the difference from the branch `base`; without it nothing is compared.
+    """
     lines = ["### GPU memory", "", f"`{report.name}`: {summary_line(report)}", ""]
     if found is not None:
         lines += [f"| peak | {base or 'before'} | now | change |", "|---|---:|---:|---:|"]

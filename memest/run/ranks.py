@@ -93,7 +93,7 @@ def environment(rank: Rank) -> dict[str, str]:
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
-    """Call `run` in a child process with the environment of one rank; no other rank runs."""
+    """Call `run` in a child process with the environment of one rank; start no other rank."""
     return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 
@@ -103,8 +103,9 @@ def run_together(
 ) -> list[tuple[Rank, RunResult]]:  # fmt: skip
     """Run ranks and all ranks that exchange messages with them; return results by rank.
 
-    The output of the first of `chosen` comes first. If that rank fails and waits for no other, the
-    others end without a result.
+    Ranks that others exchange messages with are started unless `has_peers` is False. `is_silent`
+    hides all output; otherwise the output of the first of `chosen` comes first. If that rank fails
+    and waits for no other, the others end without a result.
 
     Raises:
         MemestError: a process ended without a result.

@@ -53,7 +53,10 @@ def report_of(
     virtual: VirtualGpu, *, name: str, ending: Ending, error: str, elapsed_s: float,
     others: Sequence[str],
 ) -> RunReport:  # fmt: skip
-    """Return the report of the run on `virtual` so far, with verdicts on the GPUs `others`."""
+    """Return the report of the run on `virtual` so far, called `name`, with verdicts on `others`.
+
+    `ending` and `error` describe how the script ended.
+    """
     mode, gpu = virtual.mode, virtual.gpu
     outside_bytes = gpu.context_bytes + virtual.communicators_bytes
     if VirtualGpu._active is virtual:

@@ -52,7 +52,7 @@ OOM_GRACE_S = 2.0  # wait for other ranks after one is out of memory, since they
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that `torchrun` sets on one node; rank 0 itself holds the store."""
+    """Return the variables that `torchrun` sets for `rank` on one node; rank 0 holds the store."""
     from memest.estimator.gpu.worlds import Rank
 
     made = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
@@ -186,7 +186,10 @@ def start_experiment(
     plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path,
     experiment: Experiment = run_experiment, is_copy: bool = True,
 ) -> Child:  # fmt: skip
-    """Start an experiment in a copy of this process without CUDA, or in a fresh interpreter."""
+    """Start an experiment in a copy of this process without CUDA, or in a fresh interpreter.
+
+    It writes its measurement to `report`, and its output to `log`.
+    """
     return begin(partial(run_and_exit, plan, options, report, experiment), log, is_copy=is_copy)
 
 

@@ -95,7 +95,13 @@ def record_run(
     *,
     gpu: str = "",
 ) -> Recording:
-    """Replay `run` like `Run.on` and record its actions; `PlanError` if it is too long."""
+    """Replay `run` with the arguments of `Run.on`, and record its actions.
+
+    `gpu` is a name for files and charts.
+
+    Raises:
+        PlanError: the run has more than `MAX_EVENTS` events.
+    """
     program, count = run.program, run.num_micro_batches
     of_step = (part for micro in range(count) for part in program.parts(1, micro, count))
     num_events = len(program.setup) + run.num_steps * sum(len(part.events) for part in of_step)

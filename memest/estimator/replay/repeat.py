@@ -123,7 +123,10 @@ class StepRepeater:
             yield
 
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-        """Run or repeat the next forward and return its loss; see `assemble.loss_of`."""
+        """Run or repeat the next micro-batch's forward, and return its loss.
+
+        The arguments are those of `assemble.loss_of`.
+        """
         step, index = divmod(self._number, self._num_micro_batches)
         self._number += 1
         if self._number == self._num_micro_batches + 1:

@@ -105,7 +105,7 @@ class Program:
         return self._middles[step]
 
     def renames(self, step: int, micro: int, num_micro_batches: int) -> Renames:
-        """Return what to `rename` before micro-batch `micro` of `step` is played; see `Renames`."""
+        """Return the ids to `rename`, current to new, before micro-batch `micro` is played."""
         last = len(self.steps) - 1
         if micro == 0:
             return self.step_renames if step > last else {}
@@ -178,7 +178,7 @@ def play(
 ) -> None:
     """Apply `events` to `alive`, whose keys are the ids of allocated storages.
 
-    `is_immediate` has the meaning of `freed_id`.
+    `is_immediate` is that of `freed_id`.
     """
     for event in events:
         if event >= 0:
@@ -200,7 +200,7 @@ def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) 
 
 
 def _pair_equal(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> Renames:
-    """Pair storages only in `after` with those only in `before` of equal size, site and kind."""
+    """Map each storage only in `after` to one only in `before`, of equal size, site and kind."""
     freed: dict[object, list[int]] = defaultdict(list)
     for index in sorted(before.difference(after)):
         freed[_origin(storages, index)].append(index)
@@ -284,7 +284,10 @@ class Replayed:
 def live_at(
     program: Program, num_micro_batches: int, moment: Moment, timing: FreeTiming = FreeTiming.LATEST
 ) -> list[int]:
-    """Return the ids of the storages that are allocated just after the event of `moment`."""
+    """Return the ids of the storages that are allocated just after the event of `moment`.
+
+    `num_micro_batches` and `timing` are those of the replay.
+    """
     alive: dict[int, None] = {}
     num_left = moment.index
     for step in range(moment.step + 1):
@@ -572,9 +575,9 @@ class Run:
     ) -> Replayed:
         """Replay the run under an allocator limit in bytes; None means no limit.
 
-        `player` applies the events, to an allocator of this limit. With `is_soft`, a request
-        without room raises the limit instead of failing, unless `settings` are set or a library
-        only tries it.
+        `timing` decides when blocks of several streams are freed. `player` applies the events, to
+        an allocator of this limit. With `is_soft`, a request without room raises the limit instead
+        of failing, unless `settings` are set or a library only tries the request.
         """
         program, storages = self.program, self.program.storages
         if player is None:

@@ -179,7 +179,7 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the outcome of each kernel choice at `value`; None if no step reaches `value`."""
+        """Return the outcome of each kernel choice at `value`; None if `value` is between steps."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)

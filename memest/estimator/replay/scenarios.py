@@ -61,9 +61,9 @@ class LeastLimit:
         self._is_felt_early = is_felt_early
         self._known: dict[int, tuple[bool, int]] = {}
 
-    def add(self, limit_bytes: int, fits: bool, num_bytes: int) -> None:
-        """Record the result of a replay that the caller has made; arguments as in `replay`."""
-        self._known[limit_bytes // UNIT_BYTES] = fits, ceil_div(num_bytes, UNIT_BYTES)
+    def add(self, limit_bytes: int, fits: bool, result_bytes: int) -> None:
+        """Record `fits` and `result_bytes`, which `replay` returned for `limit_bytes`."""
+        self._known[limit_bytes // UNIT_BYTES] = fits, ceil_div(result_bytes, UNIT_BYTES)
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether the run fits under `limit_bytes`."""
@@ -135,7 +135,7 @@ class LeastLimit:
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
-    """Return the highest least limit of `runs` in bytes; the searches begin at `limit_bytes`."""
+    """Return the most bytes that any of `runs` needs; searches begin at `limit_bytes`."""
     needs = 0
     for run in runs:
         is_sure = needs > limit_bytes or run.fits(limit_bytes)

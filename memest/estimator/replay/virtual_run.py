@@ -323,8 +323,9 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
 def _repeating(
     job: Job, virtual: VirtualGpu, calls: CallRecorder | None
 ) -> AbstractContextManager[None]:
-    """Repeat the logged events of the first step in later steps, instead of executing them. Plans
-    on several GPUs or with steps that differ execute all. `calls` records repeated calls too."""
+    """Return a context in which later steps repeat the logged events of the first, not execute
+    them. Plans on several GPUs or with steps that differ execute all. `calls` records repeated
+    calls too."""
     plan = job.plan
     if _is_whole(plan) or plan.is_distributed:
         return nullcontext()

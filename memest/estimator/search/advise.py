@@ -375,7 +375,7 @@ class _Search:
                 return
 
     def _weakest_fitting(self, technique: Technique, others: Sequence[Change]) -> Change | None:
-        """Return the weakest change of a graded technique that fits with `others`, or None."""
+        """Return the technique's weakest change that fits with `others`, or None, by bisection."""
         grades = list(technique.changes)
         while grades and (strongest := self.predict_with([*others, grades[-1]])) is None:
             grades.pop()  # an invalid grade, such as a text too short for its image

@@ -119,7 +119,7 @@ def least_bytes(change: Change, traced: TracedPlan) -> int:
 
 
 def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Technique, ...]:
-    """Return techniques that can make `plan` smaller, in the order of their cost."""
+    """Return techniques that can make `plan` smaller on `gpu`, in the order of their cost."""
     found = (
         Technique(changes=tuple(changes(plan, facts, gpu)), is_graded=changes in _GRADED)
         for changes in _TECHNIQUES

@@ -51,7 +51,8 @@ def predict_command(plan: TrainingPlan) -> str:
 def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> tuple[str, ...]:
     """Return the lines of a Lightning script that turn `before` into `after`, in script order.
 
-    Names are those of lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50.
+    `facts` has names in the model. Names are those of lightning 2.6, transformers 5.17, peft 0.21
+    and bitsandbytes 0.50.
     """
     lines = []
     if after.alloc_conf != before.alloc_conf:

@@ -230,7 +230,8 @@ class _Search:
         return low
 
     def _secant(self, low: int, high: int) -> int:
-        """Return the value at which linearly interpolated reserved bytes cross the limit."""
+        """Return the value between `low` and `high` at which interpolated reserved bytes cross the
+        limit."""
         trials = (self.trial(low), self.trial(high))
         runs = (trial.scenarios[0].unlimited for trial in trials if trial is not None)
         below, above = (run.peak_reserved_bytes for run in runs)
@@ -318,7 +319,7 @@ class TechniqueRow:
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return the plan keys for each technique of `TECHNIQUES`, without keys that it ignores."""
+    """Return the values of `plan` under each of `TECHNIQUES`, without keys that it ignores."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():

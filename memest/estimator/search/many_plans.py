@@ -60,7 +60,7 @@ def _each(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | Meme
 def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """Pair plans with their predictions, and the plans that failed with their errors."""
+    """Return (plan, prediction) pairs, and (plan, error) pairs of the plans that failed."""
     pairs = list(zip(plans, found, strict=True))
     predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
     return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]

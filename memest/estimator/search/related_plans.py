@@ -121,13 +121,12 @@ class TraceSeries:
         values = sorted(set(values) - {1})
         wanted = set(values if queried is None else queried)
         for run in runs_of_one_spacing(values):
-            if not self._span(run, wanted):
+            if not self._cover_by_ends(run, wanted):
                 self._cover(run, wanted)
 
-    def _span(self, run: Sequence[int], queried: set[int]) -> bool:
-        """Return whether runs at both ends of `run` give all `queried` values; the first divides
-        them. Sizes that kernels pad follow no polynomial. Multiples of a size without padding have
-        no padding either."""
+    def _cover_by_ends(self, run: Sequence[int], queried: set[int]) -> bool:
+        """Cover the `queried` sizes in `run` by simulating the first and the last; return False if
+        that fails. All must be multiples of the first, since padded sizes follow no polynomial."""
         held = sorted(queried.intersection(run))
         is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
         if not is_few or any(value % held[0] for value in held):
@@ -144,7 +143,11 @@ class TraceSeries:
         return True
 
     def interpolation(self, start: int, spacing: int = 1) -> Interpolation:
-        """Return the interpolation from runs at `start`, `start + spacing` and so on, unchecked."""
+        """Return the interpolation from runs at `start`, `start + spacing` and so on, unchecked.
+
+        Raises:
+            NotInterpolable: the samples do not make the same calls, or a strategy runs.
+        """
         if self.must_simulate:
             raise NotInterpolable(f"`{self.plan.strategy}` is traced size by size")
         if (start, spacing) in self._broken:
@@ -210,7 +213,8 @@ class RelatedPlans:
     """Programs of plans that differ in `key`, optimizer, checkpointing or number of micro-batches.
 
     They run on one `gpu`. `values` of `key` are needed; interpolations cover all `steps` of it.
-    With `accumulates`, micro-batch numbers differ. Each further optimizer is simulated once.
+    With `accumulates`, a step has one or two micro-batches. Each further optimizer is simulated
+    once.
     """
 
     def __init__(

@@ -250,7 +250,7 @@ def _work(plan: TrainingPlan) -> tuple[bool, ...]:
 
 def _shared(key: str, plan: TrainingPlan) -> Any:
     """Return a key that is equal for plans that share simulated runs: all but `key` and optimizer.
-    A value that is left out is the model's default, and no number of a series."""
+    Plans without a value of `key`, which use the model's default, do not share runs with others."""
     if plan.is_distributed:  # it shares no trace
         return id(plan)
     names = {field.name for field in fields(plan)} - {key, "optim", "name"}
