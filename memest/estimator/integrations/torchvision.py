@@ -1,5 +1,4 @@
-"""CUDA kernels of torchvision (0.26, `torchvision/csrc/ops/cuda`): NMS, pooling of regions,
-deformable convolutions.
+"""CUDA kernels of torchvision 0.26 (`torchvision/csrc/ops/cuda`): NMS, pooling, deformation.
 
 They decide above autograd: autocast runs them in float32, and NMS calls operators of torch.
 """

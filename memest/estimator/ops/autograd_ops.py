@@ -1,5 +1,4 @@
-"""Behavior of CUDA tensors above autograd that meta tensors lack: autocast, fused dropout,
-attention.
+"""Decisions above autograd that torch makes for CUDA tensors: autocast, dropout, attention.
 
 torch decides these in C++ by `tensor.is_cuda()`, which is false for a meta tensor. Here the same
 decisions are kernels on a dispatch key in front of autograd: `AutocastIPU`, whose backend no longer

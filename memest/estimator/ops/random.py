@@ -1,4 +1,4 @@
-"""Random operators: the numbers of the GPU's generator, and the requests of draws.
+"""Random operators: numbers of the GPU's generator, and what their kernels allocate.
 
 A kernel draws from Philox at the generator's offset (`CUDAGeneratorImpl`), each thread from its own
 sequence, and moves the offset. So a mask that a script draws on the GPU is known. Steps of the
