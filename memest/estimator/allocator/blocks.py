@@ -120,7 +120,7 @@ class AddressSpace:
     - The first kernel takes `CODE_BYTES`. The driver then maps `LATER_BYTES` in a new range and
       leaves `LATER_ROOM` free. It frees `FIRST_BYTES`, which are free for segments from then on.
     - A handle of cuBLAS takes `HANDLE_BYTES`, the first also `LIBRARY_BYTES`, a later one
-      `CODE_BYTES`. `LIBRARY_BYTES` is a gap between segments of recorded scripts; whose it is was
+      `CODE_BYTES`. `LIBRARY_BYTES` is a gap between segments of recorded scripts; its owner was
       not found. Of 2 and 12 MiB, 12 gives the order of addresses of 60 recordings best.
 
     Only the order of addresses matters here, and only between blocks of one size. Left out: kernels

@@ -405,7 +405,7 @@ def dirichlet(c: KernelCall) -> Events:
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (lowest number, upper bound, excluded) of a random operator of integers."""
+    """Return (lowest number, excluded upper bound) of a random operator of integers."""
     numbers = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
     if func._schema.name == "aten::random_" and not numbers:
         if dtype in _LARGEST:

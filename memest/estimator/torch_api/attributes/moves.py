@@ -109,7 +109,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _address_of(mode: CudaSimMode, key: int) -> int:
-    """Return the address of a storage, by its key: its GPU block's, or the key on the host."""
+    """Return the address of a storage, by its key: of its GPU block, or the key on the host."""
     index = mode.memory.live.get(key)
     if index is None:
         return key
