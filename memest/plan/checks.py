@@ -1,42 +1,47 @@
 """Checks of a plan: types and ranges from the key rows, and keys that contradict each other."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memest.errors import PlanError, shown
 from memest.plan.keys import ALL_LINEAR, FLASH_ATTENTION_2, LOGGING, Key
 from memest.plan.optimizers import OPTIMIZERS
+from memest.plan.reading import read_table
 
 if TYPE_CHECKING:
     from memest.plan.training_plan import TrainingPlan
 
+Rows = Mapping[str, Key]
+Rule = Callable[["TrainingPlan", Rows], object]  # returns what is wrong, or a false value
 
-def check(plan: "TrainingPlan", rows: Mapping[str, Key]) -> None:
+WORDS: Mapping[str, tuple[str, str]] = read_table(__file__, "checks.json")
+"""Name of a rule -> message and hint; `{found}` stands for what the rule returned."""
+
+
+def check(plan: TrainingPlan, rows: Rows) -> None:
     """Raise a `PlanError` if a value of `plan` does not exist or contradicts another key."""
     for row in rows.values():
         _check_type(row, getattr(plan, row.name))
     for row in rows.values():
         _check_value(row, getattr(plan, row.name))
-    if not plan.model_name.strip():
-        raise PlanError("`model_name` is empty", hint="`memest models` lists what is bundled")
-    _check_combinations(plan, rows)
+    _check_rules(RULES, plan, rows)
     for row in rows.values():
         if row.need is None or getattr(plan, row.name) == row.default or row.need.is_met(plan):
             continue
         message = row.need.error.format(key=row.name, strategy=plan.strategy)
         raise PlanError(message, hint=row.need.hint)
-    if plan.shard_size is not None and plan.world_size % plan.shard_size:
-        raise PlanError(
-            f"`shard_size` {plan.shard_size} does not divide {plan.world_size} GPUs",
-            hint="give a divisor of `devices`",
-        )
-    if plan.strategy == "fsdp2" and plan.sharding_strategy == "NO_SHARD":
-        raise PlanError("`fsdp2` has no `NO_SHARD`", hint="use `ddp`, which keeps all on every GPU")
-    if plan.strategy == "fsdp2" and plan.precision == "16-mixed":
-        raise PlanError(
-            "Lightning's `ModelParallelStrategy`, which is `fsdp2`, refuses `16-mixed`",
-            hint="use `bf16-mixed`, or `strategy: fsdp`",
-        )
+    _check_rules(RULES_OF_SHARDS, plan, rows)
+
+
+def _check_rules(rules: Mapping[str, Rule], plan: TrainingPlan, rows: Rows) -> None:
+    for name, rule in rules.items():
+        if found := rule(plan, rows):
+            logging = ", ".join(f"`{key}`" for key in LOGGING)
+            values = {"plan": plan, "rows": rows, "found": found, "logging": logging}
+            message, hint = (text.format(**values) for text in WORDS[name])
+            raise PlanError(message, hint=hint)
 
 
 def _check_value(row: Key, value: Any) -> None:
@@ -51,117 +56,59 @@ def _check_value(row: Key, value: Any) -> None:
         raise PlanError(f"`{row.name}` is {shown(value)}", hint=row.bounds.hint)
 
 
-def _check_combinations(plan: "TrainingPlan", rows: Mapping[str, Key]) -> None:
-    row = OPTIMIZERS[plan.optim]
-    if plan.momentum and not row.has_momentum:
-        raise PlanError(
-            f"`momentum` {plan.momentum} does not go with `optim` `{plan.optim}`",
-            hint="use it with `sgd` or `rmsprop`",
-        )
-    if row.needs_momentum and not (plan.momentum or dict(plan.optim_options).get("momentum")):
-        raise PlanError(
-            f"`optim` `{plan.optim}` of bitsandbytes cannot be made without `momentum`",
-            hint="give a `momentum` above 0, such as 0.9",
-        )
-    if plan.nesterov and not (plan.momentum and row.has_nesterov):
-        raise PlanError(
-            f"`nesterov` does not go with `optim` `{plan.optim}`, momentum {plan.momentum}",
-            hint="use it with `sgd` and a `momentum` above 0",
-        )
-    if plan.lengths and plan.seq_len is not None:
-        raise PlanError("`lengths` and `seq_len` are both given", hint="leave out one of them")
-    most = rows["seq_len"].bounds
-    if plan.lengths and most and not most.hold(max(plan.lengths)):
-        raise PlanError(
-            f"`lengths` has {max(plan.lengths)}", hint=f"give at most {most.high} tokens"
-        )
-    _check_loop(plan)
-    if (
-        plan.attn_implementation == FLASH_ATTENTION_2
-        and plan.precision == "32-true"
-        and not plan.use_qlora
-    ):
-        raise PlanError(
-            "`attn_implementation` `flash_attention_2` takes fp16 or bf16, and `32-true` gives"
-            " it fp32",
-            hint="use `bf16-true` or `bf16-mixed`, or `attn_implementation: sdpa`",
-        )
-    if plan.freeze and (plan.use_lora or plan.use_qlora):
-        raise PlanError(
-            "`freeze` does not go with LoRA, which freezes the whole base",
-            hint="leave `freeze` out, or narrow `lora_target_modules`",
-        )
-    _check_adapters(plan)
-    if plan.padded and plan.batch_size == 1:
-        raise PlanError(
-            "`padded` is true for `batch_size` 1: its only row is the longest",
-            hint="leave `padded` out or raise `batch_size`",
-        )
-    _check_strategy(plan)
+def _needs_momentum(plan: TrainingPlan, rows: Rows) -> bool:
+    has_momentum = plan.momentum or dict(plan.optim_options).get("momentum")
+    return OPTIMIZERS[plan.optim].needs_momentum and not has_momentum
 
 
-def _check_loop(plan: "TrainingPlan") -> None:
-    for key, _ in plan.trainer_options:
-        if plan.loop != "transformers" or key not in LOGGING:
-            raise PlanError(
-                f"`trainer_options` has `{key}`, with `loop` `{plan.loop}`",
-                hint=f"with `loop: transformers` it takes {', '.join(f'`{k}`' for k in LOGGING)}",
-            )
-    if plan.validates and plan.val_check_interval is not None:
-        num_batches = plan.steps * plan.accumulate_grad_batches
-        if plan.val_check_interval > num_batches:
-            raise PlanError(
-                f"`val_check_interval` {plan.val_check_interval} is beyond the {num_batches}"
-                " micro-batches of the run",
-                hint="raise `steps`, or leave it out to validate at the end",
-            )
-    if plan.loop == "lightning":
-        return
-    if plan.is_distributed:
-        raise PlanError(
-            f"`loop` `{plan.loop}` does not go with `strategy` `{plan.strategy}` on"
-            f" {plan.world_size} GPUs, which is Lightning's",
-            hint="leave `loop` out, or predict one GPU",
-        )
-    if plan.gradient_clip_algorithm != "norm":
-        raise PlanError(
-            f"`gradient_clip_algorithm` `value` does not go with `loop` `{plan.loop}`",
-            hint="use `norm`, or `loop: lightning`",
-        )
+def _too_long(plan: TrainingPlan, rows: Rows) -> int:
+    longest, most = max(plan.lengths, default=0), rows["seq_len"].bounds
+    return longest if longest and most and not most.hold(longest) else 0
 
 
-def _check_adapters(plan: "TrainingPlan") -> None:
-    if ALL_LINEAR in plan.lora_target_modules and len(plan.lora_target_modules) > 1:
-        raise PlanError(
-            f"`lora_target_modules` names `{ALL_LINEAR}` and other modules",
-            hint=f"give `{ALL_LINEAR}` alone, or names alone",
-        )
-    if plan.double_quant and plan.quant != "nf4":
-        raise PlanError(
-            f"`double_quant` does not go with `quant` `{plan.quant}`, whose scales are fp32",
-            hint="leave one of them out",
-        )
+def _late_validation(plan: TrainingPlan, rows: Rows) -> int:
+    num_batches = plan.steps * plan.accumulate_grad_batches
+    return num_batches if plan.validates and (plan.val_check_interval or 0) > num_batches else 0
 
 
-def _check_strategy(plan: "TrainingPlan") -> None:
-    strategy = plan.strategy
-    if plan.optim == "deepspeed_cpu" and not plan.offloads:
-        raise PlanError(
-            f"`deepspeed_cpu` needs an offload strategy, not `{strategy}`",
-            hint="use `deepspeed_stage_2_offload` or `deepspeed_stage_3_offload`",
-        )
-    if plan.offloads and plan.optim != "deepspeed_cpu":
-        raise PlanError(
-            f"`{strategy}` updates on the CPU and refuses `optim` `{plan.optim}`",
-            hint="use `optim: deepspeed_cpu`",
-        )
-    if plan.use_qlora and (plan.is_fsdp or strategy.startswith("deepspeed_stage_3")):
-        raise PlanError(
-            f"`{strategy}` cannot shard a quantised base: its weights are packed bytes next to"
-            " 16-bit ones",
-            hint="use `ddp` or `deepspeed_stage_2`, or LoRA without quantisation",
-        )
+def _is_flash_in_fp32(plan: TrainingPlan, rows: Rows) -> bool:
+    is_flash = plan.attn_implementation == FLASH_ATTENTION_2
+    return is_flash and plan.precision == "32-true" and not plan.use_qlora
 
+
+RULES: Mapping[str, Rule] = {
+    "no model": lambda p, _: not p.model_name.strip(),
+    "no momentum": lambda p, _: p.momentum and not OPTIMIZERS[p.optim].has_momentum,
+    "needs momentum": _needs_momentum,
+    "no nesterov": lambda p, _: (
+        p.nesterov and not (p.momentum and OPTIMIZERS[p.optim].has_nesterov)
+    ),
+    "two lengths": lambda p, _: p.lengths and p.seq_len is not None,
+    "too long": _too_long,
+    "trainer options": lambda p, _: next(
+        (key for key, _ in p.trainer_options if p.loop != "transformers" or key not in LOGGING), ""
+    ),
+    "late validation": _late_validation,
+    "loop of several": lambda p, _: p.loop != "lightning" and p.is_distributed,
+    "clips by value": lambda p, _: p.loop != "lightning" and p.gradient_clip_algorithm != "norm",
+    "flash in fp32": _is_flash_in_fp32,
+    "frozen adapters": lambda p, _: p.freeze and p.uses_adapters,
+    "all and others": lambda p, _: (
+        ALL_LINEAR in p.lora_target_modules and len(p.lora_target_modules) > 1
+    ),
+    "double quant": lambda p, _: p.double_quant and p.quant != "nf4",
+    "padded": lambda p, _: p.padded and p.batch_size == 1,
+    "no offload": lambda p, _: p.optim == "deepspeed_cpu" and not p.offloads,
+    "offload": lambda p, _: p.offloads and p.optim != "deepspeed_cpu",
+    "sharded bytes": lambda p, _: (
+        p.use_qlora and (p.is_fsdp or p.strategy.startswith("deepspeed_stage_3"))
+    ),
+}
+RULES_OF_SHARDS: Mapping[str, Rule] = {  # of keys whose strategy was checked
+    "shard size": lambda p, _: p.shard_size is not None and p.world_size % p.shard_size,
+    "fsdp2 unsharded": lambda p, _: p.strategy == "fsdp2" and p.sharding_strategy == "NO_SHARD",
+    "fsdp2 in fp16": lambda p, _: p.strategy == "fsdp2" and p.precision == "16-mixed",
+}
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,), "str": (str,), "bool": (bool,), "float": (float, int),

@@ -1,7 +1,7 @@
 """Keys of a training plan, such as `batch_size`, a row each: accepted values, flags, other names.
 
-A field of `TrainingPlan` made by `key` has its row in the metadata. The checks, the options of the
-command line, the inverse command and docs/plan.md are made from the rows.
+`keys.json` has the rows by section; their types and defaults are those of `TrainingPlan`. The
+checks, the options of the command line, the inverse command and docs/plan.md are made from them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from memest.plan.training_plan import TrainingPlan
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
-
-PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Short forms of Lightning 2.6 (`fabric/connector.py`)."""
 
 LOOPS = ("lightning", "transformers", "plain")  # Trainers of two libraries, and a user's own
 LOGGING = (
@@ -121,9 +118,9 @@ def _numbers(text: str) -> list[Any]:
 class Bounds:
     """Range of a number, and the hint of the error for a value outside."""
 
-    low: float
-    high: float
-    hint: str
+    low: float = float("-inf")
+    high: float = float("inf")
+    hint: str = ""
     without_low: bool = False
     without_high: bool = False
 
@@ -131,14 +128,6 @@ class Bounds:
         """Return whether `value` is in the range; NaN is not."""
         above = value > self.low if self.without_low else value >= self.low
         return above and (value < self.high if self.without_high else value <= self.high)
-
-
-def whole(low: int, high: int, more: str = "") -> Bounds:
-    """Return bounds of a whole number; their hint ends with `more`.
-
-    A value above `high` is a typing error.
-    """
-    return Bounds(low, high, f"give a whole number from {low} to {high}{more}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +140,19 @@ class Need:
     only_of: str = ""  # prefix of the names of the only strategies that read the key
 
 
-def of_strategy(is_met: Callable[[TrainingPlan], bool], where: str, only_of: str) -> Need:
-    """Return the `Need` of a key that only strategies whose names begin with `only_of` read."""
-    error = "`{key}` does not go with `strategy` `{strategy}`"
-    return Need(is_met, error, f"it is read by {where}", only_of)
+_IS_MET: Mapping[str, Callable[[TrainingPlan], bool]] = {
+    "adapters": lambda plan: plan.uses_adapters,
+    "qlora": lambda plan: plan.use_qlora,
+    "qlora or checkpointing": lambda plan: plan.use_qlora,
+    "validation": lambda plan: plan.validates,
+    "ddp": lambda plan: plan.is_ddp,
+    "fsdp": lambda plan: plan.is_fsdp,
+    "hybrid": lambda plan: plan.is_fsdp and plan.sharding_strategy == "HYBRID_SHARD",
+    "deepspeed": lambda plan: plan.is_deepspeed,
+}
+NEEDS: Mapping[str, Need] = {
+    name: Need(_IS_MET[name], **row) for name, row in read_table(__file__, "needs.json").items()
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +175,9 @@ class Key:
     unset: str = ""  # text for the value if the key is not given; empty if it is `default`
     in_loops: Mapping[str, Any] = field(default_factory=dict)  # default by loop, if not `default`
     sweep: str = ""  # help of the flag of `memest sweep`; if empty, only `--vary` accepts the key
-    aliases: Mapping[str, str] = field(default_factory=dict)  # short forms of values
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Short forms of values; those of precisions are Lightning 2.6's (`fabric/connector.py`)."""
+
     is_size: bool = False  # bytes, which files and flags may give as `24GiB`
     is_always_written: bool = False  # True to write the key in commands even at its default
 
@@ -235,19 +235,36 @@ class Key:
         return [self.flag, str(value)]
 
 
-def key(default: Any, flag: str = "", text: str = "", **more: Any) -> Any:
-    """Make a field of `TrainingPlan` from default, flag, help and further fields of a `Key`."""
-    row = Key(default=default, flag=flag, help=text, **more)
-    return field(default=default, metadata={"key": row})
-
-
 def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
-    """Return the `Key` of each field of `plan` by name, in order."""
+    """Return the rows of the keys by name, in their order: the fields of `plan` and `keys.json`."""
+    table: Mapping[str, Mapping[str, dict[str, Any]]] = read_table(__file__, "keys.json")
+    rows = {name: _read(section, **rows[name]) for section, rows in table.items() for name in rows}
     return {
-        f.name: dataclasses.replace(f.metadata["key"], name=f.name, type=str(f.type))
-        for f in dataclasses.fields(plan)
-        if "key" in f.metadata
-    }
+        f.name: dataclasses.replace(
+            rows[f.name], name=f.name, type=str(f.type),
+            default=None if f.default is dataclasses.MISSING else f.default,
+        )
+        for f in dataclasses.fields(plan) if f.name in rows
+    }  # fmt: skip
+
+
+def _read(
+    section: str, *, need: str = "", choices: str = "", bounds: Any = None, **rest: Any
+) -> Key:
+    """Return a row of `keys.json`.
+
+    `choices` is a constant of this module, `need` a name of `NEEDS`. Two numbers as `bounds` are
+    those of whole numbers, where a value above the second is a typing error.
+    """
+    if isinstance(bounds, list):
+        low, high, *more = bounds
+        hint = f"give a whole number from {low} to {high}{''.join(more)}"
+        bounds = {"low": low, "high": high, "hint": hint}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in rest.items()}
+    return Key(
+        section=section, need=NEEDS.get(need), choices=globals()[choices] if choices else (),
+        bounds=None if bounds is None else Bounds(**bounds), **values,
+    )  # fmt: skip
 
 
 def read_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:

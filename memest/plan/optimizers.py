@@ -7,7 +7,7 @@ Source: torch 2.11 (torch/optim), bitsandbytes 0.50.2 (bitsandbytes/optim), tran
 (`OptimizerNames` in training_args.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,58 +42,27 @@ class OptimizerRow:
         return self.library == TORCH and self.class_name in ("SGD", "Muon")
 
 
-_FOREACH = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD",
-)  # fmt: skip
-"""Optimizers that take their multi-tensor path by default."""
+_TABLE: Mapping[str, Mapping[str, Any]] = read_table(__file__, "optimizers.json")
+"""`rows` of optimizers by a plan's name, and other names.
 
-_FUSED = ("Adam", "AdamW", "SGD")  # optimizers with fused kernels for CUDA
-_8_AND_32_BITS = (
-    "Adagrad", "Adam", "AdamW", "AdEMAMix", "LARS", "Lion", "RMSprop", "SGD",
-)  # fmt: skip
-_PAGED = ("Adam", "AdamW", "AdEMAMix", "Lion")
-
-_NAMES: Mapping[str, Mapping[str, str]] = read_table(__file__, "optimizers.json")
-"""Names of optimizers in other places.
-
-`trainer` has the spelling of `TrainingArguments` for a plan's name, `aliases` are other spellings.
+Names with `_single` work on one tensor at a time, where others take their multi-tensor path. Only
+Adafactor takes its single-tensor path when `foreach` is left open. `aliases` are other spellings.
 `elsewhere` has prefixes of names and their packages, `not_for_plans` reasons.
 """
 
+OPTIMIZERS: Mapping[str, OptimizerRow] = {
+    name: OptimizerRow(**row | {"options": tuple(row.get("options", {}).items())})
+    for name, row in _TABLE["rows"].items()
+}
+"""Rows of optimizers by a plan's name."""
 
-def _rows() -> Iterator[tuple[str, OptimizerRow]]:
-    def row(name: str, library: str, class_name: str, **options: Any) -> tuple[str, OptimizerRow]:
-        spelling = _NAMES["trainer"].get(name, "")
-        return name, OptimizerRow(library, class_name, tuple(options.items()), spelling)
-
-    for name in _FOREACH:
-        yield row(name.lower(), TORCH, name)
-        unfused = {"fused": False} if name in _FUSED else {}
-        yield row(f"{name.lower()}_single", TORCH, name, foreach=False, **unfused)
-    for name in _FUSED:
-        yield row(f"{name.lower()}_fused", TORCH, name, fused=True)
-    # Only Adafactor takes its single-tensor path when `foreach` is left open.
-    yield row("adafactor", TORCH, "Adafactor")
-    yield row("adafactor_foreach", TORCH, "Adafactor", foreach=True)
-    yield row("muon", TORCH, "Muon")
-    for name in _8_AND_32_BITS:
-        for bits in ("8bit", "32bit"):
-            if (name, bits) != ("LARS", "8bit"):
-                yield row(f"{name.lower()}_{bits}", BITSANDBYTES, f"{name}{bits}")
-            if name in _PAGED and (name, bits) != ("AdEMAMix", "32bit"):
-                yield row(f"paged_{name.lower()}_{bits}", BITSANDBYTES, f"Paged{name}{bits}")
-    yield row("deepspeed_cpu", DEEPSPEED, "DeepSpeedCPUAdam")
-
-
-OPTIMIZERS: Mapping[str, OptimizerRow] = dict(_rows())  # a plan's name of an optimizer -> its row
 _BY_CLASS = {
     (row.library, row.class_name): name
     for name, row in reversed(list(OPTIMIZERS.items()))
     if not row.options
 }
-_ALIASES = {spelling: name for name, spelling in _NAMES["trainer"].items()}
-_ALIASES.update(_NAMES["aliases"])
+_ALIASES = {row.transformers: name for name, row in OPTIMIZERS.items() if row.transformers}
+_ALIASES |= _TABLE["aliases"]
 
 
 def optimizer_name(given: str) -> str:
@@ -113,16 +82,16 @@ def optimizer_name(given: str) -> str:
         if library in prefixes and (of, class_name) in _BY_CLASS:
             return _BY_CLASS[of, class_name]
     plain = class_name.casefold().replace("-", "_")
-    if plain in OPTIMIZERS and plain not in _NAMES["not_for_plans"]:
+    if plain in OPTIMIZERS and plain not in _TABLE["not_for_plans"]:
         return plain
     if plain in _ALIASES:
         return _ALIASES[plain]
     script = "`memest run` takes a script that uses it"
-    for name, reason in _NAMES["not_for_plans"].items():
+    for name, reason in _TABLE["not_for_plans"].items():
         if plain in (name, name.replace("_", "")):
             raise UnsupportedError(f"optimizer {shown(given)} {reason}", hint=script)
     squeezed = plain.replace("_", "")
-    for name, package in _NAMES["elsewhere"].items():
+    for name, package in _TABLE["elsewhere"].items():
         if plain.startswith(name) or squeezed.startswith(name.replace("_", "")):
             raise UnsupportedError(
                 f"optimizer {shown(given)} is of package `{package}`, which plans do not support",

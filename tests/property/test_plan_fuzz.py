@@ -15,14 +15,15 @@ from memest.plan import TrainingPlan
 from memest.plan.keys import (
     ATTENTIONS,
     IGNORED_KEYS,
-    PRECISION_ALIASES,
     PRECISIONS,
     STRATEGIES,
 )
 from memest.plan.optimizers import OPTIMIZERS
+from memest.plan.training_plan import PLAN_KEYS
 from memest.units import format_bytes, parse_bytes
 
 KEYS = sorted({field.name for field in dataclasses.fields(TrainingPlan)} | IGNORED_KEYS)
+ALIASES = PLAN_KEYS["precision"].aliases
 
 scalars = (
     st.none()
@@ -32,7 +33,7 @@ scalars = (
     | st.integers(10**300, 10**600)
     | st.floats()
     | st.text(max_size=12)
-    | st.sampled_from([*PRECISIONS, *PRECISION_ALIASES, *OPTIMIZERS, *STRATEGIES, *ATTENTIONS])
+    | st.sampled_from([*PRECISIONS, *ALIASES, *OPTIMIZERS, *STRATEGIES, *ATTENTIONS])
     | st.sampled_from(["24GiB", "0b", "1e5GiB", "999999TiB", "80 gb", "gpt2", "q,v", ","])
 )
 values = st.recursive(
@@ -44,7 +45,7 @@ values = st.recursive(
 )
 likely = {
     "batch_size": st.integers(1, 9), "accumulate_grad_batches": st.integers(1, 5),
-    "precision": st.sampled_from([*PRECISIONS, *PRECISION_ALIASES, 16, 32]),
+    "precision": st.sampled_from([*PRECISIONS, *ALIASES, 16, 32]),
     "optim": st.sampled_from(sorted(OPTIMIZERS)), "act_ckpt": st.booleans(),
     "use_lora": st.booleans(),
     "use_qlora": st.booleans(), "double_quant": st.booleans(), "lora_dropout": st.floats(0, 1),

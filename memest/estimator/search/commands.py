@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from memest.plan import TrainingPlan
+from memest.plan.optimizers import BITSANDBYTES, DEEPSPEED, OPTIMIZERS, TORCH
 from memest.plan.training_plan import PLAN_KEYS
 
-_OPTIMIZER_CALLS = {
-    "adamw_fused": ("torch.optim.AdamW", ", fused=True"),
-    "adam_fused": ("torch.optim.Adam", ", fused=True"),
-    "sgd": ("torch.optim.SGD", ""),
-    "adam_8bit": ("bitsandbytes.optim.Adam8bit", ""),
-    "adamw_8bit": ("bitsandbytes.optim.AdamW8bit", ""),
-    "paged_adam_8bit": ("bitsandbytes.optim.PagedAdam8bit", ""),
-    "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit", ""),
-    "deepspeed_cpu": ("deepspeed.ops.adam.DeepSpeedCPUAdam", ""),
-}
+_HOMES = {TORCH: "torch.optim", BITSANDBYTES: "bitsandbytes.optim", DEEPSPEED: "deepspeed.ops.adam"}
 _STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}  # strategies without a name in Lightning
 
 
@@ -63,9 +55,10 @@ def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
     frozen = (name for name in facts.vision_modules if f"{name}.*" in added)
     lines += [f"model.{name}.requires_grad_(False)" for name in frozen]
     if after.optim != before.optim:
-        call, option = _OPTIMIZER_CALLS[after.optim]
-        trained = "(p for p in model.parameters() if p.requires_grad)"
-        lines.append(f"optimizer = {call}({trained}, lr=lr{option})")
+        row, trained = OPTIMIZERS[after.optim], "(p for p in model.parameters() if p.requires_grad)"
+        options = "".join(f", {name}={value}" for name, value in row.options)
+        call = f"{_HOMES[row.library]}.{row.class_name}({trained}, lr=lr{options})"
+        lines.append(f"optimizer = {call}")
     return (*lines, *_input_lines(before, after), *_trainer_lines(before, after))
 
 
