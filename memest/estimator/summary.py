@@ -5,7 +5,7 @@ A plan's report also compares activations of a layer with the textbook's.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from memest.estimator.tensors.storages import Coverage
 from memest.estimator.versions import library_versions, simulated
 from memest.models_meta.geometry import LayerGeometry
 from memest.plan import TrainingPlan
+from memest.plan.reading import read_table
 from memest.report import KINDS, WHY, ClosedForm, Outcome, Peak, Prediction, StepTime, Term, Verdict
 from memest.units import MIB, counted, format_bytes, format_count, gib_or_mib
 
@@ -62,95 +63,64 @@ def closed_form(
     g, tokens = geometry, seq_len * plan.batch_size
     if plan.act_ckpt:
         formula, textbook = "2 s b h", 2 * tokens * g.h
-        differences: list[Term] = []
+        differences: list[tuple[str, int]] = []
     else:
         formula = "34 s b h + 5 a s^2 b"
         textbook = 34 * tokens * g.h + 5 * g.a * seq_len * tokens
         is_fused = any(_FUSED_ATTENTION.search(site.op) for site in storages.sites)
-        differences = _differences(plan, g, seq_len, is_fused=is_fused)
-    rest = per_layer - textbook - sum(t.num_bytes for t in differences)
-    other = Term(
-        kind="this model's code",
-        num_bytes=rest,
-        arithmetic="the rest",
-        why="what its modules and kernels save in addition, or do not save: copies in fp32, parts"
-        " of decomposed functions, sums of a softmax",
-    )
+        differences = list(_differences(plan, g, seq_len, is_fused=is_fused))
+    rest = per_layer - textbook - sum(num_bytes for _, num_bytes in differences)
+    differences.append(("this model's code", rest))
     return ClosedForm(
-        formula=formula,
-        letters={"s": seq_len, "b": plan.batch_size, "h": g.h, "a": g.a},
-        num_layers=len(layers),
-        textbook_bytes=textbook,
-        traced_bytes=per_layer,
-        differences=(*differences, other),
-    )
+        formula=formula, letters={"s": seq_len, "b": plan.batch_size, "h": g.h, "a": g.a},
+        num_layers=len(layers), textbook_bytes=textbook, traced_bytes=per_layer,
+        differences=tuple(_textbook_term(*each, g) for each in differences),
+    )  # fmt: skip
+
+
+TEXTBOOK: dict[str, tuple[str, str]] = read_table(__file__, "textbook.json")
+"""Difference to the textbook -> arithmetic and reason; braces stand for values of the geometry."""
+
+
+def _textbook_term(kind: str, num_bytes: int, g: LayerGeometry) -> Term:
+    arithmetic, why = (text.format(g=g) for text in TEXTBOOK[kind])
+    return Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why)
 
 
 def _differences(
     plan: TrainingPlan, g: LayerGeometry, seq_len: int, *, is_fused: bool
-) -> list[Term]:
-    """Return the bytes per layer that the model's config adds to the textbook's, or removes."""
+) -> Iterator[tuple[str, int]]:
+    """Yield the differences of a layer of this shape to the textbook's, in bytes."""
     tokens = seq_len * plan.batch_size
-    matrix = g.a * seq_len * tokens
-    rows: list[tuple[str, int, str, str]] = []
+    matrix, inner = g.a * seq_len * tokens, g.a * g.head_dim
     if is_fused:
-        rows.append(
-            ("fused attention", -5 * matrix, "-5 a s^2 b", "recomputes the matrix in tiles")
-        )
+        yield "fused attention", -5 * matrix
     elif not g.attention_dropout:
-        rows.append(
-            ("no attention dropout", -3 * matrix, "-3 a s^2 b", "neither a mask nor a second copy")
-        )
+        yield "no attention dropout", -3 * matrix
     if not g.hidden_dropout:
-        rows.append(("no dropout", -2 * tokens * g.h, "-2 s b h", "two masks of a byte"))
-    inner = g.a * g.head_dim
+        yield "no dropout", -2 * tokens * g.h
     if inner != g.h:
-        rows.append(
-            ("width of heads", 8 * tokens * (inner - g.h), "8 s b (a d - h)",
-             f"heads of d = {g.head_dim}: Q, K, V and the input of the projection")
-        )  # fmt: skip
+        yield "width of heads", 8 * tokens * (inner - g.h)
     if g.k != g.a and not plan.is_padded:
-        saved = 4 * tokens * g.head_dim * (g.a - g.k)
-        rows.append(("grouped heads", -saved, "-4 s b d (a - k)", f"K and V have k = {g.k} heads"))
-    rows += _mlp_differences(g, tokens)
-    if g.num_written_norms:
-        extra = (6 * g.num_written_norms - 4) * tokens * g.h
-        rows.append(
-            ("RMS norms", extra, f"{g.num_written_norms} x 6 s b h - 4 s b h",
-             "written out: the input in fp32 and the scaled one, not the input alone")
-        )  # fmt: skip
-    if plan.precision.endswith("-mixed"):
-        rows.append(
-            ("autocast", 2 * g.num_weights, "2 x weights of the layer",
-             "a 16-bit copy of each matrix, for the gradient of its input")
-        )  # fmt: skip
-    return [Term(kind=k, num_bytes=n, arithmetic=a, why=w) for k, n, a, w in rows]
-
-
-def _mlp_differences(g: LayerGeometry, tokens: int) -> list[tuple[str, int, str, str]]:
-    kept, what = 4, "input and output of the activation"
+        yield "grouped heads", -4 * tokens * g.head_dim * (g.a - g.k)
+    name, saved = "width of the MLP", 4
     if g.is_gated:
-        kept, what = 8, "gate, its activation, the other product, and what both make"
+        name, saved = "gated MLP", 8
     elif g.activation == "relu":
-        kept, what = 2, "ReLU needs its output alone"
-    difference = tokens * (kept * g.f - 16 * g.h)
-    if not difference:
-        return []
-    name = "gated MLP" if g.is_gated else "ReLU" if kept == 2 else "width of the MLP"
-    return [(name, difference, f"s b ({kept} f - 16 h)", f"f = {g.f}: {what}")]
+        name, saved = "ReLU", 2
+    if difference := tokens * (saved * g.f - 16 * g.h):
+        yield name, difference
+    if g.num_written_norms:
+        yield "RMS norms", (6 * g.num_written_norms - 4) * tokens * g.h
+    if plan.precision.endswith("-mixed"):
+        yield "autocast", 2 * g.num_weights
 
 
 def summarise(
-    *,
-    plan: TrainingPlan,
-    primary: Gpu,
-    scenarios: Sequence[Scenario],
-    results: Sequence[Replayed],
-    verdicts: Mapping[str, Verdict],
-    times: Mapping[str, StepTime],
-    warnings: Sequence[str],
+    *, plan: TrainingPlan, primary: Gpu, scenarios: Sequence[Scenario], results: Sequence[Replayed],
+    verdicts: Mapping[str, Verdict], times: Mapping[str, StepTime], warnings: Sequence[str],
     elapsed_s: float,
-) -> Prediction:
+) -> Prediction:  # fmt: skip
     """Return the prediction for the GPU `primary`, with the verdicts on all GPUs.
 
     `scenarios` begin with the one that reserves most; `results` are their replays on `primary`.
@@ -209,12 +179,10 @@ def host_verdict_of(needed_bytes: int, limit_bytes: int | None) -> Verdict | Non
         return None
     margin = limit_bytes - needed_bytes
     return Verdict(
-        verdict=Outcome.FITS if margin >= 0 else Outcome.OOM,
-        margin_bytes=margin,
-        limit_bytes=limit_bytes,
-        reserved_bytes=needed_bytes,
+        verdict=Outcome.FITS if margin >= 0 else Outcome.OOM, margin_bytes=margin,
+        limit_bytes=limit_bytes, reserved_bytes=needed_bytes,
         at="" if margin >= 0 else "host memory",
-    )
+    )  # fmt: skip
 
 
 _LOOPS = {
@@ -253,11 +221,9 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
     terms.sort(key=lambda t: (KINDS.index(t.kind), -t.num_bytes))
     rest = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
     slack = Term(
-        kind="rounding",
-        num_bytes=rest,
-        arithmetic="blocks minus requests in bytes",
+        kind="rounding", num_bytes=rest, arithmetic="blocks minus requests in bytes",
         why=WHY["rounding"],
-    )
+    )  # fmt: skip
     return (*terms, slack)
 
 
@@ -267,11 +233,9 @@ def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
     if len(small) < 2:
         return terms
     other = Term(
-        kind="activations",
-        num_bytes=sum(t.num_bytes for t in small),
-        arithmetic=f"{len(small)} other groups of modules",
-        why="saved for the backward",
-    )
+        kind="activations", num_bytes=sum(t.num_bytes for t in small),
+        arithmetic=f"{len(small)} other groups of modules", why="saved for the backward",
+    )  # fmt: skip
     return [t for t in terms if t not in small] + [other]
 
 

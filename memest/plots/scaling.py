@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from memest.errors import PlanError
 from memest.estimator.search.many_plans import Growth, ScalingLine, constant_terms, kind_bytes
@@ -69,10 +69,9 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     Raises:
         PlanError: there is no prediction.
     """
-    drawn = [line for line in lines if line.reports]
+    drawn = sorted((each for each in lines if each.reports), key=lambda e: _last(e).needs_bytes)
     if not drawn:
         raise PlanError("there is no prediction to draw", hint="name another strategy")
-    drawn.sort(key=lambda line: _last(line).needs_bytes)
     with slide(dark=dark) as canvas:
         width, height = style.WIDTH - _LEFT - _COLUMN, style.HEIGHT - _TOP - _BOTTOM
         panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
@@ -102,16 +101,12 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     space = 2 ** (0.06 * max(1.0, log2(numbers[-1] / numbers[0])))
-    axes.set(xlim=(numbers[0] / space, numbers[-1] * space))
-    axes.set(ylim=(min(sizes) / 1.25, max(sizes) * 1.3))
-    axes.xaxis.set_major_locator(FixedLocator(numbers))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([str(number) for number in numbers])
-    ticks = [2.0**power for power in range(-10, 16) if min(sizes) / 1.25 <= 2.0**power]
-    ticks = [tick for tick in ticks if tick <= 1.3 * max(sizes)]
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_yticklabels([f"{tick:g}" for tick in ticks])
+    low, high = min(sizes) / 1.25, max(sizes) * 1.3
+    axes.set(xlim=(numbers[0] / space, numbers[-1] * space), ylim=(low, high))
+    ticks = [2.0**power for power in range(-10, 16) if low <= 2.0**power <= high]
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_xlabel("GPUs", size=style.LABEL, labelpad=4)
     axes.set_ylabel("needed per GPU, GiB", size=style.LABEL)
 
@@ -207,14 +202,14 @@ def subtitle_of(report: Prediction) -> str:
 
 
 def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
-    figure, theme = canvas.figure, canvas.theme
+    theme = canvas.theme
     missing = [
         f"{label_of(line.strategy)} on {', '.join(map(str, line.missing))}"
         for line in lines
         if line.missing
     ]
     text = f"not predicted: {'; '.join(missing)}" if missing else ""
-    figure.text(
+    canvas.figure.text(
         _LEFT / style.WIDTH, 0.1 / style.HEIGHT, va="bottom", color=theme.muted, gid="missing",
         s=shortened(text, style.VALUE, style.WIDTH - _LEFT - 0.4), size=style.VALUE,
     )  # fmt: skip
@@ -236,11 +231,7 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
         canvas.write_legend(marks, top=1.38, left=_LEFT, **look)
 
 
-STACK = (
-    *style.KINDS[:-1],
-    "temporaries",
-    "rest",
-)  # the rest is buffers, the batch, workspaces, rounding
+STACK = (*style.KINDS[:-1], "temporaries", "rest")  # rest: buffers, batch, workspaces, rounding
 _FAR = 2.0  # a limit above this many times the highest bar is not drawn
 _NOT_REACHED = "needed, not reached", "between"
 _MAX_NUMBERED = 24  # bars with room for a number under each
@@ -342,9 +333,7 @@ def _highest(row: RankRow) -> int:
 
 
 _STEPS_TOP = 1.75  # inches
-_STEPS_COLUMN = (
-    5.1  # inches at the right: each setting, its reserved memory, and the unused part of it
-)
+_STEPS_COLUMN = 5.1  # inches at the right: each setting, and its reserved memory
 _STEPS_BLOCK = 0.9  # height of one setting in the column, inches
 
 _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":"))

@@ -59,14 +59,12 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
     noun = "experiment" if num_drawn == 1 else "experiments"
     listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
     return words.dotted(
-        f"{num_drawn} {noun}{listed}",
-        words.gpu_words(predicted),
-        words.token_words(predicted),
+        f"{num_drawn} {noun}{listed}", words.gpu_words(predicted), words.token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
         "off the interval" if is_open else "",
         f"{left_out} without a measurement left out" if left_out else "",
         words.version_words(predicted),
-    )
+    )  # fmt: skip
 
 
 def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float) -> None:

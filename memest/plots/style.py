@@ -30,7 +30,7 @@ from memest.errors import PlanError, shown
 from memest.plan.reading import read_table
 from memest.plots.words import gpu_label
 from memest.units import GIB
-from memest.writing import writing
+from memest.writing import write_whole, writing
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so every machine draws the same
 _LINE = 1.2  # matplotlib's line spacing, in sizes of type
@@ -82,10 +82,9 @@ def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str],
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
         found = [wrapped(text, size, inches) for text in texts]
         lines = [text.split("\n") for text in found]
-        if max(map(len, lines), default=0) * size * _LINE / 72 <= tall and all(
-            text_width(line, size) <= inches for each in lines for line in each
-        ):
-            return found, size
+        is_low = max(map(len, lines), default=0) * size * _LINE / 72 <= tall
+        if is_low and all(text_width(line, size) <= inches for each in lines for line in each):
+            break
     return found, size
 
 
@@ -420,19 +419,11 @@ def save(
     """
     stem, names = _stem_and_formats(Path(path), formats)
     targets = [stem.with_name(f"{stem.name}.{name}") for name in names]
-    written: dict[Path, Path] = {}
-    try:
-        with writing(targets[0], "name a folder that you may write to"):
-            stem.parent.mkdir(parents=True, exist_ok=True)
-            for name, target in zip(names, targets, strict=True):
-                temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}")
-                written[temporary] = target
-                temporary.write_bytes(_rendered(figure, name))
-            for temporary, target in written.items():
-                temporary.replace(target)
-    finally:
-        for temporary in written:
-            temporary.unlink(missing_ok=True)
+    with writing(targets[0], "name a folder that you may write to"):
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        contents = [_rendered(figure, name) for name in names]
+        for target, content in zip(targets, contents, strict=True):
+            write_whole(target, content)
     return targets
 
 

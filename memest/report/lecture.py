@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from memest.errors import MemestError
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.search.commands import predict_command
@@ -88,6 +90,15 @@ class Step:
         counts = new.accumulate_grad_batches / old.accumulate_grad_batches
         return kinds + sum(abs(math.log2(r)) for r in (new.batch_size / old.batch_size, counts))
 
+    def added(self, part: str) -> int:
+        """Return the change of one of the parts of the need, bytes."""
+        return self.after.parts[part] - self.before.parts[part]
+
+    @property
+    def most(self) -> str:
+        """The part that changes most."""
+        return max(self.after.parts, key=lambda part: abs(self.added(part)))
+
     @property
     def words(self) -> list[str]:
         """The changed settings as text, or the changed numbers if there are no others."""
@@ -152,7 +163,7 @@ class Lecture:
             f"Before: {before.plan.label}; after: {after.plan.label}.",
             *(_part_note(kind, pair, before, after) for kind, pair in parts.items() if any(pair)),
             f"Need: {gib(before.needs_bytes)} GiB before, {gib(after.needs_bytes)} GiB after:"
-            f" {step.added_bytes / GIB:+.2f} GiB. {self._against_limit(after)}",
+            f" {step.added_bytes / GIB:+.2f} GiB. {self.against_limit(after)}",
             *(
                 f"{row.plan.label} ends out of memory; its parts are those of that moment."
                 for row in (before, after)
@@ -182,14 +193,20 @@ class Lecture:
         verb = "add" if step.added_bytes > 0 else "save"
         return f"{words} {verb}{plural} {size} GiB: {name} {verdict}"
 
-    def _against_limit(self, row: Row) -> str:
+    def against_limit(self, row: Row) -> str:
+        """Return the margin of an experiment to the limit of the GPU, in a sentence."""
         margin = row.verdicts[self.gpu].margin_bytes
         words = f"{gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
         return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {words}, {row.verdict.word}."
 
-    def _notes(self, lines: Sequence[str]) -> tuple[str, ...]:
+    @property
+    def origin(self) -> str:
+        """The origin of the figures, and the versions."""
         versions = ", ".join(f"{name} {number}" for name, number in self.rows.versions.items())
-        return (*lines, f"Predicted, not measured; computed by {versions}.")
+        return f"Predicted, not measured; computed by {versions}."
+
+    def _notes(self, lines: Sequence[str]) -> tuple[str, ...]:
+        return (*lines, self.origin)
 
     # ------------------------------------------------------------------ charts
 
@@ -321,7 +338,7 @@ class Lecture:
             + "".join(f" {step.added_bytes / GIB:+.2f}" for step in chain)
             + f" = {gib(last.needs_bytes)} GiB.",
             *(f"{step.after.plan.label}: {self.title_of(step)}." for step in chain),
-            self._against_limit(last),
+            self.against_limit(last),
         ]
         return Slide(
             title=f"{lead} {_round(saved)} GiB: {self.model(last.plan)} fits",
@@ -334,42 +351,17 @@ class Lecture:
 
     def exercises(self) -> str:
         """Return questions and, after them, answers, as Markdown."""
-        exercises = [*self._weights_exercises(), *map(self._change_exercise, self.steps)]
-        usable = f"{self.gpu} has {gib(self.limit_bytes)} GiB usable."
-        lines = [f"# Exercises: {self.rows.name}", "", f"1 GiB is 2^30 bytes. {usable}", ""]
-        lines += [f"{n}. {question}" for n, (question, _) in enumerate(exercises, 1)]
-        lines += ["", "## Answers", "", self._notes(())[-1], ""]
-        lines += [f"{n}. {answer}" for n, (_, answer) in enumerate(exercises, 1)]
-        return "\n".join(lines) + "\n"
-
-    def _weights_exercises(self) -> Iterator[tuple[str, str]]:
-        for name in dict.fromkeys(row.plan.model_name for row in self.rows.rows):
-            row = next(row for row in self.rows.rows if row.plan.model_name == name)
-            plan = row.plan
-            question = (
-                f"`{self.model(plan)}` has {row.num_params:,} parameters, {row.num_trained:,} of"
-                f" them trained. The peak of `{plan.label}` is with `{plan.precision}` and"
-                f" {_optimizer(plan)}. Which of weights, gradients and optimizer state does it"
-                " hold, and how many GiB are they?"
-            )
-            parts = [f"{k} {gib(row.kinds[k])} GiB = {row.arithmetic[k]}" for k in _STATES
-                     if row.kinds[k]]  # fmt: skip
-            yield question, "; ".join(parts) + "."
-
-    def _change_exercise(self, step: Step) -> tuple[str, str]:
-        pairs = ", ".join(f"{old} becomes {new}" for old, new in step.changes.values())
-        before, after = step.before, step.after
-        question = (
-            f"`{before.plan.label}` needs {gib(before.needs_bytes)} GiB. In `{after.plan.label}`"
-            f" {pairs}. Which part changes most? Does it fit {self.gpu}?"
-        )
-        added = {kind: after.parts[kind] - before.parts[kind] for kind in after.parts}
-        most = max(added, key=lambda kind: abs(added[kind]))
-        answer = (
-            f"{self.title_of(step)}. Most: {_NAMES.get(most, most)}, {added[most] / GIB:+.2f} GiB."
-            f" It needs {gib(after.needs_bytes)} GiB. {self._against_limit(after)}"
-        )
-        return question, answer
+        firsts = {row.plan.model_name: row for row in reversed(self.rows.rows)}
+        rows = [row for row in self.rows.rows if firsts[row.plan.model_name] is row]
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+            undefined=StrictUndefined, keep_trailing_newline=True,
+        )  # fmt: skip
+        template = environment.get_template("exercises.jinja")
+        return template.render(
+            lecture=self, rows=rows, states=_STATES, names=_NAMES, optimizer=_optimizer, gib=gib,
+            GIB=GIB,
+        )  # fmt: skip
 
 
 _NUMBERS = ("batch", "accumulation", "tokens")
@@ -500,10 +492,7 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
     lengths = {plan.seq_len for plan in plans}
     tokens = f"{lengths.pop()} tokens" if len(lengths) == 1 else "tokens of each row"
     return Rows(
-        name=path.stem,
-        rows=tuple(rows),
-        versions=predicted[0][1].versions,
-        limits=limits,
+        name=path.stem, rows=tuple(rows), versions=predicted[0][1].versions, limits=limits,
         explorer=explorer_data(points, limits, tokens=tokens, presets=plans),
         failed={plan.label: str(error) for plan, error in failed},
-    )
+    )  # fmt: skip

@@ -296,7 +296,8 @@ def _with_own_shares(
         scenarios = [Scenario(run, timing) for timing in timings]
         results = [scenario.under(verdict.limit_bytes) for scenario in scenarios]
         return verdict_over(scenarios, results, verdict.limit_bytes, verdict.spread_bytes)
-    counted = run.program.alive_after(run.program.streams()) | {memory.refused_id}
+    streams = (part.events for part in run.program.all_parts())
+    counted = run.program.alive_after(streams) | {memory.refused_id}
     own_sizes = memory.storages.num_bytes
     more = sum(there.num_bytes[i] - own_sizes[i] for i in there.shares if i in counted)
     margin = verdict.limit_bytes - own.needs_bytes - more

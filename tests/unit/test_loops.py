@@ -54,7 +54,7 @@ def events(program: Program) -> list[list[int]]:
     sizes = program.storages.num_bytes
     return [
         [sizes[e] if e >= 0 else -sizes[~e] for e in stream if abs(e) < len(sizes) + 1]
-        for stream in program.streams()
+        for stream in (program.setup, *(part.events for part in program.all_parts()))
     ]
 
 

@@ -62,7 +62,7 @@ def states(program: Program, phase: Phase) -> list[StateBytes]:
 def alive(program: Program) -> list[int]:
     """Storages that live at the end, in order of birth."""
     found: dict[int, None] = {}
-    for stream in program.streams():
+    for stream in (program.setup, *(part.events for part in program.all_parts())):
         for event in stream:
             if event >= 0:
                 found[event] = None
@@ -143,7 +143,8 @@ def test_nothing_grows_in_many_steps(folder: Path) -> None:
 def test_sites_name_the_part_of_the_step(folder: Path) -> None:
     program = adamw(folder).program
     table = program.storages
-    made = [event for part in program.streams() for event in part if event >= 0]
+    events = (program.setup, *(part.events for part in program.all_parts()))
+    made = [event for part in events for event in part if event >= 0]
     found = {table.sites[event].phase for event in made}
 
     assert {"setup", "forward", "backward", "optimizer"} <= found

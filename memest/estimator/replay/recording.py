@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,9 @@ class Recording(Player):
     plays_repetitions = True
 
     def __init__(
-        self,
-        storages: StorageTable,
-        limit_bytes: int | None,
-        gpu: str,
-        *,
+        self, storages: StorageTable, limit_bytes: int | None, gpu: str, *,
         addresses: AddressSpace | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         allocator = CountingAllocator(limit_bytes, addresses)
         super().__init__(allocator, storages)
         self.limit_bytes, self.gpu = limit_bytes, gpu
@@ -89,12 +85,9 @@ MAX_EVENTS = 4_000_000  # most events of a recording, as of real ones: some GB o
 
 
 def record_run(
-    run: Run,
-    limit_bytes: int | None = None,
-    timing: FreeTiming = FreeTiming.LATEST,
-    *,
+    run: Run, limit_bytes: int | None = None, timing: FreeTiming = FreeTiming.LATEST, *,
     gpu: str = "",
-) -> Recording:
+) -> Recording:  # fmt: skip
     """Replay `run` with the arguments of `Run.on`, and record its actions.
 
     `gpu` is a name for files and charts.
@@ -215,13 +208,11 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
     blocks += [replace(block, stop=point + 1) for block in live.values()]
     blocks.sort(key=lambda block: block.start)
     return StepBlocks(
-        step=step,
-        num_points=point + 1,
-        blocks=blocks,
+        step=step, num_points=point + 1, blocks=blocks,
         reserved=[(at, size) for at, size in changes.items() if at <= point],
         spans=_spans(marks, points, point, is_cut),
         refused_bytes=recording.result.failed_bytes if is_cut else 0,
-    )
+    )  # fmt: skip
 
 
 _STRETCH = {
@@ -241,44 +232,38 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
 
     A step after the last recorded one gives the last.
     """
+    import numpy as np  # 0.1 s, which commands without a timeline do not need
+
     found = step_blocks(recording, step)
-    changes = {kind: [0] * (found.num_points + 1) for kind in KINDS}
+    changes = np.zeros((len(KINDS), found.num_points + 1), dtype=np.int64)
     for block in found.blocks:
-        of_kind = changes[kind_of(recording.storages, block.storage)]
-        of_kind[block.start] += block.num_bytes
-        of_kind[block.stop] -= block.num_bytes
-    kinds: dict[str, Sequence[int]] = {
-        kind: list(accumulate(values[:-1])) for kind, values in changes.items()
-    }
-    totals = [sum(column) for column in zip(*kinds.values(), strict=True)]
-    peak = max(range(len(totals)), key=totals.__getitem__)
+        kind = KINDS.index(kind_of(recording.storages, block.storage))
+        changes[kind, block.start] += block.num_bytes
+        changes[kind, block.stop] -= block.num_bytes
+    levels = changes[:, :-1].cumsum(axis=1)
+    peak = int(levels.sum(axis=0).argmax())
     made = next((b.storage for b in found.blocks if b.start == peak), None) if peak else None
     site = None if made is None else recording.storages.sites[made]
     changed = dict(found.reserved)
-    reserved = accumulate(
-        range(1, len(totals)),
-        lambda before, point: changed.get(point, before),
-        initial=found.reserved[0][1],
-    )
+    reserved = [found.reserved[0][1]]
+    for point in range(1, found.num_points):
+        reserved.append(changed.get(point, reserved[-1]))
     return Timeline(
-        step=found.step,
-        kinds=kinds,
-        reserved=list(reserved),
-        spans=found.spans,
-        peak=peak,
+        step=found.step, kinds=dict(zip(KINDS, levels.tolist(), strict=True)), reserved=reserved,
+        spans=found.spans, peak=peak,
         where=", ".join(filter(None, (site.module, site.op))) if site else "",
         refused_bytes=found.refused_bytes,
-    )
+    )  # fmt: skip
 
 
 def _spans(
     marks: Sequence[Mark], points: dict[int, int], last: int, is_cut: bool
 ) -> tuple[Span, ...]:
-    found = []
-    for before, after in pairwise(marks):
-        name = _STRETCH.get(after.phase)
-        if name:
-            found.append(Span(name, points[before.index], points[after.index]))
+    found = [
+        Span(_STRETCH[after.phase], points[before.index], points[after.index])
+        for before, after in pairwise(marks)
+        if after.phase in _STRETCH
+    ]
     if is_cut and marks and marks[-1].phase in _NEXT:
         found.append(Span(_NEXT[marks[-1].phase], points[marks[-1].index], last))
     return tuple(found)
@@ -365,10 +350,8 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
 
 def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
     """Return the stack frames of storages of one call site, as in torch's snapshot."""
-    frames = [
-        {"filename": filename, "line": 0, "name": name}
-        for filename, name in _frame_names(site, kind)
-    ]
+    named = _frame_names(site, kind)
+    frames = [{"filename": filename, "line": 0, "name": name} for filename, name in named]
     lines = [(site.line, "forward" if site.caller else site.phase), (site.caller, site.phase)]
     for line, name in reversed(lines):
         if line:

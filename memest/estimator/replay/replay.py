@@ -117,8 +117,8 @@ class Program:
 
     def most_held_bytes(self, *states: str) -> int:
         """Return the highest sum, over all phases, of the `StateBytes` fields named in `states`."""
-        parts = (part for step in self.steps for batch in step for part in batch)
-        return max((sum(getattr(p.state, name) for name in states) for p in parts), default=0)
+        held = (sum(getattr(part.state, name) for name in states) for part in self.all_parts())
+        return max(held, default=0)
 
     def forward_held_bytes(self) -> int:
         """Return the bytes that are allocated at the end of the first forward."""
@@ -139,13 +139,9 @@ class Program:
             play(events, alive, self.storages)
         return set(alive)
 
-    def streams(self) -> Iterator[Sequence[int]]:
-        """Yield the event lists of the setup and of every part, in order."""
-        yield self.setup
-        for step in self.steps:
-            for batch in step:
-                for part in batch:
-                    yield part.events
+    def all_parts(self) -> Iterator[Part]:
+        """Yield the parts of all steps, each once."""
+        return (part for step in self.steps for batch in step for part in batch)
 
 
 def find_renames(program: Program) -> None:
@@ -170,12 +166,9 @@ def find_renames(program: Program) -> None:
 
 
 def play(
-    events: Sequence[int],
-    alive: dict[int, None],
-    storages: StorageTable,
-    *,
+    events: Sequence[int], alive: dict[int, None], storages: StorageTable, *,
     is_immediate: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Apply `events` to `alive`, whose keys are the ids of allocated storages.
 
     `is_immediate` is that of `freed_id`.
@@ -472,8 +465,7 @@ class _Replay:
     def _play_step(self, num_micro_batches: int) -> None:
         """Play micro-batches; copy the rows of each that repeats the micro-batch before it."""
         rows = self.result.rows
-        state = None
-        micro = 0
+        state, micro = None, 0
         while micro < num_micro_batches:
             first_row = len(rows)
             batch = self._play_micro_batch(micro, num_micro_batches)
@@ -530,11 +522,9 @@ class _Replay:
 
     def close_peaks(self) -> None:
         """Copy the allocator's peaks to the result."""
-        self.result.peak_allocated_bytes = self.player.peak_allocated_bytes
-        self.result.peak = self.player.peak
-        self.result.peak_reserved_bytes = max(
-            self.result.peak_reserved_bytes, self.allocator.peak_reserved_bytes
-        )
+        result, player, reserved = self.result, self.player, self.allocator.peak_reserved_bytes
+        result.peak_allocated_bytes, result.peak = player.peak_allocated_bytes, player.peak
+        result.peak_reserved_bytes = max(result.peak_reserved_bytes, reserved)
 
     def _state(self) -> tuple[object, ...]:
         """Return the state of the allocator; a step that starts in an equal state repeats. It
@@ -566,13 +556,9 @@ class Run:
     is_share: bool = False  # True if the run limits itself to a share of each GPU's memory
 
     def on(
-        self,
-        limit_bytes: int | None = None,
-        timing: FreeTiming = FreeTiming.LATEST,
-        *,
-        player: Player | None = None,
-        is_soft: bool = False,
-    ) -> Replayed:
+        self, limit_bytes: int | None = None, timing: FreeTiming = FreeTiming.LATEST, *,
+        player: Player | None = None, is_soft: bool = False,
+    ) -> Replayed:  # fmt: skip
         """Replay the run under an allocator limit in bytes; None means no limit.
 
         `timing` decides when blocks of several streams are freed. `player` applies the events, to
