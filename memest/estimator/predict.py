@@ -57,15 +57,12 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     found = _results_on_chips(plan, list(by_chip.values()), jobs)
     primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
     return summarise(
-        plan=plan,
-        primary=primary,
-        scenarios=found.scenarios,
-        results=found.results[primary.name],
+        plan=plan, primary=primary, scenarios=found.scenarios, results=found.results[primary.name],
         verdicts={g.name: found.verdicts[g.name] for g in gpus if g.name in found.verdicts},
         times={g.name: found.times[g.name] for g in gpus if g.name in found.times},
         warnings=[f"fails on {', '.join(names)}: {why}" for why, names in found.failed.items()],
         elapsed_s=time.perf_counter() - started,
-    )
+    )  # fmt: skip
 
 
 def packages_of(plan: TrainingPlan) -> Iterator[str]:
@@ -277,11 +274,9 @@ class Trial:
 
 
 def trials(
-    plan: TrainingPlan,
-    gpus: Iterable[Gpu],
-    traced_on: Callable[[Gpu], TracedPlan],
+    plan: TrainingPlan, gpus: Iterable[Gpu], traced_on: Callable[[Gpu], TracedPlan],
     known: dict[int, Trial] | None = None,
-) -> Iterator[tuple[Gpu, Trial]]:
+) -> Iterator[tuple[Gpu, Trial]]:  # fmt: skip
     """Yield (GPU, its `Trial`) for each GPU; GPUs with the same program share replays.
 
     `traced_on` returns the plan's traced run on a GPU. Trials in `known`, by the `id` of their

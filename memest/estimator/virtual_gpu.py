@@ -80,18 +80,10 @@ class VirtualGpu:
     _active: "VirtualGpu | None" = None
 
     def __init__(
-        self,
-        gpu: Gpu,
-        *,
-        limit_bytes: int | None = None,
-        max_steps: int | None = None,
-        is_strict: bool = False,
-        roots: tuple[Path, ...] = (),
-        lines: ScriptLines | None = None,
-        rank: Rank = ALONE,
-        settings: AllocatorSettings | None = None,
-        is_immediate: bool = False,
-    ) -> None:
+        self, gpu: Gpu, *, limit_bytes: int | None = None, max_steps: int | None = None,
+        is_strict: bool = False, roots: tuple[Path, ...] = (), lines: ScriptLines | None = None,
+        rank: Rank = ALONE, settings: AllocatorSettings | None = None, is_immediate: bool = False,
+    ) -> None:  # fmt: skip
         self.gpu = gpu
         self.rank = rank
         self.limit_bytes = limit_bytes

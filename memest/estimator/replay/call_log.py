@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,6 +31,7 @@ aten = torch.ops.aten
 GEMM_RULE = "_gemm_4bit_use_custom_fn"
 """bitsandbytes' choice of a kernel by shapes (0.50.2, backends/cuda/ops.py), if it has one."""
 
+OF_GPU = ("gpu", "release")  # arguments of a choice that are not those of the call
 READERS = ("lightning.", "bitsandbytes", "torch.cuda")  # choose nothing, or only by `GEMM_RULE`
 ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at most 16 elements
 
@@ -114,10 +114,8 @@ class CallRecorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record, until the block ends, the kernel choices that depend on shapes."""
-        self._choose = attention.choose_backend
         with ExitStack() as self._patches:
-            watched = mock.patch.object(attention, "choose_backend", self._choose_backend)
-            self._patches.enter_context(watched)
+            self._watch_choice("attention", attention, "choose_backend")
             for name in ("get_device_capability", "get_device_properties"):
                 read = self._watch_read(getattr(torch.cuda, name))
                 self._patches.enter_context(mock.patch.object(torch.cuda, name, read))
@@ -127,8 +125,7 @@ class CallRecorder:
         """Append a `Span` to the log: the events and calls since the last cut."""
         gemm = sys.modules.get("bitsandbytes.backends.cuda.ops")
         if not self.calls.spans and hasattr(gemm, GEMM_RULE):  # the model has imported it
-            rule = mock.patch.object(gemm, GEMM_RULE, self._watch_gemm(getattr(gemm, GEMM_RULE)))
-            self._patches.enter_context(rule)
+            self._watch_choice("gemm_4bit", gemm, GEMM_RULE)
         log = self._memory.log
         events = log.events[self._cut_at :].tolist()
         self._cut_at = len(log.events)
@@ -145,11 +142,8 @@ class CallRecorder:
 
         Their `start` and `end` are counted from the start of the event log.
         """
-        cut = self._cut_at
-        return [
-            replace(call, start=call.start + cut, end=call.end + cut)
-            for call in self._calls[position:]
-        ]
+        cut, calls = self._cut_at, self._calls[position:]
+        return [replace(call, start=call.start + cut, end=call.end + cut) for call in calls]
 
     def repeat(
         self, calls: Sequence[Call], first: int, positions: Sequence[int], ids: Mapping[int, int]
@@ -189,47 +183,38 @@ class CallRecorder:
             self._by_recipe[id(recipe)] = index
             self._kept.append(recipe)
         in_backward = op.takes_handle and torch._C._current_autograd_node() is not None
-        new_storages: tuple[tuple[int, int], ...] = ()
+        new: dict[int, int] = {}  # position among the results, by storage id
         if has_made:
-            new_storages = tuple(self._new_storages(out, recipe, first_id))
+            for position, tensor in enumerate(out if recipe.is_tuple else (out,)):
+                made = memory.id_of(tensor) if isinstance(tensor, Tensor) else None
+                if made is not None and made >= first_id:
+                    new.setdefault(made, position)
             site = memory.storages.sites[first_id]
         else:
             site = self._mode.attribution.site(op.func)
-        first = self._cut_at
-        end = len(memory.log.events)
-        self._calls.append(Call(start - first, end - first, index, new_storages, site, in_backward))
+        start, end = start - self._cut_at, len(memory.log.events) - self._cut_at
+        new_storages = tuple((position, made) for made, position in new.items())
+        self._calls.append(Call(start, end, index, new_storages, site, in_backward))
 
-    def _new_storages(self, out: Any, recipe: Recipe, first_id: int) -> Iterator[tuple[int, int]]:
-        seen = set()
-        for position, tensor in enumerate(out if recipe.is_tuple else (out,)):
-            if isinstance(tensor, Tensor):
-                index = self._memory.id_of(tensor)
-                if index is not None and index >= first_id and index not in seen:
-                    seen.add(index)
-                    yield position, index
+    def _watch_choice(self, rule: str, home: Any, name: str) -> None:
+        """Record the choices of the function `home.name`, until `watching` ends."""
+        choose = getattr(home, name)
 
-    def _choose_backend(self, *args: Any, **kwargs: Any) -> Any:
-        outcome = self._choose(*args, **kwargs)
-        given = {k: v for k, v in kwargs.items() if k not in ("gpu", "release")}
-        given_tensors = [a for a in args if isinstance(a, Tensor)]
-        grads = (*(t.requires_grad for t in given_tensors), torch.is_grad_enabled())
-        self.calls.choices[Choice("attention", to_template((args, given)), grads, outcome)] = None
-        return outcome
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            outcome = choose(*args, **kwargs)
+            template = to_template((args, {k: v for k, v in kwargs.items() if k not in OF_GPU}))
+            given = (a.requires_grad for a in args if isinstance(a, Tensor))
+            grads = (*given, torch.is_grad_enabled())
+            self.calls.choices[Choice(rule, template, grads, outcome)] = None
+            return outcome
+
+        self._patches.enter_context(mock.patch.object(home, name, watched))
 
     def _watch_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             reader = sys._getframe(1).f_globals["__name__"]
             self.calls.is_for_one_chip |= not reader.startswith(READERS)
             return read(*args, **kwargs)
-
-        return watched
-
-    def _watch_gemm(self, rule: Callable[..., bool]) -> Callable[..., bool]:
-        def watched(*args: Any, **kwargs: Any) -> bool:
-            outcome = rule(*args, **kwargs)
-            template = to_template((args, kwargs))
-            self.calls.choices[Choice("gemm_4bit", template, (), outcome)] = None
-            return outcome
 
         return watched
 
@@ -329,7 +314,6 @@ def _tensor(shape: _TensorShape, integers: Iterator[int]) -> Tensor:
 
 NO_CALL = -1  # mark instead of a template: a storage that existed before the trace
 ZERO = -2  # mark instead of a template: an output that meta makes and CUDA does not
-NOTHING: Mapping[int, Set[int]] = MappingProxyType({})
 
 
 class ResizableProgram:
@@ -341,11 +325,9 @@ class ResizableProgram:
     """
 
     def __init__(
-        self,
-        sample: TracedPlan,
-        orders: "Sequence[RequestOrder]",
-        dropped: Mapping[int, Set[int]] = NOTHING,
-    ) -> None:
+        self, sample: TracedPlan, orders: "Sequence[RequestOrder]",
+        dropped: Mapping[int, Set[int]] | None = None,
+    ) -> None:  # fmt: skip
         assert sample.calls is not None
         self._base = sample.program
         self._storages = StorageTable()
@@ -354,8 +336,7 @@ class ResizableProgram:
 
         self._ids: dict[int, int] = {}
         self._unmodelled: Counter[str] = Counter()
-        self._orders = orders
-        self._dropped = dropped
+        self._orders, self._dropped = orders, dropped or {}
         self._templates = sample.calls.templates
         self._workspaces: dict[tuple[bool, int], int] = {}
         setup, *others = [self._stream(span) for span in sample.calls.spans]
@@ -365,13 +346,11 @@ class ResizableProgram:
             for step in self._base.steps
         ]
         self._program = Program(
-            storages=self._storages,
-            setup=setup,
-            steps=steps,
+            storages=self._storages, setup=setup, steps=steps,
             step_renames=self._with_new_ids(self._base.step_renames),
             micro_renames=list(map(self._with_new_ids, self._base.micro_renames)),
             coverage=replace(self._base.coverage, unmodelled=self._unmodelled),
-        )
+        )  # fmt: skip
 
     def with_bytes(self, requests: "Sequence[Requests]") -> Program:
         """Return the program with the bytes of `requests`, an entry for each template."""
@@ -396,13 +375,13 @@ class ResizableProgram:
         for event in old:
             if event == EMPTIED:
                 events.append(event)
-            elif event < 0 and free_of(event) not in self._ids:  # workspaces are freed in order
+            elif event >= 0:
+                events.append(self._allocated(event, (NO_CALL, event)))
+            elif free_of(event) in self._ids:
+                events.append(free_of(self._ids[free_of(event)]))
+            else:  # workspaces are freed in order
                 first = next(iter(self._workspaces))
                 events.append(free_of(self._workspaces.pop(first)))
-            elif event < 0:
-                events.append(free_of(self._ids[free_of(event)]))
-            else:
-                events.append(self._allocated(event, (NO_CALL, event)))
 
     def _with_new_ids(self, renames: Renames) -> dict[int, int]:
         """Return `renames` with keys and values replaced by the storage ids of this program."""

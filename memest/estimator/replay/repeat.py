@@ -18,8 +18,9 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import NoneType
 from typing import Any
 from unittest import mock
@@ -112,14 +113,10 @@ class StepRepeater:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Replace autograd's `_engine_run_backward` until the block ends."""
-        engine = torch.autograd.graph._engine_run_backward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self._run_backward(engine, *args, **kwargs)
-
-        homes = (torch.autograd.graph, torch.autograd)
-        patches = [mock.patch.object(home, "_engine_run_backward", run) for home in homes]
-        with patches[0], patches[1]:
+        run = partial(self._run_backward, torch.autograd.graph._engine_run_backward)
+        with ExitStack() as patches:
+            for home in (torch.autograd.graph, torch.autograd):
+                patches.enter_context(mock.patch.object(home, "_engine_run_backward", run))
             yield
 
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
@@ -291,25 +288,21 @@ class StepRepeater:
         self._memory.settle()
         mode = self._mode
         return _Position(
-            event=len(self._memory.log.events),
-            work=len(mode.work.events),
+            event=len(self._memory.log.events), work=len(mode.work.events),
             call=0 if self._calls is None else self._calls.num_calls,
             num_ops=mode.kernels.coverage.num_ops,
-            unmodelled=mode.kernels.coverage.unmodelled.copy(),
-            random=mode.rng.default.offset,
-        )
+            unmodelled=mode.kernels.coverage.unmodelled.copy(), random=mode.rng.default.offset,
+        )  # fmt: skip
 
     def _since(self, start: _Position) -> _Stretch:
         now = self._position()
         return _Stretch(
-            start,
-            self._memory.log.events[start.event :].tolist(),
+            start, self._memory.log.events[start.event :].tolist(),
             self._mode.work.events[start.work :],
             () if self._calls is None else self._calls.calls_since(start.call),
-            now.num_ops - start.num_ops,
-            now.unmodelled - start.unmodelled,
+            now.num_ops - start.num_ops, now.unmodelled - start.unmodelled,
             now.random - start.random,
-        )
+        )  # fmt: skip
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:

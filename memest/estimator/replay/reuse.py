@@ -120,14 +120,9 @@ class Interpolation:
     """
 
     def __init__(
-        self,
-        samples: Sequence[TracedPlan],
-        gpu: Gpu,
-        start: int,
-        spacing: int,
-        *,
+        self, samples: Sequence[TracedPlan], gpu: Gpu, start: int, spacing: int, *,
         step: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.start, self.spacing, self.step = start, spacing, step or spacing
         self._gpu = gpu
         self._rebuilt: dict[tuple[RequestOrder, ...], ResizableProgram] = {}
@@ -138,7 +133,7 @@ class Interpolation:
                 raise NotInterpolable("the model differs")
         logs = [sample.calls for sample in samples if sample.calls is not None]
         self._polynomials, calls = _match_calls(logs)
-        self._sample = replace(samples[0], calls=calls)
+        self._sample = replace(first, calls=calls)
         if len({len(log.choices) for log in logs}) > 1:
             raise NotInterpolable("other things are decided")
         rows = zip(*(log.choices for log in logs), strict=True)
@@ -297,14 +292,10 @@ class OptimizerStep:
         groups = traced.param_groups | {"optimizer": self._own.param_groups["optimizer"]}
         notes = [note for note in traced.notes if note not in self._other_notes]
         return replace(
-            traced,
-            program=_program_of(made, setup, steps, program),
-            param_groups=groups,
-            notes=(*notes, *self._notes),
-            host_bytes=self._own.host_bytes,
-            libraries_bytes=self._own.libraries_bytes,
-            work=None,
-        )
+            traced, program=_program_of(made, setup, steps, program), param_groups=groups,
+            notes=(*notes, *self._notes), host_bytes=self._own.host_bytes,
+            libraries_bytes=self._own.libraries_bytes, work=None,
+        )  # fmt: skip
 
     def _micro_batch(
         self, parts: Sequence[Part], step: int, theirs: "_Copier", ours: "_Copier"

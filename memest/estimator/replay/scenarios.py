@@ -45,14 +45,9 @@ class LeastLimit:
     """
 
     def __init__(
-        self,
-        replay: Callable[[int], tuple[bool, int]],
-        allocated_bytes: int,
-        reserved_bytes: int,
-        *,
-        num_events: int,
-        is_felt_early: bool = False,
-    ) -> None:
+        self, replay: Callable[[int], tuple[bool, int]], allocated_bytes: int, reserved_bytes: int,
+        *, num_events: int, is_felt_early: bool = False,
+    ) -> None:  # fmt: skip
         self._replay = replay
         self._num_left = max(MIN_REPLAYS, MAX_EVENTS // max(1, num_events))
         self._num_probes = NUM_PROBES if self._num_left > 2 * NUM_PROBES else 0
@@ -148,12 +143,9 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
     """Return the program of one rank as a run, with the steps and settings of `plan`."""
     settings = parse_settings(plan.alloc_conf)
     return Run(
-        traced.program,
-        plan.steps,
-        plan.accumulate_grad_batches,
-        settings,
+        traced.program, plan.steps, plan.accumulate_grad_batches, settings,
         is_share=plan.memory_limit is not None or settings.memory_fraction < 1,
-    )
+    )  # fmt: skip
 
 
 class Scenario:
@@ -163,22 +155,17 @@ class Scenario:
     """
 
     def __init__(
-        self,
-        run: Run,
-        timing: FreeTiming = FreeTiming.LATEST,
-        unlimited: Replayed | None = None,
+        self, run: Run, timing: FreeTiming = FreeTiming.LATEST, unlimited: Replayed | None = None,
         traced: TracedPlan | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run, self.timing = run, timing
         self.unlimited = unlimited or run.on(None, timing)
         self._traced = traced
         self.least = LeastLimit(
             lambda limit: _fits_and_bytes(run.on(limit, timing, is_soft=True)),
-            self.unlimited.peak_allocated_bytes,
-            self.unlimited.peak_reserved_bytes,
-            num_events=self.unlimited.num_events,
-            is_felt_early=not run.settings.is_default,
-        )
+            self.unlimited.peak_allocated_bytes, self.unlimited.peak_reserved_bytes,
+            num_events=self.unlimited.num_events, is_felt_early=not run.settings.is_default,
+        )  # fmt: skip
 
     @property
     def traced(self) -> TracedPlan:

@@ -60,28 +60,20 @@ over the GPUs in the last one only. The Trainer of transformers loads all batche
 and frees them one by one."""
 
 _REPLAY_KEYS: dict[str, Any] = {
-    "name": "",
-    "gpu": (),
-    "gpu_memory": None,
-    "memory_limit": None,
-    "host_memory": None,
+    "name": "", "gpu": (), "gpu_memory": None, "memory_limit": None, "host_memory": None,
     "alloc_conf": "",
-}
+}  # fmt: skip
 """Plan keys that affect only the replay, not the simulated run."""
 
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
     """Return `plan` without the keys that do not affect its program, as a cache key."""
+    plan = replace(plan, **_REPLAY_KEYS)
     if _is_whole(plan):
-        return replace(plan, **_REPLAY_KEYS)
-    return replace(
-        plan,
-        **_REPLAY_KEYS,
-        steps=min(plan.steps, MAX_STEPS_OF_STRATEGY) if plan.is_distributed else MAX_STEPS,
-        accumulate_grad_batches=(
-            plan.accumulate_grad_batches if plan.loop == "transformers" else _num_run(plan)
-        ),
-    )
+        return plan
+    steps = min(plan.steps, MAX_STEPS_OF_STRATEGY) if plan.is_distributed else MAX_STEPS
+    count = plan.accumulate_grad_batches if plan.loop == "transformers" else _num_run(plan)
+    return replace(plan, steps=steps, accumulate_grad_batches=count)
 
 
 def repeats_micro_batches(plan: TrainingPlan) -> bool:
@@ -231,13 +223,9 @@ def without_gc() -> Iterator[None]:
 
 @without_gc()
 def run_plan(
-    plan: TrainingPlan,
-    gpu: Gpu,
-    *,
-    num_ahead: int = 0,
-    rank: Rank | None = None,
+    plan: TrainingPlan, gpu: Gpu, *, num_ahead: int = 0, rank: Rank | None = None,
     records_calls: bool = False,
-) -> TracedPlan:
+) -> TracedPlan:  # fmt: skip
     """Simulate all steps of `plan` and return its program; `shortened` makes a long plan short.
 
     Args:
@@ -260,30 +248,19 @@ def run_plan(
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
     recorder.on_start, recorder.on_row = watch.training_starts, watch.probe_read
     watch.job = job = Job(
-        plan,
-        recorder,
+        plan, recorder,
         Listener(on_end=watch.steps_done, on_model=watch.model_built, on_ready=watch.model_wrapped),
-        is_alone=True,
-        num_ahead=num_ahead,
-        rank=rank.rank,
-        where=f"cuda:{rank.local_rank}",
-    )
+        is_alone=True, num_ahead=num_ahead, rank=rank.rank, where=f"cuda:{rank.local_rank}",
+    )  # fmt: skip
     with nullcontext() if calls is None else calls.watching():
         _run(job, virtual, watch)
     return TracedPlan(
-        program=_program(watch),
-        model=job.model,
-        param_groups=watch.param_groups,
-        host_bytes=watch.host_bytes,
-        host_terms=watch.host_terms,
-        notes=tuple(_notes(watch)),
-        seq_len=seq_len,
-        image_size=job.values["image_size"],
-        libraries_bytes=libraries_bytes(plan),
-        geometry=watch.geometry,
-        work=virtual.mode.work,
+        program=_program(watch), model=job.model, param_groups=watch.param_groups,
+        host_bytes=watch.host_bytes, host_terms=watch.host_terms, notes=tuple(_notes(watch)),
+        seq_len=seq_len, image_size=job.values["image_size"],
+        libraries_bytes=libraries_bytes(plan), geometry=watch.geometry, work=virtual.mode.work,
         calls=None if calls is None else calls.calls,
-    )
+    )  # fmt: skip
 
 
 def logged_trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
@@ -444,13 +421,12 @@ def _program(watch: _Watch) -> Program:
 
 def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
     """Return the first `count` storages, with modules named by their paths below `root`."""
-    sites = [within_model(site, root) for site in storages.sites[:count]]
-    streams = {index: stream for index, stream in storages.streams.items() if index < count}
+    known = set(range(count))
     return StorageTable(
         num_bytes=storages.num_bytes[:count],
-        sites=sites,
+        sites=[within_model(site, root) for site in storages.sites[:count]],
         kinds=storages.kinds[:count],
-        streams=streams,
-        deferred={index for index in storages.deferred if index < count},
-        stashed={index for index in storages.stashed if index < count},
+        streams={index: stream for index, stream in storages.streams.items() if index < count},
+        deferred=storages.deferred & known,
+        stashed=storages.stashed & known,
     )

@@ -182,17 +182,13 @@ def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> 
     not_enough = [option for option in seen if len(option.changes) == 1 and not option.fits]
     not_enough.sort(key=lambda option: (option.cost, order.index(option.changes[0])))
     return Advice(
-        gpu=target.name,
-        limit_bytes=prediction.verdicts[target.name].limit_bytes,
-        current=current,
+        gpu=target.name, limit_bytes=prediction.verdicts[target.name].limit_bytes, current=current,
         options=tuple(sorted(options.values(), key=lambda option: option.rank)),
         not_enough=tuple(not_enough),
         smallest=min(seen, key=lambda option: option.verdict.needs_bytes),
-        refused=tuple(search.refused),
-        not_tried=NOT_TRIED,
-        num_predictions=search.num_predictions,
+        refused=tuple(search.refused), not_tried=NOT_TRIED, num_predictions=search.num_predictions,
         is_complete=is_complete,
-    )
+    )  # fmt: skip
 
 
 MAX_CHANGES = 8  # number of changed plans that `cheapest_change` predicts
@@ -317,14 +313,11 @@ class _Search:
     ) -> Option:
         facts = self._facts
         return Option(
-            changes=changes,
-            plan=plan,
-            verdict=prediction.verdicts[self.gpu.name],
-            time=prediction.times.get(self.gpu.name),
-            host_bytes=prediction.host_bytes,
+            changes=changes, plan=plan, verdict=prediction.verdicts[self.gpu.name],
+            time=prediction.times.get(self.gpu.name), host_bytes=prediction.host_bytes,
             command=predict_command(plan),
             training_lines=training_lines(self.plan, plan, facts) if facts and changes else (),
-        )
+        )  # fmt: skip
 
     def run(self, techniques: Sequence[Technique], options: dict[TrainingPlan, Option]) -> None:
         """Add plans that fit to `options`: single changes, then combinations of `techniques`.
@@ -455,9 +448,7 @@ def _model_facts(plan: TrainingPlan, prediction: Prediction) -> ModelFacts:
     with suppress(MemestError):
         targets = lora_targets(module) or ()
     return ModelFacts(
-        class_name=str(prediction.model["class"]),
-        vision_modules=tuple(towers),
-        lora_targets=tuple(targets),
-        seq_len=max(plan.lengths, default=prediction.plan["seq_len"]),
+        class_name=str(prediction.model["class"]), vision_modules=tuple(towers),
+        lora_targets=tuple(targets), seq_len=max(plan.lengths, default=prediction.plan["seq_len"]),
         image_size=prediction.plan["image_size"],
-    )
+    )  # fmt: skip

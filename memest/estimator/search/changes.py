@@ -1,5 +1,6 @@
 """Changes that make a plan smaller, with their cost, cheapest first."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -10,6 +11,7 @@ from memest.estimator.hardware.gpus import Gpu
 from memest.estimator.replay.replay import TracedPlan
 from memest.estimator.search.commands import ModelFacts
 from memest.plan import TrainingPlan
+from memest.plan.reading import read_table
 from memest.units import ceil_div
 
 BF16_CAPABILITY = (8, 0)  # tensor cores with bf16 (CUDA C++ Programming Guide)
@@ -118,51 +120,50 @@ def least_bytes(change: Change, traced: TracedPlan) -> int:
     return program.most_held_bytes("params") if keys & {"use_lora", "freeze"} else 0
 
 
+WORDS: dict[str, tuple[str, str, str]] = read_table(__file__, "changes.json")
+"""Name of a change -> cost, title and price; braces stand for values of the plan or the change."""
+
+Found = Iterator[tuple[str, dict[str, Any]]]  # name of a change, and the keys that it updates
+
+
 def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Technique, ...]:
     """Return techniques that can make `plan` smaller on `gpu`, in the order of their cost."""
-    found = (
-        Technique(changes=tuple(changes(plan, facts, gpu)), is_graded=changes in _GRADED)
-        for changes in _TECHNIQUES
-    )
-    return tuple(technique for technique in found if technique.changes)
+    samples = plan.batch_size * plan.accumulate_grad_batches
+
+    def change(name: str, updates: dict[str, Any]) -> Change:
+        cost, *texts = WORDS[name]
+        values = {"plan": plan, "facts": facts, "samples": samples, **updates}
+        title, price = (text.format(**values) for text in texts)
+        return Change(title=title, cost=Cost[cost], price=price, updates=updates)
+
+    found = []
+    for technique in _TECHNIQUES:
+        changes = tuple(itertools.starmap(change, technique(plan, facts, gpu)))
+        if changes:
+            found.append(Technique(changes=changes, is_graded=technique in _GRADED))
+    return tuple(found)
 
 
-def _change(title: str, cost: Cost, price: str, **updates: Any) -> Change:
-    return Change(title=title, cost=cost, price=price, updates=updates)
-
-
-def _attention(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _attention(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     if plan.attn_implementation == "eager":
-        title = "sdpa attention instead of eager"
-        price = "nothing: the same attention by a fused kernel, up to rounding"
-        yield _change(title, Cost.NOTHING, price, attn_implementation="sdpa")
+        yield "sdpa", {"attn_implementation": "sdpa"}
 
 
-def _allocator(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _allocator(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     if "expandable_segments" not in plan.alloc_conf:
-        price = "nothing: cached memory is cut and joined in smaller pieces"
-        alloc_conf = ",".join(filter(None, (plan.alloc_conf, EXPANDABLE)))
-        yield _change("expandable segments", Cost.NOTHING, price, alloc_conf=alloc_conf)
+        yield "segments", {"alloc_conf": ",".join(filter(None, (plan.alloc_conf, EXPANDABLE)))}
 
 
-def _offload(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _offload(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     is_plain = plan.strategy == "auto" and plan.devices == 1 and plan.loop == "lightning"
     if is_plain and not plan.uses_adapters and plan.optim in _FULL_ADAM:
-        yield _change(
-            "the optimizer on the host (DeepSpeed)",
-            Cost.OFFLOAD,
-            "slower steps, by the host's arithmetic and its link; DeepSpeed and host memory",
-            strategy="deepspeed_stage_2_offload",
-            optim="deepspeed_cpu",
-        )
+        yield "offload", {"strategy": "deepspeed_stage_2_offload", "optim": "deepspeed_cpu"}
 
 
-def _sharding(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _sharding(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     is_plain = plan.strategy == "auto" and plan.devices <= 1 and plan.loop == "lightning"
     for number in NUMBERS_OF_GPUS if is_plain else ():
-        title = f"sharded over {number} GPUs (FSDP2)"
-        price = f"{number} GPUs and the traffic between them; as many times the samples a step"
-        yield _change(title, Cost.HARDWARE, price, strategy="fsdp2", devices=number)
+        yield "sharding", {"strategy": "fsdp2", "devices": number}
 
 
 _FUSED = {"adamw": "adamw_fused", "adamw_single": "adamw_fused", "adam": "adam_fused"}
@@ -172,118 +173,67 @@ _FULL_ADAM = {
 }  # fmt: skip
 
 
-def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     if plan.optim in _FUSED:
-        price = "nothing: the same update in one kernel, without temporaries"
-        yield _change("fused optimizer", Cost.NOTHING, price, optim=_FUSED[plan.optim])
+        yield "fused", {"optim": _FUSED[plan.optim]}
     if plan.optim in _FULL_ADAM:
-        yield _change(
-            "8-bit optimizer states",
-            Cost.PRECISION,
-            "moments are rounded to 8 bits in blocks; training may differ slightly",
-            optim=f"{_FULL_ADAM[plan.optim]}_8bit",
-        )
+        yield "8bit", {"optim": f"{_FULL_ADAM[plan.optim]}_8bit"}
     base = _FULL_ADAM.get(plan.optim) or plan.optim.removesuffix("_8bit")
     if base in ("adam", "adamw") and not plan.optim.startswith("paged"):
-        yield _change(
-            "paged 8-bit optimizer states",
-            Cost.PRECISION,
-            "as 8-bit states, and the driver moves them between host and GPU: slower steps, host"
-            " memory",
-            optim=f"paged_{base}_8bit",
-        )
+        yield "paged", {"optim": f"paged_{base}_8bit"}
     if plan.optim != "sgd":
-        yield _change(
-            "SGD without momentum",
-            Cost.OPTIMIZER,
-            "no adaptive step sizes: the learning rate must be tuned again, and transformers often"
-            " train worse",
-            optim="sgd",
-        )
+        yield "sgd", {"optim": "sgd"}
 
 
-def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     """Yield every smaller micro-batch that divides the batch of a step, largest first."""
     total = plan.batch_size * plan.accumulate_grad_batches
     for size in range(plan.batch_size - 1, 0, -1):
         if total % size == 0 and total // size <= 1 << 16:
-            yield _change(
-                f"micro-batch {size}, accumulated {total // size} times",
-                Cost.TIME,
-                f"more and smaller kernels; still {total} samples a step, "
-                "the loss being the mean over micro-batches",
-                batch_size=size,
-                accumulate_grad_batches=total // size,
-            )
+            count = total // size
+            yield "accumulation", {"batch_size": size, "accumulate_grad_batches": count}
 
 
-def _checkpointing(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _checkpointing(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     if not plan.checkpoints_activations:
-        price = "about one more forward per step"
-        yield _change("activation checkpointing", Cost.TIME, price, act_ckpt=True)
+        yield "checkpointing", {"act_ckpt": True}
 
 
-def _precision(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _precision(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     has_bf16 = gpu.capability >= BF16_CAPABILITY
-    mixed = "bf16-mixed" if has_bf16 else "16-mixed"
     if plan.precision == "32-true":
-        scaled = "" if has_bf16 else " of small range, with loss scaling"
-        price = f"matrix products in 16 bits{scaled}; weights and states stay in 32"
-        yield _change(f"precision {mixed}", Cost.PRECISION, price, precision=mixed)
+        mixed = "bf16-mixed" if has_bf16 else "16-mixed"
+        yield mixed, {"precision": mixed}
     if plan.precision in ("32-true", "bf16-mixed", "16-mixed"):
-        emulated = "" if has_bf16 else "; this GPU has no bf16 tensor cores, so it is slow"
-        price = f"weights, gradients and states in bf16: small updates can round away{emulated}"
-        yield _change("precision bf16-true", Cost.PRECISION, price, precision="bf16-true")
+        yield "bf16-true" if has_bf16 else "bf16-emulated", {"precision": "bf16-true"}
 
 
-def _vision(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _vision(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     patterns = tuple(f"{name}.*" for name in facts.vision_modules)
     if not plan.uses_adapters and set(patterns) - set(plan.freeze):
-        price = "the vision tower keeps its pretrained weights"
-        frozen = tuple(dict.fromkeys((*plan.freeze, *patterns)))
-        yield _change("vision tower frozen", Cost.TRAINED, price, freeze=frozen)
+        yield "vision", {"freeze": tuple(dict.fromkeys((*plan.freeze, *patterns)))}
 
 
-def _adapters(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
-    rank = f"rank {plan.lora_r}"
+def _adapters(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     if not plan.uses_adapters:
-        price = "only low-rank adapters learn; often close to a full fine-tune, not always"
-        yield _change(f"LoRA, {rank}", Cost.TRAINED, price, use_lora=True)
+        yield "lora", {"use_lora": True}
     if not plan.use_qlora:
-        yield _change(
-            f"QLoRA, {rank}",
-            Cost.TRAINED,
-            "only adapters learn, on a base rounded to 4 bits; unpacking it and activation"
-            " checkpointing cost time",
-            use_qlora=True,
-        )
+        yield "qlora", {"use_qlora": True}
     if not plan.double_quant:
-        yield _change(
-            f"QLoRA, {rank}, double quantisation",
-            Cost.TRAINED,
-            "as QLoRA, with the scales rounded too",
-            use_qlora=True,
-            quant="nf4",
-            double_quant=True,
-        )
+        yield "double", {"use_qlora": True, "quant": "nf4", "double_quant": True}
 
 
-def _text(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _text(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     shortest = max(SHORTEST_TEXT, ceil_div(facts.seq_len, SHORTEST_SHARE))
-    price = "longer texts are cut: what was cut is not learned"
     length = facts.seq_len // 2
     while length >= shortest:
-        title = f"{length} tokens instead of {facts.seq_len}"
-        yield _change(title, Cost.INPUTS, price, seq_len=length)
+        yield "text", {"seq_len": length}
         length //= 2
 
 
-def _image(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Iterator[Change]:
+def _image(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
     if facts.image_size is not None:
-        size = facts.image_size // 2
-        title = f"images of {size} pixels instead of {facts.image_size}"
-        price = "less detail; the model was pretrained on larger images"
-        yield _change(title, Cost.INPUTS, price, image_size=size)
+        yield "image", {"image_size": facts.image_size // 2}
 
 
 _TECHNIQUES = (

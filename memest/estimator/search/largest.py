@@ -272,19 +272,15 @@ class _Search:
         error = self._trials.get(value + 1)
         used = found.results[0] if found.fits else found.scenarios[0].unlimited
         return Largest(
-            plan=with_value(self.plan, self.series.key, shown),
-            gpu=self.gpu.name,
-            key=self.series.key,
-            value=value if value > 0 else None,
+            plan=with_value(self.plan, self.series.key, shown), gpu=self.gpu.name,
+            key=self.series.key, value=value if value > 0 else None,
             peak_allocated_bytes=used.peak_allocated_bytes,
-            peak_reserved_bytes=used.peak_reserved_bytes,
-            verdict=found.verdict,
+            peak_reserved_bytes=used.peak_reserved_bytes, verdict=found.verdict,
             next_needs_bytes=None if above is None else above.verdict.needs_bytes,
             at="" if above is None else above.verdict.at,
             ceiling=str(error) if isinstance(error, PlanError) else "",
-            num_traces=self.series.num_traces,
-            elapsed_s=elapsed_s,
-        )
+            num_traces=self.series.num_traces, elapsed_s=elapsed_s,
+        )  # fmt: skip
 
 
 TECHNIQUES: dict[str, dict[str, Any]] = read_table(__file__, "techniques.json")

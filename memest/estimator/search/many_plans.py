@@ -91,12 +91,9 @@ class ScalingLine:
 
 
 def scale(
-    values: Mapping[str, Any],
-    *,
-    strategies: Sequence[str],
-    devices: Sequence[int],
+    values: Mapping[str, Any], *, strategies: Sequence[str], devices: Sequence[int],
     jobs: int | None = None,
-) -> list[ScalingLine]:
+) -> list[ScalingLine]:  # fmt: skip
     """Predict the plan of `values` under each of `strategies` on each number of `devices`.
 
     A combination that contradicts itself, or that memest cannot model, is left out with a note.

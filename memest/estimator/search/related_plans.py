@@ -218,14 +218,9 @@ class RelatedPlans:
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        steps: Sequence[int],
-        values: Sequence[int],
-        key: str = "batch_size",
-        *,
+        self, gpu: Gpu, steps: Sequence[int], values: Sequence[int], key: str = "batch_size", *,
         accumulates: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.gpu, self.steps, self.values, self.key = gpu, steps, values, key
         self.accumulates = accumulates
         self._series: dict[TrainingPlan, TraceSeries] = {}

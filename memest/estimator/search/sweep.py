@@ -25,7 +25,7 @@ from memest.estimator.predict import target_gpus, trials
 from memest.models_meta.registry import check_name
 from memest.packages import PLANS, require
 from memest.plan import TrainingPlan
-from memest.plan.reading import read_limited
+from memest.plan.reading import read_limited, read_table
 from memest.plan.training_plan import PLAN_KEYS
 from memest.report import Outcome, PhaseRow, Term, Verdict, read_as
 
@@ -195,12 +195,9 @@ def sweep_grid(
 
 
 def sweep(
-    plans: Sequence[TrainingPlan],
-    *,
-    jobs: int | None = None,
-    engine: str = "local",
+    plans: Sequence[TrainingPlan], *, jobs: int | None = None, engine: str = "local",
     known: Known | None = None,
-) -> list[SweepPoint]:
+) -> list[SweepPoint]:  # fmt: skip
     """Predict every plan on each of its GPUs, in order.
 
     A plan that cannot be predicted gives points with an `error`. Points of plans in `known` are not
@@ -422,36 +419,17 @@ def _verdict(row: Mapping[str, Any]) -> Verdict | None:
     if not row["verdict"]:
         return None
     return Verdict(
-        verdict=Outcome(row["verdict"]),
-        margin_bytes=int(row["margin_bytes"]),
-        limit_bytes=int(row["limit_bytes"]),
-        reserved_bytes=int(row["peak_reserved_bytes"]),
-        spread_bytes=int(row.get("spread_bytes", 0)),
-        at=row["oom_at"],
-    )
+        verdict=Outcome(row["verdict"]), margin_bytes=int(row["margin_bytes"]),
+        limit_bytes=int(row["limit_bytes"]), reserved_bytes=int(row["peak_reserved_bytes"]),
+        spread_bytes=int(row.get("spread_bytes", 0)), at=row["oom_at"],
+    )  # fmt: skip
 
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 2, 4)  # numbers of micro-batches in the grid; they need no traces
 KINDS = ("params", "grads", "optimizer", "activations", "temporaries", "rest")
 
-_FULL = [
-    {"precision": precision, "optim": optim, "act_ckpt": is_ckpt}
-    for precision in ("32-true", "bf16-true")
-    for optim in ("adamw", "sgd", "adam_8bit")
-    for is_ckpt in (False, True)
-    if precision == "bf16-true" or optim == "adamw" or not is_ckpt
-]
-_MIXED = [{"precision": "bf16-mixed", "optim": "adamw", "act_ckpt": False}]
-_ADAPTED = [
-    {"precision": precision, "optim": "adamw", "act_ckpt": is_ckpt, "use_lora": True}
-    for precision, is_ckpt in (("32-true", False), ("bf16-true", False), ("bf16-true", True))
-]
-_QUANTIZED = [
-    {"precision": precision, "optim": "adamw", "act_ckpt": True, "use_qlora": True}
-    for precision in ("32-true", "bf16-true")
-]
-SETTINGS: tuple[Mapping[str, Any], ...] = (*_FULL, *_MIXED, *_ADAPTED, *_QUANTIZED)
+SETTINGS: Sequence[Mapping[str, Any]] = read_table(__file__, "grid.json")
 """Plan keys of each setting. Adapters train with AdamW, and 4-bit weights are multiplied in
 bf16, as in QLoRA's paper (arXiv:2305.14314). QLoRA checkpoints activations, which is
 peft's default."""
@@ -472,16 +450,10 @@ class Explored:
 
 
 def explore(
-    models: Sequence[str],
-    gpus: Sequence[str],
-    *,
-    settings: Sequence[Mapping[str, Any]] = SETTINGS,
-    batches: Sequence[int] = BATCHES,
-    micro_batches: Sequence[int] = MICRO_BATCHES,
-    seq_len: int | None = None,
-    jobs: int | None = None,
-    engine: str = "local",
-) -> list[Explored]:
+    models: Sequence[str], gpus: Sequence[str], *, settings: Sequence[Mapping[str, Any]] = SETTINGS,
+    batches: Sequence[int] = BATCHES, micro_batches: Sequence[int] = MICRO_BATCHES,
+    seq_len: int | None = None, jobs: int | None = None, engine: str = "local",
+) -> list[Explored]:  # fmt: skip
     """Predict every model with every setting, batch size and number of micro-batches, on each GPU.
 
     Plans that cannot be predicted are left out. `jobs` is the number of the engine's workers.
@@ -496,56 +468,46 @@ def explore(
         check_name(model)
     from memest.estimator.search.related_plans import SAME_MODEL
 
-    common = {"seq_len": seq_len, "batch_size": max(batches)}
+    grid = itertools.product(dict.fromkeys(models), settings, micro_batches, batches)
     plans = [
-        TrainingPlan.from_dict(setting, model_name=model, **common)
-        for model, setting in itertools.product(dict.fromkeys(models), settings)
-    ]
+        TrainingPlan.from_dict(
+            setting, model_name=model, seq_len=seq_len, accumulate_grad_batches=count,
+            batch_size=batch,
+        )
+        for model, setting, count, batch in grid
+    ]  # fmt: skip
+    same = {**SAME_MODEL, "accumulate_grad_batches": 1, "batch_size": 1}
     found = find_engine(engine, jobs).map_groups(
-        partial(_group, targets=targets, batches=batches, micro_batches=micro_batches), plans,
-        alike=lambda plan: replace(plan, **SAME_MODEL), label=_grid_label,
-        weight=lambda plans: len(plans) * len(batches) * len(micro_batches),
+        partial(_group, targets=targets), plans, alike=lambda plan: replace(plan, **same),
+        label=lambda plans: _grid_label(plans[0]),
     )  # fmt: skip
     raise_if_all_failed(found)
-    return [point for points in found if isinstance(points, list) for point in points]
+    return [point for point in found if isinstance(point, Explored)]
 
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
     """Predict one plan for an interactive page; `MemestError` if it cannot be predicted."""
-    found = _group(
-        [plan], targets=[find_gpu(name) for name in gpus], batches=(plan.batch_size,),
-        micro_batches=(plan.accumulate_grad_batches,),
-    )[0]  # fmt: skip
+    (found,) = _group([plan], targets=[find_gpu(name) for name in gpus])
     if isinstance(found, MemestError):
         raise found
-    return found[0]
+    return found
 
 
-def _grid_label(plans: Sequence[TrainingPlan]) -> str:
-    plan = plans[0]
+def _grid_label(plan: TrainingPlan) -> str:
     adapter = " QLoRA" if plan.use_qlora else " LoRA" if plan.use_lora else ""
     return f"{plan.model_name} {plan.precision}{adapter}"
 
 
 def _group(
-    plans: Sequence[TrainingPlan],
-    *,
-    targets: Sequence[Gpu],
-    batches: Sequence[int],
-    micro_batches: Sequence[int],
-) -> list[list[Explored] | MemestError]:
-    """Predict plans that share simulated runs, with each of `batches` and `micro_batches`."""
+    plans: Sequence[TrainingPlan], *, targets: Sequence[Gpu]
+) -> list[Explored | MemestError]:
+    """Predict plans that differ in optimizer, checkpointing, batch size and micro-batches only."""
     from memest.estimator.search.related_plans import RelatedPlans
 
+    batches = list(dict.fromkeys(plan.batch_size for plan in plans))
     steps = _progression(batches)
     chips = {gpu.chip: RelatedPlans(gpu, steps, batches) for gpu in reversed(targets)}
-
-    def points(plan: TrainingPlan) -> list[Explored]:
-        grid = itertools.product(micro_batches, batches)
-        sized = (replace(plan, accumulate_grad_batches=n, batch_size=b) for n, b in grid)
-        return [_point(each, chips, targets) for each in sized]
-
-    return [result_or_error(points, plan) for plan in plans]
+    return [result_or_error(_point, plan, chips, targets) for plan in plans]
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
@@ -570,12 +532,9 @@ def _point(
 
 
 def point_of(
-    plan: TrainingPlan,
-    terms: Iterable[Term],
-    reserved_bytes: int,
-    rows: Iterable[PhaseRow],
+    plan: TrainingPlan, terms: Iterable[Term], reserved_bytes: int, rows: Iterable[PhaseRow],
     verdicts: Mapping[str, Verdict],
-) -> Explored:
+) -> Explored:  # fmt: skip
     """Return a plan's entry in an interactive page, from rows of its report.
 
     `terms` are the kinds of memory at the peak, `rows` the bytes at the end of each phase.
