@@ -3,6 +3,7 @@
 import importlib.util
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,25 +12,16 @@ from memest.errors import UnsupportedError
 T = TypeVar("T")
 
 EXTRAS = {
-    "accelerate": "plans",
-    "huggingface_hub": "plans",
-    "lightning": "plans",
-    "matplotlib": "plots",
-    "mcp": "mcp",
-    "peft": "plans",
-    "pptx": "lecture",
-    "pynvml": "validate",
-    "ray": "ray",
-    "submitit": "slurm",
-    "transformers": "plans",
-    "yaml": "plans",
-}
-"""Extra of pyproject.toml that brings a package."""
+    "transformers": "plans", "accelerate": "plans", "huggingface_hub": "plans",
+    "lightning": "plans", "peft": "plans", "yaml": "plans", "matplotlib": "plots",
+    "pynvml": "validate", "nvidia.cudnn": "cudnn", "jsonargparse": "litgpt", "mcp": "mcp",
+    "pptx": "lecture", "ray": "ray", "submitit": "slurm",
+}  # fmt: skip
+"""Extra of pyproject.toml that brings a package; `memest doctor` looks for the first of each."""
 
 PLANS = ("transformers", "accelerate", "lightning", "peft")  # imported by the run of a plan
 _BY_NAME = {
     "bitsandbytes": "pip install bitsandbytes",
-    "datasets": "pip install datasets",
     "deepspeed": "pip install deepspeed",
     "flash_attn": "pip install flash-attn --no-build-isolation",
 }
@@ -104,4 +96,6 @@ def with_nvml(read: Callable[[Any], T]) -> T | None:
 
 def is_installed(package: str) -> bool:
     """Return whether the package can be imported, without importing it."""
-    return importlib.util.find_spec(package) is not None
+    with suppress(ModuleNotFoundError):  # the package of a submodule
+        return importlib.util.find_spec(package) is not None
+    return False

@@ -22,14 +22,8 @@ from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.predict import predict, record_plan, target_gpus, usable_bytes
 from memest.estimator.replay.recording import Timeline
 from memest.estimator.replay.recording import timeline as timeline_of
-from memest.estimator.search.many_plans import (
-    SETTINGS,
-    growths,
-    partition,
-    predict_all,
-    predict_each,
-    scale,
-)
+from memest.estimator.search import many_plans
+from memest.estimator.search.many_plans import partition, predict_all, predict_each
 from memest.estimator.search.sweep import Grid, fits_table, parse_values, read_rows, sweep_grid
 from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
@@ -76,9 +70,8 @@ class Pictures:
         if self.as_json:
             files = {"pictures": [str(p) for p in pictures], "data": str(data_file)}
             click.echo(json.dumps(files))
-            return
-        for written in (*pictures, data_file):
-            click.echo(written)
+        else:
+            click.echo("\n".join(map(str, (*pictures, data_file))))
 
 
 def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +128,9 @@ def lab(
     if not predicted:
         raise PlanError(f"`{suite}` has no plan that can be drawn", hint="name another suite")
     reports = [report for _, report in predicted]
+    name = path.stem
     if has_time:
+        name = f"{name}-time"
         figure = plots.plot_trade_off(reports, gpu=names[0], dark=pictures.dark)
     else:
         larger = [  # plans that do not fit, on a GPU that is large enough
@@ -147,9 +142,8 @@ def lab(
             made, _ = partition(larger, predict_each(larger, jobs=jobs) if larger else [])
         unlimited = {report.name: report for _, report in made}
         figure = plots.plot_ladder(
-            reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=path.stem
+            reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=name
         )
-    name = f"{path.stem}-time" if has_time else path.stem
     pictures.save(figure, name, [report.to_dict() for report in reports])
     forget(pictures.folder / path.stem)
 
@@ -172,9 +166,8 @@ def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags:
     with progress_bar():
         reports = predict_all(plans)
     for stem, report in zip(_stems("phases", plans), reports, strict=True):
-        figure = plots.plot_phases(
-            report, None, gpu_limit_bytes=limit_of(report), dark=pictures.dark
-        )
+        limit = limit_of(report)
+        figure = plots.plot_phases(report, None, gpu_limit_bytes=limit, dark=pictures.dark)
         pictures.save(figure, stem, [report.to_dict()])
 
 
@@ -204,14 +197,10 @@ def timeline(
         with progress_bar(plan.label):
             recording, known = record_plan(plan), predict(plan).plan
         line = timeline_of(recording, None if step is None else step - 1)
-        figure = plots.plot_timeline(
-            line,
-            name=plan.label,
-            gpu=recording.gpu,
-            gpu_limit_bytes=recording.limit_bytes,
-            dark=pictures.dark,
-            plan=known,  # with the length that is the model's default
-        )
+        figure = plots.plot_timeline(  # `known` has the length that is the model's default
+            line, name=plan.label, gpu=recording.gpu, gpu_limit_bytes=recording.limit_bytes,
+            dark=pictures.dark, plan=known,
+        )  # fmt: skip
         pictures.save(figure, stem, _points(line))
 
 
@@ -429,7 +418,7 @@ def scaling(
         )
     make_folder(pictures.folder)
     with progress_bar():
-        lines = scale(values, strategies=names, devices=numbers, jobs=jobs)
+        lines = many_plans.scale(values, strategies=names, devices=numbers, jobs=jobs)
     for line in lines:
         for note in line.notes:
             click.echo(f"{line.strategy}: {note}", err=True)
@@ -470,9 +459,9 @@ def fragmentation(
         )
     plan = with_gpus(read_plans(config, None, given_only(flags))[0], CHART_GPU)
     make_folder(pictures.folder)
-    chosen = tuple("" if text == "default" else text for text in settings) or SETTINGS
+    chosen = tuple("" if text == "default" else text for text in settings)
     with progress_bar(plan.label):
-        report, runs = growths(plan, chosen)
+        report, runs = many_plans.growths(plan, chosen or many_plans.SETTINGS)
     limit = usable_bytes(plan, target_gpus(plan)[0])
     figure = plots.plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=pictures.dark)
     rows = [row for run in runs for row in run.rows()]

@@ -5,12 +5,11 @@ import json
 import os
 import platform
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
 
-from memest import __version__
+from memest import __version__, packages
 from memest.cli.group import main
 from memest.cli.terminal import folded
 from memest.errors import PlanError, shown
@@ -19,15 +18,7 @@ from memest.estimator.hardware.gpus import list_gpus
 from memest.models_meta.registry import list_models
 from memest.report.text import evidence, render_gpus, render_models
 
-EXTRAS = {
-    "plans": "transformers",
-    "plots": "matplotlib",
-    "validate": "nvidia-ml-py",
-    "cudnn": "nvidia-cudnn-cu13",
-    "litgpt": "jsonargparse",
-}
-"""A package of each extra of pyproject.toml that users install."""
-
+EXTRAS = ("plans", "plots", "validate", "cudnn", "litgpt")  # of pyproject.toml, for users
 SETTINGS = ("MEMEST_TORCH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -48,7 +39,7 @@ def doctor() -> int:
         "simulated": _release() if "torch" in found else "",
         "installed": ", ".join(libraries),
         "missing": ", ".join(missing),
-        "extras": ", ".join(_extra(name, package) for name, package in EXTRAS.items()),
+        "extras": ", ".join(map(_extra, EXTRAS)),
         "settings": ", ".join(f"{key}={os.environ[key]}" for key in SETTINGS if key in os.environ),
     }
     for name, text in rows.items():
@@ -81,13 +72,12 @@ def _release() -> str:
     return f"{versions.KERNELS} {release.name}, {how}"
 
 
-def _extra(name: str, package: str) -> str:
+def _extra(name: str) -> str:
     """Return words on memest's optional dependencies `name`: installed, or how to install them."""
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return f"{name} missing: pip install 'memest-gpu[{name}]'"
-    return f"{name} installed"
+    package = next(package for package, extra in packages.EXTRAS.items() if extra == name)
+    if packages.is_installed(package):
+        return f"{name} installed"
+    return f"{name} missing: {packages.how_to_install(package)}"
 
 
 @main.command()
@@ -95,12 +85,12 @@ def _extra(name: str, package: str) -> str:
 def models(as_json: bool) -> None:
     """List the bundled models."""
     entries = list_models()
-    if as_json:
-        keys = ("name", "hub_id", "aliases", "family", "modality", "num_params")
-        for entry in entries:
-            click.echo(json.dumps({key: getattr(entry, key) for key in keys}))
+    if not as_json:
+        click.echo(folded(render_models(entries)))
         return
-    click.echo(folded(render_models(entries)))
+    for entry in entries:
+        keys = ("name", "hub_id", "aliases", "family", "modality", "num_params")
+        click.echo(json.dumps({key: getattr(entry, key) for key in keys}))
 
 
 @main.command()
@@ -126,13 +116,11 @@ def schema(name: str | None) -> None:
     """
     from memest.report.schema import REPORTS, schema_of
 
-    if name is None:
-        click.echo(json.dumps({each: schema_of(each) for each in REPORTS}, indent=1))
-        return
-    if name not in REPORTS:
+    if name is not None and name not in REPORTS:
         hint = f"known: {', '.join(REPORTS)}"
         raise PlanError(f"no report is called {shown(name)}", hint=hint)
-    click.echo(json.dumps(schema_of(name), indent=1))
+    found = schema_of(name) if name else {each: schema_of(each) for each in REPORTS}
+    click.echo(json.dumps(found, indent=1))
 
 
 @main.command()

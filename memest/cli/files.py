@@ -10,7 +10,8 @@ import click
 from memest.cli.terminal import folded
 from memest.errors import PlanError
 from memest.plan import TrainingPlan
-from memest.plan.training_plan import WITH_ADAPTERS, read_config, read_suite
+from memest.plan.keys import NEEDS
+from memest.plan.training_plan import read_config, read_suite
 from memest.report import SimulatedReport
 from memest.writing import why_not_writable, write_output
 
@@ -46,8 +47,8 @@ def read_plans(
         plans = [TrainingPlan.from_dict(given) if config is None else read_config(config, given)]
     needs = [] if tries_lora else [key for key in _OF_ADAPTERS if key in given]
     if needs and not any(plan.uses_adapters for plan in plans):
-        message = WITH_ADAPTERS.error.format(key=needs[0])
-        raise PlanError(message, hint=WITH_ADAPTERS.hint)
+        need = NEEDS["adapters"]
+        raise PlanError(need.error.format(key=needs[0]), hint=need.hint)
     return [replace(plan, trust_remote_code=trust_remote_code) for plan in plans]
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,17 @@ class StoredResults:
     """
 
     def __init__(self, target: Path, *, is_resumed: bool) -> None:
-        self.path = _stored_path(target)
-        self.known: dict[str, Any] = {}
         from memest.estimator.hardware.pace import PACE
 
+        self.path = _stored_path(target)
+        self._mode = "a" if is_resumed else "w"  # of the next line
         pace = os.environ.get(PACE, "")
         self._versions = {**library_versions(*STACK), PACE: pace}  # results may depend on each
-        found = self._read()
-        if is_resumed:
-            self.known = found
-        elif found:
-            click.echo(
-                f"{len(found)} results of an interrupted run are there; `--resume` uses them",
-                err=True,
-            )
-        self._is_new = not is_resumed
+        self.known = self._read()
+        if self.known and not is_resumed:
+            found = f"{len(self.known)} results of an interrupted run are there"
+            click.echo(f"{found}; `--resume` uses them", err=True)
+            self.known = {}
 
     def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -58,40 +54,16 @@ class StoredResults:
                 continue  # a line that the interrupt cut short
         return found
 
-    def of(self, plans: Iterable[TrainingPlan]) -> dict[TrainingPlan, Any]:
-        """Return the stored results of `plans`."""
-        keys = ((plan, plan_key(plan)) for plan in plans)
-        return {plan: self.known[key] for plan, key in keys if key in self.known}
-
     def add(self, plan: TrainingPlan, result: Any) -> None:
         """Append the result of `plan`, as JSON values, to the file."""
         row = {"version": self._versions, "plan": plan_key(plan), "result": result}
-        mode = "w" if self._is_new else "a"
-        with writing(self.path, "name another folder"), self.path.open(mode, encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
-        self._is_new = False
+        with (
+            writing(self.path, "name another folder"),
+            self.path.open(self._mode, encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(row) + "\n")
+        self._mode = "a"
         self.known[row["plan"]] = result
-
-    @contextmanager
-    def storing(self) -> Iterator[None]:
-        """Store the results of each task that ends in the block.
-
-        On an interrupt, the number of stored results is printed.
-        """
-
-        def store(event: Event) -> None:
-            if event.is_done:
-                for plan, result in results_of(event).items():
-                    self.add(plan, result)
-
-        try:
-            with watched(store):
-                yield
-        except KeyboardInterrupt:
-            if self.known:
-                stored = f"{len(self.known)} results are kept in {self.path}"
-                click.echo(f"\n{stored}; `--resume` goes on", err=True)
-            raise
 
 
 def forget(target: Path | None) -> None:
@@ -119,6 +91,35 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
     }
 
 
+@contextmanager
+def _stored(
+    plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool
+) -> Iterator[dict[TrainingPlan, Any]]:
+    """Yield the stored results of `plans`, and store those of each event in the block.
+
+    Nothing is stored if the command writes no file, `target`. On an interrupt, the number of stored
+    results is printed.
+    """
+    if target is None or is_stream(target):
+        yield {}
+        return
+    stored = StoredResults(target, is_resumed=is_resumed)
+
+    def store(event: Event) -> None:
+        for plan, result in results_of(event).items() if event.is_done else ():
+            stored.add(plan, result)
+
+    try:
+        with watched(store):
+            keys = {plan: plan_key(plan) for plan in plans}
+            yield {plan: stored.known[key] for plan, key in keys.items() if key in stored.known}
+    except KeyboardInterrupt:
+        if stored.known:
+            found = f"{len(stored.known)} results are kept in {stored.path}"
+            click.echo(f"\n{found}; `--resume` goes on", err=True)
+        raise
+
+
 def predict_resumably(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
@@ -126,12 +127,9 @@ def predict_resumably(
 
     With `is_resumed`, stored results are read and not predicted again.
     """
-    if target is None or is_stream(target):
-        return predict_each(plans, jobs=jobs)
-    stored = StoredResults(target, is_resumed=is_resumed)
-    known = {p: Prediction.from_dict(row) for p, row in stored.of(plans).items()}
-    new = [plan for plan in plans if plan not in known]
-    with stored.storing():
+    with _stored(plans, target, is_resumed=is_resumed) as rows:
+        known = {plan: Prediction.from_dict(row) for plan, row in rows.items()}
+        new = [plan for plan in plans if plan not in known]
         made = iter(predict_each(new, jobs=jobs) if new else ())
     return [known[plan] if plan in known else next(made) for plan in plans]
 
@@ -143,10 +141,7 @@ def sweep_resumably(
 
     With `is_resumed`, stored results are read and not predicted again.
     """
-    if target is None or is_stream(target):
-        return sweep_grid(grid, **how)
-    stored = StoredResults(target, is_resumed=is_resumed)
-    rows = stored.of([plan for _, plan in grid if isinstance(plan, TrainingPlan)])
-    known = {p: [SweepPoint.from_dict(p, row) for row in each] for p, each in rows.items()}
-    with stored.storing():
+    plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
+    with _stored(plans, target, is_resumed=is_resumed) as rows:
+        known = {p: [SweepPoint.from_dict(p, row) for row in each] for p, each in rows.items()}
         return sweep_grid(grid, known=known, **how)

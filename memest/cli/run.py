@@ -67,12 +67,8 @@ class _RunCommand(click.Command):
 
     def split(self, args: list[str]) -> tuple[list[str], list[str]]:
         """Return memest's options, and the script or module with its arguments."""
-        takes_value = {
-            name
-            for param in self.params
-            if isinstance(param, click.Option) and not param.is_flag
-            for name in param.opts
-        }
+        with_value = [p for p in self.params if isinstance(p, click.Option) and not p.is_flag]
+        takes_value = {name for param in with_value for name in param.opts}
         position = 0
         while position < len(args) and args[position].startswith("-"):
             token = args[position]
@@ -106,49 +102,38 @@ MAX_SECONDS_OF_RANK = 1800.0  # after which a rank is assumed to wait for an uns
 
 @main.command(cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--gpu",
-    "gpu_names",
-    multiple=True,
+    "--gpu", "gpu_names", multiple=True, shell_complete=completes(VALUES["gpu"]),
     help=f"GPU to simulate; by default {PRIMARY_GPU}. Repeat for verdicts on others.",
-    shell_complete=completes(VALUES["gpu"]),
-)
+)  # fmt: skip
 @click.option(
-    "--python",
-    type=PATH,
+    "--python", type=PATH,
     help="Interpreter or environment of the script, without memest; by default VIRTUAL_ENV.",
-)
+)  # fmt: skip
 @click.option("--gpu-memory", type=Size(), help="Memory of a GPU not in the catalogue: 24GiB.")
 @click.option("--memory-limit", type=Size(), help="Cap on the allocator: 78.4GiB.")
 @click.option("--beside", type=Size(), help="Memory that other processes hold: 24GiB.")
 @click.option("--nproc-per-node", type=click.IntRange(1), help="GPUs per node, as in `torchrun`.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes, as in `torchrun`.")
 @click.option(
-    "--ranks",
-    "numbers",
-    metavar="LIST",
-    default="",
+    "--ranks", "numbers", metavar="LIST", default="",
     help="Ranks to run: 0,5 or `all`. [the first and the last; up to 8 if these differ]",
-)
+)  # fmt: skip
 @click.option(
-    "--time-limit",
-    type=click.FloatRange(min=0, max=1e9, min_open=True),
+    "--time-limit", type=click.FloatRange(min=0, max=1e9, min_open=True),
     help="End the script after this time, seconds. [several GPUs: 1800]",
-)
+)  # fmt: skip
 @options.torch
 @click.option(
     "--max-steps", type=click.IntRange(1), help="End after this number of optimizer steps."
 )
 @click.option(
-    "--batch-parts",
-    type=click.IntRange(1),
-    default=1,
+    "--batch-parts", type=click.IntRange(1), default=1,
     help="Divide DataLoaders' batches by this, to simulate smaller ones.",
-)
+)  # fmt: skip
 @click.option(
-    "--strict",
-    is_flag=True,
+    "--strict", is_flag=True,
     help="Stop where a script reads an unknown value, or compiled code falls back to eager.",
-)
+)  # fmt: skip
 @click.option("--no-input", is_flag=True, help="Refuse a script that reads from stdin.")
 @click.option("--json", "json_path", type=OUT, help="Write the report to a file as JSON.")
 @click.option("--html", type=OUT, help="Write the report as a page.")
@@ -210,8 +195,7 @@ def run(
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
     ran = _run_chosen(chosen, run_one, files, runs_others=not numbers)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stdout.flush()
     sys.stderr.write(ran.error_text)
     if ran.refusal is not None:
         print_error(str(ran.refusal), ran.refusal.hint)
@@ -366,7 +350,7 @@ def _explain_missing_report(ran: RunResult) -> int:
 
 @contextlib.contextmanager
 def _no_real_gpu() -> Iterator[None]:
-    """Hide real GPUs from a CUDA build of torch; restore the environment after."""
+    """Hide real GPUs from a CUDA build of torch; restore the variable after."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -466,12 +450,9 @@ def _print(
 @click.argument("model")
 @click.argument("folder", type=PATH)
 @click.option(
-    "--format",
-    "layout",
-    type=click.Choice(["litgpt", "hf"]),
-    required=True,
+    "--format", "layout", type=click.Choice(["litgpt", "hf"]), required=True,
     help="Layout: of `litgpt download`, or of transformers' `save_pretrained`.",
-)
+)  # fmt: skip
 @click.option("--tokenizer", type=PATH, help="Copy the tokenizer of this folder.")
 def checkpoint(model: str, folder: Path, layout: str, tokenizer: Path | None) -> None:
     """Write a dummy checkpoint of MODEL to FOLDER.

@@ -12,7 +12,7 @@ K key heads, E head width.
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -143,55 +143,40 @@ class _Options(NamedTuple):
     block_table: Tensor | None = None
 
 
-def _with_options(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Add `_Options` to the signature of `function`, which transformers inspects."""
-    own = [p for p in signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    options = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in _Options._fields]
-    vars(function)["__signature__"] = Signature([*own, *options])
-    return function
+def _function(tensors: str, texts: str = "") -> Callable[..., Tensor]:
+    """Return a function of the package, whose signature transformers inspects.
+
+    Its arguments are `tensors`, then the bounds and longest lengths of `texts` that are packed into
+    one row, then the options.
+    """
+    names = (*tensors.split(), *texts.split())
+    every = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in (*names, *_Options._fields)]
+    arguments = Signature(every)
+
+    def attend(*args: Any, **named: Any) -> Tensor:
+        given = arguments.bind_partial(*args, **named).arguments
+        own = {name: given.pop(name) for name in names}
+        bounds = [own[name] for name in texts.split()]
+        if len(bounds) == 2:  # the same for queries and keys
+            bounds = [bounds[0], bounds[0], bounds[1], bounds[1]]
+        packed = own.get("qkv", own.get("kv"))
+        query, key, value = (own.get(name) for name in "qkv")
+        return _attend(query, key, value, packed, _Options(**given), *bounds)
+
+    vars(attend)["__signature__"] = arguments
+    return attend
 
 
-@_with_options
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Tensor:
-    """Return the attention of (B, L, H, E) with (B, S, K, E), called as `flash_attn`."""
-    return _attend(q, k, v, None, _Options(*options, **named))
+_QUERIES_AND_KEYS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 
-
-@_with_options
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any,
-    max_seqlen_k: Any, *options: Any, **named: Any,
-) -> Tensor:  # fmt: skip
-    """Return the attention of texts packed into one row, (N, H, E), with bounds `cu_seqlens`."""
-    texts = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _attend(q, k, v, None, _Options(*options, **named), *texts)
-
-
-def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Tensor:
-    """Return the attention of (B, L, 3, H, E): query, key and value."""
-    return _attend(None, None, None, qkv, _Options(*options, **named))
-
-
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Tensor:
-    """Return the attention of (B, L, H, E) with (B, S, 2, K, E): key and value."""
-    return _attend(q, None, None, kv, _Options(*options, **named))
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Any, *options: Any, **named: Any
-) -> Tensor:
-    """Return the attention of texts packed into one row, (N, 3, H, E)."""
-    texts = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _attend(None, None, None, qkv, _Options(*options, **named), *texts)
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Any,
-    max_seqlen_k: Any, *options: Any, **named: Any,
-) -> Tensor:  # fmt: skip
-    """Return the attention of texts packed into one row, (N, H, E) with (S, 2, K, E)."""
-    texts = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _attend(q, None, None, kv, _Options(*options, **named), *texts)
+# Tensors are (B, L, H, E) or (B, S, K, E), and (N, H, E) of packed texts; `kv` and `qkv` have a
+# dimension of 2 or 3 before the heads.
+flash_attn_func = _function("q k v")
+flash_attn_varlen_func = _function("q k v", _QUERIES_AND_KEYS)
+flash_attn_qkvpacked_func = _function("qkv")
+flash_attn_kvpacked_func = _function("q kv")
+flash_attn_varlen_qkvpacked_func = _function("qkv", "cu_seqlens max_seqlen")
+flash_attn_varlen_kvpacked_func = _function("q kv", _QUERIES_AND_KEYS)
 
 
 def _attend(

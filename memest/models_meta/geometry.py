@@ -52,18 +52,15 @@ def layer_geometry(model: nn.Module, config: ModelConfig) -> LayerGeometry | Non
     matrices = [tuple(p.shape) for p in layer.parameters() if p.dim() == 2]
     num_wide = sum(sorted(shape) == sorted((h, f)) for shape in matrices)
     return LayerGeometry(
-        h=h,
-        a=a,
-        k=_first(text, ("num_key_value_heads",)) or a,
-        head_dim=_first(text, ("head_dim",)) or h // a,
-        f=f,
+        h=h, a=a, k=_first(text, ("num_key_value_heads",)) or a,
+        head_dim=_first(text, ("head_dim",)) or h // a, f=f,
         is_gated=num_wide >= 3 or any(sorted(m) == sorted((h, 2 * f)) for m in matrices),
         activation=str(_first(text, _ACTIVATIONS) or "gelu"),
         hidden_dropout=float(_first(text, _HIDDEN_DROPOUTS) or 0),
         attention_dropout=float(_first(text, _ATTENTION_DROPOUTS) or 0),
         num_written_norms=sum(_is_written_norm(m, h) for m in layer.modules()),
         num_weights=sum(rows * columns for rows, columns in matrices),
-    )
+    )  # fmt: skip
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:

@@ -399,12 +399,10 @@ def write_checkpoint(
             write_tokenizer(model.vocabulary, folder)
         model.write(folder)
     return Written(
-        folder=folder,
-        model=model.name,
-        num_tensors=len(model.weights),
+        folder=folder, model=model.name, num_tensors=len(model.weights),
         num_bytes=sum(path.stat().st_size for path in folder.iterdir()),
         stands_for_bytes=sum(t.numel() * t.itemsize for t in model.weights.values()),
-    )
+    )  # fmt: skip
 
 
 def _about(model: str, name: str, layout: str, tokenizer: Path | None) -> str:

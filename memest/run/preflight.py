@@ -449,7 +449,7 @@ EIGHT_BIT_SHARE = 0.74
 PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cut
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Suggestion:
     """A change to a script, and the bytes that it saves at the peak."""
 
@@ -468,42 +468,25 @@ def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
     temporaries = held.get("temporaries", 0)
     cached = report.verdicts[report.gpu].needs_bytes - report.peak_allocated_bytes
     if in_step and temporaries:
-        yield Suggestion(
-            title="`fused=True` in the optimizer",
-            price="nothing: the same update in one kernel, without temporaries",
-            saved_bytes=temporaries,
-        )
+        price = "nothing: the same update in one kernel, without temporaries"
+        yield Suggestion("`fused=True` in the optimizer", price, temporaries)
     if cached and EXPANDABLE not in report.allocator:
-        yield Suggestion(
-            title=f"`PYTORCH_ALLOC_CONF={EXPANDABLE}` in the environment",
-            price="nothing: the allocator keeps less in pieces that nothing fits into",
-            saved_bytes=cached,
-            alloc_conf=EXPANDABLE,
-        )
-    grows = held.get("activations", 0) + held.get("batch", 0) + (0 if in_step else temporaries)
-    parts = next((n for n in PARTS if grows - grows // n >= over), 0)
-    if parts:
-        yield Suggestion(
-            title=f"1/{parts} of the micro-batch, and {parts} times the accumulation",
-            price="same mathematics, at most a little more time",
-            saved_bytes=grows - grows // parts,
-            options=("--batch-parts", str(parts)),
-        )
-    yield Suggestion(
-        title="activation checkpointing, if it is not on",
-        price="same mathematics, about a third more time",
-        saved_bytes=held.get("activations", 0) // 2,
-    )
-    yield Suggestion(
-        title="an 8-bit optimizer, if its state is of 32 bits",
-        price="another optimizer",
-        saved_bytes=int(held.get("optimizer", 0) * EIGHT_BIT_SHARE),
-    )
-    yield Suggestion(
-        title="LoRA adapters instead of all parameters",
-        price="fewer parameters trained",
-        saved_bytes=held.get("grads", 0) + held.get("optimizer", 0),
-    )
+        title = f"`PYTORCH_ALLOC_CONF={EXPANDABLE}` in the environment"
+        price = "nothing: the allocator keeps less in pieces that nothing fits into"
+        yield Suggestion(title, price, cached, alloc_conf=EXPANDABLE)
+    activations = held.get("activations", 0)
+    grows = activations + held.get("batch", 0) + (0 if in_step else temporaries)
+    if parts := next((n for n in PARTS if grows - grows // n >= over), 0):
+        title = f"1/{parts} of the micro-batch, and {parts} times the accumulation"
+        price = "same mathematics, at most a little more time"
+        yield Suggestion(title, price, grows - grows // parts, ("--batch-parts", str(parts)))
+    price = "same mathematics, about a third more time"
+    yield Suggestion("activation checkpointing, if it is not on", price, activations // 2)
+    state = held.get("optimizer", 0)
+    title = "an 8-bit optimizer, if its state is of 32 bits"
+    yield Suggestion(title, "another optimizer", int(state * EIGHT_BIT_SHARE))
+    title = "LoRA adapters instead of all parameters"
+    yield Suggestion(title, "fewer parameters trained", held.get("grads", 0) + state)
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:

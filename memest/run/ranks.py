@@ -42,12 +42,9 @@ def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> li
     mailbox = Mailbox()
     mailbox.open()
     first = Rank(
-        rank=0,
-        world_size=size,
-        num_local=num_local or 1,
-        is_launched=num_local is not None or num_nodes > 1,
-        mailbox=mailbox,
-    )
+        rank=0, world_size=size, num_local=num_local or 1,
+        is_launched=num_local is not None or num_nodes > 1, mailbox=mailbox,
+    )  # fmt: skip
     return [replace(first, rank=rank) for rank in _numbers(numbers, size)]
 
 

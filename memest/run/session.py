@@ -70,17 +70,10 @@ class Session:
     """
 
     def __init__(
-        self,
-        gpu: Gpu,
-        *,
-        memory_limit: int | None = None,
-        name: str = "a block of code",
-        rank: Rank = ALONE,
-        batch_parts: int = 1,
-        torch_release: str | None = None,
-        others: Sequence[str] = DEFAULT_GPUS,
-        **options: Any,
-    ) -> None:
+        self, gpu: Gpu, *, memory_limit: int | None = None, name: str = "a block of code",
+        rank: Rank = ALONE, batch_parts: int = 1, torch_release: str | None = None,
+        others: Sequence[str] = DEFAULT_GPUS, **options: Any,
+    ) -> None:  # fmt: skip
         self.gpu = gpu
         self._others = others
         self._open = ExitStack()
@@ -168,15 +161,10 @@ class Session:
 
 
 def virtual_gpu(
-    gpu: str = PRIMARY_GPU,
-    *,
-    gpu_memory: int | str | None = None,
-    memory_limit: int | str | None = None,
-    beside: int | str | None = None,
-    max_steps: int | None = None,
-    strict: bool = False,
-    torch_release: str | None = None,
-) -> Session:
+    gpu: str = PRIMARY_GPU, *, gpu_memory: int | str | None = None,
+    memory_limit: int | str | None = None, beside: int | str | None = None,
+    max_steps: int | None = None, strict: bool = False, torch_release: str | None = None,
+) -> Session:  # fmt: skip
     """Simulate a GPU for the code of a `with` block.
 
         with memest.virtual_gpu("a100-80gb") as gpu:
@@ -209,12 +197,10 @@ def virtual_gpu(
     if max_steps is not None and max_steps < 1:
         raise PlanError(f"`max_steps` is {max_steps}", hint="give at least 1, or leave it out")
     return Session(
-        found if beside is None else found.beside(parse_bytes(beside)),
-        memory_limit=limit,
-        max_steps=max_steps,
-        is_strict=strict,
+        found if beside is None else found.beside(parse_bytes(beside)), memory_limit=limit,
+        max_steps=max_steps, is_strict=strict,
         torch_release=None if torch_release is None else known(torch_release).name,
-    )
+    )  # fmt: skip
 
 
 def ending_of(error: BaseException | None) -> tuple[Ending, str]:

@@ -27,7 +27,6 @@ from memest.loops import data
 from memest.models_meta import flash_attention, registry
 from memest.models_meta.build import BuiltModel
 from memest.models_meta.quantized import layers_to_quantize
-from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 
 
@@ -205,9 +204,9 @@ class Loaded(nn.Module):
 def test_the_device_map_has_an_index_which_accelerate_1_2_accepts(
     device: str, expected: object
 ) -> None:
-    plan, built = TrainingPlan(model_name="gpt2"), BuiltModel(module=Loaded(), notes=())
+    plan = TrainingPlan(model_name="gpt2", use_qlora=True)
 
-    data.load_base(plan, resolve_config("gpt2"), built, is_random=True, device=device)
+    data.load_base(plan, BuiltModel(module=Loaded(), notes=()), device=device)
 
     assert Loaded.options["device_map"] == {"": expected}
 
