@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from memest.estimator.replay.recording import Span, Timeline
+from memest.estimator.replay.recording import PhaseSpan, Timeline
 from memest.plots import style
 from memest.plots.style import Canvas, Panel, Theme, shortened, slide, text_on, text_width
 from memest.plots.words import dotted, gpu_label, setting_words, version_words
@@ -135,7 +135,7 @@ def _room_for(
     return place
 
 
-def _draw_spans(panel: Panel, spans: Sequence[Span]) -> None:
+def _draw_spans(panel: Panel, spans: Sequence[PhaseSpan]) -> None:
     """Draw a strip with the names forward, backward and step, and lines between these phases."""
     axes, theme, per_x, height = panel.axes, panel.theme, panel.per_x, panel.height
     shades = {"forward": theme.band[0], "backward": theme.band[1], "step": theme.band[0]}

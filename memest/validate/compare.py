@@ -27,7 +27,7 @@ STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class Deviation:
     """A predicted and a measured figure, in bytes."""
 
     what: str
@@ -60,9 +60,9 @@ class Comparison:
     name: str
     measured: Measurement
     predicted: Prediction
-    totals: Mapping[str, Difference]
-    phases: tuple[Difference, ...]  # allocated at each phase, in order; as many as both sides have
-    states: tuple[Difference, ...]  # params, grads and optimizer bytes that differ
+    totals: Mapping[str, Deviation]
+    phases: tuple[Deviation, ...]  # allocated at each phase, in order; as many as both sides have
+    states: tuple[Deviation, ...]  # params, grads and optimizer bytes that differ
     residual: str  # phase and part in which the largest difference begins; empty if there is none
     versions: tuple[str, ...]  # libraries with different versions on the two sides
 
@@ -72,7 +72,7 @@ class Comparison:
         return self.predicted.verdict in (self.measured.verdict, Outcome.MAY)
 
     @property
-    def worst_phase(self) -> Difference | None:
+    def worst_phase(self) -> Deviation | None:
         """Phase with the largest error in per cent."""
         return max(self.phases, key=lambda d: abs(d.error_percent), default=None)
 
@@ -151,11 +151,11 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
     pairs = list(zip(predicted.phases, measured.phases, strict=False))
     of_phases = predicted.phase_intervals or [exactly(p.allocated_bytes) for p, _ in pairs]
     phases = tuple(
-        Difference(what=_label(m), predicted=found, measured_bytes=m.allocated_bytes)
+        Deviation(what=_label(m), predicted=found, measured_bytes=m.allocated_bytes)
         for found, (_, m) in zip(of_phases, pairs, strict=False)
     )
     states = tuple(
-        Difference(
+        Deviation(
             what=f"{key} {_label(m)}",
             predicted=exactly(getattr(p, key)),
             measured_bytes=getattr(m, key),
@@ -182,13 +182,13 @@ def exactly(num_bytes: int) -> Interval:
     return Interval(low_bytes=num_bytes, high_bytes=num_bytes)
 
 
-def _total(name: str, predicted: Prediction, measured: Measurement) -> Difference:
+def _total(name: str, predicted: Prediction, measured: Measurement) -> Deviation:
     """Return predicted and measured figure `name`; of several ranks, that with the largest
     error."""
     key = TOTALS[name]
     found = predicted.intervals.get(name) or exactly(getattr(predicted, key))
     values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]
-    each = [Difference(what=key, predicted=found, measured_bytes=value) for value in values]
+    each = [Deviation(what=key, predicted=found, measured_bytes=value) for value in values]
     return max(each, key=lambda difference: abs(difference.error_percent))
 
 

@@ -224,7 +224,7 @@ ACTIONS = {
 }  # fmt: skip
 """Number of each action in a recording. `free_requested` marks a free that other streams defer."""
 
-MAX_EVENTS = 4_000_000  # number of events above which torch drops the oldest
+MAX_ENTRIES = 4_000_000  # number of events above which torch drops the oldest
 
 
 def file_stem(label: str) -> str:
@@ -436,7 +436,7 @@ def _recorded(
     Each request has its Python stack. Call it before the model is built.
     """
     torch.cuda.memory._record_memory_history(
-        enabled="all", context="alloc", stacks="python", max_entries=MAX_EVENTS
+        enabled="all", context="alloc", stacks="python", max_entries=MAX_ENTRIES
     )
     run.recorder.on_row = lambda: run.marks.append(count_events())
 

@@ -12,7 +12,7 @@ import memest
 from memest import TrainingPlan, predict
 from memest.estimator.hardware.gpus import custom_gpu, find_gpu, list_gpus
 from memest.estimator.replay.scenarios import (
-    MAX_EVENTS,
+    MAX_SEARCH_EVENTS,
     UNIT_BYTES,
     LeastLimit,
     highest_need,
@@ -82,7 +82,7 @@ def test_a_smaller_limit_that_holds_the_allocated_bytes_is_found() -> None:
 
 
 def test_a_long_run_is_replayed_few_times_and_its_need_fits() -> None:
-    run = Run(range(150, 901), num_events=MAX_EVENTS)
+    run = Run(range(150, 901), num_events=MAX_SEARCH_EVENTS)
 
     needs = run.needs(1000)
     assert 150 <= needs < 250

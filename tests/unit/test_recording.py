@@ -17,8 +17,8 @@ from torch.cuda import _memory_viz
 from memest.errors import PlanError
 from memest.estimator.predict import record_plan
 from memest.estimator.replay.recording import (
+    PhaseSpan,
     Recording,
-    Span,
     chrome_trace,
     record_run,
     timeline,
@@ -111,9 +111,9 @@ def test_the_timeline_is_one_step_by_what_it_is_held_for() -> None:
     assert {kind: values[0] for kind, values in line.kinds.items() if values[0]} == kept
     forward, backward, step = line.spans
     assert [s.name for s in line.spans] == ["forward", "backward", "step"]
-    assert forward == Span("forward", 0, 3)  # batch, activation, zero_grad
-    assert backward == Span("backward", 3, 5)  # gradient, activation
-    assert step == Span("step", 5, 7)
+    assert forward == PhaseSpan("forward", 0, 3)  # batch, activation, zero_grad
+    assert backward == PhaseSpan("backward", 3, 5)  # gradient, activation
+    assert step == PhaseSpan("step", 5, 7)
     assert line.kinds["temporaries"][6] == 1024
     assert line.kinds["batch"] == [0, 512, 512, 512, 512, 512, 512, 512, 0]
     assert line.kinds["activations"] == [0, 0, 3 * MIB, 3 * MIB, 3 * MIB, 0, 0, 0, 0]
@@ -136,7 +136,7 @@ def test_a_run_out_of_memory_ends_in_its_phase() -> None:
 
     assert recording.actions[-1].action == "oom"
     assert recording.actions[-1].num_bytes == line.refused_bytes == 3 * MIB
-    assert line.spans == (Span("forward", 0, 2),)  # the workspace and the batch
+    assert line.spans == (PhaseSpan("forward", 0, 2),)  # the workspace and the batch
     entry = torch_snapshot(recording)["device_traces"][0][-1]
     assert entry["action"] == "oom"
     assert entry["device_free"] == 2 * MIB

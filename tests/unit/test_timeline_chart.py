@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from memest.errors import PlanError
-from memest.estimator.replay.recording import KINDS, Span, Timeline
+from memest.estimator.replay.recording import KINDS, PhaseSpan, Timeline
 from memest.plots import Picture, plot_fits, plot_largest_batch, plot_timeline, retitle, svg_text
 from memest.plots.heatmap import MAX_ROWS
 from memest.plots.style import DARK, HEIGHT, LIGHT, VERDICTS
@@ -35,8 +35,8 @@ def line(num_points: int = 8, *, refused_bytes: int = 0) -> Timeline:
         kinds=kinds,
         reserved=[13 * GIB] * num_points,
         spans=(
-            Span("forward", 0, 3), Span("backward", 3, 6),
-            Span("step", 6, num_points - 1),
+            PhaseSpan("forward", 0, 3), PhaseSpan("backward", 3, 6),
+            PhaseSpan("step", 6, num_points - 1),
         ),
         peak=3,
         where="lm_head, aten.mm",

@@ -81,7 +81,7 @@ class Recording(Player):
         self.marks.append(Mark(len(self.actions), step, micro_batch, phase))
 
 
-MAX_EVENTS = 4_000_000  # most events of a recording, as of real ones: some GB of memory
+MAX_RECORDED_EVENTS = 4_000_000  # most events of a recording, as of real ones: some GB of memory
 
 
 def record_run(
@@ -98,7 +98,7 @@ def record_run(
     program, count = run.program, run.num_micro_batches
     of_step = (part for micro in range(count) for part in program.parts(1, micro, count))
     num_events = len(program.setup) + run.num_steps * sum(len(part.events) for part in of_step)
-    if num_events > MAX_EVENTS:
+    if num_events > MAX_RECORDED_EVENTS:
         raise PlanError(
             f"{num_events} events are too many for a recording",
             hint="simulate fewer `steps`, or fewer micro-batches in each",
@@ -129,7 +129,7 @@ def is_of_segment(action: Entry) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PhaseSpan:
     """A phase of a step: the points (positions in a `Timeline`) from `start` to `stop`."""
 
     name: str  # name: `forward`, `backward` or `step`
@@ -147,7 +147,7 @@ class Timeline:
     step: int
     kinds: dict[str, Sequence[int]]  # a value per point for each of `KINDS`, from the step's start
     reserved: Sequence[int]
-    spans: tuple[Span, ...]
+    spans: tuple[PhaseSpan, ...]
     peak: int  # point with most allocated
     where: str  # module and operator of the peak; "" if the step began with it
     refused_bytes: int  # bytes of the failed request that ended the step; 0 if none failed
@@ -175,7 +175,7 @@ class StepBlocks:
     num_points: int
     blocks: list[Lifetime]  # blocks, ordered by start
     reserved: list[tuple[int, int]]  # (point, bytes reserved from then on)
-    spans: tuple[Span, ...]
+    spans: tuple[PhaseSpan, ...]
     refused_bytes: int  # bytes of the failed request that ended the step; 0 if none failed
 
 
@@ -258,14 +258,14 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
 
 def _spans(
     marks: Sequence[Mark], points: dict[int, int], last: int, is_cut: bool
-) -> tuple[Span, ...]:
+) -> tuple[PhaseSpan, ...]:
     found = [
-        Span(_STRETCH[after.phase], points[before.index], points[after.index])
+        PhaseSpan(_STRETCH[after.phase], points[before.index], points[after.index])
         for before, after in pairwise(marks)
         if after.phase in _STRETCH
     ]
     if is_cut and marks and marks[-1].phase in _NEXT:
-        found.append(Span(_NEXT[marks[-1].phase], points[marks[-1].index], last))
+        found.append(PhaseSpan(_NEXT[marks[-1].phase], points[marks[-1].index], last))
     return tuple(found)
 
 

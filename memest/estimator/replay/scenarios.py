@@ -22,7 +22,7 @@ from memest.units import ceil_div, format_bytes
 
 UNIT_BYTES = 2 << 20  # step of the search: segments are multiples of it (`kSmallBuffer`)
 NUM_PROBES = 8  # evenly spaced limits that are tried from the top before the bisection
-MAX_EVENTS = 1_500_000  # replayed by a search at most, 2 s of CPU; most runs have 100,000
+MAX_SEARCH_EVENTS = 1_500_000  # replayed by a search at most, 2 s of CPU; most runs have 100,000
 MIN_REPLAYS = 3  # replays of a search, however long the run is
 
 
@@ -31,8 +31,8 @@ class LeastLimit:
 
     Fitting is not monotone: a smaller limit frees cached blocks earlier, which can leave larger
     free blocks. The search tries `NUM_PROBES` limits downwards and bisects below the first that
-    fails, so the result fits and one unit less does not. If `MAX_EVENTS` allows few replays, the
-    bisection ends early, at a limit that fits.
+    fails, so the result fits and one unit less does not. If `MAX_SEARCH_EVENTS` allows few replays,
+    the bisection ends early, at a limit that fits.
 
     Args:
         replay: runs under a limit in bytes. Returns whether the run fits, and the peak reserved;
@@ -49,7 +49,7 @@ class LeastLimit:
         *, num_events: int, is_felt_early: bool = False,
     ) -> None:  # fmt: skip
         self._replay = replay
-        self._num_left = max(MIN_REPLAYS, MAX_EVENTS // max(1, num_events))
+        self._num_left = max(MIN_REPLAYS, MAX_SEARCH_EVENTS // max(1, num_events))
         self._num_probes = NUM_PROBES if self._num_left > 2 * NUM_PROBES else 0
         self._allocated = allocated_bytes // UNIT_BYTES
         self._reserved = ceil_div(reserved_bytes, UNIT_BYTES)
