@@ -143,8 +143,8 @@ class _Options(NamedTuple):
     block_table: Tensor | None = None
 
 
-def _function(tensors: str, texts: str = "") -> Callable[..., Tensor]:
-    """Return a function of the package, whose signature transformers inspects.
+def _function(name: str, tensors: str, texts: str = "") -> Callable[..., Tensor]:
+    """Return the function `name` of the package, whose signature transformers inspects.
 
     Its arguments are `tensors`, then the bounds and longest lengths of `texts` that are packed into
     one row, then the options.
@@ -163,6 +163,7 @@ def _function(tensors: str, texts: str = "") -> Callable[..., Tensor]:
         query, key, value = (own.get(name) for name in "qkv")
         return _attend(query, key, value, packed, _Options(**given), *bounds)
 
+    attend.__name__ = attend.__qualname__ = name
     vars(attend)["__signature__"] = arguments
     return attend
 
@@ -171,12 +172,16 @@ _QUERIES_AND_KEYS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 
 # Tensors are (B, L, H, E) or (B, S, K, E), and (N, H, E) of packed texts; `kv` and `qkv` have a
 # dimension of 2 or 3 before the heads.
-flash_attn_func = _function("q k v")
-flash_attn_varlen_func = _function("q k v", _QUERIES_AND_KEYS)
-flash_attn_qkvpacked_func = _function("qkv")
-flash_attn_kvpacked_func = _function("q kv")
-flash_attn_varlen_qkvpacked_func = _function("qkv", "cu_seqlens max_seqlen")
-flash_attn_varlen_kvpacked_func = _function("q kv", _QUERIES_AND_KEYS)
+flash_attn_func = _function("flash_attn_func", "q k v")
+flash_attn_varlen_func = _function("flash_attn_varlen_func", "q k v", _QUERIES_AND_KEYS)
+flash_attn_qkvpacked_func = _function("flash_attn_qkvpacked_func", "qkv")
+flash_attn_kvpacked_func = _function("flash_attn_kvpacked_func", "q kv")
+flash_attn_varlen_qkvpacked_func = _function(
+    "flash_attn_varlen_qkvpacked_func", "qkv", "cu_seqlens max_seqlen"
+)
+flash_attn_varlen_kvpacked_func = _function(
+    "flash_attn_varlen_kvpacked_func", "q kv", _QUERIES_AND_KEYS
+)
 
 
 def _attend(
