@@ -93,7 +93,7 @@ def record_run(
     `gpu` is a name for files and charts.
 
     Raises:
-        PlanError: the run has more than `MAX_EVENTS` events.
+        PlanError: the run has more than `MAX_RECORDED_EVENTS` events.
     """
     program, count = run.program, run.num_micro_batches
     of_step = (part for micro in range(count) for part in program.parts(1, micro, count))
