@@ -89,7 +89,7 @@ FRESH = (
 RECENT = (
     "further models of torchvision, timm, transformers and PEFT, on an H200",
     "2026-11-30",
-    "",
+    "windows of one element, and sequences, in groups",
 )
 """Words of the row of `field/recent.py`: its estimates were committed before its steps ran."""
 

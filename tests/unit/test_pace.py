@@ -196,10 +196,10 @@ def test_resized_images_have_their_planes_and_the_scale() -> None:
     ("shape", "is_transposed", "groups", "kind"),
     [
         ((32, 16, 3), False, 1, "convolution float16"),
-        ((32, 4, 3), False, 4, "convolution grouped bfloat16"),
-        ((16, 1, 3), False, 16, "convolution grouped bfloat16"),
+        ((32, 4, 3), False, 4, "convolution grouped 1d bfloat16"),
+        ((16, 1, 3), False, 16, "convolution grouped 1d bfloat16"),
         ((16, 32, 3), True, 1, "convolution float16"),
-        ((16, 8, 3), True, 4, "convolution grouped bfloat16"),
+        ((16, 8, 3), True, 4, "convolution grouped 1d bfloat16"),
     ],
 )
 def test_groups_of_a_convolution_are_a_kind_of_their_own(

@@ -91,6 +91,15 @@ def test_groups_of_both_halves_are_kinds_of_their_own(dtype: torch.dtype) -> Non
     assert found.kind in table_of(H100)._kinds
 
 
+def test_a_convolution_with_a_weight_in_channels_last_runs_in_channels_last() -> None:
+    plain, x = meta(8, 1, 7, 7), meta(2, 8, 16, 16)
+    last = plain.as_strided((8, 1, 7, 7), (49, 1, 7, 1))
+    rest = (None, [1, 1], [3, 3], [1, 1], False, [0, 0], 8)
+
+    assert " nhwc" in work(aten.convolution.default, x, last, *rest).kind
+    assert " nhwc" not in work(aten.convolution.default, x, plain, *rest).kind
+
+
 def test_pools_of_volumes_have_their_window_or_ratio() -> None:
     x = meta(2, 8, 16, 16, 16)
     windows = work(aten.max_pool3d_with_indices.default, x, [2, 2, 2], [2, 2, 2])

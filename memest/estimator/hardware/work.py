@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 
 from memest.estimator.tensors.placement import tensors_in
 from memest.estimator.versions import allows_tf32
@@ -280,7 +280,8 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     """Work of a convolution: its positions, channels of a group, elements of the window, groups.
 
-    A transposed one counts as the plain one that it reverses. `wide` is depthwise above 5 x 5.
+    A transposed one counts as the plain one that it reverses. In groups, windows of one element and
+    depthwise ones above 5 x 5 (`wide`) have other kernels, and so have sequences.
     """
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]
@@ -292,9 +293,12 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     positions = [t.numel() // max(1, t.shape[1]) for t in ends]
     size = (*positions, *weight.shape[:2], prod(weight.shape[2:]))
     if (groups := ends[1].shape[1] // max(1, weight.shape[1])) > 1:
-        kind += " grouped" + " wide" * (weight.shape[1] == 1 and x.dim() < 5 and size[4] > 25)
+        is_wide = weight.shape[1] == 1 and x.dim() < 5 and size[4] > 25
+        kind += " grouped" + " one" * (size[4] == 1) + " wide" * is_wide + " 1d" * (x.dim() == 3)
         size = (*positions, weight.shape[0] // groups, *size[3:], groups)
-    kind += " 3d" * (x.dim() == 5) + _layout(x)
+    # `cudnn_conv_suggest_memory_format` of ATen/native/ConvUtils.h
+    is_last = _layout(x) or suggest_memory_format(weight) == torch.channels_last
+    kind += " 3d" * (x.dim() == 5) + " nhwc" * bool(is_last)
     flops = 2 * positions[0] * weight.numel() * max(1, data + weights)
     found = _with_rate(kind, rate_of(x.dtype, "conv"), size, flops, num_bytes)
     if kind.split()[1:] == ["nhwc"] and size[0] == size[1] and size[4] == 1:
