@@ -259,8 +259,8 @@ Causes of what is outside:
 rank. The estimates are blind. {estimates} Under `hf-zero1` to
 `hf-zero3` each group of parameters counted as a step. The later estimates have the present rules,
 which count the Python of FSDP1, FSDP2 and DTensors. {later_estimates}
-No rule has a time from these steps. Python of DeepSpeed's ZeRO-3 does not count, nor the host's
-work on images in `blip2`.
+Those of `ds-zero3` and `hf-zero3` count the Python of ZeRO-3, and the others were made before. No
+rule has a time from these steps. The host's work on images in `blip2` does not count.
 
 | case | step, ms | estimated, ms | between | off | later, ms | off |
 |---|--:|--:|---|--:|--:|--:|
