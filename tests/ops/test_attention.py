@@ -288,6 +288,30 @@ def test_flash_backward_of_grouped_heads_holds_expanded_gradients() -> None:
     ]  # fmt: skip
 
 
+def test_packed_texts_have_a_logsumexp_per_token_and_blocks_between_them_in_the_backward() -> None:
+    """`varlen_attn`: three texts of 300 tokens, grouped heads."""
+    tokens, H, K, E = 300, 8, 2, 64
+    q, kv, lse = tokens * H * E * 2, tokens * K * E * 2, tokens * H * 4
+    rows = H * (tokens + 3 * 128)
+    made = {"dtype": bf16, "device": "meta"}
+    query, key = torch.empty(tokens, H, E, **made), torch.empty(tokens, K, E, **made)
+    starts = torch.empty(4, dtype=torch.int32, device="meta")
+    lengths = starts, starts, 150, 150, 0.0
+
+    with Operations(A100) as operations:
+        out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, key, *lengths, True, False
+        )
+        torch.ops.aten._flash_attention_backward(
+            query, query, key, key, out, sums, *lengths, True, state, unused
+        )
+
+    assert operations.events("_flash_attention_forward") == [q, lse, 16, 8]
+    assert operations.events("_flash_attention_backward") == [
+        q, kv, kv, rows * 4, rows * E * 4, q, q, -q, -q, -rows * E * 4, -rows * 4,
+    ]  # fmt: skip
+
+
 def test_efficient_backward_in_float32_frees_the_product_before_its_workspace() -> None:
     """Two tiles of 64 x 64 for 96 queries, four more floats for a lock, per batch and head."""
     B, H, L, S, E = 2, 4, 96, 130, 64

@@ -55,6 +55,12 @@ def test_other_softmaxes_are_rows(shape: tuple[int, ...], dim: int) -> None:
     assert work(aten._log_softmax.default, x, dim, False).kind == "_log_softmax 2"
 
 
+def test_a_power_of_a_number_has_as_many_tensors_as_its_list() -> None:
+    found = work(aten._foreach_pow.ScalarAndTensor, 0.9, [meta(), meta(), meta()])
+
+    assert found.num_tensors == 3
+
+
 def test_a_softmax_of_masked_rows_has_no_rows() -> None:
     assert work(aten._safe_softmax.default, meta(4, 8, 16), 1).kind == "_safe_softmax 2"
 

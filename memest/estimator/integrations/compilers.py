@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -51,13 +51,15 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     @patches.wrap(torch, "compile")
     def compile_as_simulated(compile_: Any, model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return partial(compile_as_simulated, **options)
         backend = options.get("backend")
         how = _captures(options.get("mode"), backend, options.get("options") or {})
         if how:
-            raise UnsupportedError(
-                f"`{how}` records CUDA graphs, whose memory is not simulated",
-                hint="compile without them, or not at all (`--compile false` of LitGPT)",
-            )
+            hint = "compile without them, or not at all (`--compile false` of LitGPT)"
+            refuse = refusing(f"`{how}` records CUDA graphs, whose memory", hint)
+            # a function of a library may never be called
+            return wraps(model)(refuse) if isinstance(model, FunctionType) else refuse()
         if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
             raise UnsupportedError(
                 "`torch.compile` by Thunder is not simulated", hint="run the script without Thunder"
@@ -70,8 +72,6 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
         if any([given.pop(name, False) for name in TUNING]):  # a list: removes all
             _note_once(mode.guesses.warn, mode, TUNED)
             options["options"] = given
-        if model is None:
-            return partial(compile_as_simulated, **options)
         with warnings.catch_warnings(action="ignore"):  # of modules that the compiler imports
             compiled = compile_(model, **options)
         owner = getattr(model, "__self__", None)

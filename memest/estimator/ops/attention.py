@@ -447,10 +447,34 @@ def flash_backward(c: KernelCall) -> Events:
     shape = _Shape.of(c)
     copies = [t.nbytes for t in (c.grad_out, c["out"]) if not _tokens_first(t)]
     rows = shape.B * shape.H * round_up(shape.L, 128)
-    scratch = [rows * _FLOAT_BYTES, rows * rounded_head_width(shape.E) * _FLOAT_BYTES]
-    if shape.K != shape.H:
-        scratch += [shape.B * shape.S * shape.H * shape.E * shape.itemsize] * 2
-    return around(copies, _gradients(c) + passing(*scratch))
+    grouped_bytes = shape.B * shape.S * shape.H * shape.E * shape.itemsize
+    return around(copies, _flash_gradients(c, rows, shape.E, grouped_bytes * (shape.K != shape.H)))
+
+
+def _flash_gradients(c: KernelCall, rows: int, E: int, grouped_bytes: int) -> Events:
+    scratch = [rows * _FLOAT_BYTES, rows * rounded_head_width(E) * _FLOAT_BYTES]
+    return _gradients(c) + passing(*scratch, *[grouped_bytes] * 2)
+
+
+def _packs_texts(c: KernelCall) -> bool:
+    """Return whether texts are one after another, as (tokens, H, E), without dropout."""
+    return c.cum_seq_q is not None and not c.dropout_p
+
+
+@registry.requests("_flash_attention_forward", modelled=_packs_texts)
+def packed_forward(c: KernelCall) -> Events:
+    """Requests of `mha_varlen_fwd`: output, logsumexp, 16 random bytes, 8 unused."""
+    return outputs({0: c.query.nbytes, 1: c.out[1].nbytes, 2: 16, 3: 8})
+
+
+@registry.requests("_flash_attention_backward", modelled=_packs_texts)
+def packed_backward(c: KernelCall) -> Events:
+    """Requests of `mha_varlen_bwd`: those of `mha_bwd`, with 128 tokens more for each sequence."""
+    tokens, H, E = c.query.shape
+    copies = [t.nbytes for t in (c.grad_out, c["out"]) if not t.is_contiguous()]
+    rows = H * (tokens + 128 * (c.cum_seq_q.numel() - 1))
+    grouped_bytes = c.key.size(0) * H * E * c.key.itemsize * (c.key.size(1) != H)
+    return around(copies, _flash_gradients(c, rows, E, grouped_bytes))
 
 
 def _gradients(c: KernelCall) -> Events:

@@ -49,6 +49,23 @@ def load(path: Any, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **options)
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_an_adapter_is_loaded_into_a_model_by_its_state(folder: Path) -> None:
+    """`load_adapter` of transformers names the arguments of `_load_pretrained_model`."""
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    model, config = (
+        load(folder / "whole").cuda(),
+        LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),
+    )
+    model.add_adapter(config)
+    state = get_peft_model_state_dict(model)
+    model.load_adapter(adapter_state_dict=state, peft_config=config, adapter_name="other")
+
+    assert sum("other" in name for name, _ in model.named_parameters()) == len(state)
+
+
 @pytest.mark.parametrize("device_map", ["cuda", "auto", {"": 0}])
 @pytest.mark.parametrize("kind", ["whole", "shards", "bin", "bare", "stand-ins"])
 def test_all_kinds_of_weights_take_the_same(

@@ -365,6 +365,46 @@ def test_the_option_for_cuda_graphs_is_refused_by_its_name() -> None:
     torch.compile(nn.Linear(4, 4).cuda(), options={"triton.cudagraphs": False})
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_function_that_would_record_cuda_graphs_is_refused_where_it_is_called() -> None:
+    @torch.compile(mode="reduce-overhead")
+    def of_a_library(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with pytest.raises(UnsupportedError, match="mode='reduce-overhead'"):
+        of_a_library(torch.ones(2, device="cuda"))
+
+
+def test_compiled_autograd_traces_a_backward_as_on_a_gpu(gpu: VirtualGpu) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).cuda()
+
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = layers(x).square().mean()
+        loss.backward()
+        return loss
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step(torch.ones(2, 8, device="cuda"))
+
+    assert all(p.grad is not None and p.grad.is_cuda for p in layers.parameters())
+    assert gpu.mode.notes.warnings == []
+
+
+def test_a_compiled_mask_of_known_labels_chooses_as_many_rows_as_on_a_gpu(gpu: VirtualGpu) -> None:
+    @torch.compile
+    def chosen(hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = labels[:, 1:] != -100
+        return hidden[:, :-1][mask], (hidden > 0).any(-1)
+
+    labels = torch.full((2, 8), -100)
+    labels[:, :5] = 1
+    rows, unknown = chosen(torch.zeros(2, 8, 65536, device="cuda"), labels.cuda())
+
+    assert rows.shape == (8, 65536)
+    assert not gpu.mode.values.is_known(unknown)
+
+
 def test_another_backend_gets_the_graph(gpu: VirtualGpu) -> None:
     graphs = []
 

@@ -10,8 +10,9 @@ import struct
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.abc import InspectLoader
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -30,8 +31,9 @@ from memest.estimator.hardware.work import fused_work, rate_of
 from memest.estimator.ops.attention import cudnn_output
 from memest.estimator.ops.autograd_ops import CASTS
 from memest.estimator.ops.convolution import convolution_format
+from memest.estimator.tensors.known_values import KnownValues, ValueUnknown
 from memest.estimator.tensors.patches import Patches, setting
-from memest.estimator.tensors.placement import CPU, GPU, INSIDE, META
+from memest.estimator.tensors.placement import CPU, GPU, INSIDE, META, storage_key
 from memest.estimator.versions import allows_tf32, simulated
 from memest.units import round_up
 
@@ -205,11 +207,16 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
         torch._C, "_conv_determine_backend_memory_format",
         lambda tensor, weight, backend: convolution_format(tensor, weight),
     )  # fmt: skip
-    patches.set(
-        guards, "_empty_strided_cuda",
-        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
-    )  # fmt: skip
+
+    patches.set(guards, "_empty_strided_cuda", partial(_empty_cuda, mode))
     patches.set(guards, "copy_if_misaligned", lambda tensor: tensor)
+
+
+def _empty_cuda(mode: CudaSimMode, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    """Allocate a buffer with unknown values, which a kernel writes."""
+    made = torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+    mode.values.drop(storage_key(made))
+    return made
 
 
 def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
@@ -234,7 +241,11 @@ def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
 
     if INSIDE.compiles:
         place_on_gpu(graph)
-        return compile_fx.compile_fx_inner(graph, inputs, **options)
+        follow = _follow_values(mode.values, graph)
+        made = compile_fx.compile_fx_inner(graph, inputs, **options)
+        if hasattr(made, "current_callable"):
+            made.current_callable = follow(made.current_callable)
+        return made
     hooks = mode.attribution.modules.without_hooks
     try:
         with _disable_current_modes(), as_the_compiler(mode), hooks():
@@ -244,6 +255,65 @@ def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
     except Exception as error:
         mode.guesses.warn(EAGERLY.format(name="a backward", why=why(error)))
         return make_boxed_func(graph.forward)
+
+
+class _Name(str):
+    """Name of a node among the arguments of another."""
+
+
+def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
+    """Return a decorator of the compiled `graph` that computes its integers and flags, if known.
+
+    Kernels write no values. A mask decides shapes after the graph, as does `labels != -100`.
+    """
+    from torch.fx.node import map_arg
+
+    def named(value: Any) -> Any:
+        return map_arg(value, lambda node: _Name(node.name))
+
+    nodes = {n.name: (n.op, n.target, named(n.args), named(n.kwargs)) for n in graph.graph.nodes}
+    inputs = [name for name, node in nodes.items() if node[0] == "placeholder"]
+    results = next(args[0] for op, _, args, _ in nodes.values() if op == "output")
+
+    def decorate(call: Any) -> Any:
+        def called(given: Any) -> Any:
+            is_guessed = values.is_guessed(given)
+            known = {
+                n: values.value_of(v) if isinstance(v, Tensor) else v
+                for n, v in zip(inputs, given, strict=False)
+            }
+            made = call(given)
+            for name, tensor in zip(results, made, strict=False):
+                is_tensor = isinstance(name, _Name) and isinstance(tensor, Tensor)
+                if is_tensor and not tensor.is_floating_point() and values.may_hold(tensor):
+                    unknown = (ValueUnknown, NotImplementedError, RuntimeError)
+                    with suppress(*unknown), _disable_current_modes():
+                        values.adopt_like(tensor, _value(values, nodes, known, name))
+                        values.guessed.update([storage_key(tensor)] * is_guessed)
+            return made
+
+        return called
+
+    return decorate
+
+
+def _value(values: KnownValues, nodes: Any, known: dict[str, Any], name: str) -> Any:
+    """Compute the value of a node and of those that it depends on, or raise `ValueUnknown`."""
+    from torch.fx.node import map_aggregate
+
+    def given(value: Any) -> Any:
+        return _value(values, nodes, known, value) if isinstance(value, _Name) else value
+
+    if name not in known:
+        op, func, args, kwargs = nodes[name]
+        if op != "call_function":
+            raise ValueUnknown(name)
+        args, kwargs = map_aggregate((args, kwargs), given)
+        is_op = isinstance(func, torch._ops.OpOverload)
+        known[name] = values.compute(func, args, kwargs) if is_op else func(*args, **kwargs)
+    if known[name] is None:
+        raise ValueUnknown(name)
+    return known[name]
 
 
 class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -330,14 +400,16 @@ class Kernel:
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Record a launch; the first run allocates what timing of configs needs."""
-        self._mode.work.add(fused_work(value for value in args if isinstance(value, Tensor)))
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        self._mode.work.add(fused_work(tensors))
+        changed = [tensors[i] for i in self._declared.changes if i < len(tensors)]
+        for tensor in changed:
+            self._mode.values.drop(storage_key(tensor))
         ways, self._num_ways = self._num_ways, 1
         if ways < 2:
             return
         self._mode.timed[self._source] = True
         cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        changed = [tensors[i] for i in self._declared.changes if i < len(tensors)]
         for _ in range(ways):
             budget = float(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
             if not self._declared.saves_memory:

@@ -44,6 +44,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
             lambda self, tx, name, *_: mode if name == "_init_group" else nullcontext(),
         )  # fmt: skip
         _install_device(patches, dynamo.device_interface)
+        _install_autograd(patches, mode, dynamo)
 
         @patches.wrap(dynamo.exc.Unsupported, "__init__")
         def init_and_warn(init: Any, self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
@@ -75,6 +76,18 @@ def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
         del example_grad
         place_on_gpu(joint)
         return forward, joint
+
+
+def _install_autograd(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
+    """Let compiled autograd trace a backward as on a GPU: its stack is closed after the trace."""
+    instance = dynamo.compiled_autograd.AutogradCompilerInstance
+
+    @patches.wrap(instance, "begin_capture")
+    def begin(capture: Any, self: Any, *args: Any) -> Any:
+        hooks = mode.attribution.modules.without_hooks()
+        for context in (_disable_current_modes(), as_the_compiler(mode), hooks):
+            self.stack.enter_context(context)
+        return capture(self, *args)
 
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:

@@ -108,13 +108,13 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
     wrap_everywhere(patches, module, "_get_torch_dtype" if is_old else "_get_dtype")(dtype_of)
 
     @patches.wrap(module.PreTrainedModel, "_load_pretrained_model")
-    def load_state(
-        load: Any, model: Any, state: Any, files: Any, config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def load_state(load: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(load).bind(*args, **kwargs)
+        model, state, files, *configs = given.args
         if state is None and files and isinstance(files[0], NoWeights):
-            conversions = getattr(config, "weight_mapping", None)  # none before transformers 5
+            conversions = getattr(configs[0], "weight_mapping", None)  # none before transformers 5
             state, files = _weights_of(model, conversions, mode), None
-        return load(model, state, files, config, *args, **kwargs)
+        return load(model, state, files, *configs, **given.kwargs)
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
