@@ -159,7 +159,7 @@ class Term:
 
     @property
     def note(self) -> str:
-        """The arithmetic and the reason, without the operator at the end of the reason."""
+        """The arithmetic and the reason for the bytes, for tables; operators are left out."""
         if self.kind == "params":
             return self.arithmetic
         head, colon, tail = self.why.rpartition(": ")

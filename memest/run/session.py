@@ -456,7 +456,7 @@ def _drop_own_frames(summary: traceback.TracebackException, seen: set[int]) -> N
 
 
 def _frames_of_script(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
-    """Yield the frames of the script and of libraries, without those of replaced kernels."""
+    """Yield the frames of the script and of libraries, without memest's own."""
     has_begun = is_within = False
     for frame in frames:
         if frame.filename.startswith(_MEMEST) or frame.filename in _RUNPY:

@@ -206,9 +206,8 @@ def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
 
 
 def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallLog]:
-    """Match the calls of the sample runs, one by one; calls that differ in any run are distinct.
-    Return the polynomials of each distinct call, and the first run's log with calls numbered by
-    them."""
+    """Fit polynomials to the calls of the sample runs, which are matched by position. Return those
+    of each distinct call, and the first run's log, in which each call has their index."""
     known: dict[tuple[int, ...], int] = {}
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):

@@ -45,7 +45,7 @@ LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)  # tried alone, if nothing cheaper 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One change of a plan."""
+    """A change of a plan: new values of keys, with a title and the kind of cost."""
 
     title: str
     cost: Cost

@@ -33,7 +33,8 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 
 
 def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
-    """Call `trace`, which simulates a plan; `UnsupportedError` in a forked process."""
+    """Return `trace(*args)`, the simulated run of a plan; `UnsupportedError` in a forked
+    process."""
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
     return trace(*args)
@@ -69,7 +70,7 @@ class TraceSeries:
         return self.known(value) or self.trace(value)
 
     def known(self, value: int) -> TracedPlan | None:
-        """Return the program at `value`, or None if it requires a further simulated run."""
+        """Return the program at `value` if it follows from runs that exist, else None."""
         if value in self._traces:
             return self._traces[value]
         if value in self._covered:
