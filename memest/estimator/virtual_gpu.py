@@ -43,7 +43,7 @@ from memest.estimator.tensors.placement import (
 )
 from memest.estimator.torch_api import saved_hooks
 from memest.estimator.torch_api.attributes import constructors, host_values, moves
-from memest.estimator.torch_api.cuda import driver, memory, nvml, streams
+from memest.estimator.torch_api.cuda import driver, graphs, memory, nvml, streams
 from memest.estimator.torch_api.distributed import process_group
 from memest.estimator.torch_api.files import checkpoints, pretrained
 
@@ -157,7 +157,9 @@ class VirtualGpu:
         named = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # or hidden: real GPUs, not this one
         if named is not None:
             patches.on_undo(partial(os.environ.__setitem__, "CUDA_VISIBLE_DEVICES", named))
-        for part in (moves, constructors, host_values, driver, streams, memory, nvml, encoder):
+        for part in (
+            moves, constructors, host_values, driver, streams, graphs, memory, nvml, encoder,
+        ):  # fmt: skip
             part.install(patches, mode)
         follow_autocast(patches)
         install_layouts(patches, mode.attribution.lines.current)

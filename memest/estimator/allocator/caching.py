@@ -14,6 +14,7 @@ from memest.estimator.allocator.blocks import (
     SMALL_REQUEST_BYTES,
     AddressSpace,
     FreeBlocks,
+    link,
     round_request,
     segment_bytes,
 )
@@ -116,6 +117,37 @@ class CachingAllocator:
         allocated = self.allocated_bytes = self.allocated_bytes + block.num_bytes
         if allocated > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated
+        return block
+
+    def malloc_at(self, address: int, num_bytes: int, stream: int) -> Block:
+        """Return a block at an address that is free, as `setCheckpointPoolState` makes it."""
+        pool, block = next(
+            (pool, block)
+            for pool in self.pools_of(stream)
+            for block in pool.blocks()
+            if block.address <= address < block.address + block.num_bytes
+        )
+        pool.discard(block)
+        before, after = address - block.address, block.address + block.num_bytes - address
+        if before:
+            left = Block(block.address, before, block.is_small, True, block.previous, block, stream)
+            link(left)
+            pool.insert(left)
+        if after > num_bytes:
+            right = Block(
+                address + num_bytes,
+                after - num_bytes,
+                block.is_small,
+                True,
+                block,
+                block.next,
+                stream,
+            )
+            link(right)
+            pool.insert(right)
+        block.address, block.num_bytes, block.is_free = address, num_bytes, False
+        self.allocated_bytes += num_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def rounded(self, num_bytes: int) -> int:

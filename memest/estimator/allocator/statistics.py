@@ -102,6 +102,21 @@ class CountingAllocator(CachingAllocator):
             history.allocated(block)
         return block
 
+    def malloc_at(self, address: int, num_bytes: int, stream: int) -> Block:
+        """Count and serve a request at an address; see `CachingAllocator.malloc_at`."""
+        block = super().malloc_at(address, num_bytes, stream)
+        block.requested_bytes = size = block.num_bytes
+        before, after = block.previous, block.next
+        rests = [b for b in (before, after) if b is not None and b.is_free]
+        first = before.previous if before is not None and before.is_free else before
+        last = after.next if after is not None and after.is_free else after
+        if first is None and last is None:  # the whole segment was free
+            split = len(rests), sum(b.num_bytes for b in rests)
+        else:
+            split = len(rests) - 1, -size
+        self._count(block.is_small, _REQUESTS, (1, size, 1, size, size, *split))
+        return block
+
     def free(self, block: Block) -> None:
         """Free a block and count that; see `CachingAllocator.free`."""
         if self.history is not None:

@@ -7,7 +7,7 @@ where it would on the GPU.
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from heapq import heappop, heappush
 from typing import Any
 
@@ -123,6 +123,9 @@ class Memory:
         self.logs_driver = False  # flag: log events of the driver; only scripts on one GPU do
         self.on_free: Callable[[int], None] = lambda key: None  # called with a freed storage's key
         self.on_fold: Callable[[], None] = lambda: None  # called before `History.fold` searches
+        self.addresses: dict[int, int] = {}  # of storages without a block, by id
+        self.raw_blocks: dict[int, int] = {}  # ids of blocks without a tensor, by address
+        self.overwritten: dict[int, str] = {}  # torch's error for a use of a storage, by its key
         self._timeline = timeline
         self._references: dict[int, _Reference] = {}
         self._on_free = self._storage_freed
@@ -165,6 +168,57 @@ class Memory:
     def adopt(self, tensor: Tensor, index: int) -> None:
         """Make `tensor` the owner of storage `index`, which has no tensor."""
         self._hold(tensor.untyped_storage(), index)
+
+    def hold_at(self, storage: torch.UntypedStorage, address: int) -> None:
+        """Put a storage on the GPU at `address` without a request: a replayed graph writes it."""
+        index = self.storages.add(0, Site("", "", ""), self.kind)
+        self._hold(storage, index)
+        self._request(index)
+        self.addresses[index] = address
+
+    def detach(self, key: int) -> None:
+        """Free the block of a live storage, which keeps its address."""
+        index = self.live[key]
+        address, storage = self.address_of(key), self._references.pop(index)()
+        self._release(index)
+        if storage is not None:
+            self.hold_at(storage, address)
+
+    def address_of(self, key: int) -> int:
+        """Return the address of a live storage; 0 if it is empty."""
+        index = self.live[key]
+        block = self.blocks.get(index)
+        return self.addresses.get(index, 0) if block is None else block.address
+
+    def blocks_of(self, pool: int) -> dict[int, Block]:
+        """Return the live blocks of a stream or private pool, by the ids of their storages."""
+        self.settle()
+        return {index: block for index, block in self.blocks.items() if block.stream == pool}
+
+    def restore(
+        self, pool: int, live: Mapping[int, int], owners: Collection[int], site: Site
+    ) -> None:
+        """Restore a private pool to its `live` blocks, of which `live` has the bytes by address.
+
+        `owners` are keys of storages at these addresses, which hold their blocks from now on. The
+        others become `raw_blocks`.
+        """
+        for index in self.blocks_of(pool):
+            reference = self._references.get(index)
+            self.detach(reference.key) if reference is not None else self.free(index)
+        self.settle()
+        for address, num_bytes in live.items():
+            index = self.raw_blocks[address] = self.storages.add(num_bytes, site, self.kind)
+            self.blocks[index] = self.allocator.malloc_at(address, num_bytes, pool)
+            self.log.open.append(index)
+            self.storages.streams[index] = pool
+            self.history.allocated(index, site)
+        for key in owners:
+            index, before = self.raw_blocks.pop(self.address_of(key)), self.live[key]
+            storage = self._references.pop(before)()
+            self._release(before)
+            if storage is not None:
+                self._hold(storage, index)
 
     def allocate_like(self, index: int) -> int:
         """Allocate a storage without a tensor, as large as storage `index`; return the new id."""
@@ -274,8 +328,10 @@ class Memory:
         index, key = reference.index, reference.key
         self._release(index)
         self._references.pop(index, None)
+        self.addresses.pop(index, None)
         if self.live.get(key) == index:
             del self.live[key]
+            self.overwritten.pop(key, None)
             self.on_free(key)
         self.pace.made(-PER_STORAGE)
 

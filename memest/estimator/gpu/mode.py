@@ -251,6 +251,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = storage_key(tensor)
             if key in live:
                 on_gpu = True
+                if key in self.memory.overwritten:  # by a CUDA graph that was replayed since
+                    raise RuntimeError(self.memory.overwritten[key])
             elif key in host_storages:
                 on_host = True
             else:

@@ -85,6 +85,7 @@ class Timeline:
         self._kernels_us: dict[int, float] = {}  # by the number of the work in the log
         self._capture_pool: int | None = None
         self.mem_pool: int | None = None  # number of the pool of `torch.cuda.use_mem_pool`
+        self._tree_pool: int | None = None  # that of CUDA graph trees while they run a function
         self.streams_of_pools: dict[int, int] = {}  # stream that allocates from a private pool
         self._pools: dict[int, list[int]] = defaultdict(list)
         self._num_taken: dict[int, int] = defaultdict(int)
@@ -262,11 +263,19 @@ class Timeline:
         if pool is not None:
             self.streams_of_pools[pool] = self.stream
 
+    def serve_from(self, pool: int | None) -> None:
+        """Serve all requests, also of a backward, from the private pool `pool`; None ends that."""
+        self._tree_pool = pool
+        if pool is not None:
+            self.streams_of_pools[pool] = self.stream
+
     @property
     def pool(self) -> int:
         """Pool that serves the next request: the current stream's pool, or a private one."""
         if self._capture_pool is not None:
             return self._capture_pool
+        if self._tree_pool is not None:
+            return self._tree_pool
         if self.mem_pool is None or torch._C._current_autograd_node() is not None:
             return self.stream  # backward runs in another thread
         self.streams_of_pools[self.mem_pool] = self.stream

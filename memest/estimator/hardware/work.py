@@ -410,6 +410,7 @@ class WorkLog:
         self.is_in_engine = False  # True within the step of DeepSpeed's engine
         self.has_host = True  # False while host operators are not part of training
         self._stepped: set[int] = set()
+        self._captured: list[Work] | None = None
         self._end = 0
         self._index: dict[Work, int] = {}
 
@@ -435,6 +436,16 @@ class WorkLog:
         self.add(by_bytes(f"{direction}_{'pinned' if is_pinned else 'pageable'}", num_bytes))
         if waits:
             self.wait()
+
+    def capture(self) -> None:
+        """Keep the kernels that follow apart, until `captured`: a CUDA graph is being captured."""
+        self._captured = []
+
+    def captured(self) -> Work | None:
+        """Return the kernels since `capture` as one launch; None if there are none."""
+        found, self._captured = self._captured or [], None
+        flat = [each for work in found for each in (work._replace(more=()), *work.more)]
+        return flat[0]._replace(more=tuple(flat[1:])) if flat else None
 
     def wait(self) -> None:
         """Let the host wait until the GPU is done."""
@@ -493,6 +504,9 @@ class WorkLog:
         return index
 
     def _add(self, index: int) -> None:
+        if self._captured is not None:
+            self._captured.append(self.works[index])
+            return
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             host = BACKWARD  # checkpointing runs a forward again
         else:

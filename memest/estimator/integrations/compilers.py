@@ -5,7 +5,7 @@ Functions for other compilers run uncompiled, with more temporaries; the report 
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial, wraps
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,14 +21,8 @@ from memest.estimator.integrations import inductor
 from memest.estimator.tensors.patches import NOT_COMPILED, Patches, constant, refusing
 
 TUNED = "`torch.compile` compiled with its defaults: what tuning kernels allocates is not simulated"
-CAPTURED = (
-    f"{TUNED}, nor are the CUDA graphs of `mode='max-autotune'`, which keep pools of their own"
-)
 TUNING = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 """Options of `torch.compile` with which Inductor times kernels (torch/_inductor/config.py)."""
-
-CAPTURES = "reduce-overhead"
-"""Mode of `torch.compile` with CUDA graphs, which have their own memory pools."""
 
 SCRIPTED = "`torch.jit` ran its functions eagerly: nothing is fused"
 
@@ -54,20 +48,19 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
         if model is None:
             return partial(compile_as_simulated, **options)
         backend = options.get("backend")
-        how = _captures(options.get("mode"), backend, options.get("options") or {})
-        if how:
-            hint = "compile without them, or not at all (`--compile false` of LitGPT)"
-            refuse = refusing(f"`{how}` records CUDA graphs, whose memory", hint)
-            # a function of a library may never be called
-            return wraps(model)(refuse) if isinstance(model, FunctionType) else refuse()
+        if str(backend).startswith("cudagraphs"):  # torch/_dynamo/backends/cudagraphs.py
+            raise UnsupportedError(
+                f"`torch.compile(backend={backend!r})` is not simulated",
+                hint="use `mode='reduce-overhead'`, which captures CUDA graphs too",
+            )
         if "thunder" in str(backend or "") or "thunder" in getattr(backend, "__module__", ""):
             raise UnsupportedError(
                 "`torch.compile` by Thunder is not simulated", hint="run the script without Thunder"
             )
         tuning = str(options.get("mode"))
         if "max-autotune" in tuning:
-            _note_once(mode.guesses.warn, mode, CAPTURED if tuning == "max-autotune" else TUNED)
-            options["mode"] = None
+            _note_once(mode.guesses.warn, mode, TUNED)
+            options["mode"] = "reduce-overhead" if tuning == "max-autotune" else None  # CUDA graphs
         given = dict(options.get("options") or {})
         if any([given.pop(name, False) for name in TUNING]):  # a list: removes all
             _note_once(mode.guesses.warn, mode, TUNED)
@@ -87,20 +80,6 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
         return call
 
     inductor.install(patches, mode, hooks)
-
-
-def _captures(given: Any, backend: Any, options: Mapping[str, Any]) -> str:
-    """Return the option by which a compiled function would record CUDA graphs; "" if none."""
-    if given == CAPTURES:
-        return f"torch.compile(mode={given!r})"
-    if str(backend).startswith("cudagraphs"):  # torch/_dynamo/backends/cudagraphs.py
-        return f"torch.compile(backend={backend!r})"
-    if options.get("triton.cudagraphs"):
-        return 'torch.compile(options={"triton.cudagraphs": True})'
-    from torch._inductor import config
-
-    is_set = config.triton.cudagraphs and backend in (None, "inductor")
-    return "torch._inductor.config.triton.cudagraphs = True" if is_set else ""
 
 
 def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:

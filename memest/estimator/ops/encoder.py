@@ -198,3 +198,4 @@ def _layer(src: Tensor, *args: Any) -> Tensor:
 
 
 registry.register("_native_multi_head_attention", composed=_attention)
+registry.register("_transformer_encoder_layer_fwd", composed=_layer)

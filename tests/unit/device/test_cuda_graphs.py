@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from memest.estimator.hardware.gpus import find_gpu
+from memest.estimator.hardware.work import NUM_HOSTS
 from memest.estimator.virtual_gpu import VirtualGpu
 from memest.units import MIB
 
@@ -91,3 +93,112 @@ def test_a_graphed_callable_trains(virtual: VirtualGpu) -> None:
 
     assert layer.weight.grad is not None
     assert layer.weight.grad.is_cuda
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8192, 512)
+        self.blocks = nn.ModuleList(Block(512, 8) for _ in range(4))
+        self.head = nn.Linear(512, 8192, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+def figures() -> tuple[int, int, int]:
+    """Bytes allocated, at the peak, and reserved."""
+    cuda = torch.cuda
+    return cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()
+
+
+def train_a_gpt() -> list[tuple[int, int, int]]:
+    """The figures after each step: warm-up, capture, replays."""
+    model = Gpt().cuda()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    found = []
+    for _ in range(4):
+        ids = torch.randint(8192, (8, 513), device="cuda")
+        ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compiled(ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        found.append(figures())
+    return found
+
+
+def test_graph_trees_hold_what_a_gpu_held() -> None:
+    """The figures of an H200 with torch 2.11.0."""
+    with VirtualGpu(find_gpu("h200")) as gpu:
+        found = train_a_gpt()
+
+    assert gpu.mode.notes.warnings == []
+    assert found == [(254141440, 552484864, 905969664), *[(254141440, 701560832, 905969664)] * 3]
+
+
+def test_a_tensor_that_a_replay_overwrites_is_refused(virtual: VirtualGpu) -> None:
+    """An H200 raised the same error in the second backward of an accumulated step."""
+    model = nn.Linear(64, 64).cuda()
+    compiled = torch.compile(model, mode="reduce-overhead")
+
+    def train() -> None:
+        for _ in range(2):
+            compiled(torch.randn(8, 64, device="cuda")).sum().backward()
+
+    with pytest.raises(RuntimeError, match="has been overwritten by a subsequent run"):
+        train()
+
+
+def test_a_function_between_a_replay_and_its_backward_gets_room_of_its_own(
+    virtual: VirtualGpu,
+) -> None:
+    """The pool's state after the capture is restored, so live tensors are not overwritten."""
+    layers, other = nn.Linear(512, 512).cuda(), nn.Linear(512, 256).cuda()
+    compiled = torch.compile(layers, mode="reduce-overhead")
+    late = torch.compile(other, mode="reduce-overhead")
+    for step in range(6):
+        out = compiled(torch.randn(4096, 512, device="cuda"))
+        if step >= 3:
+            with torch.no_grad():
+                made = late(out.detach())
+            assert abs(made.data_ptr() - out.data_ptr()) >= out.nbytes // 2
+            del made
+        out.sum().backward()
+        layers.zero_grad()
+        del out
+    assert virtual.mode.notes.warnings == []
+
+
+def test_a_replayed_graph_takes_the_time_of_its_kernels(virtual: VirtualGpu) -> None:
+    graph, _made = captured(32 * MIB)
+    work = virtual.mode.work
+    assert len(work.events) == 0
+
+    graph.replay()
+
+    (event,) = work.events
+    assert len(work.works[event // NUM_HOSTS].more) == 1  # `zeros`, and `add` after it

@@ -44,6 +44,7 @@ from memest.units import round_up
 
 _DEVICE = torch.ops.prim.device.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_ENCODER_LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
 _LAID_OUT = (2, 8)  # first whose meta kernel follows the query's strides (_meta_registrations.py)
 
 
@@ -85,7 +86,16 @@ def install_fakes(patches: Patches) -> None:
     no_gpu = property(lambda mode: True)  # `torch.tensor` makes its data on the host first
     patches.set(fake_tensor.FakeTensorMode, "avoid_device_init", no_gpu)
     patches.set_item(handlers, _DEVICE, device_in_c)
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    patches.set_item(op_implementations_dict, _ENCODER_LAYER, encoder_layer_like)
     _lay_out_attention(patches)
+
+
+def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) -> Tensor:
+    """Return a fake result of `func`, which has no meta kernel: torch would run it on the GPU."""
+    with fake_mode:
+        return torch.empty_like(source)
 
 
 def _lay_out_attention(patches: Patches) -> None:

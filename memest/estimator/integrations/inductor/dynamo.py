@@ -164,7 +164,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
     wrap, create = builder._wrap, sourceless.create
 
     def original(value: Any) -> Any:
-        with suppress(TypeError):  # it has no hash
+        with suppress(Exception):  # it has no hash, or is under construction
             return originals.get(value, value)
         return value
 

@@ -110,11 +110,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
 def _address_of(mode: CudaSimMode, key: int) -> int:
     """Return the address of a storage, by its key: of its GPU block, or the key on the host."""
-    index = mode.memory.live.get(key)
-    if index is None:
-        return key
-    block = mode.memory.blocks.get(index)
-    return 0 if block is None else block.address
+    return mode.memory.address_of(key) if key in mode.memory.live else key
 
 
 Move = Callable[..., Tensor]

@@ -238,6 +238,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
 
     c: Any = torch._C
     switch("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", 10)
+    switch("_cuda_get_conv_benchmark_empty_cache", "_cudnn_set_conv_benchmark_empty_cache", True)
     for kind in ("linalg", "blas"):
         get, set_ = f"_get_{kind}_preferred_backend", f"_set_{kind}_preferred_backend"
         name = f"torch.backends.cuda.preferred_{kind}_library"

@@ -130,10 +130,6 @@ class _Functions(_OfMode):
 class _RawBlocks(_OfMode):
     """Replacements of `torch.cuda.caching_allocator_alloc` and `_delete`, without tensors."""
 
-    def __init__(self, mode: CudaSimMode) -> None:
-        super().__init__(mode)
-        self._indices: dict[int, int] = {}  # storage ids by address
-
     def raw_alloc(self, num_bytes: int, stream: int = 0) -> int:
         if not num_bytes:
             return 0
@@ -141,15 +137,15 @@ class _RawBlocks(_OfMode):
             site = self._mode.attribution.site("caching_allocator_alloc")
             index = self._memory.allocate_workspace(num_bytes, site)
         address = self._memory.blocks[index].address
-        self._indices[address] = index
+        self._memory.raw_blocks[address] = index
         return address
 
     def raw_delete(self, address: int) -> None:
         if not address:
             return
-        if address not in self._indices:
+        if address not in self._memory.raw_blocks:
             raise RuntimeError(f"invalid device pointer: {address:#x}")
-        self._memory.free(self._indices.pop(address))
+        self._memory.free(self._memory.raw_blocks.pop(address))
 
     def enable(self, is_enabled: bool) -> None:
         if not is_enabled:

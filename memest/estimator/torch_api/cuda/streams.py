@@ -1,19 +1,14 @@
-"""Streams, events, CUDA graphs, and the profiler."""
+"""Streams and events, and the profiler."""
 
-import itertools
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch.autograd import profiler
 
-from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL
 from memest.estimator.gpu.mode import CudaSimMode
 from memest.estimator.gpu.timeline import MAIN, START, Time
-from memest.estimator.tensors.patches import Patches, constant, refusing, setting, unsupported
+from memest.estimator.tensors.patches import Patches, constant, refusing, unsupported
 from memest.estimator.tensors.placement import GPU, resolve
 
 PRIORITIES = (0, -3)  # least, greatest (`max_compile_time_stream_priorities`)
@@ -152,7 +147,7 @@ class _Generic(type):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace streams, events, CUDA graphs and the profiler by those of `mode`."""
+    """Replace streams, events and the profiler by those of `mode`."""
 
     def of_session(made: type, name: str) -> Any:
         return type(name, (made,), {"session": mode, "__module__": "torch.cuda"})
@@ -181,131 +176,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(tc, "default_stream", lambda device=None: stream(device, number=MAIN))
     patches.set(tc, "get_stream_from_external", tc.ExternalStream)
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index=0: mode.timeline.stream)
-    _install_graphs(patches, mode)
     _install_profiler(patches, mode)
-
-
-class Captures:
-    """Private memory pools of CUDA graphs, and the graphs that use them."""
-
-    def __init__(self, mode: CudaSimMode) -> None:
-        self.mode = mode
-        self.graphs = Counter[int]()  # number of graphs of each pool
-        self._numbers = itertools.count(1)
-        self._generator_state: tuple[torch.Tensor, ...] = ()
-
-    def new_pool(self) -> tuple[int, int]:
-        """Return a new pool id, as `graph_pool_handle` does."""
-        return 0, next(self._numbers)
-
-    def begin(self, pool: tuple[int, int]) -> None:
-        """Serve requests from private pool `pool` until the capture ends.
-
-        The default generator stores seed and offset on the GPU while a graph uses it
-        (`register_graph` of CUDAGeneratorImpl.cpp).
-        """
-        if not self._generator_state:
-            made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
-            self._generator_state = tuple(made)
-        self.graphs[pool[1]] += 1
-        self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
-
-    def release(self, pool: tuple[int, int]) -> None:
-        """Record that a graph of `pool` was freed; without graphs its segments can be freed."""
-        self.graphs[pool[1]] -= 1
-        if not self.graphs[pool[1]]:
-            self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
-        if not +self.graphs:
-            self._generator_state = ()
-
-
-class CudaGraph:
-    """CUDA graph of the virtual GPU, as `torch.cuda.CUDAGraph`; a replay requests no memory."""
-
-    captures: ClassVar[Captures]
-
-    def __init__(self, keep_graph: bool = False) -> None:
-        self._pool: tuple[int, int] | None = None
-
-    def capture_begin(self, pool: tuple[int, int] | None = None, **options: Any) -> None:
-        self._pool = pool or self.captures.new_pool()
-        self.captures.begin(self._pool)
-
-    def capture_end(self) -> None:
-        """End the capture; `RuntimeError` if nothing is captured."""
-        if self._pool is None:
-            raise RuntimeError("capture_end() called before capture_begin().")
-        self.captures.mode.timeline.capture_into(None)
-
-    replay = instantiate = enable_debug_mode = debug_dump = constant(None)  # request no memory
-
-    def reset(self) -> None:
-        """Free the graph's memory, except what other graphs of its pool use."""
-        if self._pool is not None:
-            self.captures.release(self._pool)
-            self._pool = None
-
-    def pool(self) -> tuple[int, int]:
-        if self._pool is None:
-            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-        return self._pool
-
-    def __del__(self) -> None:
-        self.reset()
-
-
-class MemPool:
-    """Private pool, as `torch.cuda.MemPool`; its free segments stay while the object exists.
-
-    torch frees them with the object, memest at the next `empty_cache`.
-    """
-
-    captures: ClassVar[Captures]
-
-    def __init__(self, allocator: Any = None, *options: bool, **more: bool) -> None:
-        if allocator is not None or any((*options, *more.values())):
-            names = ["allocator"] * (allocator is not None) + sorted(more or ["use_on_oom"])
-            refusing(f"torch.cuda.MemPool({names[0]}=...)")()
-        self.id = self.captures.new_pool()
-        self.captures.graphs[self.id[1]] += 1
-
-    def use_count(self) -> int:
-        """Return the number of users of the pool: this object and CUDA graphs."""
-        return self.captures.graphs[self.id[1]]
-
-    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """Return the pool's segments, in the form of `torch.cuda.memory_snapshot`."""
-        return torch._C._cuda_memorySnapshot((*self.id, include_traces))["segments"]
-
-    def __del__(self) -> None:
-        if hasattr(self, "id"):
-            self.captures.release(self.id)
-
-
-def _install_graphs(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace CUDA graphs and private pools by those of the virtual GPU."""
-    captures = Captures(mode)
-
-    @contextmanager  # as in torch: Dynamo of 2.14 reads `use_mem_pool.__wrapped__`
-    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-        """Serve requests of this thread from `pool` within the block."""
-        with setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1]):
-            yield
-
-    members = {"captures": captures, "__module__": "torch.cuda"}
-    of_pools = {
-        "MemPool": type("MemPool", (MemPool,), members),
-        "use_mem_pool": use_mem_pool,
-        "MemPoolContext": refusing("torch.cuda.memory.MemPoolContext"),
-    }
-    for owner in (torch.cuda, torch.cuda.memory):
-        patches.set_all({k: v for k, v in of_pools.items() if hasattr(owner, k)}, owner)
-    graphs = torch.cuda.graphs
-    graph = type("CUDAGraph", (CudaGraph,), members)
-    of_graphs = {"CUDAGraph": graph, "graph_pool_handle": captures.new_pool}
-    patches.set_all(of_graphs, torch.cuda, graphs)
-    patches.set(graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing)
-    patches.set(torch.cuda.graph, "default_capture_stream", None)
 
 
 NOTE = (

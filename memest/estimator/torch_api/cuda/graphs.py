@@ -1,0 +1,233 @@
+"""CUDA graphs, private pools, and the memory of torch's CUDA graph trees.
+
+`torch.compile(mode="reduce-overhead")` runs torch's own `torch/_inductor/cudagraph_trees.py`: it
+runs a compiled function in a pool of its own, then captures it, then replays the graph. Replaced
+here are the C++ functions that it calls (torch/csrc/cuda/Module.cpp and
+c10/cuda/CUDACachingAllocator.cpp of torch 2.11).
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memest.estimator.allocator.blocks import FIRST_PRIVATE_POOL
+from memest.estimator.gpu.mode import CudaSimMode
+from memest.estimator.hardware.work import Work
+from memest.estimator.tensors.patches import Patches, constant, refusing, setting
+from memest.estimator.tensors.placement import GPU, storage_key
+
+
+class Captures:
+    """Private memory pools of CUDA graphs, and the graphs that use them."""
+
+    def __init__(self, mode: CudaSimMode) -> None:
+        self.mode = mode
+        self.graphs = Counter[int]()  # number of graphs of each pool
+        self._numbers = itertools.count(1)
+        self._generator_state: tuple[torch.Tensor, ...] = ()
+
+    def new_pool(self) -> tuple[int, int]:
+        """Return a new pool id, as `graph_pool_handle` does."""
+        return 0, next(self._numbers)
+
+    def begin(self, pool: tuple[int, int]) -> None:
+        """Serve requests from private pool `pool` until the capture ends.
+
+        The default generator stores seed and offset on the GPU while a graph uses it
+        (`register_graph` of CUDAGeneratorImpl.cpp).
+        """
+        if not self._generator_state:
+            made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
+            self._generator_state = tuple(made)
+        self.graphs[pool[1]] += 1
+        self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
+
+    def release(self, pool: tuple[int, int]) -> None:
+        """Record that a graph of `pool` was freed; without graphs its segments can be freed."""
+        self.graphs[pool[1]] -= 1
+        if not self.graphs[pool[1]]:
+            self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
+        if not +self.graphs:
+            self._generator_state = ()
+
+
+class CudaGraph:
+    """CUDA graph of the virtual GPU, as `torch.cuda.CUDAGraph`; a replay requests no memory."""
+
+    captures: ClassVar[Captures]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._pool: tuple[int, int] | None = None
+        self._work: Work | None = None
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, **options: Any) -> None:
+        self._pool = pool or self.captures.new_pool()
+        self.captures.begin(self._pool)
+        self.captures.mode.work.capture()
+
+    def capture_end(self) -> None:
+        """End the capture; `RuntimeError` if nothing is captured."""
+        if self._pool is None:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        self.captures.mode.timeline.capture_into(None)
+        self._work = self.captures.mode.work.captured()
+
+    def replay(self) -> None:
+        """Launch all kernels at once; they request no memory."""
+        if self._work is not None:
+            self.captures.mode.work.add(self._work)
+
+    instantiate = enable_debug_mode = debug_dump = register_generator_state = constant(None)
+
+    def reset(self) -> None:
+        """Free the graph's memory, except what other graphs of its pool use."""
+        if self._pool is not None:
+            self.captures.release(self._pool)
+            self._pool = None
+
+    def pool(self) -> tuple[int, int]:
+        if self._pool is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+class MemPool:
+    """Private pool, as `torch.cuda.MemPool`; its free segments stay while the object exists.
+
+    torch frees them with the object, memest at the next `empty_cache`.
+    """
+
+    captures: ClassVar[Captures]
+
+    def __init__(self, allocator: Any = None, *options: bool, **more: bool) -> None:
+        if allocator is not None or any((*options, *more.values())):
+            names = ["allocator"] * (allocator is not None) + sorted(more or ["use_on_oom"])
+            refusing(f"torch.cuda.MemPool({names[0]}=...)")()
+        self.id = self.captures.new_pool()
+        self.captures.graphs[self.id[1]] += 1
+
+    def use_count(self) -> int:
+        """Return the number of users of the pool: this object and CUDA graphs."""
+        return self.captures.graphs[self.id[1]]
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+        """Return the pool's segments, in the form of `torch.cuda.memory_snapshot`."""
+        return torch._C._cuda_memorySnapshot((*self.id, include_traces))["segments"]
+
+    def __del__(self) -> None:
+        if hasattr(self, "id"):
+            self.captures.release(self.id)
+
+
+Pool = tuple[int, int]
+
+
+class _PoolFunctions:
+    """Functions for the pool of graph trees, by their names in `torch._C` without `_cuda_`."""
+
+    def __init__(self, mode: CudaSimMode) -> None:
+        self._mode, self._memory = mode, mode.memory
+
+    def beginAllocateCurrentThreadToPool(self, device: int, pool: Pool) -> None:
+        self._mode.timeline.serve_from(FIRST_PRIVATE_POOL + pool[1])
+
+    beginAllocateCurrentStreamToPool = beginAllocateToPool = beginAllocateCurrentThreadToPool
+
+    def endAllocateToPool(self, device: int, pool: Pool) -> None:
+        self._mode.timeline.serve_from(None)
+
+    def releasePool(self, device: int, pool: Pool) -> None:
+        """Do nothing: the trees hold the pool by a graph."""
+
+    def getCheckpointState(self, device: int, pool: Pool) -> tuple[int, dict[int, int]]:
+        """Return the number of the pool, and the sizes of its live blocks by address."""
+        number = FIRST_PRIVATE_POOL + pool[1]
+        blocks = self._memory.blocks_of(number).values()
+        return number, {block.address: block.num_bytes for block in blocks}
+
+    def setCheckpointPoolState(self, device: int, state: Any, stale: Any, live: list[int]) -> None:
+        """Restore `state`; `live` are the storages that own blocks of it."""
+        site = self._mode.attribution.site("setCheckpointPoolState")
+        number, blocks = state
+        with self._memory.lock:
+            self._memory.restore(number, blocks, live, site)
+
+    def checkPoolLiveAllocations(self, device: int, pool: Pool, addresses: set[int]) -> bool:
+        blocks = self._memory.blocks_of(FIRST_PRIVATE_POOL + pool[1]).values()
+        return {block.address for block in blocks} == addresses
+
+
+class _StorageFunctions:
+    """Functions for the tensors of graph trees, by their names in `torch._C` without `_`.
+
+    A tensor that a replayed graph writes has an address in the pool and no block of its own.
+    """
+
+    def __init__(self, mode: CudaSimMode) -> None:
+        self._memory = mode.memory
+
+    def construct_storage_from_data_pointer(
+        self, address: int, device: torch.device, num_bytes: int
+    ) -> torch.UntypedStorage:
+        made = torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
+        self._memory.hold_at(made, address)
+        return made
+
+    def construct_CUDA_Tensor_From_Storage_And_Metadata(self, like: Any, storage: Any) -> Tensor:
+        with _disable_current_modes():
+            made = torch.empty(0, dtype=like["dtype"], device="meta")
+            return made.set_(storage, like["storage_offset"], like["size"], like["stride"])
+
+    def tensors_data_ptrs_at_indices_equal(
+        self, tensors: Sequence[Any], addresses: Sequence[int], indices: Sequence[int]
+    ) -> bool:
+        return all(tensors[i].data_ptr() == addresses[i] for i in indices)
+
+    def has_Standard_Deleter(self, key: int) -> bool:
+        return self._memory.live.get(key) in self._memory.blocks
+
+    def free_And_Remove_DeleterFn(self, key: int) -> None:
+        self._memory.detach(key)
+
+    def set_storage_access_error_msg(self, tensor: Tensor, message: str) -> None:
+        self._memory.overwritten[storage_key(tensor)] = message
+
+    def set_storage_data_ptr_access_error_msg(self, key: int, message: str) -> None:
+        self._memory.overwritten[key] = message
+
+
+def install(patches: Patches, mode: CudaSimMode) -> None:
+    """Install graph capture, private pools and the memory of graph trees."""
+    captures = Captures(mode)
+    patches.set_methods(_PoolFunctions(mode), torch._C, prefix="_cuda_")
+    patches.set_methods(_StorageFunctions(mode), torch._C, prefix="_")
+
+    @contextmanager  # as in torch: Dynamo of 2.14 reads `use_mem_pool.__wrapped__`
+    def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+        """Serve requests of this thread from `pool` within the block."""
+        with setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1]):
+            yield
+
+    members = {"captures": captures, "__module__": "torch.cuda"}
+    of_pools = {
+        "MemPool": type("MemPool", (MemPool,), members),
+        "use_mem_pool": use_mem_pool,
+        "MemPoolContext": refusing("torch.cuda.memory.MemPoolContext"),
+    }
+    for owner in (torch.cuda, torch.cuda.memory):
+        patches.set_all({k: v for k, v in of_pools.items() if hasattr(owner, k)}, owner)
+    graphs = torch.cuda.graphs
+    graph = type("CUDAGraph", (CudaGraph,), members)
+    of_graphs = {"CUDAGraph": graph, "graph_pool_handle": captures.new_pool}
+    patches.set_all(of_graphs, torch.cuda, graphs)
+    patches.set(graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing)
+    patches.set(torch.cuda.graph, "default_capture_stream", None)
