@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -30,23 +31,26 @@ class Captures:
         self.mode = mode
         self.graphs = Counter[int]()  # number of graphs of each pool
         self._numbers = itertools.count(1)
-        self._generator_state: tuple[torch.Tensor, ...] = ()
+        self._states: Any = WeakKeyDictionary()  # seed and offset on the GPU, by generator
 
     def new_pool(self) -> tuple[int, int]:
         """Return a new pool id, as `graph_pool_handle` does."""
         return 0, next(self._numbers)
 
     def begin(self, pool: tuple[int, int]) -> None:
-        """Serve requests from private pool `pool` until the capture ends.
-
-        The default generator stores seed and offset on the GPU while a graph uses it
-        (`register_graph` of CUDAGeneratorImpl.cpp).
-        """
-        if not self._generator_state:
-            made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
-            self._generator_state = tuple(made)
+        """Serve requests from private pool `pool` until the capture ends."""
+        self.register(torch.cuda.default_generators[GPU.device.index])
         self.graphs[pool[1]] += 1
         self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
+
+    def register(self, generator: torch.Generator) -> None:
+        """Store seed and offset of a generator on the GPU while there are graphs.
+
+        `CUDAGeneratorState::register_graph` of CUDAGeneratorImpl.cpp (torch 2.11).
+        """
+        if generator not in self._states:
+            made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
+            self._states[generator] = tuple(made)
 
     def release(self, pool: tuple[int, int]) -> None:
         """Record that a graph of `pool` was freed; without graphs its segments can be freed."""
@@ -54,7 +58,7 @@ class Captures:
         if not self.graphs[pool[1]]:
             self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
         if not +self.graphs:
-            self._generator_state = ()
+            self._states.clear()
 
 
 class CudaGraph:
@@ -83,7 +87,10 @@ class CudaGraph:
         if self._work is not None:
             self.captures.mode.work.add(self._work)
 
-    instantiate = enable_debug_mode = debug_dump = register_generator_state = constant(None)
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self.captures.register(generator)
+
+    instantiate = enable_debug_mode = debug_dump = constant(None)
 
     def reset(self) -> None:
         """Free the graph's memory, except what other graphs of its pool use."""
