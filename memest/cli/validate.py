@@ -31,6 +31,10 @@ from memest.validate.results import find_suite, suite_for_device
     "--timeout", type=click.FloatRange(1), default=600.0,
     help="Time limit of an experiment, seconds.",
 )  # fmt: skip
+@click.option(
+    "--weights", type=click.Choice(["random", "pretrained"]), default="random", help="Weights."
+)
+@click.option("--data", type=PATH, help="`datasets` folder with image and text columns.")
 @click.option("--snapshots", type=PATH, help="Folder for recordings of the allocator.")
 @click.option(
     "--pace",
@@ -43,8 +47,8 @@ from memest.validate.results import find_suite, suite_for_device
 @options.engine
 def validate(
     config: Path | None, suite: str | None, results: Path | None, resume: bool, timeout: float,
-    snapshots: Path | None, as_json: bool, trust_remote_code: bool, engine: str,
-    workers: int | None, **flags: Any,
+    weights: str, data: Path | None, snapshots: Path | None, as_json: bool, trust_remote_code: bool,
+    engine: str, workers: int | None, **flags: Any,
 ) -> int:  # fmt: skip
     """Run plans on the installed GPU and measure them.
 
@@ -79,7 +83,7 @@ def validate(
     from memest.validate.runner import header
     from memest.validate.runner import validate as run_all
 
-    run_options = RunOptions(snapshots=snapshots)
+    run_options = RunOptions(weights=weights, data=data, snapshots=snapshots)
     click.echo(header(), err=True)
     with watched(_show):
         measured = run_all(

@@ -1,20 +1,24 @@
-"""Inputs and weights of a run: synthetic batches, random weights."""
+"""Inputs and weights of a run: synthetic or real batches, random or published weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memest.errors import MemestError, PlanError
 from memest.models_meta.assemble import input_dtype, sequence_length
 from memest.models_meta.batch import Batch, make_batch
 from memest.models_meta.build import BuiltModel
 from memest.models_meta.quantized import quantization_config
-from memest.models_meta.registry import ModelConfig, dtype_keyword, quiet_transformers
+from memest.models_meta.registry import ModelConfig, dtype_keyword, error_text, quiet_transformers
+from memest.packages import require
 from memest.plan import TrainingPlan
 from memest.units import ceil_div
 
+MAX_CAPTION_TOKENS = 50  # caption length of the lab's processor (`max_length=50`, padded)
 INIT_STD = 0.02
 
 _POOL_NUMEL = 1 << 20  # random numbers of the weights on the host; longer weights repeat them
@@ -121,6 +125,65 @@ def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
     return _cast(inputs, plan)
 
 
+def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
+    """Make micro-batches of captioned images from a `datasets` folder, by the model's processor.
+
+    Raises:
+        PlanError: the folder is no data set, is empty, or lacks the columns `image` and `text`.
+        UnsupportedError: `datasets` is not installed.
+    """
+    require("datasets")
+    import datasets
+
+    try:
+        rows: Any = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library raises many kinds of errors for an invalid folder
+        raise PlanError(
+            f"`{folder}` is no data set: {error_text(error)}",
+            hint="name a folder that `datasets` wrote with `save_to_disk`",
+        ) from error
+    if isinstance(rows, dict):  # splits by name
+        rows = rows["train"] if "train" in rows else next(iter(rows.values()))
+    missing = [name for name in ("image", "text") if name not in rows.column_names]
+    if missing or not len(rows):
+        has = ", ".join(f"`{name}`" for name in rows.column_names) or "none"
+        what = f"has no column `{missing[0]}`" if missing else "has no rows"
+        raise PlanError(f"`{folder}` {what}", hint=f"its columns are {has}")
+    return _feed_of(rows, plan, _processor(config))
+
+
+def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
+    batches = []
+    for micro in range(plan.steps * plan.accumulate_grad_batches):
+        first = micro * plan.batch_size
+        chosen = [rows[(first + i) % len(rows)] for i in range(plan.batch_size)]
+        pixels = processor.image_processor(
+            [row["image"].convert("RGB") for row in chosen], return_tensors="pt"
+        )
+        text = processor.tokenizer(
+            [row["text"] for row in chosen], padding="longest", max_length=MAX_CAPTION_TOKENS,
+            truncation=True, return_tensors="pt",
+        )  # fmt: skip
+        inputs = {
+            "pixel_values": pixels["pixel_values"],
+            "input_ids": text["input_ids"],
+            "attention_mask": text["attention_mask"],
+            "labels": text["input_ids"].clone(),
+        }
+        batches.append(_cast(inputs, plan))
+    lengths = {batch["input_ids"].shape[1] for batch in batches}
+    uneven = f"micro-batches of {min(lengths)} to {max(lengths)} tokens"
+    return Feed(
+        batches=batches,
+        val_batches=batches,
+        loss_output="loss",
+        seq_len=max(lengths),
+        padded=any(not bool(batch["attention_mask"].all()) for batch in batches),
+        image_size=int(batches[0]["pixel_values"].shape[-1]),
+        notes=(uneven,) if len(lengths) > 1 else (),
+    )
+
+
 def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
     """Cast float inputs to 16 bits on the host, as Lightning's `HalfPrecision.convert_input`
     does."""
@@ -133,21 +196,65 @@ def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
     }
 
 
-def load_base(plan: TrainingPlan, built: BuiltModel, *, device: str) -> nn.Module:
-    """Load `built`, which is on meta, to `device` by `from_pretrained`, with random weights.
+def checkpoint_source(config: ModelConfig) -> str:
+    """Return a local folder or Hub id with weights for `config`; `PlanError` without one."""
+    if config.entry is not None:
+        return config.entry.hub_id
+    if config.source.startswith("hub:"):
+        return config.source.removeprefix("hub:")
+    folder = Path(config.source).parent
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise PlanError(f"`{folder}` has no weights", hint="leave `--weights` out for random ones")
+    return str(folder)
 
-    QLoRA quantises each weight while it is loaded.
+
+def load_base(
+    plan: TrainingPlan, config: ModelConfig, built: BuiltModel, *, is_random: bool, device: str
+) -> nn.Module:
+    """Load `built`, which is on meta, to `device` by `from_pretrained`.
+
+    QLoRA quantises each weight while it is loaded, unless the plan quantises in place.
+
+    Raises:
+        MemestError: the weights cannot be had or do not load.
     """
     cls: Any = type(built.module)
     index = torch.device(device).index  # accelerate 1.2 refuses `cuda:0`, since its own is `cuda`
     options: dict[str, Any] = {
         dtype_keyword(): built.module.dtype,
         "device_map": {"": device if index is None else index},
-        "quantization_config": quantization_config(plan),
     }
+    if plan.loads_quantized:
+        options["quantization_config"] = quantization_config(plan)
     if plan.attn_implementation not in (None, "sdpa"):  # as `build_model` requests it
         options["attn_implementation"] = plan.attn_implementation
     with quiet_transformers():
-        return cls.from_pretrained(
-            None, config=built.module.config, state_dict=random_state(built.module), **options
-        )
+        if is_random:
+            state = random_state(built.module)
+            return cls.from_pretrained(
+                None, config=built.module.config, state_dict=state, **options
+            )
+        source = checkpoint_source(config)
+        try:
+            loaded: nn.Module = cls.from_pretrained(source, **options)
+        except Exception as error:  # Hub, disk and model class raise different errors
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise MemestError(
+                f"the weights of `{source}` cannot be loaded: {error_text(error)}",
+                hint="check the name and the network, or leave `--weights` out for random ones",
+            ) from error
+    return loaded
+
+
+def _processor(config: ModelConfig) -> Any:
+    from transformers import AutoProcessor
+
+    source = checkpoint_source(config)
+    try:
+        return AutoProcessor.from_pretrained(source)  # type: ignore[no-untyped-call]
+    except Exception as error:  # see above
+        raise MemestError(
+            f"the processor of `{source}` cannot be loaded: {error_text(error)}",
+            hint="`--data` needs the model's own processor: a Hub id, or a folder that holds it",
+        ) from error

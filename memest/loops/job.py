@@ -75,6 +75,8 @@ SEED = 20
 class RunOptions:
     """Options of a run besides its plan."""
 
+    weights: str = "random"  # `random`, or `pretrained`: from the Hub or a local folder
+    data: Path | None = None  # `datasets` folder of `image` and `text`; None: synthetic
     snapshots: Path | None = None  # folder for a recording of the allocator; None records nothing
 
 
@@ -106,6 +108,7 @@ class Job:
     values: dict[str, Any] = field(default_factory=dict)  # plan keys with the sizes that were used
     model: dict[str, Any] = field(default_factory=dict)  # class and numbers of parameters
     notes: list[str] = field(default_factory=list)  # decisions made during the run
+    data_notes: list[str] = field(default_factory=list)  # such as an ignored image size
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +135,19 @@ class Task:
 
 def run_job(job: Job) -> None:
     """Build the model of `job.plan`, and train it for the plan's steps."""
-    plan = job.plan
+    plan, options = job.plan, job.options
     torch.manual_seed(SEED)
     config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     model = _build_model(job, config)
-    feed = data.synthetic_feed(plan, model, config)
+    if options.data is None:
+        feed = data.synthetic_feed(plan, model, config)
+    else:
+        feed = data.dataset_feed(plan, config, options.data)
     seq_len = None if plan.lengths else feed.seq_len
     sized = replace(plan, seq_len=seq_len, image_size=feed.image_size, padded=feed.padded)
     job.values = sized.to_dict()
     job.notes.extend(feed.notes)
+    job.data_notes = list(feed.notes) if options.data is not None else []
     make_optimizer = partial(_optimizer_over, plan, model)
     if not plan.is_distributed:  # before the loop, so that its allocations count as setup
         made = make_optimizer()
@@ -157,12 +164,15 @@ def run_job(job: Job) -> None:
 
 def _build_model(job: Job, config: Any) -> Any:
     plan = job.plan
-    loads = plan.loads_quantized
+    is_random = job.options.weights == "random"
+    load = partial(data.load_base, plan, config, is_random=is_random, device=job.where)
     assembled = assemble(
-        plan, config, device=job.where,
-        load=partial(data.load_base, plan, device=job.where) if loads else None,
-        initialise=None if loads else data.initialise,
-    )  # fmt: skip
+        plan,
+        config,
+        device=job.where,
+        load=load if plan.loads_quantized or not is_random else None,
+        initialise=data.initialise if is_random and not plan.loads_quantized else None,
+    )
     job.notes.extend(assembled.notes)
     model = assembled.module
     if plan.activation_checkpointing_policy:

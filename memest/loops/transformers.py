@@ -27,11 +27,13 @@ def fit(task: Task) -> None:
         # as in a user's script the Trainer makes the optimizer, in groups with and without decay
         own = None if "optim" in _optimizer(plan) else task.make_optimizer()
         trainer = ProbedTrainer(
-            task, model=task.model, args=TrainingArguments(output_dir=folder, **_arguments(plan)),
+            task,
+            model=task.model,
+            args=TrainingArguments(output_dir=folder, **_arguments(plan)),
             train_dataset=range(plan.steps * plan.accumulate_grad_batches),
             eval_dataset=range(plan.limit_val_batches) if plan.validates else None,
             optimizers=(own, None),
-        )  # fmt: skip
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 

@@ -171,10 +171,15 @@ def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
         if old[name].split("+")[0] != new[name].split("+")[0]
     )
     return Comparison(
-        name=measured.name, measured=measured, predicted=predicted,
-        totals={name: _total(name, predicted, measured) for name in TOTALS}, phases=phases,
-        states=states, residual=_residual(pairs), versions=versions,
-    )  # fmt: skip
+        name=measured.name,
+        measured=measured,
+        predicted=predicted,
+        totals={name: _total(name, predicted, measured) for name in TOTALS},
+        phases=phases,
+        states=states,
+        residual=_residual(pairs),
+        versions=versions,
+    )
 
 
 def exactly(num_bytes: int) -> Interval:

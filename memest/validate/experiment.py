@@ -84,11 +84,13 @@ def query_device(index: int = 0) -> Device:
             ) from error
         raise UnsupportedError(f"no CUDA device can be used: {text}", hint=elsewhere) from error
     return Device(
-        name=properties.name, memory_bytes=properties.total_memory,
-        capability=(properties.major, properties.minor), num_sms=properties.multi_processor_count,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
         driver=with_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or "unknown",
         num_devices=torch.cuda.device_count(),
-    )  # fmt: skip
+    )
 
 
 def measured_versions() -> dict[str, str]:
@@ -356,6 +358,8 @@ class _Run:
         figures = process_figures(self.used_before, self.rank)
         source, held = next(iter(figures.items()))
         context = held - now.reserved_bytes
+        options = self.job.options
+        notes = self.job.data_notes
         host_bytes = _peak_host_bytes()
         if self.plan.is_distributed:
             self.sample("the end")
@@ -380,8 +384,8 @@ class _Run:
                 "process_figures": figures,
                 "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
                 or os.environ.get("PYTORCH_ALLOC_CONF", ""),
-                "weights": "random",
-                "data": "synthetic",
+                "weights": options.weights,
+                "data": str(options.data) if options.data else "synthetic",
                 **({"rank": self.rank} if self.plan.is_distributed else {}),
                 **self.setup,
                 **({"host_samples": explaining(self.samples)} if self.samples else {}),
@@ -389,7 +393,7 @@ class _Run:
             },
             context_bytes=context,
             step_seconds=tuple(round(b - a, 6) for a, b in pairwise(self.ends)),
-            note=note,
+            note="; ".join([note, *notes] if note else notes),
         )
 
 

@@ -14,6 +14,7 @@ from memest.report import Measurement, Outcome, read_measurements
 from memest.writing import write_whole, writing
 
 SKIPPED = "skipped: "  # prefix of the note of an experiment that was skipped
+_OF_THE_DATA = ("seq_len", "image_size", "padded")  # keys set by the data set, not the plan
 
 
 def append(path: Path, measurement: Measurement) -> None:
@@ -86,9 +87,11 @@ def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
     defaults = {f.name: f.default for f in dataclasses.fields(TrainingPlan)}
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:
+        from_data = measurement.device.get("data", "synthetic") != "synthetic"
+        ignored = {"gpu", "gpu_memory", *(_OF_THE_DATA if from_data else ())}
         for key, requested in plan.to_dict().items():
             ran = measurement.plan.get(key, defaults[key])  # older results lack newer keys
-            if requested is not None and key not in ("gpu", "gpu_memory") and ran != requested:
+            if requested is not None and key not in ignored and ran != requested:
                 raise PlanError(
                     f"`{plan.label}` is in the results with `{key}` {ran}, not {requested}",
                     hint="name another file with `--results`, or another experiment",

@@ -282,7 +282,7 @@ def validate(
         device: result of `detect_device`.
         resume: continue a file that holds results, skipping those.
         timeout_s: seconds after which an experiment is ended as failed.
-        options: folder of recordings.
+        options: weights and data.
         start: starts an experiment; None forks, or spawns where a fork is not possible.
         engine: where the experiments run, as in `memest.engines`.
         workers: experiments at a time; None is one per GPU.
@@ -301,10 +301,13 @@ def validate(
     for plan in pending:
         resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     measure = partial(
-        _measure, logs=_logs(results.absolute()), device=device, timeout_s=timeout_s,
+        _measure,
+        logs=_logs(results.absolute()),
+        device=device,
+        timeout_s=timeout_s,
         options=options,
         start=start or (None if engine == "local" else partial(start_experiment, is_copy=False)),
-    )  # fmt: skip
+    )
     found = {m.name: m for m in done}
 
     def store(event: Event) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
+import sys
 import time
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from memest.errors import PlanError
 from memest.loops import data
 from memest.loops.job import Job, Listener, RunOptions, make_optimizer
 from memest.loops.probe import PhaseRecorder, Reading
+from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 from memest.report import Measurement, Outcome, Phase
 from memest.validate import experiment
@@ -185,6 +189,92 @@ def test_another_error_is_raised(
 
     with pytest.raises(RuntimeError, match="no memory of it"):
         run(model_name=model(LLAMA), precision="32-true")
+
+
+def test_published_weights_take_the_memory_of_random_ones(
+    run: Run, model: Callable[[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    """A checkpoint made on the spot."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path / "checkpoint"
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder)
+
+    random = run(model_name=str(folder), precision="bf16-true")
+    loaded = run(RunOptions(weights="pretrained"), model_name=str(folder), precision="bf16-true")
+
+    def states(measured: Measurement) -> list[tuple[int, int, int]]:
+        return [(r.params_bytes, r.grads_bytes, r.optimizer_bytes) for r in measured.phases]
+
+    assert states(random) == states(loaded)
+    assert random.model == loaded.model
+
+
+def test_a_folder_without_weights_is_said_so(
+    run: Run, model: Callable[[dict[str, Any]], str]
+) -> None:
+    with pytest.raises(PlanError, match="has no weights"):
+        run(RunOptions(weights="pretrained"), model_name=model(LLAMA))
+
+
+class _Rows(list[dict[str, Any]]):
+    """A data set as `datasets` gives it."""
+
+    column_names = ("image", "text")
+
+
+class _Image:
+    def convert(self, mode: str) -> _Image:
+        assert mode == "RGB"
+        return self
+
+
+class _Processor:
+    """Words are tokens; a batch is padded to its longest."""
+
+    def image_processor(self, images: list[_Image], return_tensors: str) -> dict[str, Any]:
+        return {"pixel_values": torch.zeros(len(images), 3, 28, 28)}
+
+    def tokenizer(self, texts: list[str], **options: Any) -> dict[str, Any]:
+        assert options == {"padding": "longest", "max_length": 50, "truncation": True,
+                           "return_tensors": "pt"}  # fmt: skip
+        counts = [len(text.split()) for text in texts]
+        mask = torch.tensor([[int(i < n) for i in range(max(counts))] for n in counts])
+        return {"input_ids": mask * 7, "attention_mask": mask}
+
+
+def test_a_data_set_is_taken_in_turn_and_its_longest_caption_counts() -> None:
+    rows = _Rows({"image": _Image(), "text": "word " * n} for n in (2, 2, 5))
+    plan = TrainingPlan(
+        model_name="gpt2", batch_size=2, accumulate_grad_batches=2, precision="bf16-true"
+    )
+
+    feed = data._feed_of(rows, plan, _Processor())
+
+    # Rows 0 1, 2 0, 1 2, 0 1: two steps of two micro-batches.
+    assert [tuple(b["input_ids"].shape) for b in feed.batches] == [(2, 2), (2, 5), (2, 5), (2, 2)]
+    assert (feed.seq_len, feed.padded, feed.image_size) == (5, True, 28)
+    assert feed.notes == ("micro-batches of 2 to 5 tokens",)
+    assert feed.batches[0]["pixel_values"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [(("image", "caption"), "has no column `text`"), (("image", "text"), "has no rows")],
+)
+def test_a_data_set_without_the_columns_is_refused(
+    columns: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = _Rows()
+    rows.column_names = columns  # type: ignore[assignment]
+    library: Any = types.ModuleType("datasets")
+    library.__spec__ = importlib.machinery.ModuleSpec("datasets", None, origin="datasets.py")
+    library.load_from_disk = lambda path: rows
+    monkeypatch.setitem(sys.modules, "datasets", library)
+
+    with pytest.raises(PlanError, match=message) as caught:
+        data.dataset_feed(TrainingPlan(model_name="gpt2"), resolve_config("gpt2"), Path("lab"))
+    assert f"`{columns[1]}`" in caught.value.hint
 
 
 def test_initialisation_leaves_no_weight_as_it_was() -> None:

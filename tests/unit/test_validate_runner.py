@@ -417,7 +417,7 @@ def test_what_a_child_returns_or_raises_comes_back() -> None:
 def test_a_spawned_experiment_reads_its_request_and_leaves_a_log(tmp_path: Path) -> None:
     """Without a GPU it ends with the reason in its log."""
     child = runner.start_experiment(
-        plan("a"), RunOptions(), report=tmp_path / "report", log=tmp_path / "log",
+        plan("a"), RunOptions(data=Path("d")), report=tmp_path / "report", log=tmp_path / "log",
         is_copy=False,
     )  # fmt: skip
     while (code := child.poll()) is None:
