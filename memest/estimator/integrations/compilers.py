@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
