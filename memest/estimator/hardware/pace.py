@@ -43,7 +43,7 @@ from memest.report import StepTime
 
 FORMAT = 7  # of a file of measured times; it grows when kinds of work or their sizes change
 PACE = "MEMEST_PACE"  # environment variable that names a file of `memest validate --pace`
-_MEASURED = Path(__file__).with_name("pace")
+_MEASURED = Path(__file__).with_name("pace") / "h100-80gb.json"  # its name is that of the GPU
 NUM_NEAREST = 8  # measured calls to which the plane is fitted, weighted by inverse squared distance
 RIDGE = 0.01  # added to the squares of the slopes
 LEAST_SQUARE = 0.01  # added to squared distances: calls of the same sizes differ too
@@ -172,10 +172,8 @@ class Clocks:
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
         """Return what binds a step: the resource without which the step is shortest."""
-        of_operations, of_bytes = (
-            self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)
-        ).T
-        without = {"host": (1.0, 0.0), "compute": (of_bytes,), "memory": (of_operations,), LINK: ()}
+        shares = (self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)).T
+        without = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
         known = [len(self._works)]
         times = {name: self.run([events], known, *each)[0][0] for name, each in without.items()}
         return min(times, key=lambda name: times[name] - link_s * (name == LINK))
@@ -300,7 +298,7 @@ class Calls:
 
 
 def table_of(gpu: Gpu, *, has_own: bool = True) -> Table:
-    """Return times on `gpu`, from the file in `MEMEST_PACE` or from the nearest measured GPU.
+    """Return times on `gpu`, from the file in `MEMEST_PACE` or from the measured GPU.
 
     Host times are the file's for every GPU. Without `has_own` it is not read: the memory of a
     training does not depend on it.
@@ -313,16 +311,13 @@ def table_of(gpu: Gpu, *, has_own: bool = True) -> Table:
 
 @cache
 def _table_of(gpu: Gpu, path: str) -> Table:
-    measured = [find_gpu(path.stem) for path in sorted(_MEASURED.glob("*.json"))]
-    chip = gpu.chip or gpu.name
-    origin = min(measured, key=lambda g: (g.name != chip, abs(g.capability[0] - gpu.capability[0])))
-    file, label = _MEASURED / f"{origin.name}.json", ""
+    file, origin, label = _MEASURED, find_gpu(_MEASURED.stem), ""
     times = _read(file)
     if path:
         own = _read(Path(path))
         times, label = times | {"host": own["host"]}, f"{Path(path).name} (host only)"
         found = match_device(own["device"], own["memory_bytes"])
-        if found is not None and (found.chip or found.name) == chip:
+        if found is not None and (found.chip or found.name) == (gpu.chip or gpu.name):
             file, times, origin, label = Path(path), own, found, Path(path).name
     return Table(gpu, times, _kinds_of(file, origin), origin, label)
 
