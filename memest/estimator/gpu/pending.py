@@ -60,7 +60,8 @@ DEFAULT: Communicator = "", None
 
 
 class PendingWorks:
-    """Collectives and messages of this rank, and `Work` objects that were not waited for yet."""
+    """Collectives and messages of this rank: their communicators, and each `Work` (torch's handle
+    of a collective) that the script has not waited for, with the tensors that it keeps alive."""
 
     def __init__(self, timeline: Timeline, memory: Memory) -> None:
         self._timeline = timeline

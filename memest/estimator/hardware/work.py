@@ -120,10 +120,8 @@ def _scale(x: Tensor, out: Tensor) -> int:
 
 
 def _length(x: Tensor, dims: Any = None) -> int:
-    """Return the number of elements of a dimension, or of several, by default of all; at least 1.
-
-    A tensor without dimensions has a length of 1.
-    """
+    """Return the number of elements of a dimension, or of several, by default of all; at least 1. A
+    tensor without dimensions has a length of 1."""
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
     return prod(x.shape[dim] for dim in dims if -x.dim() <= dim < x.dim())
 
@@ -148,7 +146,9 @@ def _num_listed(values: dict[str, Any]) -> int:
 
 
 def _kind(name: str, func: Any, x: Tensor, values: dict[str, Any], out: Any) -> tuple[Any, ...]:
-    """Return the kind of a memory-bound kernel, and its sizes besides the bytes."""
+    """Return (kind, *sizes) of a memory-bound kernel of the operator `func`, called `name` in
+    tables. `sizes` are the numbers besides its bytes on which its time depends, such as channels.
+    `values` are the arguments by name, `x` is the first tensor, `out` the result."""
     if name in _NAMES["copies"]:
         if x.stride() == out.stride():
             return ("copy" if x.dtype == out.dtype else "cast",)
@@ -215,11 +215,9 @@ def _layout(x: Tensor) -> str:
 
 
 def _apart(name: str, x: Tensor, dim: int) -> Work:
-    """Return the work of a softmax over an inner dimension: its threads, and elements per thread.
-
-    A thread reads its elements one after another, so it waits for memory and does not use all of
-    the bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu.
-    """
+    """Return the work of a softmax over an inner dimension: its threads, and elements per thread. A
+    thread reads its elements one after another, so it waits for memory and does not use all of the
+    bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu."""
     inner, num = prod(x.shape[dim + 1 or x.dim() :]), x.shape[dim]
     sharing = 1  # threads that read one row
     if inner <= 64 <= num:
@@ -230,10 +228,8 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
 
 
 def _with_rate(kind: str, rate: str, size: Sizes, num_flops: float, num_bytes: int) -> Work:
-    """Return the work of a kernel by its operations and bytes.
-
-    Both halves take the same time, except in groups: cuDNN has further kernels for float16.
-    """
+    """Return the work of a kernel by its operations and bytes. Both halves take the same time,
+    except in groups: cuDNN has further kernels for float16."""
     measured = "float16" if rate == "bfloat16" and " grouped" not in kind else rate
     return Work(f"{kind} {measured}", size, rate, int(num_flops), num_bytes)
 
@@ -247,10 +243,8 @@ def rate_of(dtype: torch.dtype, operation: str = "") -> str:
 
 
 def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
-    """Work of a product: matrices, rows, columns and the length of the sums.
-
-    Kernels of TF32 are fast only if both matrices are adjacent along the summed dimension.
-    """
+    """Work of a product: matrices, rows, columns and the length of the sums. Kernels of TF32 are
+    fast only if both matrices are adjacent along the summed dimension."""
     if name == "int8_linear_matmul":  # bitsandbytes: rows of any number of dimensions
         left, right = left.flatten(0, -2), right.t()
     *batch, rows, inner = left.shape
@@ -278,11 +272,9 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
-    """Work of a convolution: its positions, channels of a group, elements of the window, groups.
-
-    A transposed one counts as the plain one that it reverses. In groups, windows of one element and
-    depthwise ones above 5 x 5 (`wide`) have other kernels, and so have sequences.
-    """
+    """Work of a convolution: its positions, channels of a group, elements of the window, groups. A
+    transposed one counts as the plain one that it reverses. In groups, windows of one element and
+    depthwise ones above 5 x 5 (`wide`) have other kernels, and so have sequences."""
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]
     made = values.get("grad_output", out)
@@ -311,7 +303,9 @@ PRODUCTS = "convolution products"  # kind of a convolution that runs the kernels
 
 
 def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> list[Work]:
-    """Return the products that equal a 1x1 convolution in channels-last."""
+    """Return the matrix products that equal a 1x1 convolution in channels-last of this `size`.
+    `rate` is the key of a peak rate, `item` the bytes of an element. `data` and `weights`: in a
+    backward, True if the input's, or the weight's, gradient is computed; else both are False."""
     rows, _, made, given, _ = size
     forms = [(rows, given, made)] * data + [(made, given, rows)] * weights or [(rows, made, given)]
     kind = "matmul" + "-odd" * (item == 2 and bool(made % 8 or given % 8))
@@ -322,11 +316,9 @@ def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> l
 
 
 def _recurrent(values: dict[str, Any]) -> Work:
-    """Work of a recurrent network: its steps, layers, samples, hidden units and gates.
-
-    Steps run one after another, the kernels of both directions at the same time. Only products with
-    the hidden state count, as those with the inputs are one large product for all steps.
-    """
+    """Work of a recurrent network: its steps, layers, samples, hidden units and gates. Steps run
+    one after another, the kernels of both directions at the same time. Only products with the
+    hidden state count, as those with the inputs are one large product for all steps."""
     x, lengths, hidden = values["input"], values["batch_sizes"], values["hidden_size"]
     num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))

@@ -457,7 +457,7 @@ def convolution_backward(c: KernelCall) -> Events:
 
 
 def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
-    """Allocations of the bias's gradient, which sums the incoming gradient `grad`.
+    """Allocations of the bias's gradient, of `num_bytes`: a sum of the output's gradient `grad`.
 
     If the backward runs under autocast, the sum is float32 and the engine casts the result
     (`validate_outputs` of engine.cpp).

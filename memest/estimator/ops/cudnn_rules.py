@@ -141,9 +141,9 @@ def is_winograd(c: ConvolutionShapes, direction: str) -> bool:
 def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Return the workspace of a convolution with a 3x3 window by Winograd.
 
-    The result of a direction, for the weight the output, is cut into tiles of 4 x 4 pixels. A tile
-    and a window become 6 x 6 float32. At most 8 groups are computed at a time; channels are those
-    of one group. N is padded to 16, except for the weight:
+    The output, or the image in direction `input`, is cut into tiles of 4 x 4 pixels. A tile and a
+    window become 6 x 6 float32. At most 8 groups are computed at a time; channels are those of one
+    group. N is padded to 16, except in direction `weight`:
 
         36 * 4 * (tiles * N * (C + O) + C * O) * min(groups, 8)
 

@@ -54,7 +54,8 @@ def is_a_row(tensor: Tensor) -> bool:
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
-    """Return whether `embedding`'s gradient uses atomics, as for few rows (`use_fused_kernel`)."""
+    """Return whether the gradient of `embedding` is summed by atomics (`use_fused_kernel`). That is
+    so for many indices into few rows: `num_rows` of the weight, each of `width` elements."""
     warped = round_up(width, 32)
     segments = min(num_indices, num_rows)
     grid = ceil_div(segments * warped, min(warped, MAX_BLOCK_SIZE))
@@ -143,11 +144,9 @@ def embedding_backward(c: KernelCall) -> Events:
 def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
-    """Allocations of a gradient by sorted indices: sort, runs of equal indices, partial sums.
-
-    The number of runs is an upper bound that does not depend on the values of the indices. `copies`
-    are the bytes of contiguous copies.
-    """
+    """Allocations of a gradient by sorted indices: sort, runs of equal indices, partial sums. The
+    number of runs is an upper bound that does not depend on the values of the indices. `copies` are
+    the bytes of contiguous copies."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES

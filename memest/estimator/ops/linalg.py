@@ -305,7 +305,8 @@ def lu(c: KernelCall) -> Events:
 
 
 def _rows(a: _Matrices) -> Events:
-    """Allocations of a row permutation from pivots: a range, and its copy for each matrix."""
+    """Allocations that turn LU's pivots into a row permutation: int64 row numbers of one matrix,
+    and for a batch their copies for each matrix."""
     one, rows = INDEX * a.m, INDEX * a.m * a.batch
     return passing(one) if a.is_single else temporaries(one, rows, -one, -rows)
 

@@ -159,10 +159,9 @@ def _coalesced(mode: SimMode, tensor: Tensor) -> Tensor:
 
 @on_sparse("clone")
 def _clone(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Tensor:
-    """Copy a sparse tensor, except a contiguous gradient that autograd accumulates.
-
-    Under a Python dispatch mode autograd would copy it (`AccumulateGrad`, accumulate_grad.h).
-    """
+    """Return a copy of a sparse tensor; a gradient that autograd accumulates is not copied. CUDA's
+    `AccumulateGrad` (accumulate_grad.h) takes a contiguous gradient over without a copy. Under a
+    Python dispatch mode it calls `clone`, which therefore returns the same parts here."""
     indices, values = _parts(tensor)
     node = torch._C._current_autograd_node()
     is_gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
@@ -344,7 +343,7 @@ def _to_sparse_csc(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) 
 
 @on_sparse("_embedding_bag_backward")
 def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
-    """Return the sparse gradient of `_embedding_bag_backward` (EmbeddingBag.cpp)."""
+    """Run the backward of `EmbeddingBag(sparse=True)` by its sparse operator (EmbeddingBag.cpp)."""
     grad, indices, offsets, offset2bag, bag_size, _, num_rows, scale, kind, _, weights, padding = (
         *args,
         *(None, -1)[len(args) - 10 :],

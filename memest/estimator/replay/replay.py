@@ -169,9 +169,11 @@ def play(
     events: Sequence[int], alive: dict[int, None], storages: StorageTable, *,
     is_immediate: bool = False,
 ) -> None:  # fmt: skip
-    """Apply `events` to `alive`, whose keys are the ids of allocated storages.
+    """Apply allocator `events` to `alive`, whose keys are the ids of allocated storages.
 
-    `is_immediate` is that of `freed_id`.
+    An event is a storage id if it allocates, else a negative number that `freed_id` decodes.
+    Storages that a collective holds (`storages.stashed`) are freed when the collective returns
+    them. With `is_immediate` they are freed as soon as their tensor is.
     """
     for event in events:
         if event >= 0:

@@ -360,8 +360,9 @@ class _Copier:
                 self.ids.pop(free_of(event), None)
 
     def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
-        """Map the storage ids in `own`'s setup to those in `copied`, a copy of `other`'s setup. The
-        optimizer state, which may differ, is allocated last, before the cache is emptied."""
+        """Map each storage id in the setup of `own` to the id at the same position in `copied`.
+        That is the setup of `other` with ids of the new table. Only the optimizer states at the
+        ends of the setups may differ; else `NotInterpolable` is raised."""
         mine = [event for event in own.setup if event != EMPTIED]
         theirs = [event for event in other.setup if event != EMPTIED]
         num = min(len(mine), len(theirs))

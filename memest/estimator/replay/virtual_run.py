@@ -190,7 +190,8 @@ class _Watch:
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
     def steps_done(self) -> None:
-        """Store facts about the model after the last step, while all tensors are allocated."""
+        """Store what the report needs after the last step, while all tensors are allocated. That is
+        parameters and optimizer states by dtype, bytes on the host, and the shape of a layer."""
         states = self.job.recorder.states
         held = list({id(t): t for t in states.optimizer()}.values())
         gpu_tensors = [t for t in held if t.device.type == "cuda"]

@@ -99,10 +99,8 @@ def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) ->
 
 
 def _lay_out_attention(patches: Patches) -> None:
-    """Give cuDNN's attention the strides that later releases of torch give on meta.
-
-    With torch 2.6 and 2.7, a real run raises if cuDNN is chosen.
-    """
+    """Give cuDNN's attention the strides that later releases of torch give on meta. With torch 2.6
+    and 2.7, a real run raises if cuDNN is chosen."""
     from torch import _meta_registrations
     from torch._subclasses.fake_impls import op_implementations_dict
 
@@ -175,7 +173,8 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(_ops, "resolve_key")
     def key_of(resolve: Any, op: Any, key: Any) -> Any:
-        """Return the dispatch key whose kernel of `op` runs: C++ decompositions come first."""
+        """Return the dispatch key whose kernel of `op` runs. An operator without a meta kernel that
+        C++ decomposes is decomposed; else `resolve`, torch's `resolve_key`, decides."""
         if key == _AUTOGRAD_META and isinstance(op, _ops.OpOverload):  # others call operators
             name, has = op._name, torch._C._dispatch_has_kernel_for_dispatch_key
             if has(name, "CompositeImplicitAutograd") and not has(name, "Meta"):
@@ -273,9 +272,7 @@ class _Name(str):
 
 def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
     """Return a decorator of the compiled `graph` that computes its integers and flags, if known.
-
-    Kernels write no values. A mask decides shapes after the graph, as does `labels != -100`.
-    """
+    Kernels write no values. A mask decides shapes after the graph, as does `labels != -100`."""
     from torch.fx.node import map_arg
 
     def named(value: Any) -> Any:
@@ -308,7 +305,9 @@ def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
 
 
 def _value(values: KnownValues, nodes: Any, known: dict[str, Any], name: str) -> Any:
-    """Compute the value of a node and of those that it depends on, or raise `ValueUnknown`."""
+    """Return the value of the graph's node `name`, computed from the nodes it reads. `nodes` has
+    (op, target, args, kwargs) of each node by name. `known` caches values by node name; `values`
+    runs operators on the CPU. `ValueUnknown` if an input's value is unknown."""
     from torch.fx.node import map_aggregate
 
     def given(value: Any) -> Any:
@@ -409,7 +408,9 @@ class Kernel:
         self._source = source
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Record a launch; the first run allocates what timing of configs needs."""
+        """Record a launch. The first run also allocates as Inductor's timing of launch configs
+        does. It copies the tensors that the kernel writes, and makes a buffer that clears the
+        cache."""
         tensors = [value for value in args if isinstance(value, Tensor)]
         self._mode.work.add(fused_work(tensors))
         changed = [tensors[i] for i in self._declared.changes if i < len(tensors)]
@@ -592,10 +593,8 @@ class _Source(InspectLoader):
 
 
 def _load(source: str) -> None:
-    """Execute the source of a kernel as a module.
-
-    Meanwhile `linecache` has the source's lines, since `triton.jit` reads them by `inspect`.
-    """
+    """Execute the source of a kernel as a module. Meanwhile `linecache` has the source's lines,
+    since `triton.jit` reads them by `inspect`."""
     file = "<string>"  # name of the file in the code of `InspectLoader`
     module = ModuleType("kernel")
     vars(module).update({"__file__": file, "AttrsDescriptor": dict, "AttrsDescriptorWrapper": dict})

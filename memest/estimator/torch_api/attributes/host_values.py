@@ -59,7 +59,8 @@ def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
 
 
 def _install_numbers(patches: Patches) -> None:
-    """Make `item()` of a `uint64` read the `int64` with the same bits."""
+    """Make `item()` and `float()` of a `uint64` tensor return the unsigned number. Before torch 2.9
+    a dispatch mode returns `int64_t`, so the bits are read as `int64`."""
 
     @patches.wrap(Tensor, "item")
     def item(item_: Any, tensor: Tensor) -> Any:

@@ -105,7 +105,8 @@ class _Functions(_OfMode):
         return 1.0 if allowed is None else allowed / self._total_bytes
 
     def _change_settings(self, text: str) -> None:
-        """Change the allocator's settings; `UnsupportedError` once memory is reserved."""
+        """Apply `text`, settings in the form of `PYTORCH_ALLOC_CONF` (`max_split_size_mb:64`).
+        `UnsupportedError` if a setting changes after the first segment is reserved."""
         allocator = self._allocator
         allocator.read_settings()
         settings, before = changed_settings(allocator.settings, text), allocator.settings

@@ -128,7 +128,8 @@ class Reducer(_Reducer):  # type: ignore[misc]
 
     @contextmanager
     def _buckets_on_gpu(self) -> Iterator[None]:
-        """Place tensors that the C++ reducer makes in the block on the GPU, as buckets."""
+        """Within the block, place tensors that the C++ reducer makes on the GPU, with kind
+        `BUCKETS`."""
         with setting(self.session.memory, "kind", MemKind.BUCKETS), _on_gpu():
             yield
 
@@ -168,7 +169,8 @@ class Reducer(_Reducer):  # type: ignore[misc]
         super()._remove_autograd_hooks()
 
     def _set_forward_pass_work_handle(self, work: Any, divides: bool) -> None:
-        """Do nothing, as under `join` all simulated ranks have equally many inputs."""
+        """Do nothing. With uneven inputs (`join`) torch stores `work` here, which counts active
+        ranks; simulated ranks all have equally many inputs."""
 
 
 class _Accumulation:

@@ -82,7 +82,8 @@ def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) ->
 
 
 def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
-    """Make transformers search weights on this machine only, and build the model without them."""
+    """Make transformers look for weight files on this machine only, never on the Hub. Without them
+    the model is built from its config. `module` is `transformers.modeling_utils`."""
 
     @wrap_everywhere(patches, module, "_get_resolved_checkpoint_files")
     def resolve_here(resolve: Any, *args: Any, **kwargs: Any) -> Any:
