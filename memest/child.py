@@ -44,7 +44,7 @@ class Terminated(SystemExit):
 
 @contextmanager
 def signals_once(*numbers: int) -> Iterator[None]:
-    """Raise at the first signal of each number in this process, and ignore repeated signals.
+    """Raise at the first of each of the signals `numbers`, and ignore repeated ones.
 
     A terminal and `timeout` send a signal to each process of a group, and so does the parent.
     """
@@ -103,7 +103,7 @@ class Child:
         return status
 
     def send(self, number: int) -> None:
-        """Send a signal. Do nothing on Windows, whose console sends Ctrl-C to each process."""
+        """Send signal `number`. Do nothing on Windows, whose console sends Ctrl-C itself."""
         if self.poll() is None and sys.platform != "win32":
             os.kill(self.pid, number)
 
@@ -194,7 +194,7 @@ def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None)
 def command_of(
     work: Callable[[], object], file: str, output: tuple[str, str] | None = None
 ) -> list[str]:
-    """Return the command of a fresh process that does `work`, which is written to `file` for it."""
+    """Return the command of a fresh process for `work`, written to `file` with its `output`."""
     with open(file, "wb") as content:
         pickle.dump(sys.path, content)
         pickle.dump((work, output), content)
@@ -203,7 +203,7 @@ def command_of(
 
 
 def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | None) -> NoReturn:
-    """Write the result or error of `work()` to `file`, for `Child.answer`, and end this process."""
+    """Write the result or error of `work()` to `file`; stdout and stderr go to `output`. Exit."""
     if output is not None:
         for number, path in enumerate(output, start=1):
             _redirect(path, number)
@@ -231,9 +231,9 @@ def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
 
 
 def begin(work: Callable[[], object], output: Path, *, is_copy: bool) -> Child:
-    """Start `work` in a session of its own: in a copy of this process, or in a fresh one.
+    """Start `work` in a session of its own: in a copy of this process if `is_copy`, or a fresh one.
 
-    It has no input, and its output goes to a file.
+    It has no input, and its output goes to the file `output`.
     """
     if not is_copy:
         descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
@@ -265,7 +265,7 @@ def _redirect(path: str | Path, number: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without any teardown."""
+    """End this process with exit code `code`, without any teardown."""
     with suppress(OSError, ValueError, AttributeError):  # `pythonw` has no streams
         sys.stdout.flush()
         sys.stderr.flush()

@@ -173,7 +173,7 @@ class _Death:
 
 
 def _do(one: Callable[[T], R], task: T) -> R | _Failure:
-    """Return the result of a task in a worker, or its error and traceback."""
+    """Return `one(task)`, called in a worker, or its error with the traceback."""
     collect_seldom()
     try:
         return one(task)
@@ -255,7 +255,7 @@ class _Worker:
         return self._connection, self._process.sentinel
 
     def give(self, one: Callable[[T], Any], task: T) -> None:
-        """Send a task to the process; if the process has died, `answer` returns that."""
+        """Send `one` and `task` to the process (a new one if it died); `answer` has the outcome."""
         if not self._process.is_alive():
             self._start()
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -272,7 +272,7 @@ class _Worker:
         return _Death(killed or f"with exit code {code}")
 
     def end(self, *, is_idle: bool) -> None:
-        """End the process, in the middle of a task if it has one."""
+        """End the process; it is terminated in the middle of a task unless `is_idle`."""
         self._connection.close()
         if not is_idle:
             self._process.terminate()

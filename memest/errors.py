@@ -49,7 +49,7 @@ class TraceError(MemestError):
 
 
 def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T | MemestError:
-    """Return the result of a call, or the `MemestError` that it raises."""
+    """Return `function(*args, **kwargs)`, or the `MemestError` that the call raises."""
     try:
         return function(*args, **kwargs)
     except MemestError as error:

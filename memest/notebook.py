@@ -65,7 +65,7 @@ class _Magic:
         self.left: dict[str, Any] = {}  # of earlier cells, whose GPU no longer exists
 
     def __call__(self, line: str, cell: str) -> CellReport | None:
-        """Run a cell on a virtual GPU: `%%memest [GPU] [--memory-limit 20GiB] [--max-steps 3]`."""
+        """Run `cell` on a virtual GPU; `line` is `[GPU] [--memory-limit 20GiB] [--max-steps 3]`."""
         try:
             session = _session(line)
             self._check(cell)
@@ -95,7 +95,7 @@ class _Magic:
                 self.left[name] = value
 
     def _check(self, cell: str) -> None:
-        """Raise if the cell uses objects on the real GPU, or on the virtual GPU of an earlier
+        """Raise if `cell` uses objects on the real GPU, or on the virtual GPU of an earlier
         cell."""
         namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
         if _awaits(source):
@@ -138,7 +138,7 @@ def _session(line: str) -> Session:
 
 
 def _awaits(source: str) -> bool:
-    """Return whether a cell awaits outside of a function, as IPython allows."""
+    """Return whether `source`, a cell, awaits outside of a function, as IPython allows."""
     try:
         code = compile(source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except SyntaxError:  # the shell prints it
@@ -147,7 +147,7 @@ def _awaits(source: str) -> bool:
 
 
 def _names(source: str, namespace: dict[str, Any]) -> set[str]:
-    """Return the earlier cells' variables that a cell uses, also in the functions that it calls."""
+    """Return names of `namespace` that the cell `source` uses, also in functions that it calls."""
     try:
         cell = compile(source, "<cell>", "exec")
     except SyntaxError:  # the shell prints it
@@ -174,7 +174,7 @@ def _names(source: str, namespace: dict[str, Any]) -> set[str]:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a variable: a tensor, a module, an optimizer, a container of them."""
+    """Yield the tensors in `value`: a tensor, a module, an optimizer, or a container of them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):

@@ -53,7 +53,7 @@ def is_in_packages(path: str | Path) -> bool:
 
 
 def broken_package(error: BaseException) -> tuple[str, str] | None:
-    """Return message and hint for an `error` that an installed package raised at its import.
+    """Return (message, hint) for an `error` that an installed package raised at its import.
 
     None if the package's import statement was not running.
     """

@@ -77,7 +77,7 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
 
 
 def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
-    """Return (memory limit, GPU) of a test, each from its mark, from the project, or empty."""
+    """Return (memory limit, GPU) of a test: each from its mark, from the project, or empty."""
     from memest.project import find_project
 
     mark, project = item.get_closest_marker("gpu_memory"), find_project(item.config.rootpath)

@@ -286,8 +286,8 @@ def sweep_chart(
 
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
-    """Return as words the settings that all plans of a sweep share, from its table rows or
-    plans."""
+    """Return as words the settings that all plans of a sweep share: of `points`, or of table
+    `rows`."""
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(same["model_name"])] if same.get("model_name") else []
@@ -349,7 +349,7 @@ def validate_chart(results: tuple[Path, ...], jobs: int | None, pictures: Pictur
 
 
 def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
-    """Return a unique file name, without suffix, for the chart of each plan."""
+    """Return a unique file name, without suffix, for the chart `chart_name` of each of `plans`."""
     from memest.validate.experiment import file_stem
 
     if len(plans) == 1:

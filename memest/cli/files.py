@@ -28,7 +28,7 @@ def only_one(options: Mapping[str, Any]) -> str:
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that have a value."""
+    """Return the command's options, by name, that are given in `flags`."""
     return {k: v for k, v in flags.items() if v is not None and v != ()}
 
 
@@ -73,7 +73,7 @@ def write_pages(
     reports: Sequence[SimulatedReport], recording: "Recording | None", *, html: Path | None,
     snapshot: Path | None, chrome_trace: Path | None,
 ) -> None:  # fmt: skip
-    """Write reports as an HTML page, and a recording as PyTorch's snapshot and Chrome's trace."""
+    """Write `reports` to page `html`, `recording` to PyTorch's `snapshot` and Chrome's trace."""
     if html is not None:
         from memest.report.page import render_page
 

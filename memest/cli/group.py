@@ -56,7 +56,7 @@ class _Group(click.Group):
         return sorted(ChainMap(*SECTIONS.values()))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, whose module is imported at its first use."""
+        """Return the command `cmd_name`, whose module is imported here; None if unknown."""
         if module := ChainMap(*SECTIONS.values()).get(cmd_name):
             import_module(f"memest.cli.{module}")
         return super().get_command(ctx, cmd_name)
@@ -73,7 +73,7 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that `args` begin with; an error for another names the closest."""
+        """Return (name, command, other words) of `args`; an unknown command is an error."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
             near = "".join(f" Did you mean {n!r}?" for n in closest(args[0], names, 1))
@@ -129,13 +129,13 @@ def _no_room(error: OSError) -> None:
 
 
 def fail(message: str, hint: str, code: int) -> None:
-    """Print an error and exit with a code."""
+    """Print `message` and `hint` on stderr, and exit with `code`: the call never returns."""
     print_error(message, hint)
     sys.exit(code)
 
 
 def print_error(message: str, hint: str) -> None:
-    """Print an error and its hint, a line each, on stderr."""
+    """Print `message` and `hint`, a line each, on stderr; an empty hint has no line."""
     click.echo(f"Error: {' '.join(message.split())}", err=True)
     if hint:
         click.echo(f"hint: {' '.join(hint.split())}", err=True)

@@ -111,7 +111,7 @@ async def gpus() -> list[dict[str, Any]]:
 
 
 async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON output of a memest command for a plan.
+    """Return the JSON output of the memest command `command` for a plan.
 
     Raises:
         MemestError: the command fails.

@@ -42,7 +42,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
     name = "size"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        """Return the number of bytes in a text such as 24GiB."""
+        """Return `value`, a text such as 24GiB, as a number of bytes."""
         return parse_bytes(value)
 
 
@@ -50,7 +50,7 @@ class OutputPath(click.Path):
     """Type of a file to write; one that cannot be written is refused before anything runs."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path, after a check that it can be written."""
+        """Return `value` as a path, after a check that it can be written."""
         path = Path(str(super().convert(value, param, ctx)))
         if str(path) == "-":
             raise PlanError("`-` is not a file", hint="stdout is `/dev/stdout`")
@@ -134,7 +134,7 @@ def gpus(text: str) -> Option:
 
 
 def _usable(ctx: click.Context, param: Any, value: str) -> str:
-    """Exit with an error before any work if the package of the engine `value` is not installed."""
+    """Return the engine `value`; exit with an error if its package is not installed."""
     find_engine(value)
     return value
 
@@ -203,7 +203,7 @@ class WholeTraining:
 
 
 def training(*, has_epochs: bool) -> Option:
-    """Return options of a whole training, which the command gets as the parameter `whole`."""
+    """Return options of a training, passed as `whole`; `has_epochs` adds epochs and samples."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)

@@ -116,7 +116,7 @@ def _check_output(
 
 
 def _short(report: Prediction, emit: str | None) -> str:
-    """Return the short output for a plan: scheduler resources, or one line per GPU."""
+    """Return the short output of a report: lines for the scheduler `emit`, or a line per GPU."""
     plan = report.plan
     if emit:
         nodes = {"num_gpus": plan["devices"], "num_nodes": plan["num_nodes"]}

@@ -55,7 +55,7 @@ class StoredResults:
         return found
 
     def add(self, plan: TrainingPlan, result: Any) -> None:
-        """Append the result of `plan`, as JSON values, to the file."""
+        """Append `result`, the JSON values of the result of `plan`, to the file."""
         row = {"version": self._versions, "plan": plan_key(plan), "result": result}
         with (
             writing(self.path, "name another folder"),
@@ -82,7 +82,7 @@ def plan_key(plan: TrainingPlan) -> str:
 
 
 def results_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return the results of a finished task by plan, as JSON values; failed plans are left out."""
+    """Return the JSON values of a task's results, by plan; failed plans are left out."""
     pairs = zip(event.task, event.result, strict=True)
     return {
         plan: [point.to_dict() for point in made] if isinstance(made, list) else made.to_dict()
@@ -95,7 +95,7 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
 def _stored(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool
 ) -> Iterator[dict[TrainingPlan, Any]]:
-    """Yield the stored results of `plans`, and store those of each event in the block.
+    """Yield the stored results, as JSON values, of `plans`; store new ones in the block.
 
     Nothing is stored if the command writes no file, `target`. On an interrupt, the number of stored
     results is printed.

@@ -66,7 +66,7 @@ class _RunCommand(click.Command):
         return super().parse_args(ctx, [*args, *script])
 
     def split(self, args: list[str]) -> tuple[list[str], list[str]]:
-        """Return memest's options, and the script or module with its arguments."""
+        """Return (memest's options, script or module with its arguments) of `args`."""
         with_value = [p for p in self.params if isinstance(p, click.Option) and not p.is_flag]
         takes_value = {name for param in with_value for name in param.opts}
         position = 0
@@ -206,8 +206,7 @@ def run(
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Return GPUs per node and number of nodes, from a launcher in the command or from the
-    options."""
+    """Return (GPUs per node, nodes) of a launcher in the command, or else the options' numbers."""
     if launch.num_local is None:
         return num_local, num_nodes
     if num_local is not None or num_nodes > 1:
@@ -216,14 +215,14 @@ def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[in
 
 
 def with_project(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `memest run`, with the options of pyproject.toml added."""
+    """Return `arguments` of `memest run`, with the options of pyproject.toml added."""
     assert isinstance(run, _RunCommand)
     own, script = run.with_project(*run.split(list(arguments)))
     return [*own, *script]
 
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
-    """Run the script in another Python, and return the exit code; None if it is this one's."""
+    """Return the exit code of the script in `python` or an active environment; None if neither."""
     if python is not None:
         return run_elsewhere(python, arguments)
     active = active_environment()
@@ -274,7 +273,7 @@ def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
 def _run_chosen(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
 ) -> RunResult:
-    """Run the only one of `chosen` in this process, or several ranks in processes of their own."""
+    """Run `run_one` for the only one of `chosen` here, or for several in processes of their own."""
     from memest.run.ranks import environment
 
     if chosen[0].world_size == 1:
@@ -289,8 +288,8 @@ def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str,
     runs_others: bool,
 ) -> RunResult:  # fmt: skip
-    """Run the ranks at the same time; write the files of the worst rank. `runs_others` runs the
-    others too if they may differ."""
+    """Run `run_one` for each of `chosen` at the same time; write the files of the worst rank.
+    `folder` is for files. `runs_others` runs the others too if they may differ."""
     from memest.estimator.gpu.worlds import PeerEnded
     from memest.run.kept_files import kept_files
     from memest.run.ranks import merge_ranks, open_verdict, other_ranks, run_rank, run_together
@@ -365,8 +364,8 @@ _ONE = "leave `--nproc-per-node` and `--nnodes` of `memest run` out"
 
 
 def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
-    """Return how a launcher in the command starts its ranks, and the script or module that it
-    starts."""
+    """Return (a launcher's settings of the ranks, the script or module), from `-m module` or from
+    `command`."""
     from memest.run.launch_command import Launch, read_launch
 
     if module is None and not command:
@@ -384,7 +383,8 @@ def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Targe
 def _chosen_gpus(
     typed: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
 ) -> tuple[Gpu, tuple[str, ...]]:
-    """Return the GPU to simulate, the first of `typed`, and the names of the GPUs to judge."""
+    """Return (GPU to simulate, the first of `typed`; names of the GPUs to judge). `memory_bytes`
+    replaces the GPU's memory; `beside_bytes` are of other processes."""
     names = [find_gpu(name).name for text in typed for name in text.split(",")]
     gpu = find_gpu(names[0] if names else PRIMARY_GPU)
     if memory_bytes is not None:

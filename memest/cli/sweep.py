@@ -106,7 +106,7 @@ def grid_points(
     *, gpu: tuple[str, ...], gpu_memory: str | None, vary: tuple[str, ...], config: Path | None,
     max_points: int, trust_remote_code: bool, **flags: str | None,
 ) -> Grid:  # fmt: skip
-    """Return a plan, or the error of an invalid one, for every combination of the flags' values."""
+    """Return (varied values, plan or its error) for every combination of values in the options."""
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
@@ -151,7 +151,7 @@ def sweep(
 
 
 def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values to try for each key, in the order of the flags."""
+    """Return the values to try by key, from options `flags` and `key=values` in `vary`."""
     texts = {key: text for key, text in flags.items() if text is not None}
     for item in vary:
         key, equals, text = item.partition("=")
@@ -221,7 +221,7 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
 
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
-    """Return the script's report on the largest GPU of `names`, with verdicts and times on all."""
+    """Return the report of `script` on the largest GPU of `names`, verdicts and times on all."""
     from memest.run.session import Session, run_target
 
     if unknown := sorted(set(given) - {"gpu"}):

@@ -145,7 +145,7 @@ class _Display:
 
 
 def result_lines(result: Any) -> list[str]:
-    """Return a line for each prediction in the result of a task."""
+    """Return a line for each prediction in `result`, what a task has returned."""
     results = result if isinstance(result, list) else [result]
     lines = []
     for each in results:

@@ -117,7 +117,7 @@ def _measure_pace(path: Path) -> int:
 def _validation_rows(
     config: Path | None, suite: str | None, given: dict[str, Any], device: Any
 ) -> tuple[Sequence[TrainingPlan], str]:
-    """Return the plans to run, and a name for the results file."""
+    """Return (plans to run, name for the results file) from the command's options and `device`."""
     from memest.validate.experiment import file_stem
 
     if config is None and (suite is not None or "model_name" not in given):

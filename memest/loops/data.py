@@ -211,7 +211,7 @@ def checkpoint_source(config: ModelConfig) -> str:
 def load_base(
     plan: TrainingPlan, config: ModelConfig, built: BuiltModel, *, is_random: bool, device: str
 ) -> nn.Module:
-    """Load `built`, which is on meta, to `device` by `from_pretrained`.
+    """Load `built`, on meta, to `device` by `from_pretrained`; `is_random` means random weights.
 
     QLoRA quantises each weight while it is loaded, unless the plan quantises in place.
 

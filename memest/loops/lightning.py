@@ -69,7 +69,7 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
 
 
 def shard_model(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
-    """Shard the model over the mesh of Lightning's `ModelParallelStrategy`, in place."""
+    """Shard the model in place over `mesh`, that of Lightning's `ModelParallelStrategy`."""
     is_hybrid = sharding.hybrid_shape(plan) is not None
     sharding.fully_shard_layers(model, plan, mesh if is_hybrid else mesh["data_parallel"])
 

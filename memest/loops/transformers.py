@@ -72,7 +72,7 @@ class ProbedTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, *args: Any, **kw: Any
     ) -> Any:
-        """Return the plan's loss; transformers' Trainer calls it for each micro-batch."""
+        """Return the loss of a micro-batch; with `return_outputs`, (loss, {"loss": loss})."""
         if not model.training:
             loss = loss_of(model, inputs, self.task.feed.loss_output)
         else:

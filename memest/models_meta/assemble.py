@@ -83,7 +83,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return class and parameter counts for reports; a quantised weight counts its bytes."""
+    """Return `class`, `num_params` and `num_trainable_params`; quantised weights count as bytes."""
     return {
         "class": type(unwrapped(model)).__name__,
         "num_params": sum(p.numel() for p in model.parameters()),
@@ -92,7 +92,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-    """Return the model's loss, or the mean of its output named `output`."""
+    """Return the model's loss for `inputs`, or the mean of its output named `output`."""
     out = model(**inputs)
     return out.loss if output == "loss" else getattr(out, output).float().mean()
 

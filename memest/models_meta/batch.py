@@ -104,7 +104,7 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
 
 
 def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
-    """Return fp32 `pixel_values` (B, C, S, S) with a flag if S is not the model's size, and S."""
+    """Return (inputs, S): fp32 `pixel_values` (B, C, S, S), with a flag if S is not the model's."""
     vision = vision_config(request.config) or request.config
     own = default_image_size(request.config)
     size = request.image_size or own
@@ -138,7 +138,7 @@ def class_labels(request: Request) -> Tensor:
 
 
 def num_image_tokens(config: Any, image_size: int | None) -> int:
-    """Return image tokens per row, with start and end marks; 0 without an image."""
+    """Return image tokens per row with start and end marks, for `image_size` pixels; 0 if none."""
     size = image_size or default_image_size(config) or 0
     vision: Any = getattr(config, "vision_config", None)
     if config.model_type == "llava":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def set_tied_embeddings(model: Any, tied: bool) -> None:
-    """Give the output head a weight of its own, or the embeddings' weight.
+    """Give the output head the embeddings' weight if `tied`, or else a weight of its own.
 
     A config alone cannot specify it for T5. transformers 5.17 builds it tied whatever the file has
     (models/t5/configuration_t5.py), while the published flan-t5 checkpoints load untied.
@@ -91,7 +91,7 @@ def build_model(
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:
-    """Return the class to build: from remote code, `architectures`, or the first Auto class."""
+    """Return the class of remote code, `architectures`, or an Auto class; append why to `notes`."""
     import transformers
 
     if config.remote_code:
@@ -120,7 +120,7 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
 
 
 def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
-    """Return a note on sub-models that run eager because they have no sdpa, if any."""
+    """Return [note] on sub-models run eager as they have no sdpa; [] if `requested` is eager."""
     if requested == "eager":
         return []
     eager = {

@@ -43,7 +43,7 @@ _library.define(  # type: ignore[no-untyped-call]
 def _forward_on_meta(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, logsumexp and random state; (B, L, H, E), or (N, H, E) with `cu_seqlens`."""
+    """Return (output, logsumexp, random state) for (B, L, H, E), or (N, H, E) with `cu_seqlens`."""
     out = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
     B, L, H = (1, *query.shape[:2]) if cu_seqlens is not None else query.shape[:3]
     lse_shape = (H, L) if cu_seqlens is not None else (B, H, L)
@@ -209,7 +209,7 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _check_call(given: Sequence[Tensor], options: _Options) -> None:
-    """Check the conditions of `mha_fwd` in flash_api.cpp; `PlanError` if a real run would fail."""
+    """Check `given` (query, key, value) as flash_api.cpp's `mha_fwd` does; else a `PlanError`."""
     query, key, _ = given
     dtypes = {str(t.dtype).removeprefix("torch.") for t in given}
     if len(dtypes) > 1 or query.dtype not in _HALF:

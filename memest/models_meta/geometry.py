@@ -68,7 +68,7 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
 
 
 def _is_written_norm(module: nn.Module, width: int) -> bool:
-    """Return whether the module is an RMS norm other than torch's."""
+    """Return whether the module is an RMS norm over `width` that is not torch's."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
     is_torch = type(module).__module__.startswith("torch.")

@@ -293,7 +293,7 @@ def parse_config(
     raw: object, *, name: str, source: str = "", entry: ModelEntry | None = None,
     remote_from: str = "",
 ) -> ModelConfig:  # fmt: skip
-    """Check `raw`, the content of a config.json, and return it as a config."""
+    """Return the config in `raw`, read from a config.json; `remote_from` has the code it runs."""
     if not isinstance(raw, dict):
         kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
         raise PlanError(
@@ -340,7 +340,7 @@ def parse_config(
 
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
-    """Yield every number in a JSON value with its key or its list's key, without recursion."""
+    """Yield (key, number) for all numbers in the JSON value `value`, also those in lists."""
     rest: list[tuple[str, object]] = [("", value)]
     while rest:
         key, item = rest.pop()
@@ -353,7 +353,7 @@ def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
 
 
 def _check_counts(raw: Mapping[str, Any], name: str) -> None:
-    """Reject a number of layers, blocks, experts or labels that no model has."""
+    """Raise a `PlanError` if a count in config `raw`, such as of layers, is over `COUNT_LIMITS`."""
     for key, value in _numbers(raw):
         for pattern, limit in COUNT_LIMITS.items():
             if pattern.search(key.casefold()) and value > limit:
@@ -392,7 +392,7 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
 
 
 def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str) -> str:
-    """Return the one class in `architectures`, checked against the config, or ""."""
+    """Return the class name that `raw` has in `architectures`, after a check; "" if it has none."""
     import transformers
 
     names = raw.get("architectures")

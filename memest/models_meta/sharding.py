@@ -86,7 +86,7 @@ def _flat_parameters(model: nn.Module) -> list[Any]:
 
 
 def _local(tensor: Any) -> Tensor:
-    """Return the local part of a DTensor; any other tensor unchanged."""
+    """Return the local part of `tensor` if that is a DTensor; any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

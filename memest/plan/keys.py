@@ -71,7 +71,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 def read_lengths(value: Any) -> tuple[int, ...]:
-    """Return the numbers of a list, of a text such as `512,96`, or of a file: JSON, or one per
+    """Return the numbers in `value`: a list, a text such as `512,96`, or a file: JSON, or one per
     line.
 
     Raises:
@@ -98,7 +98,7 @@ def read_lengths(value: Any) -> tuple[int, ...]:
 
 
 def steps_of(lengths: tuple[int, ...], num_micro_batches: Any) -> int:
-    """Return the number of optimizer steps for which there are lengths; at least one."""
+    """Return how many steps of `num_micro_batches` the `lengths` are enough for; at least 1."""
     is_count = isinstance(num_micro_batches, int) and num_micro_batches > 0
     return max(1, len(lengths) // (num_micro_batches if is_count else 1))
 
@@ -221,7 +221,7 @@ class Key:
         return value
 
     def words(self, value: Any) -> list[str]:
-        """Return the command-line arguments for `value`, given as in `to_dict`."""
+        """Return command-line arguments that set the key to `value`, of `TrainingPlan.to_dict`."""
         if self.is_switch:
             return [self.flags[0 if value else 1]]
         if self.is_repeated:
@@ -236,7 +236,7 @@ class Key:
 
 
 def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
-    """Return the rows of the keys by name, in their order: the fields of `plan` and `keys.json`."""
+    """Return the rows of `keys.json` by name of the key, in the order of the fields of `plan`."""
     table: Mapping[str, Mapping[str, dict[str, Any]]] = read_table(__file__, "keys.json")
     rows = {name: _read(section, **rows[name]) for section, rows in table.items() for name in rows}
     return {
@@ -268,7 +268,7 @@ def _read(
 
 
 def read_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the pairs of a mapping, of a list of pairs, or of text such as `amsgrad=true,eps=1`.
+    """Return the (name, value) pairs of a mapping, a list, or text such as `amsgrad=true,eps=1`.
 
     Raises:
         PlanError: it is none of these, or a value is not plain.

@@ -39,7 +39,7 @@ def _same(rows: Mapping[str, Key]) -> dict[str, str]:
 def read_other_names(
     values: Mapping[str, Any], rows: Mapping[str, Key]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return `values` by names of plan keys, and notes on what was assumed to convert them.
+    """Return (`values` by names of plan keys, notes on what was assumed to convert them).
 
     Raises:
         PlanError: a value contradicts another, or requests anything except a CUDA GPU.

@@ -301,7 +301,7 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
 
 
 def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
-    """Return the plans of a suite, in its order.
+    """Return the plans of a suite, in its order, with `overrides` in place of their keys.
 
     A suite is a mapping: optional `defaults`, then `experiments`, a list of plans with a `name`
     each.
@@ -335,7 +335,7 @@ def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
 
 
 def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> str:
-    """Return the checked name of experiment `number`, and add it to `names`."""
+    """Return the checked name in `values`, experiment `number`, and add it to `names`."""
     if not isinstance(values, dict):
         raise PlanError(
             f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`"

@@ -148,7 +148,7 @@ def plot_ladder(
 
 
 def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
-    """Return the name of an experiment, and the settings in which it differs from `reports`."""
+    """Return (name of an experiment, its settings that are not the same in all `reports`)."""
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
     first = re.sub(r"\W|_", "", report.name.split()[0] if report.name.split() else "").casefold()
@@ -160,7 +160,7 @@ def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]
 
 
 def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:
-    """Return a font size, at most `size`, at which the longest text fits."""
+    """Return the largest font size, from `least` to `size`, at which the longest text fits."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
     return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
 
@@ -214,7 +214,7 @@ def _draw_bar(
 
 
 def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
-    """Draw a frame and strokes over the part of a bar beyond the GPU's limit."""
+    """Draw a frame and strokes over the bar of `row`, from the GPU's `limit` to `end`, in GiB."""
     theme = panel.theme
     start = min(limit, end)
     if end <= start:
@@ -228,8 +228,8 @@ def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
 def _limit_labels(
     gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """Return (text, middle, level) of the label of each GPU, at the lowest level without
-    overlap."""
+    """Return (text, middle in GiB, level) of each GPU's label, at the lowest level with room. The
+    axis ends at `edge` GiB and has `per_gib` inches per GiB."""
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:

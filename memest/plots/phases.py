@@ -30,7 +30,7 @@ class Column:
 
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
-    """Return a bar for each phase of a micro-batch, and a mark for each that an OOM run missed."""
+    """Return a bar per phase of a micro-batch of `step`; an OOM run has a mark where it failed."""
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
@@ -114,7 +114,7 @@ def _draw_group(panel: Panel, position: int, group: Sequence[Column], limit: flo
 
 
 def _under(panel: Panel, x: float, inches: float, text: str, **look: Any) -> None:
-    """Write text under the axis at `x`, its top `inches` below it."""
+    """Write `text` under the axis at `x`, `inches` below it; `look` is for matplotlib's `text`."""
     panel.write_in_column(x, -inches, text, ha="center", va="top", **look)
 
 
@@ -153,7 +153,7 @@ def _draw_column(
 
 
 def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str) -> None:
-    """Hatch the bar up to the failed request; write a dash for each phase after the failure."""
+    """Hatch a bar of `width` at `x` up to the failed request, or write that there is no phase."""
     theme = panel.theme
     reached = column.failed_at_bytes / GIB
     if not reached:  # in a run that fits, this micro-batch has no optimizer step
@@ -173,8 +173,8 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
 def _draw_limit(
     panel: Panel, report: Report, limit_bytes: int, tops: Sequence[int], *, is_far: bool
 ) -> None:
-    """Draw the GPU's limit line, with its name over the side whose bars are lower. `tops` are the
-    heights of the bars in bytes. With `is_far`, the line is above the chart."""
+    """Draw the line of `limit_bytes`, with its name over the side whose bars are lower. `tops` are
+    the heights of the bars in bytes. With `is_far`, the line is above the chart."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {gpu_label(report.gpu)}{capped}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"

@@ -61,10 +61,10 @@ def large_constants(line: ScalingLine) -> dict[str, int]:
 
 
 def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
-    """Draw bytes needed per GPU over the number of GPUs, both axes in powers of two.
+    """Draw a line per strategy: bytes needed per GPU over the number of GPUs, in powers of two.
 
-    A cross is a run out of memory, at its reserved memory without a limit. The labels at the right
-    have the reserved memory on most GPUs, and the kinds of memory that more GPUs do not shrink.
+    A cross marks a verdict other than `fits`. At the right are each strategy's need on the largest
+    number of GPUs, and the kinds of memory that more GPUs do not shrink.
 
     Raises:
         PlanError: there is no prediction.
@@ -89,7 +89,7 @@ def _last(line: ScalingLine) -> Prediction:
 
 
 def _limits(lines: Sequence[ScalingLine]) -> list[int]:
-    """Return the allocator's limits, which differ if libraries use more memory on more GPUs."""
+    """Return the allocator's different limits, ascending; libraries may use more on more GPUs."""
     reports = [report for line in lines for report in line.reports.values()]
     return sorted({report.verdicts[report.gpu].limit_bytes for report in reports})
 
@@ -112,7 +112,7 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
 
 
 def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
-    """Return markers of points whose verdict is not `fits`, by the verdict's word."""
+    """Return matplotlib's style of a cross by `word` of verdict, for those other than `fits`."""
     words = {report.word for line in lines for report in line.reports.values()}
     shape = {"marker": "x", "markersize": 15, "markeredgewidth": 3.2}
     return {word: {"color": color, **shape} for word, color in theme.fills.items() if word in words}
@@ -314,8 +314,8 @@ def _stacked(
     parts: Mapping[tuple[str, str], Sequence[int]], under: Iterable[str], limit_bytes: int,
     limit_name: str,
 ) -> Chart:  # fmt: skip
-    """Return a chart of stacked bars: bytes in `parts` by (name, colour), texts `under` the
-    bars."""
+    """Return a chart of stacked bars: bytes in `parts` by (name, colour), texts `under` the bars,
+    and the line `limit_name`."""
     series = (
         Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
         for (name, color), sizes in parts.items()
@@ -343,10 +343,10 @@ _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":
 def plot_fragmentation(
     report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
 ) -> Figure:
-    """Draw reserved memory over the steps in GiB, a line for each setting of the allocator.
+    """Draw reserved GiB over the steps, a line for each of `runs`: settings of the allocator.
 
-    Thick lines are on the GPU, thin ones without a limit. A cross is a step that runs out of
-    memory. The area under the lines is the memory in use under the first setting.
+    Thick lines are under the limit `gpu_limit_bytes`, thin ones without a limit. A cross is a step
+    that runs out of memory. The area under the lines is the memory in use under the first setting.
 
     Raises:
         PlanError: there is no run.
@@ -381,7 +381,7 @@ def plot_fragmentation(
 
 
 def _reason(run: Growth, limit_bytes: int) -> str:
-    """Return two lines of text: how the first run stays under the limit, and how it ends."""
+    """Return two lines of text on `run`: how it stays under `limit_bytes`, and how it ends."""
     over = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
     if over is None:
         return ""
@@ -428,7 +428,7 @@ def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) ->
 def _draw_step_limit(
     panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int
 ) -> None:
-    """Draw the GPU's limit line, with its label where the fewest lines pass."""
+    """Draw the limit line of the GPU, if it is on the axes, labelled where few lines pass."""
     top = panel.axes.get_ylim()[1]
     if limit_bytes / GIB > top:
         return

@@ -68,7 +68,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
 
 
 def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float) -> None:
-    """Draw the square panel of one quantity: 0 is allocated, and 1, below it, reserved memory."""
+    """Draw a square panel up to `end` GiB: allocated memory for `index` 0, reserved for 1."""
     theme = canvas.theme
     quantity = _QUANTITIES[index]
     low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
@@ -141,7 +141,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
 
 
 def _reach(worst: float) -> tuple[float, float]:
-    """Return (half the axis, its tick) in per cent: the outermost tick is beyond every marker.
+    """Return (half the axis, its tick) in per cent, both beyond the error `worst`.
 
     >>> _reach(0.1), _reach(1.32), _reach(7.0)
     ((0.6, 0.5), (2.0, 2.0), (10.0, 10.0))
@@ -174,7 +174,7 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
 
 
 def _both(pair: Pair, quantity: str) -> tuple[int, int]:
-    """Return `quantity` predicted and measured; of an interval, the value nearest the measured."""
+    """Return `quantity` (predicted, measured); of an interval, the value nearest the measured."""
     predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
     found = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
     if found is not None and found.low_bytes < found.high_bytes:
@@ -191,7 +191,7 @@ def _listed(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _name(predicted: Prediction, measured: Measurement, size: float) -> str:
-    """Return the name of a run, cut if it is long, and a remark if its verdict is wrong."""
+    """Return a run's name, cut to the column at font `size`, and a remark on a wrong verdict."""
     tag = " (OOM)" if measured.verdict is Outcome.OOM else ""
     tag = tag if predicted.verdict is measured.verdict else " (verdicts differ)"
     return shortened(measured.name, size, 3.4 - text_width(tag, size)) + tag

@@ -50,7 +50,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> str:
-    """Return `text` with its middle replaced by an ellipsis where it is wider than `inches`."""
+    """Return `text`, its middle replaced by an ellipsis if wider than `inches` at font `size`."""
 
     def cut(num_kept: int) -> str:
         tail = num_kept // 2
@@ -65,7 +65,7 @@ def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> s
 
 
 def wrapped(text: str, size: float, inches: float) -> str:
-    """Return `text` in lines of at most `inches`, broken at spaces; its own line breaks stay."""
+    """Return `text` in lines of at most `inches` at font `size`; its own line breaks stay."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         start = len(lines)
@@ -78,7 +78,7 @@ def wrapped(text: str, size: float, inches: float) -> str:
 
 
 def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str], float]:
-    """Return `texts` wrapped to `inches`, and the largest font size at which they fit `tall`."""
+    """Return (wrapped `texts`, largest font size) for `inches` of width and `tall` of height."""
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
         found = [wrapped(text, size, inches) for text in texts]
         lines = [text.split("\n") for text in found]
@@ -94,7 +94,7 @@ def first_size(text: str, sizes: Sequence[float], inches: float, *, bold: bool =
 
 
 def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
-    """Return the label of a GPU's limit line, shortened to `inches`."""
+    """Return the label of a GPU's limit line: name and GiB usable, at most `inches` wide."""
     text = f"{gpu_label(gpu)}: {limit_bytes / GIB:.1f} GiB usable"
     return shortened(text, VALUE, inches, bold=True)
 
@@ -147,11 +147,11 @@ class Theme:
         return {"facecolor": self.background, "edgecolor": "none", "pad": pad}
 
     def key(self, color: str, label: str) -> Patch:
-        """Return the legend entry of a filled colour."""
+        """Return the entry of a legend with a patch of `color` and the text `label`."""
         return Patch(facecolor=color, edgecolor=self.background, label=label)
 
     def dashed_key(self, label: str) -> Patch:
-        """Return the legend entry of a dashed outline."""
+        """Return the entry of a legend with a dashed outline and the text `label`."""
         return Patch(
             facecolor="none", edgecolor=self.ink, linewidth=1.6, linestyle=DASHES, label=label
         )
@@ -162,7 +162,7 @@ LIGHT, DARK = (Theme(**colors) for colors in read_table(__file__, "themes.json")
 
 @contextmanager
 def plain_matplotlib(settings: Mapping[Any, Any]) -> Iterator[None]:
-    """Run matplotlib with its defaults and these settings, ignoring the user's configuration."""
+    """Run matplotlib with its defaults and `settings`, ignoring the user's configuration."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(settings)
@@ -191,12 +191,12 @@ class Panel:
         return self.height / (high - low)
 
     def inches(self, points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Return data points in inches from the lower left corner."""
+        """Convert `points` from (x, y) on the axes' scales to inches from the axes' lower left."""
         to_shares = self.axes.transData + self.axes.transAxes.inverted()
         return [(x * self.width, y * self.height) for x, y in to_shares.transform(list(points))]
 
     def write(self, x: float, y: float, text: str, **style: Any) -> None:
-        """Write a text, vertically centred at `y`; inches from the lower left corner."""
+        """Write `text`, vertically centred at `y`; inches from the axes' lower left corner."""
         style = {"va": "center_baseline", **style}
         self.axes.text(
             x / self.width, y / self.height, text, transform=self.axes.transAxes, clip_on=False,
@@ -204,26 +204,26 @@ class Panel:
         )  # fmt: skip
 
     def lead(self, *points: tuple[float, float], **style: Any) -> None:
-        """Draw a line through `points`, in inches from the lower left corner."""
+        """Draw a line through `points`, (x, y) in inches from the axes' lower left corner."""
         xs, ys = [x / self.width for x, _ in points], [y / self.height for _, y in points]
         self.axes.plot(xs, ys, transform=self.axes.transAxes, clip_on=False, zorder=2, **style)
 
     def write_in_row(self, x: float, row: float, text: str, **style: Any) -> None:
-        """Write a text in the middle of a row; `x` is in inches from the left edge."""
+        """Write `text` at `x` inches from the axes' left edge, centred at `row` of the y axis."""
         self.axes.text(
             x / self.width, row, text, transform=self.axes.get_yaxis_transform(), clip_on=False,
             va="center_baseline", **style,
         )  # fmt: skip
 
     def write_in_column(self, column: float, y: float, text: str, **style: Any) -> None:
-        """Write a text at `column` on the x axis; `y` is in inches from the lower edge."""
+        """Write `text` at `column` of the x axis, `y` inches from the axes' lower edge."""
         self.axes.text(
             column, y / self.height, text, transform=self.axes.get_xaxis_transform(),
             clip_on=False, **style,
         )  # fmt: skip
 
     def write_number(self, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
-        """Write a bar's number over its top, or inside the bar if a limit line is too near."""
+        """Write a bar's number over its top (`x`, `y`), or below the top if `is_inside`."""
         self.axes.annotate(
             text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
             va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
@@ -231,7 +231,7 @@ class Panel:
         )  # fmt: skip
 
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
-        """Draw a GPU's limit line at `limit` on the axis, with its name over or under it."""
+        """Draw a GPU's line at `limit` on the y axis, `text` over or under it, left or right."""
         axes = self.axes
         axes.axhline(limit, color=self.theme.ink, linewidth=3.0, zorder=3, gid="limit")
         axes.annotate(
@@ -246,7 +246,7 @@ class Panel:
     ) -> None:
         """Draw a GPU's limit line, with its name where the fewest `points` are.
 
-        `points` are on the curves, in inches from the lower left corner.
+        `points` are (x, y) on the curves, in inches from the axes' lower left corner.
         """
         text = limit_text(gpu, limit_bytes, self.width - 0.2)
         wide, found = text_width(text, VALUE, bold=True), list(points)
@@ -263,11 +263,11 @@ class Panel:
         self.draw_limit(limit_bytes / GIB, text, is_right=is_right, is_over=is_over)
 
     def fill(self, box: Box, **style: Any) -> None:
-        """Draw a rectangle."""
+        """Draw a rectangle over `box`; `style` is for matplotlib's `Rectangle`."""
         self.axes.add_patch(Rectangle(box[:2], *box[2:], **style))
 
     def hatch(self, box: Box, color: str, *, zorder: float, gid: str) -> None:
-        """Draw diagonal strokes over a box: out of memory.
+        """Draw diagonal strokes over `box`: out of memory. `gid` is the id in an SVG.
 
         matplotlib's own hatches are SVG patterns, which slide programs fill with black.
         """
@@ -342,7 +342,7 @@ class Canvas:
 
 @contextmanager
 def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
-    """Yield an empty slide to draw on."""
+    """Yield an empty slide, `height` inches high, to draw on."""
     theme = DARK if dark else LIGHT
     settings = {
         "font.family": [FONT],
@@ -366,20 +366,20 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
 
 
 def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float, float]:
-    """Return start and stop of the longest part of a bar that none of `lines` crosses."""
+    """Return (start, stop) of the longest part from `start` to `stop` that no line crosses."""
     edges = [start, *sorted(x for x in lines if start < x < stop), stop]
     return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
 
 
 def _title(text: str) -> dict[str, Any]:
-    """Return the text of a title, cut if too long, and its font size by name, for matplotlib."""
+    """Return matplotlib's `text`, cut to the slide's width, and `size`, its font size, by name."""
     room = WIDTH - 0.8
     size = first_size(text, (TITLE, 23, LABEL), room, bold=True)
     return {"text": shortened(text, size, room, bold=True), "size": size}
 
 
 def retitle(figure: Figure, title: str) -> Figure:
-    """Set another title on `figure`; an empty one changes nothing."""
+    """Replace the title of `figure` by `title`, unless that is empty; return `figure`."""
     for text in figure.texts:
         if title and text.get_gid() == "title":
             text.set(**_title(title))
@@ -387,7 +387,7 @@ def retitle(figure: Figure, title: str) -> Figure:
 
 
 def require(reports: Sequence[object]) -> None:
-    """Raise a `PlanError` if there is nothing to draw."""
+    """Raise a `PlanError` if `reports` is empty: there is nothing to draw."""
     if not reports:
         raise PlanError("there is no experiment to draw", hint="name a file with at least one")
 
@@ -428,7 +428,7 @@ def save(
 
 
 def parse_formats(text: str) -> list[str]:
-    """Return the formats in `png,svg`, each once; `PlanError` for unknown ones."""
+    """Return the formats of `text`, such as `png,svg`, each once; `PlanError` if one is unknown."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return _stem_and_formats(Path("chart"), names)[1]
 

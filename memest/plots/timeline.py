@@ -95,7 +95,7 @@ def color_of(theme: Theme, area: str) -> str:
 
 
 def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequence[float]]) -> None:
-    """Draw the stacked areas, each with its name where it is wide and tall enough."""
+    """Draw stacked `areas`, GiB by name at the events `columns`; name those with enough room."""
     axes, theme = panel.axes, panel.theme
     x = [*columns, int(axes.get_xlim()[1])]
     floors = [[0.0] * len(columns)]
@@ -120,7 +120,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return the place in an area with the most height for `text`, or None if it is too small."""
+    """Return (x, y) for `text` where the area `lower` to `upper` is highest; None if too low."""
     wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):

@@ -327,7 +327,7 @@ class Simulated:
         return render_text(self, verbose=True)  # type: ignore[arg-type]
 
     def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
-        """Return one line: the verdict on `gpu`, and the measured peak if it is given."""
+        """Return a line: the verdict on `gpu` (or the report's), and `measured_bytes` if given."""
         from memest.report.answer import summary_line
 
         return summary_line(self, gpu, measured_bytes=measured_bytes)  # type: ignore[arg-type]
@@ -416,7 +416,7 @@ class Measurement(Report):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report that `to_dict` wrote, also before plans had `quant_load`."""
+        """Return the report in `values`; an old plan without `quant_load` gets old defaults."""
         return super().from_dict({**values, "plan": _plan_as_run(values["plan"])})
 
 
@@ -449,7 +449,7 @@ class HeldRow:
 
     @property
     def kind(self) -> str:
-        """Name of the row, which is a kind of memory in `terms`."""
+        """The `name`; for a row of `terms` that is a kind of memory."""
         return self.name
 
     @property

@@ -22,7 +22,7 @@ MAX_ROWS = 8  # most rows in the text; the others are counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Bytes that one line or kind holds at the peak, before and after."""
+    """Bytes at the peak that one line of a script, or one kind of memory, holds in two reports."""
 
     name: str  # `train.py:12` with its number after the change, or `activations`
     source: str
@@ -62,7 +62,7 @@ def changes(
 
 
 def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
-    """Return (name, bytes) of each row by (file, text) of its line, or by (kind of memory, "")."""
+    """Return (name, bytes) of each row, by (file, text) of its line or by (kind of memory, "")."""
     found: dict[tuple[str, str], tuple[str, int]] = {}
     for row in rows:
         key = (row.kind.rpartition(":")[0], row.source) if row.source else (row.kind, "")
@@ -89,7 +89,7 @@ def other_versions(
 
 
 def peaks_text(name: str, before_bytes: int, after_bytes: int) -> str:
-    """Return a text of a peak before and after, and of the difference."""
+    """Return a text of the peak `name`: `before_bytes`, `after_bytes` and their difference."""
     added = after_bytes - before_bytes
     sign = "+" if added > 0 else ""
     return (
@@ -119,7 +119,7 @@ class Difference:
 
     @property
     def peaks(self) -> dict[str, tuple[int, int]]:
-        """Peaks before and after, by name."""
+        """Bytes of the peaks `allocated` and `reserved`: (before, after) by name."""
         old, new = self.before.levels, self.after.levels
         return {name: (old[name], new[name]) for name in ("allocated", "reserved")}
 

@@ -201,7 +201,7 @@ def _parts() -> Any:
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
-    """Return a table row for each report: its verdict on every GPU, and its peaks in GiB."""
+    """Return a row of cells for each of `reports`: its verdict on every GPU, its peaks in GiB."""
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
@@ -224,7 +224,7 @@ def _held_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def _scale(rows: Sequence[Change]) -> tuple[int, str, int]:
-    """Return bytes and name of the unit for a table of changes, and the largest change in bytes."""
+    """Return (bytes of the unit for a table of `rows`, its name, bytes of the largest change)."""
     largest = max(max(row.before_bytes, row.after_bytes) for row in rows)
     unit = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
     return *unit, max(abs(row.added_bytes) for row in rows)

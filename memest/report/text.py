@@ -58,7 +58,7 @@ def render_text(
 
 
 def _times(report: SimulatedReport, training: Training | None) -> list[str]:
-    """Return the section of estimated times, which no figure of the memory depends on."""
+    """Return lines on the estimated time of a step, with the hours of `training`; [] if none."""
     if not report.times:
         return []
     rows = table(time_cells(report, training), left=1)
@@ -98,7 +98,7 @@ _ENDINGS = {
 
 
 def heading(report: SimulatedReport) -> list[str]:
-    """Return lines on what ran and on which GPU; for a script also how it ended."""
+    """Return lines on what ran and on which GPU; for a script also how it ended, and its error."""
     if isinstance(report, Prediction):
         return _heading_of_plan(report)
     steps = counted(report.num_steps, "optimizer step")
@@ -124,7 +124,7 @@ _ERROR_HINTS = {
 
 
 def error_hint(text: str) -> list[str]:
-    """Return a hint, as a list of one text, for an error of a script or its traceback; else []."""
+    """Return [hint] for `text`, an error or traceback of a script; [] if memest has no hint."""
     found = (hint for errors, hint in _ERROR_HINTS.items() if re.search(f"^({errors})", text, re.M))
     return list(found)[:1]
 
@@ -217,7 +217,7 @@ def _totals(report: SimulatedReport) -> list[str]:
 
 
 def tokens_of(plan: Mapping[str, Any]) -> str:
-    """Return the tokens of a sample as text.
+    """Return the tokens of a sample of `plan` as text.
 
     >>> tokens_of({"seq_len": 512}), tokens_of({"seq_len": None, "lengths": [96, 512]})
     ('512 tokens', '2 lengths from 96 to 512 tokens')
@@ -241,7 +241,7 @@ def _host_note(report: SimulatedReport) -> str:
 
 
 def phase_rows(prediction: Prediction) -> list[list[str]]:
-    """Return a table, with a header, of the phases of the first two steps, in GiB."""
+    """Return a table of the first two steps: a header, then a row per phase with GiB by kind."""
     rows = ["GiB by phase;params;grads;optimizer;activations, rest;all;peak;reserved".split(";")]
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
@@ -255,7 +255,7 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def _closed_form(report: SimulatedReport) -> list[str]:
-    """Return lines on the textbook's bytes per layer and their difference to the simulated."""
+    """Return a table of MiB that a layer saves for backward: textbook, differences, simulated."""
     found = report.closed_form
     if found is None:
         return []
@@ -275,7 +275,7 @@ def _closed_form(report: SimulatedReport) -> list[str]:
 
 
 def rank_rows(report: SimulatedReport) -> list[list[str]]:
-    """Return a table of the ranks that were run, with a header."""
+    """Return a table of the ranks that were run: a header, then rank, peaks, steps and ending."""
     unit = unit_in(report)
     rows = [[f"by rank, {unit.name}", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
@@ -290,7 +290,7 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[str]]:
-    """Return a table of modules with a header; rows beyond `limit` are summed in one row."""
+    """Return a header and rows of modules, sizes by kind; rows beyond `limit` are summed in one."""
     unit = unit_in(report)
     shown = list(report.modules[:limit])
     found = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]
@@ -340,7 +340,7 @@ def level_rows(report: RunReport) -> list[list[str]]:
 
 
 def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list[str]:
-    """Return a line for each value that the script read and that is unknown without a GPU."""
+    """Return a line per unknown value that the script read; those beyond `limit` are one line."""
     lines = [
         f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
         for guess in report.guesses[:limit]
@@ -387,7 +387,7 @@ def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
 
 
 def covered(coverage: Mapping[str, Any]) -> list[str]:
-    """Return lines: the share of calls that are modelled, and each operator that is not."""
+    """Return lines: the share of operator calls modelled in `coverage`, and each other operator."""
     known, every = coverage["num_modelled"], coverage["num_ops"]
     return [
         f"coverage: {known} of {every} operator calls modelled",
@@ -568,7 +568,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
 
 
 def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
-    """Return a table: a row per technique, a column per GPU, largest value and margin."""
+    """Return a table: by technique and GPU, the largest value of plan key `key`, and the margin."""
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     names = list(dict.fromkeys(row.technique for row in rows))
     by_cell = {(row.technique, row.gpu): row for row in rows}
