@@ -180,7 +180,7 @@ class AddressSpace:
         return hole.address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Free a segment's addresses at `cudaFree`; unmap a range without segments."""
+        """Free a segment's `num_bytes` at `address`; unmap a range without segments."""
         range_at = self._range_of.pop(address)
         self._num_segments[range_at] -= 1
         if self._ranges_stay:

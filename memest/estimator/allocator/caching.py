@@ -265,7 +265,9 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        """Return a segment of `size`, after `empty_cache` if needed, or raise `OutOfMemory`."""
+        """Return a segment for a block of `size`, from the small or the large pool of `stream`. If
+        the driver has no memory, the cache is emptied first. Raises `OutOfMemory` with
+        `request_bytes`."""
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
         if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):
@@ -283,7 +285,7 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Return a new segment or block of a grown expandable one; None without memory."""
+        """Return a new segment, or a block of a grown expandable one; None if no memory is left."""
         tuning = self._tuning
         num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
         if tuning is not None and tuning.expandable is not None:
@@ -310,9 +312,9 @@ class CachingAllocator:
     # --- expandable segments
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Do nothing; a hook that runs when memory is mapped at `address`, now part of `block`."""
+        """Count `num_bytes` as reserved, now mapped at `address` as part of `block`."""
         self._reserve(num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Do nothing; a hook that runs when memory is unmapped at `address`, part of `block`."""
+        """Count `num_bytes` as no longer reserved, unmapped at `address` in `block`."""
         self.reserved_bytes -= num_bytes

@@ -56,7 +56,8 @@ class ExpandableSegments:
     def grow(self, size: int, is_small: bool, stream: int) -> Block | None:
         """Map memory for a block of at least `size`; return it, removed from its pool.
 
-        None if the GPU has no memory left; pieces mapped until then stay mapped.
+        `is_small` and `stream` select the segment. None if the GPU has no memory left; pieces
+        mapped until then stay mapped.
         """
         block = self._place_for(size, is_small, stream)
         if isinstance(block, Unmapped):
@@ -83,7 +84,7 @@ class ExpandableSegments:
                     self._unmap(block)
 
     def layout(self) -> tuple[object, ...]:
-        """Return the unmapped addresses, for `CachingAllocator.layout`."""
+        """Return the unmapped blocks by (stream, `is_small`), to compare with another layout."""
         return tuple(
             (where, tuple((block.address, block.num_bytes) for block in blocks))
             for where, blocks in self._unmapped.items()

@@ -123,13 +123,13 @@ class MemoryHistory:
         self._add("segment_free", (block.address, block.num_bytes), block.stream, stack)
 
     def segment_mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Record that memory was mapped into an expandable segment."""
+        """Record that memory at `address` was mapped into the expandable segment of `block`."""
         if self._stack is not None and block.previous is None:
             self.of_segments.setdefault(block.address, self._stack)
         self._add("segment_map", (address, num_bytes), block.stream, self._stack)
 
     def segment_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Record that memory was unmapped from an expandable segment."""
+        """Record that memory at `address` was unmapped from the expandable segment of `block`."""
         stack = self._gather(Context.ALL)
         self._add("segment_unmap", (address, num_bytes), block.stream, stack)
 
@@ -146,7 +146,8 @@ class MemoryHistory:
         self._add(action, place, block.stream, stack)
 
     def _add(self, action: str, place: tuple[int, ...], stream: int, stack: Stack | None) -> None:
-        """Add an entry; `place` is (address, bytes) or (address, requested bytes, block bytes)."""
+        """Add an entry for `action`, torch's name of an event such as `segment_alloc`. `place` is
+        (address, bytes) or (address, requested bytes, block bytes)."""
         if action in self.skipped:
             return
         address, num_bytes, block_bytes = (*place, place[-1])[:3]

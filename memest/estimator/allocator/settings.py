@@ -193,7 +193,9 @@ class _Tokens:
 def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
-    """Yield (field of `AllocatorSettings`, value), as one of torch's two parsers reads them."""
+    """Yield (field of `AllocatorSettings`, value) as one of torch's two parsers reads them. It is
+    CUDA's parser if `is_cuda`, else the one that all devices share. Keys in `unknown` are not of
+    this release."""
     own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()

@@ -249,7 +249,7 @@ class CountingAllocator(CachingAllocator):
             self._oversize[name].change(sign)
 
     def _count(self, is_small: bool, names: tuple[str, ...], amounts: tuple[int, ...]) -> None:
-        """Add `amounts` to the statistics `names`, for all pools and for the small or large one."""
+        """Add `amounts` to the statistics `names`, for all pools and for the pool `is_small`."""
         for name, amount in zip(names, amounts, strict=True):
             if amount:
                 stats = self._stats[name]

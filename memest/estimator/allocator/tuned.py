@@ -58,7 +58,7 @@ class Tuning:
         """Return the index in `pool` of the block for a request of `size`; its length if none.
 
         The block at `index` is the smallest that is large enough. If no block serves the request,
-        old segments are freed first.
+        old segments are freed first. `is_small` is True for the small pool.
         """
         if self.collects:
             self._num_searches[is_small] += 1

@@ -98,10 +98,8 @@ def _read_now() -> tuple[FrameType | None, range | None]:
 
 @cache
 def _conditions(file: str) -> tuple[tuple[range, range], ...]:
-    """Return (lines of the condition, lines of the loop) for `while` loops in a file.
-
-    Loops with another exit, such as a maximum of iterations, are left out: they end.
-    """
+    """Return (lines of the condition, lines of the loop) for `while` loops in a file. Loops with
+    another exit, such as a maximum of iterations, are left out: they end."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -120,7 +118,8 @@ def _only_condition(loop: ast.While) -> ast.expr | None:
 
 
 def _exits(body: Iterable[ast.AST], is_nested: bool = False) -> Iterator[ast.AST]:
-    """Yield each `return` in a loop's body, and each `break` that ends the loop itself."""
+    """Yield each `return` in a loop's body, and each `break` that ends the loop itself. `is_nested`
+    is True within a loop in the body, whose own `break` does not count."""
     for node in body:
         if isinstance(node, ast.Return) or (isinstance(node, ast.Break) and not is_nested):
             yield node
@@ -138,7 +137,7 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 
 @cache
 def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
-    """Return the results of the condition at bytecode `offset`, of True and False, that raise."""
+    """Return which of True and False, as result of the condition at bytecode `offset`, raises."""
     found = list(dis.get_instructions(code))
     index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
     if not found[index:][:1] or "POP_JUMP" not in found[index].opname:
@@ -155,7 +154,7 @@ def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
 
 
 def _raises(found: list[dis.Instruction], start: int) -> bool:
-    """Return whether the bytecode from index `start` raises before it branches or stores."""
+    """Return whether instructions from index `start` raise before any branch or store."""
     for step in found[start:]:
         if step.opname == "RAISE_VARARGS":
             return True

@@ -205,7 +205,7 @@ class _Selections:
         self._answers: set[int] = set()  # storages of `mask.any()`, of `mask.sum() > 0`
 
     def add(self, masks: Iterable[Tensor]) -> None:
-        """Record masks whose values decided a shape; of a negated mask also the original."""
+        """Record `masks` whose values decided a shape; for a mask `~other` also `other`."""
         for key in map(storage_key, masks):
             self._masks.update((key, self._opposites.get(key, key)))
 
@@ -228,7 +228,7 @@ class _Selections:
         return is_answer
 
     def forget(self, key: int) -> None:
-        """Drop the records of a freed storage, by its key."""
+        """Drop what is recorded of a freed storage, by `storage_key`."""
         self._opposites.pop(key, None)
         self._masks.discard(key)
         self._counts.discard(key)
@@ -249,7 +249,7 @@ class GuessedValues:
         self._selections = _Selections()
 
     def forget(self, key: int) -> None:
-        """Drop guessed and known values of a freed storage, by its key."""
+        """Drop guessed and known values of a freed storage, by `storage_key`."""
         self._known.forget(key)
         self._selections.forget(key)
 

@@ -138,7 +138,7 @@ class StubFinder(MetaPathFinder, Loader):
         raise NotImplementedError
 
     def install(self, patches: Patches, *, is_first: bool = True) -> None:
-        """Register the finder before or after all others; undo removes it and its modules."""
+        """Register the finder as the first or the last one; undo removes it and its modules."""
         sys.meta_path.insert(0 if is_first else len(sys.meta_path), self)
         self._found: list[str] = []
         patches.on_undo(self._remove)

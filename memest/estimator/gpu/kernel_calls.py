@@ -85,7 +85,8 @@ class KernelCalls:
             return None
 
     def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
-        """Compute the recipe of a call with meta result `out`; cache it if calls can reuse it."""
+        """Compute the recipe of a call with meta result `out`; cache it by `key` if it is
+        reusable."""
         self.coverage.has_convolutions |= op.is_convolution
         before, num_recipes = gc.get_count()[0], len(self.recipes)
         more = () if op.from_values is None else op.from_values(self._value_of, args)
@@ -210,11 +211,9 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
 
 
 def _can_repeat(op: Op, args: Any, out: Any) -> bool:
-    """Return whether later calls with the same shapes can reuse this call's recipe.
-
-    Each output needs its own storage. A plain operator in place makes none. `_unsafe_view` is a
-    view whose schema does not mark it as one.
-    """
+    """Return whether later calls with the same shapes can reuse this call's recipe. Each output
+    needs its own storage. A plain operator in place makes none. `_unsafe_view` is a view whose
+    schema does not mark it as one."""
     if op.is_plain_in_place:
         return out is args[0]
     if op.is_mutable or any(r.alias_info is not None for r in op.func._schema.returns):
@@ -250,10 +249,8 @@ def is_on_gpu(value: Any) -> bool:
 
 
 def _key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return the cache key of a call: shapes and options, default dtype and autocast.
-
-    Values of floats are left out for a plain in-place operator, since they differ in each step.
-    """
+    """Return the cache key of a call: shapes and options, default dtype and autocast. Values of
+    floats are left out for a plain in-place operator, since they differ in each step."""
     state = torch.get_default_dtype(), is_in_autocast()
     if op.is_plain_in_place:
         args = [float if type(value) is float else value for value in args]

@@ -177,7 +177,7 @@ class Memory:
         self.addresses[index] = address
 
     def detach(self, key: int) -> None:
-        """Free the block of a live storage, which keeps its address."""
+        """Free the block of the live storage with this `key`; the storage keeps its address."""
         index = self.live[key]
         address, storage = self.address_of(key), self._references.pop(index)()
         self._release(index)
@@ -185,20 +185,20 @@ class Memory:
             self.hold_at(storage, address)
 
     def address_of(self, key: int) -> int:
-        """Return the address of a live storage; 0 if it is empty."""
+        """Return the address of the live storage with this `key`; 0 if the storage is empty."""
         index = self.live[key]
         block = self.blocks.get(index)
         return self.addresses.get(index, 0) if block is None else block.address
 
     def blocks_of(self, pool: int) -> dict[int, Block]:
-        """Return the live blocks of a stream or private pool, by the ids of their storages."""
+        """Return {storage id: live block} of the stream or private pool with the number `pool`."""
         self.settle()
         return {index: block for index, block in self.blocks.items() if block.stream == pool}
 
     def restore(
         self, pool: int, live: Mapping[int, int], owners: Collection[int], site: Site
     ) -> None:
-        """Restore a private pool to its `live` blocks, of which `live` has the bytes by address.
+        """Restore the private pool with the number `pool` to the blocks `live`: {address: bytes}.
 
         `owners` are keys of storages at these addresses, which hold their blocks from now on. The
         others become `raw_blocks`.

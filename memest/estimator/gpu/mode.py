@@ -286,7 +286,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a host tensor to the GPU, labelled as parameter or as batch."""
+        """Copy a host tensor to the GPU, as parameter or batch; `adopts` as in `run_on_gpu`."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])

@@ -184,7 +184,8 @@ class Timeline:
     # --- streams
 
     def new_stream(self, priority: int = 0) -> int:
-        """Return the number of the next of `STREAMS_PER_POOL` streams: `getStreamFromPool`."""
+        """Return the next of `STREAMS_PER_POOL` streams of this `priority`
+        (`getStreamFromPool`)."""
         pool = self._pools[priority]
         turn = self._num_taken[priority] % STREAMS_PER_POOL
         self._num_taken[priority] += 1
@@ -239,11 +240,9 @@ class Timeline:
         return producer
 
     def _stream_of(self, node: Any) -> int:
-        """Return the stream of a backward node: the one on which its forward ran.
-
-        The engine records that the stream uses the inputs (`InputBuffer::add`,
-        torch/csrc/autograd/input_buffer.cpp).
-        """
+        """Return the stream of a backward node: the one on which its forward ran. The engine
+        records that the stream uses the inputs (`InputBuffer::add`,
+        torch/csrc/autograd/input_buffer.cpp)."""
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.leaf_streams.get(variable, self.stream)

@@ -375,7 +375,7 @@ def split_mig(name: str) -> tuple[str, str] | None:
 
 
 def _check_whole_is_named(whole: str, profile: str) -> None:
-    """Raise a `PlanError` if a MIG profile comes without the name of its GPU."""
+    """Raise a `PlanError` if a MIG `profile` comes without `whole`, the name of its GPU."""
     if whole:
         return
     names = [

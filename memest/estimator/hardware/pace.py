@@ -104,7 +104,8 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
 
 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
-    """Return a step with `num_micro_batches`: micro-batches in the middle are repeated."""
+    """Return the `events` of a step as if it had `num_micro_batches`, by repeating one from the
+    middle. Events are those of `WorkLog`; the event `CUT` ends a micro-batch."""
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
@@ -134,10 +135,11 @@ class Clocks:
         kernel_share: Any = 1.0,
         host_share: float = 1.0,
     ) -> list[tuple[float, float]]:
-        """Return the seconds of each step, and those of first calls with new sizes.
+        """Return (seconds, seconds of first calls with new sizes) of each step.
 
-        `num_known` has the number of works that occurred before each step. `kernel_share`, of each
-        work, and `host_share` multiply times. The host waits at the end of a step.
+        `steps` has the events of `WorkLog` by step, `num_known` the number of works that occurred
+        before each. `kernel_share`, of each work, and `host_share` multiply times. The host waits
+        at the end of a step.
         """
         hosts = [host_share * s for s in self._hosts]
         busy = kernel_share * self.kernels
@@ -171,7 +173,8 @@ class Clocks:
         return found
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
-        """Return what binds a step: the resource without which the step is shortest."""
+        """Return the resource without which a step with these `events` is shortest. It is `host`,
+        `compute`, `memory` or `LINK`; collectives take `link_s` seconds."""
         shares = (self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)).T
         without = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
         known = [len(self._works)]
@@ -207,7 +210,7 @@ class Table:
         self.spread = SPREAD_ELSEWHERE if self.origin else SPREAD
 
     def host_s(self, work: Work, host: int) -> float:
-        """Return the seconds that the host needs to launch a call."""
+        """Return the seconds that the host needs to launch a call; `host` is the phase's index."""
         if work.kind in IN_PYTHON:
             return 1e-6 * self._us[work.kind] * work.num_tensors
         launch_us = self._launch_us[host][host_kind(work)]
@@ -225,10 +228,8 @@ class Table:
         return max(LEAST_S, self._seconds(work, efficiency)) + sum(map(self.kernel_s, work.more))
 
     def _seconds(self, work: Work, efficiency: float) -> float:
-        """Return seconds of a kernel with this efficiency on the measured GPU.
-
-        On a GPU with the same peak rates, only the time for bytes differs.
-        """
+        """Return seconds of a kernel with this efficiency on the measured GPU. On a GPU with the
+        same peak rates, only the time for bytes differs."""
         if self._gpu.tflops != self._measured.tflops:
             return max(self.bounds_s(work)) / efficiency
         bounds_s = roofline_s(work.rate, work.num_flops, work.num_bytes, self._measured)
@@ -243,12 +244,12 @@ class Table:
         return roofline_s(work.rate, work.num_flops, work.num_bytes, self._gpu)
 
     def is_measured(self, kind: str) -> bool:
-        """Return whether calls of a kind were measured, at least in another precision."""
+        """Return whether calls of a work's `kind` were measured, at least in another precision."""
         return f"{kind}_gb_s" in self._us or kind == LINK or self.nearest(kind) != ""
 
 
 def nearest(kind: str, kinds: Iterable[str]) -> str:
-    """Return the kind of the same operator with the most marks in common, or ""."""
+    """Return that of `kinds` with the operator of `kind` and the most words in common, or ""."""
     words = re.split("[ -]", kind)
     names, found = (words[0], words[0].removesuffix("_backward")), []
     for other in kinds:
@@ -259,7 +260,8 @@ def nearest(kind: str, kinds: Iterable[str]) -> str:
 
 
 def roofline_s(rate: str, num_flops: float, num_bytes: float, gpu: Gpu) -> tuple[float, float]:
-    """Return the seconds of operations and of bytes at the peak rates; the longer one counts."""
+    """Return (seconds of operations, seconds of bytes) at the peak rates; the longer one counts.
+    `rate` is a precision such as `bfloat16`, empty if operations do not count."""
     operations_s = num_flops / (1e12 * gpu.tflops_of(rate)) if rate else 0.0
     return operations_s, num_bytes / (1e9 * gpu.memory_gb_s)
 
@@ -280,10 +282,8 @@ class Calls:
         self.efficiency = cache(self._efficiency)
 
     def _efficiency(self, size: tuple[int, ...]) -> float:
-        """Return the efficiency of a call, interpolated between the nearest measured calls.
-
-        Sizes outside of these calls have the efficiency at their edge.
-        """
+        """Return the efficiency of a call, interpolated between the nearest measured calls. Sizes
+        outside of these calls have the efficiency at their edge."""
         apart = self._sizes - np.log(np.maximum(1, size))
         squares = (apart**2).sum(axis=1)
         nearest = np.argsort(squares, kind="stable")[:NUM_NEAREST]
@@ -324,7 +324,7 @@ def _table_of(gpu: Gpu, path: str) -> Table:
 
 @cache
 def _kinds_of(file: Path, origin: Gpu) -> dict[str, Calls]:
-    """Return the measured calls of a file by kind; GPUs of other chips use them too."""
+    """Return {kind of work: measured calls} of a file; GPUs of other chips use them too."""
     return {kind: Calls(kind, rows, origin) for kind, rows in _read(file)["kernels"].items()}
 
 

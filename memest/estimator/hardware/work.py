@@ -99,7 +99,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def by_bytes(kind: str, num_bytes: int, *sizes: int) -> Work:
-    """Return the work of a memory-bound kernel; `sizes` are its sizes besides the bytes."""
+    """Return the work of a memory-bound kernel; `sizes` are further numbers that decide its
+    time."""
     return Work(kind, (num_bytes, *sizes), "", 0, num_bytes)
 
 
@@ -120,8 +121,8 @@ def _scale(x: Tensor, out: Tensor) -> int:
 
 
 def _length(x: Tensor, dims: Any = None) -> int:
-    """Return the number of elements of a dimension, or of several, by default of all; at least 1. A
-    tensor without dimensions has a length of 1."""
+    """Return the product of the sizes of `dims`, at least 1: a dimension, several, or by default
+    all. A tensor without dimensions has a length of 1."""
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
     return prod(x.shape[dim] for dim in dims if -x.dim() <= dim < x.dim())
 
@@ -141,7 +142,7 @@ _SIZES: dict[str, Callable[[Tensor, dict[str, Any], Any], tuple[int, ...]]] = {
 
 
 def _num_listed(values: dict[str, Any]) -> int:
-    """Return the length of the first list; `_foreach_pow` may begin with a number."""
+    """Return the length of the first list in `values`; `_foreach_pow` may begin with a number."""
     return next((len(value) for value in values.values() if isinstance(value, list | tuple)), 0)
 
 
@@ -183,7 +184,8 @@ def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
 
 
 def _order(shape: Strides, given: Strides, made: Strides) -> tuple[Any, ...]:
-    """Return the kind of a copy to other strides: both innermost lengths, or the contiguous run."""
+    """Return the kind of a copy of `shape` from strides `given` to `made`, and its sizes. They are
+    (`permute`, contiguous elements), or (`transpose`, both innermost lengths)."""
     ends = [
         max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=-1)
         for steps in (given, made)
@@ -228,8 +230,8 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
 
 
 def _with_rate(kind: str, rate: str, size: Sizes, num_flops: float, num_bytes: int) -> Work:
-    """Return the work of a kernel by its operations and bytes. Both halves take the same time,
-    except in groups: cuDNN has further kernels for float16."""
+    """Return the work of a kernel with `num_flops` at the peak rate `rate`, such as `float16`. Both
+    halves take the same time, except in groups: cuDNN has further kernels for float16."""
     measured = "float16" if rate == "bfloat16" and " grouped" not in kind else rate
     return Work(f"{kind} {measured}", size, rate, int(num_flops), num_bytes)
 
@@ -243,8 +245,8 @@ def rate_of(dtype: torch.dtype, operation: str = "") -> str:
 
 
 def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
-    """Work of a product: matrices, rows, columns and the length of the sums. Kernels of TF32 are
-    fast only if both matrices are adjacent along the summed dimension."""
+    """Return the work of a product: matrices, rows, columns and the length of the sums. Kernels of
+    TF32 are fast only if both matrices are adjacent along the summed dimension."""
     if name == "int8_linear_matmul":  # bitsandbytes: rows of any number of dimensions
         left, right = left.flatten(0, -2), right.t()
     *batch, rows, inner = left.shape
@@ -260,7 +262,8 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
 
 
 def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
-    """Work of attention: heads of all samples, queries, keys and the length of a head."""
+    """Return the work of attention: heads of all samples, queries, keys and the length of a head.
+    `values` are the operator's arguments by name."""
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
     size = (prod(batch), num_queries, key.shape[-2], width)
@@ -272,9 +275,10 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
-    """Work of a convolution: its positions, channels of a group, elements of the window, groups. A
-    transposed one counts as the plain one that it reverses. In groups, windows of one element and
-    depthwise ones above 5 x 5 (`wide`) have other kernels, and so have sequences."""
+    """Return the work of a convolution, whose arguments by name are `values`. Its sizes are
+    positions, channels of a group, elements of the window, groups. A transposed one counts as the
+    plain one that it reverses. In groups, windows of one element and depthwise ones above 5 x 5
+    (`wide`) have other kernels, and so have sequences."""
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]
     made = values.get("grad_output", out)
@@ -316,9 +320,9 @@ def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> l
 
 
 def _recurrent(values: dict[str, Any]) -> Work:
-    """Work of a recurrent network: its steps, layers, samples, hidden units and gates. Steps run
-    one after another, the kernels of both directions at the same time. Only products with the
-    hidden state count, as those with the inputs are one large product for all steps."""
+    """Return the work of a recurrent network: its steps, layers, samples, hidden units and gates.
+    Steps run one after another, the kernels of both directions at the same time. Only products with
+    the hidden state count, as those with the inputs are one large product for all steps."""
     x, lengths, hidden = values["input"], values["batch_sizes"], values["hidden_size"]
     num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))
@@ -407,7 +411,7 @@ class WorkLog:
         self._index: dict[Work, int] = {}
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
-        """Add the kernels of one call; its recipe keeps the number of its work."""
+        """Add the kernels of one call. Its `recipe` keeps the index of its work in `works`."""
         if recipe.work is None:
             recipe.work = self._index_of(work_of(func, args, kwargs, out))
         if recipe.work >= 0:
@@ -424,7 +428,7 @@ class WorkLog:
         self._add(self._index_of(work))
 
     def copy(self, direction: str, num_bytes: int, *, is_pinned: bool, waits: bool) -> None:
-        """Add a copy, `to_gpu` or `to_host`; the host `waits` for it or not."""
+        """Add a copy in `direction` "to_gpu" or "to_host"; the host `waits` for it or not."""
         self.add(by_bytes(f"{direction}_{'pinned' if is_pinned else 'pageable'}", num_bytes))
         if waits:
             self.wait()
@@ -461,7 +465,7 @@ class WorkLog:
     def stepped(
         self, optimizer: int = 0, num_params: int = 0, *, has_backward: bool = True
     ) -> None:
-        """End a step of an optimizer, by its id; its second step begins another training step.
+        """End a step of the optimizer with this id; its second step begins another training step.
 
         `num_params` counts the parameters with gradients. `has_backward` is False if no backward
         ran since the last step: DeepSpeed steps once for each group of parameters.

@@ -47,7 +47,7 @@ class _Extension:
 
 
 def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
-    """Make DeepSpeed's wrappers of factories skip calls by memest or torch's C++."""
+    """Return `wrap`, DeepSpeed's wrapper of factories, without effect on calls by memest or C++."""
 
     def wrapping(make: Maker, *args: Any, **kwargs: Any) -> Maker:
         wrapped = wrap(make, *args, **kwargs)

@@ -102,7 +102,8 @@ def _num_images(batch: int) -> int:
 
 
 def _columns(x: Tensor, weight: Tensor, offset: Tensor, groups: int) -> Tensor:
-    """Return an empty im2col matrix for a block of images: (group, position in kernel, pixel)."""
+    """Return an empty im2col matrix for a block of images: (`groups`, position in kernel, pixel).
+    Pixels are those of `offset`, the offsets of the sampled positions."""
     positions = x.shape[1] // groups * weight.shape[2] * weight.shape[3]
     return x.new_empty((groups, positions, _num_images(len(x)) * offset[0, 0].numel()))
 
@@ -128,7 +129,8 @@ def _deform_conv2d(
 def _deform_conv2d_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    """Run `deform_conv2d_backward_kernel`: products for the inputs, then for the weights."""
+    """Run `deform_conv2d_backward_kernel`; return the gradients of `x`, `weight`, `offset`, `mask`
+    and `bias`. `args` are the forward's further arguments."""
     grad, x, weight, offset, mask, bias = (
         t.contiguous() for t in (grad, x, weight, offset, mask, bias)
     )

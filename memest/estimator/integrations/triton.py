@@ -166,7 +166,7 @@ class Heuristics(KernelInterface):
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Return the stub kernel of a function, or the decorator if only options are given."""
+    """Return the stub kernel of the function `fn`, or the decorator if only options are given."""
     if fn is None:
         return lambda function: JITFunction(function, **options)
     return JITFunction(fn)
@@ -368,7 +368,7 @@ def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
 def do_bench_cudagraph(
     fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs: Any
 ) -> Any:
-    """Run `fn` once, without the array that `do_bench` clears; return a constant time."""
+    """Run `fn` once; return a constant time, or one for each of `quantiles`."""
     fn()
     return MILLISECONDS if quantiles is None else [MILLISECONDS] * len(quantiles)
 

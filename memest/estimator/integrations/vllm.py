@@ -100,7 +100,7 @@ class Engine:
                     storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
 
     def sleep(self, level: int) -> None:
-        """Free the GPU memory; on level 1 the weights move to pinned memory of the host."""
+        """Free the GPU memory; at `level` 1 the weights move to pinned memory of the host."""
         weights = self._held.get(WEIGHTS)
         if level == 1 and weights is not None:
             num_items = weights.numel() // torch.float16.itemsize
@@ -183,7 +183,7 @@ class LLM:
         self._engine.take(tags or (WEIGHTS, KV_CACHE))
 
     def collective_rpc(self, method: Any, *args: Any, **others: Any) -> list[None]:
-        """Do nothing, as worker methods such as `reload_weights` reuse the engine's memory."""
+        """Do nothing: a worker's `method`, such as `reload_weights`, reuses the memory."""
         if not isinstance(method, str):
             raise UnsupportedError("a function for vLLM's workers cannot be simulated")
         return [None]
@@ -245,7 +245,8 @@ class LLM:
 
 
 def _completion(index: int, token: int, length: int, logprobs: int | None) -> Any:
-    """Return a completion of `length` tokens, all `token`, with vLLM's log probabilities."""
+    """Return completion number `index`: `length` tokens, all `token`, with vLLM's log
+    probabilities. `logprobs` is their number for each token, or None."""
     rows = None
     if logprobs is not None:
         found = {token + i: SimpleNamespace(logprob=-1.0, rank=i + 1) for i in range(logprobs + 1)}

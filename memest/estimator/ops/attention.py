@@ -139,12 +139,10 @@ def _can_use_flash(call: _Call) -> bool:
 
 
 def _can_use_efficient(call: _Call) -> bool:
-    """Return whether the efficient kernel takes the call: `can_use_mem_efficient_attention`.
-
-    Head widths are multiples of 8 in half and 4 in float32: `check_head_dim_size_mem_efficient`
-    with `minimum_gemm_alignment`. Capability 7.x has tensor cores for half only, and no minimum
-    otherwise.
-    """
+    """Return whether the efficient kernel takes the call: `can_use_mem_efficient_attention`. Head
+    widths are multiples of 8 in half and 4 in float32: `check_head_dim_size_mem_efficient` with
+    `minimum_gemm_alignment`. Capability 7.x has tensor cores for half only, and no minimum
+    otherwise."""
     if not (
         torch._C._get_mem_efficient_sdp_enabled()
         and (5, 0) <= call.gpu.capability <= _NEWEST
@@ -185,13 +183,11 @@ def _cudnn_takes_mask(call: _Call) -> bool:
 
 
 def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
-    """Return whether the call passes the checks that all fused kernels share.
-
-    They are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
+    """Return whether the call passes the checks that all fused kernels share. They are
+    `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
     `check_nonzero_sequence_lengths_dense`, `check_last_dim_stride_equals_1_dense` with the mask,
     `check_batch_size_and_num_heads_dense` and the check of grouped heads. The efficient kernel
-    accepts neither grouped heads nor a last stride other than 1 in heads of width 1.
-    """
+    accepts neither grouped heads nor a last stride other than 1 in heads of width 1."""
     tensors = query, key, value = call.query, call.key, call.value
     is_efficient = backend == SDPBackend.EFFICIENT_ATTENTION
     if not query.dim() == key.dim() == value.dim() == 4 or 0 in (query.size(2), key.size(2)):
@@ -222,7 +218,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:  # fmt: skip
     """Run attention by the operators that CUDA would run on `gpu`, so that autograd records them.
 
-    It replaces `aten::scaled_dot_product_attention` above autograd.
+    It replaces `aten::scaled_dot_product_attention` above autograd, and has its arguments.
     """
     refuse_attention(query, key, value, attn_mask)
     given, how = (query, key, value), (dropout_p, is_causal)
@@ -274,10 +270,8 @@ def _additive_mask(
 
 
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the mask expanded to (B, H, L, S), rows aligned to 8 elements (`preprocess_mask`).
-
-    A mask with other strides is copied into one that is 1 to 8 elements wider, and sliced back.
-    """
+    """Return the mask expanded to (B, H, L, S), rows aligned to 8 elements (`preprocess_mask`). A
+    mask with other strides is copied into one that is 1 to 8 elements wider, and sliced back."""
     aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
     if not aligned:
         width = mask.size(-1)
@@ -378,7 +372,8 @@ def _tokens_first(tensor: Tensor) -> bool:
 
 
 def _dropout_offset(count: int, dropout_p: float) -> int:
-    """Return how far dropout of `count` numbers advances the generator's offset."""
+    """Return how far dropout of `count` numbers advances the generator's offset; 0 without
+    dropout."""
     return round_up(count, DRAWS) if dropout_p else 0
 
 
@@ -416,9 +411,8 @@ def rounded_head_width(E: int) -> int:
 
 def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> list[int]:
     """Return [bytes of logsumexps, bytes of outputs] of all splits of the keys; [] without a split.
-
-    The number of splits is the least with 85 % of the best use of the GPU (`num_splits_heuristic`).
-    """
+    B, H, L, S, E: batch, heads, queries, keys, head width. The number of splits is the least with
+    85 % of the best use of the GPU (`num_splits_heuristic`)."""
     key_blocks = ceil_div(S, 256 if E <= 64 else 128 if E <= 128 else 64)
     query_blocks, slots = B * H * ceil_div(L, 64), gpu.num_sms * 2
     if query_blocks >= 0.8 * slots:
@@ -532,10 +526,8 @@ def efficient_backward(c: KernelCall) -> Events:
 
 
 def _row_sums(shape: _Shape) -> Events:
-    """Allocations of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`.
-
-    The result stays allocated. Left out: staging buffers of the sum at widths above 1024.
-    """
+    """Allocations of `(grad_out.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()`. The
+    result stays allocated. Left out: staging buffers of the sum at widths above 1024."""
     product = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
     casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
     sums = shape.lse_bytes
@@ -558,11 +550,9 @@ def _efficient_tile(
     dtype: torch.dtype, width: int, has_dropout: bool, gpu: Gpu
 ) -> tuple[int, int, bool]:
     """Return (queries per tile, keys per tile, True if gradients are staged) of a backward kernel.
-
     `dispatch_cutlassB` runs its first kernel that supports `width` and fits the shared memory.
     Staged gradients are accumulated in global memory: half kernels whose registers are too few for
-    the width do that (not `kOutputInRF`).
-    """
+    the width do that (not `kOutputInRF`)."""
     is_half = dtype in _HALF
     is_small = gpu.multiprocessor.block_shared_kib == _LEAST_SHARED_KIB
     max_width = 128 if width <= 128 else 65536

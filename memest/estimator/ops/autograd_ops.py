@@ -69,7 +69,8 @@ def follow_autocast(patches: Patches) -> None:
 
 
 def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Dispatch a higher-order operator; cast its tensors where CUDA's autocast would."""
+    """Dispatch a higher-order operator by its `key`; cast its tensors where CUDA's autocast
+    would."""
     if key != _KEY:
         mode = _get_current_dispatch_mode() if key == _PYTHON else None
         # torch 2.8 and older have no rule for an operator in a mode
@@ -235,11 +236,9 @@ NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "t
 
 
 def _on_one_device(op: OpOverload, args: Args) -> Args:
-    """Make host arguments tensors without data, if another argument of the host has no data.
-
-    C++ compares the devices of all tensors before it decomposes `op`. Integer lengths keep their
-    data.
-    """
+    """Make host arguments tensors without data, if another argument of the host has no data. C++
+    compares the devices of all tensors before it decomposes `op`. Integer lengths keep their
+    data."""
     first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
     if first is None:
         return args
@@ -315,10 +314,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """Return (args, kwargs) with tensors cast to `dtype` (default: autocast's), the last one first.
-
     `WrapFunction_` of ATen/autocast_mode.h casts within an argument list, whose order C++ leaves
-    open; GCC goes from right to left. Evidence: every cast recorded on an H200.
-    """
+    open; GCC goes from right to left. Evidence: every cast recorded on an H200."""
     dtype = dtype or torch.get_autocast_dtype(_CUDA)
     cast_kwargs = {k: _cast(v, dtype) for k, v in reversed(list(kwargs.items()))}
     cast_args = [_cast(a, dtype) for a in reversed(args)]

@@ -69,7 +69,7 @@ def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
 
 
 def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
-    """Allocate and free the flat tensor into which NCCL gathers outputs of one size.
+    """Allocate and free the flat tensor into which NCCL gathers `outputs` of one size.
 
     `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11.
     """

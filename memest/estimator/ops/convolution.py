@@ -129,9 +129,10 @@ def answers_of(installed: Library, gpu: str) -> "Answers":
 def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[int, ...]:
     """Return workspace sizes that `cudnn.benchmark` tries at a first call: at most the two largest.
 
-    `get_plans_from_find` of Conv_v8.cpp (torch 2.11): the largest workspace of all plans that fits
-    the GPU is allocated, and the plans are timed in it. Then it is freed, and the cache is emptied.
-    Later calls run the fastest plan, which is assumed to be the first one.
+    `direction` is `forward`, `input` or `weight`. `get_plans_from_find` of Conv_v8.cpp (torch
+    2.11): the largest workspace of all plans that fits the GPU is allocated, and the plans are
+    timed in it. Then it is freed, and the cache is emptied. Later calls run the fastest plan, which
+    is assumed to be the first one.
     """
     installed = installed_for(gpu)
     if installed is None:
@@ -287,7 +288,8 @@ def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
 
 
 def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
-    """Return the workspace of one direction; 0 bytes for torch's own kernels and for old GPUs."""
+    """Return the workspace of `direction` (forward, input, weight); 0 bytes for torch's own
+    kernels."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_by_library=_is_without_cudnn(c))
     cudnn = torch.backends.cudnn
@@ -330,7 +332,7 @@ def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
 
 
 def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
-    """Allocations by which `cudnn.benchmark`, if it is on, times one direction at a first call."""
+    """Allocations by which `cudnn.benchmark`, if on, times one direction at a first call."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
         return []
     for calls in _RECORDED:
@@ -457,11 +459,9 @@ def convolution_backward(c: KernelCall) -> Events:
 
 
 def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
-    """Allocations of the bias's gradient, of `num_bytes`: a sum of the output's gradient `grad`.
-
-    If the backward runs under autocast, the sum is float32 and the engine casts the result
-    (`validate_outputs` of engine.cpp).
-    """
+    """Allocations of the bias's gradient, of `num_bytes`: a sum of the output's gradient `grad`. If
+    the backward runs under autocast, the sum is float32 and the engine casts the result
+    (`validate_outputs` of engine.cpp)."""
     dims = [0, *range(2, grad.dim())]
     is_cast = is_in_autocast() and grad.dtype in (torch.float16, torch.bfloat16)
     dtype = torch.float32 if is_cast else grad.dtype

@@ -233,7 +233,7 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
     """Return the bytes of the GPU temporary of a copy from the host to `target`; 0 without one.
 
-    The host casts in a blocking copy, the GPU in a non-blocking one. The GPU converts strides.
+    The host casts in a copy that `is_waited_for`, else the GPU. The GPU converts strides.
     """
     is_alike = target.stride() == source.stride() and is_dense(target)
     if target.dtype == source.dtype:

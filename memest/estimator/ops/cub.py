@@ -29,7 +29,7 @@ def _aliased(*sizes: int) -> int:
 
 
 def _states(num_items: int, tile: int, state_bytes: int) -> int:
-    """Return the bytes of a state for each tile of items: `tile_state_allocation_size`."""
+    """Return bytes: `state_bytes` for each `tile` items (`tile_state_allocation_size`)."""
     return (ceil_div(num_items, tile) + _TILE_PADDING) * state_bytes
 
 

@@ -238,9 +238,9 @@ class Library:
         return self._properties[gpu]
 
     def _write_clusters(self, made: Any, text: str, clusters: Sequence[int]) -> None:
-        """Write cluster sizes into cuDNN's device properties, after capability and driver.
+        """Write `clusters` into the device properties of cuDNN's descriptor `made`.
 
-        The properties stay as they are if the memory has another layout.
+        The properties, whose JSON is `text`, stay as they are if the memory has another layout.
 
         Raises:
             CudnnError: a measured release of cuDNN has another layout.
@@ -371,7 +371,8 @@ class Library:
 
 
 def _lines(message: int) -> Iterator[bytes]:
-    """Yield the lines of a log message; a zero byte ends each line, a second one the message."""
+    """Yield the lines of the log message at an address; each ends with a zero byte, the last with
+    two."""
     while line := ctypes.string_at(message):
         yield line
         message += len(line) + 1
@@ -380,7 +381,8 @@ def _lines(message: int) -> Iterator[bytes]:
 def _on_a_gpu(
     engine: int, reasons: bytes, shapes: ConvolutionShapes, direction: str, gpu: str
 ) -> Iterator[Plan]:
-    """Yield the plan of a rejected `engine`, if the reason is only that there is no GPU here."""
+    """Yield the plan of a rejected `engine`, if its only reason in the log is that there is no
+    GPU."""
     if engine == FOURIER_ENGINES[direction]:
         if cudnn_rules.is_fourier(shapes, direction):
             yield Plan(cudnn_rules.fourier_bytes(shapes, direction), frozenset({FOURIER}))

@@ -79,7 +79,8 @@ class ConvolutionShapes:
 
 
 def planar(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
-    """Return sizes with two dimensions at least: `fill` is put in front of one, as torch does."""
+    """Return `extents` with two dimensions at least: `fill` is put in front of one, as torch
+    does."""
     return extents if len(extents) > 1 else (fill, *extents)
 
 
@@ -116,7 +117,7 @@ def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS)
 def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Return the workspace of a depthwise convolution by an engine that cuDNN compiles at run time.
 
-    Only the weight's gradient in channels-last has one. It holds 8 partial sums of float32 for each
+    Only `direction` "weight" in channels-last has one. It holds 8 partial sums of float32 for each
     sample, with channels padded to 32:
 
         8 * 4 * N * up(C, 32) * window
@@ -132,7 +133,7 @@ def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
 def is_winograd(c: ConvolutionShapes, direction: str) -> bool:
     """Return whether cuDNN's Winograd engines accept a convolution: 3x3 windows with stride 1.
 
-    In channels-last only the engine for the weight's gradient accepts it.
+    In channels-last only the engine of direction `weight` (the weight's gradient) accepts it.
     """
     is_taken = direction == "weight" or not c.is_channels_last
     return is_taken and c.is_plane and c.window == (3, 3) and c.dtype != torch.float64
@@ -240,11 +241,9 @@ def _one_group(c: ConvolutionShapes, direction: str) -> int:
 
 def _strided_fourier_bytes(c: ConvolutionShapes) -> int:
     """Return the workspace of the input's gradient of a strided convolution by Fourier transforms.
-
     Each of the `stride**2` phases is a convolution of its own, with every `stride`-th element of
     the window and of the input. With a stride of 2, input channels are padded to an even number. Of
-    218 calls on an H100, 175 are right to 512 B, and the worst is 1.1 % off.
-    """
+    218 calls on an H100, 175 are right to 512 B, and the worst is 1.1 % off."""
     samples, inputs, outputs = c.channels
     if max(c.stride) == 2:
         inputs += inputs % 2
@@ -268,7 +267,7 @@ def _plane_bytes(side: int) -> int:
 
 
 def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Estimate the workspace of one direction of a convolution, without cuDNN.
+    """Estimate the workspace of one `direction` (forward, input, weight) without cuDNN.
 
     Tensor-core kernels read channels-last, so in NCHW input, weight and output are copied. Kernels
     for products, depthwise convolutions and few channels need no copies.

@@ -132,7 +132,8 @@ def observe_and_quantize(
     scale: Tensor, zero_point: Tensor, averaging_const: float, quant_min: int, quant_max: int,
     channel: int, per_row: bool = False, symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run `fused_moving_avg_obs_fake_quant_cuda`: minimum and maximum, then quantized values."""
+    """Run `fused_moving_avg_obs_fake_quant_cuda`: minimum and maximum, then quantized values.
+    Return them and the mask of values in range."""
     contiguous = x.contiguous()
     if not per_row:
         torch.aminmax(contiguous)

@@ -145,8 +145,8 @@ def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
     """Allocations of a gradient by sorted indices: sort, runs of equal indices, partial sums. The
-    number of runs is an upper bound that does not depend on the values of the indices. `copies` are
-    the bytes of contiguous copies."""
+    number of runs is an upper bound that does not depend on the indices' values. `num_rows` are the
+    weight's, `copies` the bytes of contiguous copies."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES

@@ -91,7 +91,8 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
 def _row(
     names: str, about: str, then: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
-    """Register operators of linalg; `then(call, matrices)` returns the events after the outputs."""
+    """Register `names`, operators of linalg; `then(call, matrices)` returns the events after the
+    outputs. `about` describes the allocations."""
     op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_is_measured, **parts)
 
 
@@ -149,7 +150,7 @@ def _geqrf(a: _Matrices) -> Events:
 
 
 def _orgqr(a: _Matrices, k: int) -> Events:
-    """Allocations of `orgqr`, which makes the first n columns of Q from k reflectors."""
+    """Allocations of `orgqr`, which makes the first n columns of Q from `k` reflectors."""
     work = 128 * a.m + 256 * a.n
     if k < 128:
         work = max(16384, up(2 * a.n * k)) + up(a.m * k)
@@ -256,10 +257,8 @@ op(
 
 
 def _lu(a: _Matrices) -> Events:
-    """Allocations of LU: one matrix by cuSOLVER, several small ones by batched cuBLAS.
-
-    Other shapes have no workspace, as torch is built without MAGMA.
-    """
+    """Allocations of LU: one matrix by cuSOLVER, several small ones by batched cuBLAS. Other shapes
+    have no workspace, as torch is built without MAGMA."""
     if a.m != a.n:
         return []
     if not a.is_single:
@@ -272,7 +271,7 @@ def _lu(a: _Matrices) -> Events:
 
 
 def _lu_solve(a: _Matrices, num_right: int) -> Events:
-    """Allocations of `lu_solve_kernel`: batched cuBLAS, a loop, or two triangular systems."""
+    """Allocations of `lu_solve_kernel`, for `num_right` columns: cuBLAS, a loop, or two systems."""
     if a.is_solved_in_a_loop(num_right):
         return passing(INFO)
     if a.n <= (16 if a.n == num_right else 64):
@@ -481,15 +480,16 @@ def up(count: int) -> int:
 
 
 def geqrf_bytes(n: int, item: int) -> int:
-    """Return the workspace of `geqrf` (QR) of `n` columns, for any number of rows."""
+    """Return the workspace of `geqrf` (QR) of `n` columns, `item` bytes a number, for any rows."""
     return item * (1024 * max(n, 256) + 524288) + 128
 
 
 def eigh_bytes(n: int, item: int, batch: int) -> int:
     """Return the workspace of one call of the eigenvalue solver that torch selects.
 
-    The solver is Jacobi's in float32 for 32 to 512 columns, except in batches of 32. Otherwise it
-    is divide and conquer, for all matrices at once up to 32 columns.
+    It is of n x n matrices with numbers of `item` bytes. The solver is Jacobi's in float32 for 32
+    to 512 columns, except in batches of 32. Otherwise it is divide and conquer, for all matrices at
+    once up to 32 columns.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
         blocks = ceil_div(n, BLOCK)
@@ -503,7 +503,8 @@ def eigh_bytes(n: int, item: int, batch: int) -> int:
 
 
 def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
-    """Return cuSOLVER's workspace: of Jacobi's method for square matrices, else of QR iteration."""
+    """Return cuSOLVER's workspace: of Jacobi's method for square matrices, else of QR iteration.
+    Matrices are m x n with numbers of `item` bytes; `is_full` is `full_matrices`."""
     if m == n:
         blocks = ceil_div(n, BLOCK)
         if n <= 32:
@@ -517,6 +518,6 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:
-    """Return the workspace of a Cholesky decomposition of one n x n matrix."""
+    """Return the workspace of a Cholesky decomposition of one n x n matrix, upper or lower."""
     blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)

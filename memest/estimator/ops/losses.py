@@ -35,7 +35,8 @@ def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
 def _reduced_loss(
     names: str, about: str, made: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
 ) -> None:
-    """Register losses with a mean or sum; `made(call, *_elements(call))` returns temporaries."""
+    """Register `names`, losses with a mean or sum. `made(call, *_elements(call))` returns
+    temporaries; `about` describes them."""
 
     def rule(c: KernelCall) -> Scratch:
         return made(c, *_elements(c)) if c.reduction else Scratch()
@@ -170,11 +171,9 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
-    """Return whether autograd computes `left * right` and similar operations in place.
-
-    That is impossible if the result has another shape than `left`, as with `pos_weight` and a
-    target of more dimensions.
-    """
+    """Return whether autograd computes `left * right` and similar operations in place. That is
+    impossible if the result has another shape than `left`, as with `pos_weight` and a target of
+    more dimensions."""
     if torch.is_grad_enabled():
         return False
     if not isinstance(right, Tensor):

@@ -65,7 +65,8 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
-    """Return bytes: `header_bytes`, and for each 64 channels 4, and `block_bytes` per row block."""
+    """Return bytes of cuDNN's workspace. It has `header_bytes`, and per 64 channels 4 bytes and
+    `block_bytes` for each block of `rows_of_block` rows."""
     channels = tensor.shape[1]
     groups = ceil_div(channels, CHANNELS_PER_BLOCK)
     blocks = ceil_div(tensor.numel(), channels * rows_of_block)
@@ -112,11 +113,9 @@ def _takes_rows(tensor: Tensor) -> bool:
 
 
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
-    """Return bytes of (float32 sums of blocks of rows, flags of groups of channels).
-
-    Empty if channels are not contiguous, or if fewer than 8 blocks would share a group
-    (`flexible_launch_configs`).
-    """
+    """Return bytes of (`sums_per_channel` float32 sums per block of rows, flags of groups). Empty
+    if channels are not contiguous, or if fewer than 8 blocks would share a group
+    (`flexible_launch_configs`)."""
     if not _takes_rows(tensor):
         return ()
     channels = tensor.shape[1]

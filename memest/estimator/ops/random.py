@@ -62,12 +62,9 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
 
 
 def _after(words: Array, steps: int) -> Array:
-    """Return the generator's state `words` after `steps` more numbers.
-
-    A step is linear over bits, and its matrix is a root of its characteristic polynomial. So the
-    result is the sum of the states after k steps, for each exponent k of t^steps modulo this
-    polynomial.
-    """
+    """Return the generator's state `words` after `steps` more numbers. A step is linear over bits,
+    and its matrix is a root of its characteristic polynomial. So the result is the sum of the
+    states after k steps, for each exponent k of t^steps modulo this polynomial."""
     twister = np.random.MT19937()
     twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
     blocks = [words]
@@ -85,10 +82,8 @@ def _after(words: Array, steps: int) -> Array:
 
 
 def _power(steps: int) -> int:
-    """Return t^steps modulo the characteristic polynomial of a step, as bits of an integer.
-
-    The polynomial is that of Matsumoto and Nishimura (1998).
-    """
+    """Return t^`steps` modulo the characteristic polynomial of a step, as bits of an integer. The
+    polynomial is that of Matsumoto and Nishimura (1998)."""
     characteristic = 1
     for bit in range(31):
         product = (characteristic << WORDS - 1) ^ (characteristic << SHIFT - 1)
@@ -180,7 +175,8 @@ class Launch:
         return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
-        """Return four Philox words for each number, and the index (0 to 3) of its own word."""
+        """Return (four Philox words for each number, index 0 to 3 of the word that the number
+        uses)."""
         item = np.arange(self.count, dtype=np.uint64)
         turn, thread = np.divmod(item, np.uint64(self.num_threads))
         round_, part = np.divmod(turn, np.uint64(self.per_draw))
@@ -189,13 +185,15 @@ class Launch:
 
 
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
-    """Return the grid of `calc_execution_policy`: at most the blocks that the GPU runs at once."""
+    """Return the grid of `calc_execution_policy` for `count` numbers, `per_draw` of each Philox
+    call: at most the blocks that the GPU runs at once."""
     most = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
     return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`)."""
+    """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`).
+    `words` has four Philox words for each number, `part` the index of the one to use."""
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
@@ -208,7 +206,8 @@ def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
 
 
 def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Return exponential numbers with a rate of 1 (`transformation::exponential`)."""
+    """Return exponential numbers with a rate of 1 (`transformation::exponential`), as in
+    `_uniform`."""
     uniform = _uniform(words, part, is_double)
     half = np.finfo(uniform.dtype).eps / 2
     return -np.where(uniform >= 1 - half, -half, np.log(uniform))
@@ -297,7 +296,8 @@ class CudaRng:
 
 
 def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
-    """Return samples with replacement: uniform numbers searched in the cumulative odds."""
+    """Return `num_samples` samples with replacement: uniform numbers searched in the cumulative
+    odds."""
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
         return None
     thread = np.arange(num_samples, dtype=np.uint64)
@@ -321,7 +321,7 @@ def _uniform_of(
 def _normal_of(
     words: list[Words], part: Parts, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    """Return normal numbers of float32 by Box and Muller (`curand_normal4`)."""
+    """Return normal numbers by Box and Muller (`curand_normal4`), from `words` as in `_uniform`."""
     made = []
     for first, second in (words[:2], words[2:]):
         radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
@@ -429,7 +429,7 @@ _KEPT = 0.9  # odds of no two equal keys, for which `randperm` draws enough bits
 
 
 def randperm_bits(num_items: int) -> int:
-    """Return the number of bits of the random keys that `randperm` sorts (Randperm.cu)."""
+    """Return the bits of the random keys that `randperm` of `num_items` sorts (Randperm.cu)."""
     number = float(num_items)
     return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
 
@@ -530,7 +530,7 @@ IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOpera
 
 @registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)
 def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
-    """Run the fused kernel if 0 < p < 1, as `is_fused_kernel_acceptable` of Dropout.cpp."""
+    """Run the fused kernel if `train` and 0 < p < 1 (`is_fused_kernel_acceptable`, Dropout.cpp)."""
     if train and 0 < p < 1 and x.numel() > 0:
         return aten.native_dropout.default(x, p, train)[0]
     return then(x, p, train)

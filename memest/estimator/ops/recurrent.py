@@ -145,7 +145,8 @@ def _common_bytes(layers: Layers) -> int:
 
 
 def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
-    """Return the bytes of cuDNN's workspace of a forward pass in inference."""
+    """Return the bytes of cuDNN's workspace of a forward in inference, by persistent kernels or
+    not."""
     h, n, d, num = layers.hidden_size, layers.num_rows, layers.directions, layers.num_layers
     gates = _GATES[layers.mode]
     rows = n * gates * h * d
@@ -327,7 +328,8 @@ def is_acceptable(tensor: Tensor) -> bool:
 
 
 def flatten_weights(weights: Sequence[Tensor], stride: int, *sizes: Any) -> Tensor:
-    """Make `weights` views of one new buffer and return it: `_cudnn_rnn_flatten_weight`."""
+    """Make `weights` views of one new buffer and return it: `_cudnn_rnn_flatten_weight`. `stride`
+    is the number of parameters per layer and direction."""
     buffer, views = _flat_copies(weights, stride, weights[0].dtype)
     for weight, view in zip(weights, views, strict=True):
         weight.set_(view)  # type: ignore[call-overload]
@@ -357,7 +359,8 @@ def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
 
 
 def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """Return a contiguous tensor in the storage of `tensor` that is no view for autograd."""
+    """Return a contiguous tensor of `shape` at `offset` (elements) in the storage of `tensor`. It
+    is no view for autograd."""
     made = torch.empty(0, dtype=tensor.dtype, device=META)
     stride = torch.empty(shape, device=META).stride()
     return made.set_(tensor.untyped_storage(), offset, shape, stride)
@@ -381,10 +384,8 @@ def _forward(c: KernelCall) -> Any:
 
 @registry.result("_cudnn_rnn_backward")
 def _backward(c: KernelCall) -> Any:
-    """Return meta results of `_cudnn_rnn_backward`.
-
-    Gradients of weights are views of one buffer, except for layers without biases.
-    """
+    """Return meta results of `_cudnn_rnn_backward`. Gradients of weights are views of one buffer,
+    except for layers without biases."""
     if c.grad_output is None and c.grad_hy is None and c.grad_cy is None:
         return None, None, None, [None] * len(c.weight)
     layers, x = _layers(c), c.input

@@ -109,9 +109,7 @@ def _should_swap(first: tuple[int, int, int], second: tuple[int, int, int]) -> i
 
 def _reorder_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Sort dimensions (size, input stride, output stride) as `TensorIterator::reorder_dimensions`.
-
-    The insertion sort begins with the last dimension.
-    """
+    The insertion sort begins with the last dimension."""
     dims = dims[::-1]
     for start in range(1, len(dims)):
         moving = start
@@ -143,10 +141,9 @@ def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, in
 def _iterated(
     tensor: Tensor, dims: Sequence[int], input_bytes: int, output_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Return [sizes, input strides, output strides (bytes)] of a reduction's merged dimensions.
-
-    An empty `dims` means all. The output is contiguous over the kept dimensions.
-    """
+    """Return [sizes, input strides, output strides (bytes)] of a reduction's merged dimensions. An
+    empty `dims` means all. An element has `input_bytes` or `output_bytes`. The output is contiguous
+    over the kept dimensions."""
     everything = not dims or tensor.dim() == 0
     reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
     kept = [1 if dim in reduced else n for dim, n in enumerate(tensor.shape)]
@@ -161,7 +158,8 @@ def _iterated(
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
-    """Return a block's threads along the fastest and the next dimension: `set_block_dimension`."""
+    """Return a block's threads (along `dim0`, along `dim1`), sizes of the fastest and next
+    dimension: `set_block_dimension`. `vector` outputs belong to a thread."""
     limit = MAX_REDUCE_THREADS // vector
     pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))

@@ -44,7 +44,8 @@ def tensor_type(dtype: torch.dtype) -> str:
 
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
-    """Return a rule that refuses integers, and two arguments (by position) of different dtypes."""
+    """Return a rule that refuses integers, and arguments at positions `first` and `second` of
+    different dtypes. `kernel` is the name in torch's message."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[first].dtype
@@ -71,7 +72,8 @@ def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> Refus
 def same_type(
     first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
 ) -> RefuseRule:
-    """Return a rule that refuses two different dtypes; `named` fills both fields of `message`."""
+    """Return a rule that refuses arguments at positions `first` and `second` of different dtypes.
+    `named` fills both fields of `message`."""
 
     def rule(call: KernelCall) -> str:
         types = call.args[first].dtype, call.args[second].dtype

@@ -165,7 +165,8 @@ class Op:
         self, args: Args, kwargs: Kwargs, out: Any = None, gpu: Gpu | None = None,
         known: tuple[int, ...] = (),
     ) -> KernelCall:  # fmt: skip
-        """Return a call of this operator, with its schema's defaults for missing arguments."""
+        """Return a call of this operator, with its schema's defaults for missing arguments. `known`
+        has values that `Op.from_values` read."""
         given = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
         return KernelCall(given, args, out, gpu, known)
 
@@ -194,11 +195,9 @@ class Op:
         return written[:1] == [True] and sum(written) == 1 and not has_rule and not is_reshaping
 
     def _is_known_without(self) -> bool:
-        """Return whether the CUDA kernel allocates its outputs only, although it has no rule.
-
-        True for views, elementwise operators by torch's tag, `_foreach_*` except reductions, matrix
-        products, names of `outputs_only.json`, and their forms in place.
-        """
+        """Return whether the CUDA kernel allocates its outputs only, although it has no rule. True
+        for views, elementwise operators by torch's tag, `_foreach_*` except reductions, matrix
+        products, names of `outputs_only.json`, and their forms in place."""
         schema = self.func._schema
         namespace, _, name = schema.name.partition("::")
         if namespace != "aten" or name in _COMPOSED:

@@ -243,10 +243,8 @@ register(
 
 def _is_unique_known(c: KernelCall) -> bool:
     """Return whether allocations were measured: capability 9.0; 4, 8 bytes or bool, or rows.
-
     Evidence (CUDA 13.0), every request exact: 196 calls of up to a million elements on an H100, 504
-    of up to 100,000 rows on an H200.
-    """
+    of up to 100,000 rows on an H200."""
     if c.get("dim") is not None:
         return c.gpu.capability == (9, 0)
     sizes = (1, 2, 4, 8) if "dim" in c else (4, 8)
@@ -283,7 +281,8 @@ def unique_consecutive(c: KernelCall) -> Events:
 
 
 def _unique(c: KernelCall, positions_bytes: int) -> Events:
-    """Allocations of `compute_unique`; results have room for all values, as if none were equal."""
+    """Allocations of `compute_unique`; results have room for all values, as if none were equal.
+    `positions_bytes` are those of a temporary with each value's position, for the inverse."""
     count = c.self.numel()
     row = count * INDEX_BYTES
     has_counts = c.out[2].numel() > 0

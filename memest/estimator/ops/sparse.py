@@ -202,7 +202,8 @@ def _mul_(mode: SimMode, tensor: Tensor, other: Any) -> Tensor:
 
 @on_sparse("add_.Tensor")
 def _add_(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-    """Add to a sparse tensor by appending entries, or add a sparse tensor to a dense one."""
+    """Add `alpha * other`: to a sparse tensor by appending entries, or a sparse tensor to a dense
+    one."""
     if is_sparse(tensor):
         return _become(tensor, _joined(mode, tensor, other, alpha))
     return _added_into(mode, tensor, other)

@@ -102,7 +102,8 @@ def _assembled(
     mode: SimMode, offsets: Tensor, indices: Tensor, values: Tensor,
     shape: Sequence[int] | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Return a matrix with these offsets, indices and values, which are not copied."""
+    """Return a matrix with these `offsets` (`crow_indices`), indices and values, which are not
+    copied."""
     if kwargs.get("layout") not in (CSR, CSC) or offsets.dim() != 1:
         raise NotImplementedError
     parts = offsets, indices, values
@@ -244,7 +245,7 @@ def _set_known(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
 def _coordinates(
     mode: SimMode, offsets: Tensor, indices: Tensor, *, may_guess: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (rows, columns) of CSR entries, guessed only if allowed; None if unknown."""
+    """Return (rows, columns) of CSR entries, guessed only if `may_guess`; None if unknown."""
     found = [mode.guessed.value_of(t) if may_guess else None for t in (offsets, indices)]
     starts, columns = (
         mode.values.value_of(t) if guess is None else guess
@@ -313,11 +314,9 @@ def _flatten(offsets: Tensor, indices: Tensor) -> None:
 
 @on_compressed("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
-    """Return a compressed matrix with the elements of `dense` at the entries of `matrix`.
-
-    torch makes a dense mask, whose values decide the size of the result. A mask that is too large
-    for known values is refused.
-    """
+    """Return a compressed matrix with the elements of `dense` at the entries of `matrix`. As in
+    torch, a dense mask decides the size of the result. A mask that is too large for known values is
+    refused."""
     offsets, indices, _ = parts_of(matrix)
     if dense.numel() > MAX_BYTES:
         raise NotImplementedError
@@ -372,7 +371,8 @@ def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) ->
 
 
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
-    """Return bytes of `cusparseSpMV`: an index per tile; for 16-bit values, a sum per row."""
+    """Return bytes of `cusparseSpMV`: an index per tile of entries; for 16-bit values, a sum per
+    row."""
     tiles = ceil_div(num_entries, _VECTOR_TILES[index_bytes, dtype]) + 1
     sums = 4 * num_rows + 127 if dtype.itemsize == 2 else 0
     return index_bytes * tiles + index_bytes - 1 + sums
@@ -509,9 +509,7 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
 
 def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
     """Return (multiplied pairs of entries, indices of the product's entries, True if guessed).
-
-    Unknown indices are replaced by their estimated number.
-    """
+    Unknown indices are replaced by their estimated number."""
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
     known, other = (
         _coordinates(mode, *each, may_guess=True)
@@ -550,7 +548,8 @@ def product_workspaces(
 ) -> tuple[int, int]:
     """Return bytes of the two workspaces of `cusparseSpGEMM`, deduced from 43 recorded products.
 
-    Below 500 rows the second one is up to 0.8 KB larger than here.
+    `num_rows` and `num_entries` are the first matrix's, `num_products` the multiplied pairs. Below
+    500 rows the second workspace is up to 0.8 KB larger than here.
     """
 
     def scan(number: int, tile: int) -> int:

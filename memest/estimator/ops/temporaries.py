@@ -50,7 +50,7 @@ def temporaries(*num_bytes: int, oldest: bool = False) -> Events:
 
 
 def tried(num_bytes: Sequence[int]) -> Events:
-    """Return events that try each workspace in turn, until one fits, as cuDNN's benchmark does."""
+    """Return events that try `num_bytes` in turn, until one fits, as cuDNN's benchmark does."""
     return [KernelEvent(n, TRIED) for n in num_bytes]
 
 

@@ -93,7 +93,7 @@ def install_fakes(patches: Patches) -> None:
 
 
 def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) -> Tensor:
-    """Return a fake result of `func`, which has no meta kernel: torch would run it on the GPU."""
+    """Return a fake result like `source` for `func`, which has no meta kernel."""
     with fake_mode:
         return torch.empty_like(source)
 
@@ -244,7 +244,8 @@ def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
-    """Compile a graph by Inductor; return its function, or if that fails the uncompiled one."""
+    """Compile the FX `graph` by Inductor; return its function, or if that fails the uncompiled one.
+    `options` are those of `compile_fx_inner`."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor import compile_fx
 
@@ -351,7 +352,7 @@ def place_on_gpu(graph: Any) -> None:
 
 
 def _set_devices(nodes: Iterable[Any], choose: Callable[[torch.device], torch.device]) -> None:
-    """Replace each device in the arguments of FX nodes by `choose(device)`."""
+    """Replace each device in the arguments of the FX `nodes` by `choose(device)`."""
     from torch.fx.node import map_aggregate
 
     def chosen(value: Any) -> Any:
@@ -364,7 +365,7 @@ def _set_devices(nodes: Iterable[Any], choose: Callable[[torch.device], torch.de
 
 @contextmanager
 def _constants_on_the_host(graph: Any) -> Iterator[None]:
-    """Make a graph's constants be on the host within the block, where Inductor folds them."""
+    """Put constants of the FX `graph` on the host within the block, where Inductor folds them."""
     puts = torch.ops.prims.device_put.default
     constants = (aten.full.default, aten.scalar_tensor.default, puts)
     found = [node for node in graph.graph.nodes if node.target in constants]
@@ -503,7 +504,7 @@ class Declaration:
 
 
 def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
-    """Return `configs`, and copies with a smaller reduction block that Inductor times as well."""
+    """Return `configs`, and copies with half the reduction block that Inductor times as well."""
     timed = list(configs)
     for config in timed:
         if is_scaled(kernel, config, gpu):
@@ -517,7 +518,8 @@ def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list
 
 
 def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
-    """Return whether too many registers per thread keep a reduction below full occupancy."""
+    """Return whether Inductor also times `config` with half its reduction block. That is so for a
+    reduction whose registers per thread keep the GPU below full occupancy."""
     meta = kernel.inductor_meta
     if not kernel.is_reduction or meta.get("persistent_reduction"):
         return False
@@ -674,7 +676,7 @@ def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) -> bool:
-    """Return whether the product of padded matrices is faster by Inductor's margin.
+    """Return whether padding `mat1` and `mat2` makes their product faster by Inductor's margin.
 
     `time = operations / (share * peak rate)` of a product, where the share depends on how leading
     dimensions are aligned, and `bytes read and written / (share * bandwidth)` of each padded copy.

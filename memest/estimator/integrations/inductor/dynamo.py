@@ -147,7 +147,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
 
     @cache
     def table() -> dict[Any, Any]:
-        """Return Dynamo's table of functions, filled from torch's original functions."""
+        """Return {function: Dynamo's class for it}, filled from torch's original functions."""
         with patches.suspended():
             clear()
             known: dict[Any, Any] = make_table()
