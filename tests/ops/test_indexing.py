@@ -116,6 +116,16 @@ def test_indices_of_unlike_strides_are_copied_to_int64_tables() -> None:
     assert scratch(aten.index.Tensor, meta(5, 7), [rows]) == Scratch()
 
 
+def test_int32_indices_are_cast_after_they_are_broadcast() -> None:
+    """`make_info`: the casts are contiguous, and then an int64 index is copied to be alike."""
+    rows, columns = meta(5, 1, dtype=torch.int32), meta(7, dtype=torch.int64)
+
+    found = scratch(aten.index.Tensor, meta(5, 7), [rows, columns])
+
+    assert found == Scratch(before=(5 * 7 * 8, 5 * 7 * 8))
+    assert scratch(aten.index.Tensor, meta(5, 7), [rows]) == Scratch(before=(5 * 8,))
+
+
 def test_a_mask_whose_values_are_not_known_is_reported() -> None:
     args = (meta(4, 6, 3), [meta(4, 6, dtype=torch.bool)])
 

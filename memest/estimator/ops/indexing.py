@@ -69,10 +69,17 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return bytes of contiguous copies of indices if their strides differ (`AdvancedIndex`)."""
+    """Return bytes of int64 copies of int32 indices (`make_info` of TensorAdvancedIndexingUtils.h).
+
+    Contiguous copies of all indices follow if their strides differ (`AdvancedIndex`).
+    """
     expanded = broadcast(indices)
-    is_alike = len({i.stride() for i in expanded}) == 1
-    return () if is_alike else contiguous_copy(*expanded)
+    long = [
+        i if i.dtype != torch.int32 else torch.empty_like(i, dtype=torch.int64) for i in expanded
+    ]
+    casts = (new.nbytes for old, new in zip(expanded, long, strict=True) if new is not old)
+    is_alike = len({i.stride() for i in long}) == 1
+    return *casts, *(() if is_alike else contiguous_copy(*long))
 
 
 def index_tensors(args: Args) -> list[Tensor]:
@@ -88,7 +95,7 @@ def _has_no_mask(c: KernelCall) -> bool:
 # Two or more indices are broadcast. One index is used in place.
 op(
     "index.Tensor",
-    "int64 copies of indices of unlike strides (`AdvancedIndex` of TensorAdvancedIndexing.cpp)",
+    "int64 copies of int32 indices, and of all if strides differ (TensorAdvancedIndexing.cpp)",
     before=lambda c: _copies_of_unlike_strides(index_tensors(c.args)),
     modelled=_has_no_mask,
     shaped_by=lambda args: [i for i in index_tensors(args) if i.dtype in MASK_DTYPES],
