@@ -87,7 +87,7 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
     counts = np.bincount([e // NUM_HOSTS for e in events if e >= 0], minlength=len(log.works))
     table, link_s = clocks.table, float(counts @ clocks.links)
     is_new = [not table.is_measured(work.kind) for work in log.works]
-    low, high = table.spread
+    low, high = SPREAD_ELSEWHERE if table.origin else SPREAD
     ends = (seconds, low * seconds, high * seconds + link_s, first_s)
     rounded = [float(f"{s:.4g}") for s in ends]  # further digits differ by CPU
     return StepTime(
@@ -206,8 +206,6 @@ class Table:
         self._launch_us[OPTIMIZER][0] = host["loop"]
         self.origin = "" if (origin.chip or origin.name) == (gpu.chip or gpu.name) else origin.name
         """Measured GPU whose efficiencies are used; empty if it is this one."""
-
-        self.spread = SPREAD_ELSEWHERE if self.origin else SPREAD
 
     def host_s(self, work: Work, host: int) -> float:
         """Return the seconds that the host needs to launch a call; `host` is the phase's index."""
