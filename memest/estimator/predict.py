@@ -76,7 +76,7 @@ def packages_of(plan: TrainingPlan) -> Iterator[str]:
 
 @cache
 def import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
-    """Import the libraries that a plan's run needs, before processes are forked.
+    """Import the libraries of a plan's model and training `loop`, before processes are forked.
 
     Forked processes share them, and the garbage collector does not scan them during a run.
     """
@@ -125,7 +125,7 @@ class _Results:
 
 
 def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: int) -> _Results:
-    """Return the results on all GPUs, given by chip; `scenarios` are of the first that works.
+    """Return the results on `chips`, lists of GPUs of one chip; `scenarios` are the first's.
 
     If the plan fails on a chip, the newest chip is tried next: it may support more.
     """

@@ -90,7 +90,8 @@ def _textbook_term(kind: str, num_bytes: int, g: LayerGeometry) -> Term:
 def _differences(
     plan: TrainingPlan, g: LayerGeometry, seq_len: int, *, is_fused: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield the differences of a layer of this shape to the textbook's, in bytes."""
+    """Yield (name in `TEXTBOOK`, bytes) of each difference of a layer of shape `g` to the
+    textbook's. `is_fused` is True if one kernel computes attention."""
     tokens = seq_len * plan.batch_size
     matrix, inner = g.a * seq_len * tokens, g.a * g.head_dim
     if is_fused:
@@ -124,6 +125,7 @@ def summarise(
     """Return the prediction for the GPU `primary`, with the verdicts on all GPUs.
 
     `scenarios` begin with the one that reserves most; `results` are their replays on `primary`.
+    `verdicts` and `times` are by GPU.
     """
     traced, unlimited, result = scenarios[0].traced, scenarios[0].unlimited, results[0]
     outside_bytes = primary.context_bytes + traced.libraries_bytes
@@ -165,7 +167,7 @@ def summarise(
 
 
 def coverage_of(coverage: Coverage) -> dict[str, Any]:
-    """Return the report's dict of operator calls: all, modelled, and names not modelled."""
+    """Return the report's dict: `num_ops`, `num_modelled`, and calls by name in `unmodelled`."""
     return {
         "num_ops": coverage.num_ops,
         "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
@@ -174,7 +176,7 @@ def coverage_of(coverage: Coverage) -> dict[str, Any]:
 
 
 def host_verdict_of(needed_bytes: int, limit_bytes: int | None) -> Verdict | None:
-    """Return whether host memory is enough for `needed_bytes`; None without a limit."""
+    """Return the verdict on `needed_bytes` under the host's `limit_bytes`; None without a limit."""
     if limit_bytes is None:
         return None
     margin = limit_bytes - needed_bytes
@@ -194,7 +196,7 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Return a sentence: which gradients are alive at the peak because of the training loop."""
+    """Return a sentence: which gradients the training loop keeps alive at the peak, in `phase`."""
     clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")
@@ -228,7 +230,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
 
 
 def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
-    """Return `terms` with small activations, by their share of the peak, summed in one term."""
+    """Return `terms`, with activations below 0.2 % of `peak_bytes` summed in one term."""
     small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
     if len(small) < 2:
         return terms
@@ -240,7 +242,7 @@ def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
 
 
 def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
-    """Return (purpose, owner) of a storage by its id; activations belong to a stack of layers."""
+    """Return (purpose, owner) of storage `index`; activations belong to a stack of layers."""
     kind, site = kind_of(program.storages, index), program.storages.sites[index]
     if kind == "temporaries":
         return kind, f"{site.phase}: {site.op}" if site.phase == "optimizer" else site.phase
@@ -329,7 +331,7 @@ def _assumptions(
 
 
 def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSettings) -> str:
-    """Return the report's assumption on kernels and allocator settings."""
+    """Return the report's assumption on kernels of `gpu` (compute `capability`) and settings."""
     return (
         f"CUDA kernels as torch {simulated().name} runs them on {gpu}"
         f" {capability[0]}.{capability[1]}; {describe(settings)}"

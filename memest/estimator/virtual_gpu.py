@@ -408,7 +408,8 @@ class DeviceThread:
         patches.set_all({"_engine_run_backward": run}, torch.autograd.graph, torch.autograd)
 
     def _run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward by `engine`, `_engine_run_backward`, and renumber the nodes it makes."""
+        """Run a backward of `outputs` by `engine`, `_engine_run_backward`; renumber its new
+        nodes."""
         if self._is_running:  # a nested backward runs in the same thread
             return engine(outputs, *args, **kwargs)
         if self._is_mixed:
@@ -464,7 +465,8 @@ def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iter
 
 
 def _nodes(made: Any) -> Iterator[Any]:
-    """Yield the autograd nodes of a tensor and of tensors that `torch.func` has wrapped in it."""
+    """Yield the autograd nodes of a tensor or edge, and of tensors that `torch.func` has
+    wrapped."""
     if isinstance(made, torch.autograd.graph.GradientEdge):
         yield made.node
     while isinstance(made, Tensor):

@@ -237,9 +237,7 @@ class CountingAllocator(CachingAllocator):
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
         """Count a new (`sign` 1) or freed (-1) segment; return whether segments are expandable.
-
-        Free blocks of expandable segments do not count as inactive splits.
-        """
+        Free blocks of expandable segments do not count as inactive splits."""
         self._count_oversize("allocations", num_bytes, sign)
         return self.settings.expandable_segments
 

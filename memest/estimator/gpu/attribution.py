@@ -144,11 +144,9 @@ class LiveModules:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record that the running module and line create the autograd nodes from now on.
-
-        Nodes have sequence numbers. `offset` is -1 below autograd, where the operator's own node
-        already has its number.
-        """
+        """Record that the running module and line create the autograd nodes from now on. Nodes have
+        sequence numbers. `offset` is -1 below autograd, where the operator's own node already has
+        its number."""
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
         owner = name, self._line

@@ -233,10 +233,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _places(self, func: Any, args: Args, kwargs: Any) -> tuple[bool, bool, bool, bool]:
-        """Return which places the tensors have: (GPU, host without data, host with data, none).
-
-        A tensor without a place was made by C++ inside of an operator.
-        """
+        """Return which places the tensors have: (GPU, host without data, host with data, none). A
+        tensor without a place was made by C++ inside of an operator."""
         on_gpu = on_host = is_real = no_place = False
         live = self.memory.live
         for tensor in sample_tensors(args, kwargs):

@@ -119,10 +119,8 @@ class Mailbox:
         return together - {self._own} if self._own in together else frozenset()
 
     def _comes(self, path: Path, source: int) -> bool:
-        """Wait for a message of rank `source`, if it runs at this time; return whether it came.
-
-        No message comes if `source` has ended, or waits for a message that this rank never posts.
-        """
+        """Wait for a message of rank `source`, if it runs at this time; return whether it came. No
+        message comes if `source` has ended, or waits for a message that this rank never posts."""
         if path.exists() or source not in self._companions:
             return path.exists()
         waits, others = self._path("waits", self._own), self._path("waits", source)

@@ -137,11 +137,9 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
-    """Call `func` with `inputs` (tuple or dict) to trace it; if `checks`, four times more.
-
-    The check keeps the outputs of its last three calls until it ends, and the first copy of a
-    module's inputs (torch/jit/_trace.py, 2.11).
-    """
+    """Call `func` with `inputs` (tuple or dict) to trace it; if `checks`, four times more. The
+    check keeps the outputs of its last three calls until it ends, and the first copy of a module's
+    inputs (torch/jit/_trace.py, 2.11)."""
 
     cloned: Any = _trace._clone_inputs
 

@@ -62,9 +62,7 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
 
 def _cpu_info(get_cpu_info: Callable[[], Any]) -> Any:
     """Return `{}` to DeepSpeed in place of `cpuinfo`, which takes a second in a new process.
-
-    DeepSpeed reads only the CPU vendor from it.
-    """
+    DeepSpeed reads only the CPU vendor from it."""
     caller = sys._getframe(1).f_globals.get("__name__", "")
     return {} if caller.startswith("deepspeed.") else get_cpu_info()
 

@@ -53,9 +53,8 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
     """Return NCCL's messages in a collective, each as (other rank, True if this rank sends).
-
-    `torch::cuda::nccl::all2all`, `gather` and `scatter` of torch 2.11 (torch/csrc/cuda/nccl.cpp).
-    """
+    `torch::cuda::nccl::all2all`, `gather` and `scatter` of torch 2.11
+    (torch/csrc/cuda/nccl.cpp)."""
     name = func._schema.name.removeprefix("c10d::")
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     if name.startswith("alltoall"):
@@ -70,9 +69,7 @@ def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
 
 def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
     """Allocate and free the flat tensor into which NCCL gathers `outputs` of one size.
-
-    `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11.
-    """
+    `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11."""
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
             with mode.memory.lock:

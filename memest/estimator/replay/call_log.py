@@ -197,7 +197,8 @@ class CallRecorder:
         self._calls.append(Call(start, end, index, new_storages, site, in_backward))
 
     def _watch_choice(self, rule: str, home: Any, name: str) -> None:
-        """Record the choices of the function `home.name`, until `watching` ends."""
+        """Record outcomes of the function `home.name` as choices by `rule`, until `watching`
+        ends."""
         choose = getattr(home, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:

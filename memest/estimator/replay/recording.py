@@ -77,7 +77,7 @@ class Recording(Player):
         self.segments = allocator.described_segments
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
-        """Append a `Mark` for the end of `phase`."""
+        """Append a `Mark` for the end of `phase` of this step and micro-batch."""
         self.marks.append(Mark(len(self.actions), step, micro_batch, phase))
 
 
@@ -110,7 +110,7 @@ def record_run(
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
-    """Return the use of a storage, one of `KINDS`.
+    """Return the use of the storage with this id, one of `KINDS`.
 
     Storages of backward and optimizer are temporary; those before any module runs are the batch.
     """
@@ -349,7 +349,7 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
 
 
 def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
-    """Return the stack frames of storages of one call site, as in torch's snapshot."""
+    """Return the frames of storages of one call `site` and `kind`, as in torch's snapshot."""
     named = _frame_names(site, kind)
     frames = [{"filename": filename, "line": 0, "name": name} for filename, name in named]
     lines = [(site.line, "forward" if site.caller else site.phase), (site.caller, site.phase)]
@@ -361,7 +361,7 @@ def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
 
 
 def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
-    """Yield (label, name) of each frame, innermost first. A label is such as `module`."""
+    """Yield (label such as `module`, name) of each frame of storages of `kind`, innermost first."""
     if site.op:
         yield "operator", site.op
     module = site.module

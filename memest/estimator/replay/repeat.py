@@ -145,7 +145,7 @@ class StepRepeater:
         return loss
 
     def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `_engine_run_backward`, or repeat the log entries of the first step's backward."""
+        """Run `engine`, or repeat the log entries of the first step's backward."""
         if self._repeated is not None:
             return self._backward_again(self._repeated)
         running, self._running = self._running, None
@@ -310,7 +310,7 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
-    """Return the numbers, flags and names that each module has as attributes."""
+    """Return the attributes of each module that are numbers, flags or names: (name, value)."""
     kinds = (bool, int, float, str, NoneType)
     return [
         [item for item in vars(module).items() if type(item[1]) in kinds]

@@ -339,7 +339,7 @@ class Player:
         """Record that the run has reached the end of `phase`; the base class does nothing."""
 
     def play(self, events: Sequence[int]) -> None:
-        """Apply events in order. Most of a replay's time is spent in this loop for a single stream.
+        """Apply `events`, coded as in `play` of this module; most time of a replay is spent here.
 
         Raises:
             OutOfMemory: no memory is left for `storage`.
@@ -368,7 +368,7 @@ class Player:
         self.num_events = count
 
     def _play_on_streams(self, events: Sequence[int]) -> None:
-        """Apply events in order, with a pool per stream and deferred frees."""
+        """Apply `events` in order, with a pool per stream and deferred frees."""
         storages, allocator, blocks = self.storages, self.allocator, self.blocks
         num_bytes, streams, tried = storages.num_bytes, storages.streams, storages.tried
         malloc, end = allocator.malloc, self._apply_free
@@ -465,7 +465,7 @@ class _Replay:
                 return
 
     def _play_step(self, num_micro_batches: int) -> None:
-        """Play micro-batches; copy the rows of each that repeats the micro-batch before it."""
+        """Play a step's micro-batches; copy the rows of those that repeat the one before."""
         rows = self.result.rows
         state, micro = None, 0
         while micro < num_micro_batches:
@@ -561,7 +561,7 @@ class Run:
         self, limit_bytes: int | None = None, timing: FreeTiming = FreeTiming.LATEST, *,
         player: Player | None = None, is_soft: bool = False,
     ) -> Replayed:  # fmt: skip
-        """Replay the run under an allocator limit in bytes; None means no limit.
+        """Replay the run under an allocator limit of `limit_bytes`; None means no limit.
 
         `timing` decides when blocks of several streams are freed. `player` applies the events, to
         an allocator of this limit. With `is_soft`, a request without room raises the limit instead

@@ -74,8 +74,8 @@ class _CallPolynomials:
     """Requests of the call at the smallest size, once computed."""
 
     def at(self, index: Fraction) -> list[int]:
-        """Return the integers of the call, `index` samples after the first; `ValueError` for
-        fractions."""
+        """Return the integers of the call, `index` samples (steps of one spacing) after the first;
+        `ValueError` for fractions."""
         values = list(self.differences[0])
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
@@ -174,7 +174,7 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the outcome of each kernel choice at `value`; None if `value` is between steps."""
+        """Return each kernel choice's outcome at the key's `value`; None if it is between steps."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -517,8 +517,8 @@ def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
 def _run_alone(
     choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
 ) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
-    """Run the attention of `choice` alone on `gpu`, and its `backward` if there is one. Return the
-    calls, and the strides of the output and of the gradients."""
+    """Run the attention of `choice` with `scale` alone on `gpu`, and its `backward`, if there is
+    one. Return (calls, strides of the output and of the gradients)."""
     virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
     recorder = CallRecorder(virtual.mode)
     args, kwargs = with_integers(choice.template, choice.template.integers)

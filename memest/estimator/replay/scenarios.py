@@ -106,7 +106,7 @@ class LeastLimit:
         return limit in self._known or self._num_left > 0
 
     def _result_under(self, limit: int) -> tuple[bool, int]:
-        """Return and store the result of `replay`; limits are in units of `UNIT_BYTES`."""
+        """Return and store (fits, reserved) of a replay; units of both are `UNIT_BYTES`."""
         if limit not in self._known:
             self._known[limit] = self._replay_under(limit)
         return self._known[limit]
@@ -205,7 +205,7 @@ def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
 def verdict_over(
     scenarios: Sequence[Scenario], results: Sequence[Replayed], limit_bytes: int, spread_bytes: int
 ) -> Verdict:
-    """Return the verdict on a GPU, from the result of each scenario under the GPU's limit.
+    """Return the verdict on a GPU, from `results`, those of each scenario under `limit_bytes`.
 
     `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else `may`. Of the
     limit, `spread_bytes` may be missing with another driver.
@@ -233,7 +233,7 @@ def verdict_over(
 
 
 def where_failed(step: int, site: Site) -> str:
-    """Return a text of the step, phase, module, operator and line of a failed request."""
+    """Return a text of the `step`, phase, module, operator and line of a failed request."""
     return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.where)))
 
 
@@ -260,7 +260,7 @@ def interval(values: Iterable[int], *, outside_bytes: int = 0) -> Interval:
 
 
 def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, Interval]:
-    """Return the intervals of peak bytes, by `allocated`, `reserved` and `process`.
+    """Return the interval of peak bytes over `results`, by `allocated`, `reserved` and `process`.
 
     The process has `outside_bytes` outside the allocator.
     """

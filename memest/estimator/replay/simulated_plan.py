@@ -86,7 +86,7 @@ def _host_terms_of_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[
 
 
 def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[str]:
-    """Yield the assumptions about a run on several GPUs."""
+    """Yield the assumptions about a run of `rank` among several GPUs."""
     yield (
         f"the figures are those of rank {rank} of {plan.world_size}, the one of those that differ"
         " that reserves most; the cache is emptied once more when the model has been wrapped"

@@ -379,8 +379,8 @@ def _notes(watch: _Watch) -> Iterator[str]:
 
 
 def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
-    """Yield the report's rows of host memory, from (bytes, `is_pinned`) of each host tensor. Pinned
-    ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`)."""
+    """Yield the report's rows of host memory; `held` has (bytes, `is_pinned`) of each host tensor.
+    Pinned ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`)."""
     sizes = list(held)
     pinned = [1 << (num_bytes - 1).bit_length() for num_bytes, is_pinned in sizes if is_pinned]
     pageable = [num_bytes for num_bytes, is_pinned in sizes if not is_pinned]

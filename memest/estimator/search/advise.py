@@ -239,7 +239,7 @@ class _Search:
     _facts: ModelFacts | None = None
 
     def predict_current(self) -> tuple[Option, Prediction]:
-        """Predict the plan without a change; the caller handles an error."""
+        """Return (option without changes, its prediction); the caller handles an error."""
         self.num_predictions += 1
         import_libraries(self.plan.model_name, self.plan.loop, self.plan.trust_remote_code)
         found = None
@@ -252,7 +252,7 @@ class _Search:
         return self.known[self.plan], prediction
 
     def predict_ahead(self, techniques: Sequence[Technique]) -> None:
-        """Predict single changes in `jobs` forked processes, and store the results in `ahead`."""
+        """Predict single changes in `jobs` forked processes; store results by plan in `ahead`."""
 
         def singles(part: int) -> dict[TrainingPlan, Prediction | MemestError]:
             WATCHERS.set(())
@@ -336,7 +336,7 @@ class _Search:
                 options[option.plan] = option
 
     def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
-        """Yield single changes that fit, cheapest first: at most one per technique and cost."""
+        """Yield single changes that fit, cheapest first: one at most per technique and cost."""
         has_found = False
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
@@ -378,7 +378,7 @@ class _Search:
         return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
-        """Yield minimal sets of changes that fit, of which the most expensive has this cost."""
+        """Yield minimal sets of changes that fit; `cost` is that of the most expensive change."""
         strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _costs(strongest)[-1] < cost:
             return
@@ -416,7 +416,7 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Return each technique's strongest change up to `cost`; for optimizers, at exactly `cost`."""
+    """Return (technique, its strongest change up to `cost`), for optimizers at exactly `cost`."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []

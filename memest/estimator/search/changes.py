@@ -25,7 +25,7 @@ class Cost(IntEnum):
     words: str  # text for users
 
     def __new__(cls, value: int, words: str) -> Self:
-        """Make a member whose value is a number and whose `words` are a text."""
+        """Make a member with the number `value`, by which members are sorted, and a text."""
         made = int.__new__(cls, value)
         made._value_, made.words = value, words
         return made

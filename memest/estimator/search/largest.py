@@ -315,7 +315,7 @@ class TechniqueRow:
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return the values of `plan` under each of `TECHNIQUES`, without keys that it ignores."""
+    """Return {technique: plan values} of `plan` for each of `TECHNIQUES`, without ignored keys."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():

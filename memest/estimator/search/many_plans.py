@@ -60,7 +60,8 @@ def _each(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | Meme
 def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """Return (plan, prediction) pairs, and (plan, error) pairs of the plans that failed."""
+    """Return ((plan, prediction) pairs, (plan, error) pairs) for `plans` and their results
+    `found`."""
     pairs = list(zip(plans, found, strict=True))
     predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
     return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]
@@ -128,7 +129,7 @@ def scale(
 
 
 def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
-    """Return the plan under one strategy, without the keys that only other strategies read."""
+    """Return the plan under `strategy` on `devices` GPUs, without keys of other strategies."""
     unread = _unread(values, strategy)
     kept = {key: value for key, value in values.items() if key not in unread}
     kept |= {"strategy": strategy, "devices": devices}

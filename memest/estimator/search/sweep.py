@@ -60,7 +60,7 @@ class SweepPoint:
 
     @classmethod
     def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> "SweepPoint":
-        """Make a point from its plan and the values of `to_dict`."""
+        """Make a point from its plan and `values`, as `to_dict` returns them."""
         own = dict(values)
         if (found := values["verdict"]) is not None:
             own["verdict"] = read_as(Verdict, found)
@@ -257,7 +257,8 @@ def _shared(key: str, plan: TrainingPlan) -> Any:
 def _sweep_group(
     plans: Sequence[TrainingPlan], *, key: str, jobs: int
 ) -> list[list[SweepPoint] | MemestError]:
-    """Return the points of each plan, or its error; the plans share simulated runs (`_shared`)."""
+    """Return the points of each plan, or its error. The plans differ in `key` and optimizer only,
+    so they share simulated runs (`_shared`)."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     given = [getattr(plan, key) for plan in plans]
@@ -398,7 +399,7 @@ _SHORT = {
 
 
 def _label(key: str, text: str) -> str:
-    """Return the label of a value of a swept key, for rows and columns of tables.
+    """Return the label for tables of the value `text` of a swept `key`.
 
     >>> _label("precision", "32-true"), _label("use_lora", "False"), _label("batch_size", "8")
     ('32-true', 'no LoRA', 'batch 8')
@@ -486,7 +487,7 @@ def explore(
 
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
-    """Predict one plan for an interactive page; `MemestError` if it cannot be predicted."""
+    """Predict one plan on the GPUs named in `gpus`; `MemestError` if it cannot be predicted."""
     (found,) = _group([plan], targets=[find_gpu(name) for name in gpus])
     if isinstance(found, MemestError):
         raise found
@@ -501,7 +502,7 @@ def _grid_label(plan: TrainingPlan) -> str:
 def _group(
     plans: Sequence[TrainingPlan], *, targets: Sequence[Gpu]
 ) -> list[Explored | MemestError]:
-    """Predict plans that differ in optimizer, checkpointing, batch size and micro-batches only."""
+    """Predict plans on `targets`; they differ in optimizer, checkpointing and batches only."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     batches = list(dict.fromkeys(plan.batch_size for plan in plans))
@@ -537,7 +538,8 @@ def point_of(
 ) -> Explored:  # fmt: skip
     """Return a plan's entry in an interactive page, from rows of its report.
 
-    `terms` are the kinds of memory at the peak, `rows` the bytes at the end of each phase.
+    `terms` are the kinds of memory at the peak, `rows` the bytes at the end of each phase,
+    `verdicts` those by GPU.
     """
     kinds, words = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
@@ -556,7 +558,7 @@ def point_of(
 
 
 def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the bytes and the explanation of each of `KINDS`, from report rows of a peak."""
+    """Return ({kind: bytes}, {kind: explanation}) of `KINDS`, from report rows of a peak."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:

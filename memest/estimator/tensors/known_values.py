@@ -84,11 +84,12 @@ class KnownValues:
         self.guessed.add(storage_key(tensor))
 
     def storage_of(self, key: int) -> torch.UntypedStorage | None:
-        """Return the CPU storage with the values of the storage with this key, or None."""
+        """Return the CPU storage with the values of the storage with `storage_key` `key`, or
+        None."""
         return self._copies.get(key)
 
     def set_storage(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Make a CPU `storage` the values of the storage with this key."""
+        """Make a CPU `storage` the values of the storage with this `storage_key`."""
         self._copies[key] = storage
 
     def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
@@ -102,14 +103,14 @@ class KnownValues:
         return self.is_known(tensor)
 
     def drop(self, key: int) -> None:
-        """Drop the known values of a storage, by its key."""
+        """Drop the known values of the storage with this `storage_key`."""
         self._copies.pop(key, None)
         self._lost.pop(key, None)
         self.guessed.discard(key)
         self.sources.pop(key, None)
 
     def forget(self, key: int) -> None:
-        """Drop the known values of a freed storage, here and in the `KnownValues` above."""
+        """Drop values of a freed storage (`storage_key`), here and in the `KnownValues` above."""
         self.drop(key)
         if self._above is not None:
             self._above.drop(key)

@@ -29,7 +29,7 @@ NOT_COMPILED = "nothing is compiled on the virtual GPU"  # hint for calls of com
 
 
 def unsupported(what: str, hint: str = _WITHOUT) -> UnsupportedError:
-    """Return an `UnsupportedError` for a part of torch that is not simulated."""
+    """Return the error for `what`, a part of torch that is not simulated, with a `hint`."""
     return UnsupportedError(f"{what} cannot be simulated", hint=hint)
 
 

@@ -106,7 +106,7 @@ class StorageTable:
     unused: list[int] = field(default_factory=list)  # ids of forgotten storages, for reuse
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
-        """Add a storage; return its id."""
+        """Add a storage of `num_bytes`, requested at `site`; return its id."""
         if not self.unused:
             self.num_bytes.append(num_bytes)
             self.sites.append(site)

@@ -78,7 +78,7 @@ def _install_legacy(patches: Patches) -> None:
 
 
 def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
-    """Return the dtype of a `LegacyTensor`, given itself or by name; None for other values."""
+    """Return the dtype of `kind`, a `LegacyTensor` or its name; None for other values."""
     if isinstance(kind, LegacyTensor):
         return kind.dtype
     is_name = isinstance(kind, str) and kind.startswith(_PREFIX)
@@ -188,7 +188,8 @@ def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: A
 def _from_data(
     function: Constructor, *args: Any, copies: bool, device: Any = None, **kwargs: Any
 ) -> Any:
-    """Call a factory such as `torch.tensor`, which fills a host tensor, and copy the result."""
+    """Call a factory such as `torch.tensor`, which fills a host tensor; copy the result to
+    `device`. `copies` is False for a factory such as `as_tensor` that may return its argument."""
     device = resolve(device if device is not None else _default_device())
     data = args[0] if args else kwargs.get("data")
     if isinstance(data, Tensor) and is_meta(data):

@@ -109,7 +109,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _address_of(mode: CudaSimMode, key: int) -> int:
-    """Return the address of a storage, by its key: of its GPU block, or the key on the host."""
+    """Return the address of the storage with this `storage_key`: of its GPU block, else the key."""
     return mode.memory.address_of(key) if key in mode.memory.live else key
 
 

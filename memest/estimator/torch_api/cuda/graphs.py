@@ -156,13 +156,13 @@ class _PoolFunctions:
         """Do nothing: the trees hold the pool by a graph."""
 
     def getCheckpointState(self, device: int, pool: Pool) -> tuple[int, dict[int, int]]:
-        """Return the number of the pool, and the sizes of its live blocks by address."""
+        """Return (number of the pool, {address: bytes} of its live blocks)."""
         number = FIRST_PRIVATE_POOL + pool[1]
         blocks = self._memory.blocks_of(number).values()
         return number, {block.address: block.num_bytes for block in blocks}
 
     def setCheckpointPoolState(self, device: int, state: Any, stale: Any, live: list[int]) -> None:
-        """Restore `state`; `live` are the storages that own blocks of it."""
+        """Restore `state` of `getCheckpointState`; storages with keys `live` own its blocks."""
         site = self._mode.attribution.site("setCheckpointPoolState")
         number, blocks = state
         with self._memory.lock:

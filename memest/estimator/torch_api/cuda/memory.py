@@ -260,14 +260,15 @@ class _Recordings(_OfMode):
         self, enabled: bool, has_stacks: bool = True, max_entries: int = 1,
         has_stacks_of_entries: bool = False, has_cpp_stacks: bool = False, *others: Any,
     ) -> None:  # fmt: skip
-        """Start or end a recording: torch's older form, whose first argument is a bool."""
+        """Start or end a recording in torch's older form. `has_stacks` is the context "state",
+        `has_stacks_of_entries` "alloc", and `has_cpp_stacks` the stacks "all"."""
         context = "alloc" if has_stacks_of_entries else "state" if has_stacks else None
         stacks = "all" if has_cpp_stacks else "python"
         state = "all" if enabled else None
         self.record_memory_history(state, context, stacks, max_entries, *others)
 
     def _follow_frees(self, follows: bool) -> None:
-        """Record stacks at which Python frees storages, or stop; a block is freed later."""
+        """If `follows`, record stacks at which Python frees storages; else stop."""
         memory, allocator = self._memory, self._allocator
         vars(memory).pop("free", None)
         free = memory.free

@@ -79,7 +79,8 @@ def install(patches: Any, module: Any) -> None:
 
 
 def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
-    """Write the program and the GPU's present values to `folder`; return variables for it."""
+    """Write the program and the GPU's present values, which `nvml` returns, to `folder`. Return the
+    process's environment `given` (None: this one's) with `folder` first on `PATH`."""
     program, values = Path(folder, NAME), Path(folder, "values.json")
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)

@@ -77,7 +77,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Any:
-        """Gather the parameters' sizes, which C++ reads immediately."""
+        """Gather `tensors`, the parameters' sizes, into `outputs`, which C++ reads immediately."""
         work = self.group.allgather(outputs, tensors, options)
         work.wait()
         return work
@@ -258,7 +258,7 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _on_nccl(mode: CudaSimMode, function: Callable[..., Any], group: Any, *args: Any) -> Any:
-    """Call a C++ function that makes GPU tensors and sends them over `group`."""
+    """Call a C++ `function` that makes GPU tensors and sends them over `group`."""
     with _on_gpu(), torch.no_grad():
         return function(_NcclGroup(mode, group), *args)
 

@@ -105,7 +105,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         patches.wrap(module, "alloc_storage")(alloc_gathered)
 
     def of_node(state: Any, handle: Any, *args: Any) -> Any:
-        """Return a context that makes the stream of the hook's autograd node current."""
+        """Return a context that makes the stream of `handle.flat_param`'s node current."""
         timeline = mode.timeline
         return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
@@ -113,7 +113,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(handle_type, "_use_unsharded_views")
     def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
-        """Record the stream of a flat parameter's `AccumulateGrad` node, then make the views."""
+        """Record the stream of the `AccumulateGrad` node of `handle.flat_param`; make the views."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 

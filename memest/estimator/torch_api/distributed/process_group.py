@@ -79,11 +79,9 @@ class _Functions:
         return known or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
-        """Record and return the backend that `group` reports; None means the default group's.
-
-        If the default group has a device, a communicator is created
-        (`eager_connect_single_device`).
-        """
+        """Record and return the `backend` that `group` reports; None means the default group's. If
+        the default group has a device, a communicator is created
+        (`eager_connect_single_device`)."""
         name = str(backend or self._default).lower()
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
         if self._works.is_eager and name == "nccl" and isinstance(group, dist.ProcessGroup):
@@ -116,7 +114,8 @@ class _Functions:
     monitored_barrier = barrier
 
     def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
-        """Post `what` and return it on the source rank; on others return what that rank posted."""
+        """Post `what` and return it on rank `src`; on other ranks return what that rank posted.
+        `group_src` is the rank within `group`, in place of `src`."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
@@ -156,7 +155,8 @@ class _Functions:
         scatter_object_output_list[0] = objects[dist.get_rank(group)]
 
     def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
-        """Return the global rank of the other side of a message, and simulate it at this time."""
+        """Record a message `name` ("send" or "recv"), and simulate the other rank up to it. Return
+        its global rank, from `rank` or from `group_rank` within `group`."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
@@ -280,7 +280,7 @@ class Store(c10d.Store):
         return all(key in self._values or self._mailbox.has(("store", key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a stored number, as if this rank were the only one; return the sum."""
+        """Add `amount` to a number, as if this rank were the only one; return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total

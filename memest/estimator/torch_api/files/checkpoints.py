@@ -118,7 +118,7 @@ class Checkpoints:
     # --- reading
 
     def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `torch.load`, with `mmap=True` for a large file."""
+        """Call `torch.load`, with `mmap=True` if `f` is a large file."""
         is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
         if is_mapped:
             kwargs["mmap"] = True
@@ -130,7 +130,8 @@ class Checkpoints:
         return setting(self._state, "metadata", args[6] if len(args) > 6 else None)
 
     def _rebuild(self, make: Any, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-        """Return the tensor of a loaded storage; a large or GPU tensor has no data."""
+        """Return the tensor of a loaded storage; a large or GPU tensor has no data. `make` is
+        torch's `_rebuild_tensor`, called for all others; `offset` and `stride` are in elements."""
         untyped = storage._untyped_storage
         full = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
@@ -214,7 +215,8 @@ def _pickled(
     storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, requires_grad: bool,
     mark: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the `__reduce_ex__` value of a tensor; `geometry` is its offset, size and strides."""
+    """Return the `__reduce_ex__` value of a tensor: (function, arguments). `geometry` is its
+    offset, size and strides, `mark` the text of `_mark` for a placeholder."""
     storage_class: Any = torch.storage.TypedStorage
     typed = storage_class(wrap_storage=storage, dtype=dtype, _internal=True)
     hooks: OrderedDict[int, Any] = OrderedDict()
@@ -326,7 +328,7 @@ def _install_safetensors(patches: Patches, mode: CudaSimMode, module: Any) -> No
 
 
 def _opener(module: Any, mode: CudaSimMode) -> type:
-    """Return a replacement of the class `safetensors.safe_open`."""
+    """Return a replacement of `safetensors.safe_open`; `module` is safetensors.torch."""
     true_open, dtypes = module.safe_open, module._TYPES
 
     class Slice:

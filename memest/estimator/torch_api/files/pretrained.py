@@ -128,7 +128,8 @@ def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
-    """Return a checkpoint's state dict for `model`, without data; tied weights appear once."""
+    """Return a checkpoint's state dict for `model`, without data; tied weights appear once.
+    `conversions` of transformers 5 rename weights as they are loaded."""
     weights = {}
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, tensor in model.state_dict().items():
