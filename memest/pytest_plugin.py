@@ -172,7 +172,7 @@ def _held(report: "RunReport") -> list[str]:
 
 
 def _stored(config: pytest.Config) -> dict[str, Any]:
-    """Return the stored peaks by test, read once."""
+    """Return the stored peaks by test, read from the file at the first call."""
     if _STORED not in config.stash:
         path = config.rootpath / PEAKS
         try:
@@ -216,7 +216,7 @@ class _Collector:
         self.notes[f"stored in {PEAKS}"] = len(self.peaks)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print each note with the number of tests that have it."""
+        """Print each note, and the number of tests that have it, at the end of the session."""
         for note, count in self.notes.items():
             tests = f"{count} test{'' if count == 1 else 's'}"
             terminalreporter.write_line(f"memest: {tests}: {note}")

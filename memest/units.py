@@ -65,16 +65,16 @@ class Unit:
     num_bytes: int
 
     def of(self, num_bytes: int) -> str:
-        """Return a size as text, without the unit."""
+        """Return `num_bytes` in this unit as text, without the unit's name."""
         return f"{num_bytes / self.num_bytes:.3f}"
 
     def adding_up(self, sizes: Sequence[int]) -> list[str]:
-        """Return each size as text, without the unit; the printed figures add up."""
+        """Return the texts of `sizes`, bytes, in this unit; the printed figures add up."""
         return [f"{x:.3f}" for x in rounded_to_sum([n / self.num_bytes for n in sizes], 3)]
 
 
 def gib(num_bytes: int) -> str:
-    """Return a size in GiB as text with two decimals, without the unit."""
+    """Return `num_bytes` in GiB as text with two decimals, without the unit."""
     return f"{num_bytes / GIB:.2f}"
 
 
@@ -88,7 +88,7 @@ def unit_of(largest: int) -> Unit:
 
 
 def format_size(num_bytes: int) -> str:
-    """Return a size in GiB as short text for slides.
+    """Return `num_bytes` in GiB as short text for slides, without the unit.
 
     >>> format_size(3 * 2**29), format_size(2**28)
     ('1.5', '0.25')
@@ -114,12 +114,12 @@ def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
 
 
 def gib_that_add_up(sizes: Sequence[int]) -> list[str]:
-    """Return GiB of each size as text, without the unit; the printed figures add up."""
+    """Return the texts of `sizes`, bytes, in GiB without the unit; the printed figures add up."""
     return [f"{x:.2f}" for x in rounded_to_sum([n / GIB for n in sizes], 2)]
 
 
 def shares_that_add_up(sizes: Sequence[int], total: int) -> list[str]:
-    """Return each size as a share of `total`, with one decimal; the printed figures add up."""
+    """Return texts of `sizes` as shares of `total`, one decimal; the printed figures add up."""
     whole = max(1, total)
     return [f"{x:.1f} %" for x in rounded_to_sum([100 * n / whole for n in sizes], 1)]
 
@@ -146,7 +146,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(num: int) -> str:
-    """Return a count in scientific form.
+    """Return `num`, a count, in scientific form if it is large.
 
     >>> format_count(12_098_000_384), format_count(640)
     ('12.10e9', '640')

@@ -15,7 +15,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a temporary file in the same folder and rename it; write to a stream directly.
+    """Write `content` to a new file in the folder and rename it; write to a stream directly.
 
     Raises:
         OSError: the file cannot be written; an existing file is unchanged.
@@ -78,6 +78,6 @@ def writing(path: Path, hint: str) -> Iterator[None]:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file that the user named; `PlanError` if it cannot be written."""
+    """Write `content` to a file that the user named; `PlanError` if it cannot be written."""
     with writing(path, "name another file"):
         write_whole(path, content)

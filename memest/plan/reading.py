@@ -108,8 +108,7 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """Return the number of values in YAML `node`; too many if it is within itself, as `above`
-    shows."""
+    """Return the number of values in a YAML node; too many if the node is `above` itself."""
     if id(node) in above:
         return MAX_NODES + 1
     if id(node) not in known:

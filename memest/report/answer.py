@@ -32,7 +32,7 @@ COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}  # colours by 
 
 
 def paint(text: str, code: str) -> str:
-    """Return `text` in a colour of the terminal."""
+    """Return `text` in the colour `code` of the terminal."""
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
@@ -108,7 +108,7 @@ def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
 
 
 def moment(step: int, phase: str) -> str:
-    """Return the moment in plain words.
+    """Return `step`, from 0, and `phase` in plain words.
 
     >>> moment(1, "optimizer"), moment(0, "setup")
     ('while the optimizer steps, in step 2', 'while the model is built')
@@ -184,7 +184,7 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
 
 
 def kernels_line(versions: Mapping[str, str]) -> list[str]:
-    """Return a line if the simulated kernels are not those of the installed torch."""
+    """Return [line] if the simulated kernels are not those of the torch in `versions`, else []."""
     torch, simulated = versions.get("torch", ""), versions.get(KERNELS, "")
     other = versions.get(BUILT_FOR, "")
     build = f" (built for {other})" if other else " (a nightly build)" if is_nightly(torch) else ""
@@ -233,7 +233,7 @@ def operator_of(at: str) -> str:
 
 
 def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a line for each operator that ran out of memory, with the GPUs on which it did."""
+    """Return a line per operator at which `verdicts` have an OOM, with the GPUs of the verdicts."""
     gpus: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         if operator_of(verdict.at):
@@ -258,7 +258,8 @@ class DoesNotFitError(MemestError):
 def resource_lines(
     report: SimulatedReport, scheduler: str, *, num_gpus: int = 1, num_nodes: int = 1
 ) -> str:
-    """Return the resource lines of `scheduler` for the smallest GPU of the report that fits.
+    """Return lines for `scheduler`: `num_nodes`, each with `num_gpus` of the smallest GPU that
+    fits.
 
     A tight verdict does not count as fitting.
 

@@ -43,7 +43,7 @@ class Change:
 def changes(
     before: Iterable[HeldRow | Term], after: Iterable[HeldRow | Term]
 ) -> tuple[Change, ...]:
-    """Return the rows whose bytes differ between two reports, the largest growth first.
+    """Return the rows whose bytes differ in reports `before` and `after`, the largest growth first.
 
     Lines with the same text in the same file are one row, so that a line may move.
     """
@@ -72,7 +72,7 @@ def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, i
 
 
 def grown(found: Sequence[Change]) -> list[str]:
-    """Return a text line for each change that grew; beyond `MAX_ROWS`, a line with their number."""
+    """Return a line for each of `found` that grew; beyond `MAX_ROWS`, a line with their number."""
     rows = [str(change) for change in found if change.added_bytes > 0]
     rest = [f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
     return rows[:MAX_ROWS] + rest
@@ -81,7 +81,7 @@ def grown(found: Sequence[Change]) -> list[str]:
 def other_versions(
     before: Mapping[str, str], after: Mapping[str, str], what: str = "the stored peak"
 ) -> str:
-    """Return a sentence if memest or torch differ between `what` and this run, or ""."""
+    """Return a sentence on versions that differ between `before`, of `what`, and `after`, or ""."""
     names = [n for n in ("memest", "torch") if before.get(n, "") != after.get(n, "")]
     old = ", ".join(f"{n} {before.get(n) or 'unknown'}" for n in names)
     new = ", ".join(f"{n} {after.get(n) or 'unknown'}" for n in names)
@@ -172,7 +172,7 @@ def read_reports(path: Path) -> list[SimulatedReport]:
 def differences(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
-    """Return pairs of reports with equal names, or the two if each file has one.
+    """Return pairs of reports with equal names, or the only `before` with the only `after`.
 
     Raises:
         PlanError: there are no pairs.
@@ -193,7 +193,7 @@ def differences(
 def unpaired(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], found: Sequence[Difference]
 ) -> list[str]:
-    """Return a line for each of the two files, with the names of its reports without a pair."""
+    """Return a line per file, with its reports (`before` or `after`) in no pair of `found`."""
     lines = []
     pairs = [({d.before.name for d in found}, before), ({d.after.name for d in found}, after)]
     for which, (paired, reports) in zip(("first", "second"), pairs, strict=True):

@@ -32,7 +32,7 @@ _AXES: dict[str, tuple[str, Any]] = {
 
 
 def explorer_page(data: dict[str, Any]) -> str:
-    """Return the page for the data of `explorer_data`."""
+    """Return the HTML page of `data`, the result of `explorer_data`."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return _PAGE.read_text(encoding="utf-8").replace("__DATA__", text)
 

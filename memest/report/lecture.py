@@ -91,7 +91,7 @@ class Step:
         return kinds + sum(abs(math.log2(r)) for r in (new.batch_size / old.batch_size, counts))
 
     def added(self, part: str) -> int:
-        """Return the change of one of the parts of the need, bytes."""
+        """Return the change in bytes of `part`, a key of `Row.parts`: a part of the need."""
         return self.after.parts[part] - self.before.parts[part]
 
     @property
@@ -130,7 +130,7 @@ class Lecture:
     # ------------------------------------------------------------------ changes
 
     def _step(self, index: int) -> Step | None:
-        """Return the change from the most similar earlier row; None if no setting differs."""
+        """Return the change to row `index` from the most similar earlier one; None if alike."""
         *others, row = self.rows.rows[: index + 1]
         steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
         nearest = min(steps, key=lambda step: step.distance, default=None)
@@ -377,7 +377,7 @@ def _optimizer(plan: TrainingPlan) -> str:
 
 
 def _held(moment: PhaseRow) -> dict[str, int]:
-    """Return the bytes at the end of a phase by kind, and the peak within the phase."""
+    """Return bytes by kind at the end of phase `moment`, and `between`, its peak above them."""
     between = max(0, moment.peak_allocated_bytes - moment.allocated_bytes)
     return {**moment.kinds, "between": between}
 
@@ -393,7 +393,7 @@ def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str
 
 
 def _round(num_bytes: int) -> str:
-    """Return GiB as text for titles, with one decimal below 10."""
+    """Return `num_bytes` in GiB as text for titles, with one decimal below 10."""
     size = num_bytes / GIB
     return f"{size:.0f}" if round(size, 1) >= 10 else f"{size:.1f}"
 

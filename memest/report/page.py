@@ -35,7 +35,7 @@ _POLICY = (
 
 
 def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dict[str, str]) -> str:
-    """Return a timeline, a flame graph and a table of the step of the peak, as HTML.
+    """Return HTML of the step of the peak, under `limit_bytes`: timeline, flame graph, table.
 
     `sources` has the text of the script's lines, by `train.py:12`.
     """
@@ -126,7 +126,7 @@ def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | No
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole page around `body`, in memest's style."""
+    """Return a whole page in memest's style, with `title` around the HTML `body`."""
     return str(_parts().page(title, body))
 
 
@@ -172,7 +172,7 @@ class PredictionTable(list[Prediction]):
 
 
 def with_all_ranks(rendered: str, report: RunReport) -> str:
-    """Return the page of one rank with the table of all ranks added to it."""
+    """Return `rendered`, the page of one rank, with the table of all ranks added to it."""
     return rendered.replace(RANKS, _parts().ranks(report), 1)
 
 

@@ -23,7 +23,7 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of one kind of report.
+    """Return the JSON schema (draft 2020-12) of the reports of kind `name`, or of a plan.
 
     >>> schema_of("run")["properties"]["kind"]
     {'const': 'run'}

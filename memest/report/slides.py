@@ -128,7 +128,7 @@ def _colour(native: Any, chart: Chart, theme: Theme) -> None:
 
 
 def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, float, float]) -> None:
-    """Draw the GPU's limit as a line over the chart, and its name at the line's end."""
+    """Draw the GPU's limit line; `inner` is the plot's (left, top, width, height) as shares."""
     left, top = _BOX[0] + inner[0] * _BOX[2], _BOX[1] + inner[1] * _BOX[3]
     width, height = inner[2] * _BOX[2], inner[3] * _BOX[3]
     share = chart.limit / round(chart.top, 2)

@@ -352,12 +352,12 @@ def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list
 
 
 def times(count: int) -> str:
-    """Return `once`, `twice` or a number of times."""
+    """Return `count` in words, such as `once` or `3 times`."""
     return "once" if count == 1 else f"{count} times"
 
 
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a table of verdicts, with a header: memory usable, needed and used, and the margin."""
+    """Return a header and a row per GPU of `verdicts`: usable, needed, used memory, and margin."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
     for name, v in verdicts.items():
         sizes = map(gib_or_mib, (v.limit_bytes, v.needs_bytes, v.reserved_bytes))

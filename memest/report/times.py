@@ -26,7 +26,7 @@ class Training:
     num_gpus: int = 1
 
     def hours(self, time: StepTime) -> tuple[float, float, float]:
-        """Return estimated, lowest and highest hours."""
+        """Return (estimated, lowest, highest) hours of the training with `time` for a step."""
         each = (time.seconds, time.low_seconds, time.high_seconds)
         repeated = 1 - time.first_seconds / time.seconds
         low, middle, high = sorted(s * repeated * self.num_steps / HOUR_S for s in each)
@@ -98,7 +98,7 @@ MAX_CATALOGUE_BYTES = 256 << 20  # size above any provider's catalogue: 600,000 
 
 @cache
 def _sold_as(name: str, memory_gb: float) -> str | None:
-    """Return the GPU that a provider calls `name`; None if memest does not know it."""
+    """Return memest's GPU for a provider's `name` and `memory_gb`; None if memest has none."""
     for text in (f"{name} {memory_gb:g}GB", name):
         try:
             gpu = find_gpu(text)
@@ -128,7 +128,7 @@ def _positive(value: Any) -> float:
 def time_cells(
     report: SimulatedReport, training: Training | None = None, gpus: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """Return the header and one row per GPU; `training` adds its hours, `gpus` selects GPUs."""
+    """Return a header and a row per GPU of `gpus`, or of all; `training` adds hours and price."""
     plan = {} if report.plan.get("lengths") else report.plan  # tokens per second need equal lengths
     tokens = int(plan["seq_len"]) * _samples(plan) if plan.get("seq_len") else 0
     has_price = training is not None and any(training.price_of(g) for g in report.times)
@@ -158,7 +158,7 @@ def _interval(middle: float, low: float, high: float) -> str:
 
 
 def _figure(number: float) -> str:
-    """Return hours or a price: two decimals, or two digits of a small one.
+    """Return `number`, hours or a price, with two decimals, or two digits if it is small.
 
     >>> _figure(1234.5), _figure(0.3), _figure(0.00072)
     ('1,234.50', '0.30', '0.00072')
@@ -200,7 +200,7 @@ def time_words(time: StepTime) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time with three digits.
+    """Return `value` seconds as text with three digits and a unit.
 
     >>> seconds(0.07123), seconds(12.34), seconds(123.4)
     ('71.2 ms', '12.3 s', '123 s')

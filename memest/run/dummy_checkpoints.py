@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 def vocabulary_of(config: Any) -> Vocabulary | None:
-    """Return the vocabulary of a transformers config; None for models without text."""
+    """Return the vocabulary of `config`, one of transformers; None for models without text."""
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int) or size < 1:
@@ -143,7 +143,7 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
 
 
 def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
-    """Return the text of each special token by name; names with one id are one token."""
+    """Return texts of special tokens by name, such as `eos`; names with one id have one text."""
     written: dict[int, str] = {}
     special, texts = {}, TOKENIZERS["special"]
     for name, index in vocabulary.ids.items():
@@ -156,7 +156,7 @@ def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def _token_ids(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
-    """Return ids by token: special tokens have the config's ids, other tokens the free ones."""
+    """Return ids by token: texts in `special` have the config's ids, other tokens the free ones."""
     taken = {special[name]: index for name, index in vocabulary.ids.items()}
     others = dict.fromkeys(token for token in special.values() if token not in taken)
     free = sorted(set(range(vocabulary.size)) - set(taken.values()))
@@ -295,7 +295,7 @@ def hugging_face_model(name: str) -> DummyModel:
 
 
 def _write_processors(config: Any, folder: Path) -> None:
-    """Write processors of images and sounds, in transformers' settings for them."""
+    """Write processors of images and sounds for `config`, in transformers' settings."""
     from transformers import PreTrainedTokenizerFast
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

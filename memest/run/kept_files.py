@@ -52,14 +52,14 @@ class KeptFiles:
     # --- before a change
 
     def opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-        """Move a file aside before `open` opens it for writing."""
+        """Move `file` aside before `open` opens it, if `mode` is one that writes."""
         if not isinstance(file, int) and set("wa+") & set(mode):
             self._keep(os.path.realpath(os.fsdecode(file)), has_copy="w" not in mode)
 
     def opened_by_flags(
         self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None
     ) -> None:
-        """Move a file aside before `os.open` opens it for writing."""
+        """Move a file aside before `os.open` opens it, if `flags` are of a write."""
         if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and dir_fd is None:
             self.opened(path, "w" if flags & os.O_TRUNC else "a")
 
@@ -68,7 +68,7 @@ class KeptFiles:
         self.opened(path, "a")
 
     def saved(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Move a file aside before `torch.save` writes it, which opens the file in C++."""
+        """Move the file `f` aside before `torch.save` writes `obj` to it, in C++."""
         if isinstance(f, str | os.PathLike):
             self.opened(f, "w")
 
@@ -79,7 +79,7 @@ class KeptFiles:
                 self._keep(name, is_linked=True)
 
     def renamed(self, src: Any, dst: Any, **dir_fds: int | None) -> None:
-        """Move aside a file to be renamed and one that it replaces, unless the script made them."""
+        """Move `src` and a file at `dst` aside before a rename, unless the script made them."""
         if any(dir_fd is not None for dir_fd in dir_fds.values()):
             return
         before, after = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))

@@ -30,7 +30,7 @@ class Launch:
 
 
 def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
-    """Return the script and ranks that a launcher starts; None if no launcher is in the command.
+    """Return the script and ranks that launcher `module` or `words[0]` starts; None without one.
 
     The launcher is imported in another process, since libraries look for a GPU at their import.
 
@@ -92,7 +92,7 @@ def _read_accelerate(words: list[str]) -> Launch:
 
 
 def _read_accelerate_launch(words: list[str]) -> Launch:
-    """Read `accelerate launch`, whose files and options become variables of the environment."""
+    """Read `accelerate launch` with `words`; its settings become environment variables."""
     require("accelerate")
     launcher = import_module("accelerate.commands.launch")
 
@@ -103,8 +103,8 @@ def _read_accelerate_launch(words: list[str]) -> Launch:
 
 
 def _read_trl(words: list[str]) -> Launch:
-    """Read `trl sft` and its like, which start a script of TRL by `accelerate launch`. TRL first
-    checks the script's arguments, and those of most trainers need a GPU."""
+    """Read `words` of TRL's command, such as `sft`, which runs a script of TRL by `accelerate
+    launch`. TRL first checks the script's arguments, and those of most trainers need a GPU."""
     require("trl")
     session = import_module("memest.run.session")
 
@@ -214,8 +214,8 @@ def _start(args: Any) -> NoReturn:
 
 
 def _until_started(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
-    """Call `start` until it would start processes; return the launcher's arguments and
-    environment."""
+    """Call `start` until the launcher `name` would start processes; return (its arguments,
+    environment)."""
     run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
     try:
         with mock.patch.object(run, "run", _start), mock.patch.object(launch, "run", _start):

@@ -133,7 +133,7 @@ class _UnsureError(Exception):
 
 
 def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
-    """Return the GPU that `CUDA_VISIBLE_DEVICES` names first, if any; `_UnsureError` if unsure."""
+    """Return the GPU that `visible` names in CUDA's `order`, None if none; or `_UnsureError`."""
     if visible is not None and not visible.isdecimal():
         handle = nvml.nvmlDeviceGetHandleByUUID(visible)
     else:
@@ -306,7 +306,7 @@ def _print(lines: list[str]) -> None:
 def _check(
     typed: "Command | None", max_steps: int, deadline: float, margin_bytes: int | None
 ) -> Preflight:
-    """Simulate the script and print the outcome, unless it fits or is unknown."""
+    """Simulate `max_steps` until `deadline`; print an OOM, or a margin below `margin_bytes`."""
     if typed is None:
         return Preflight(outcome=Outcome.UNKNOWN, why=NO_SCRIPT)
     size = os.environ.get("WORLD_SIZE", "1").strip()
@@ -407,7 +407,7 @@ class _Script:
 def _run_script(
     typed: "Command", options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> tuple[RunReport | None, str]:
-    """Run `memest run OPTIONS` on a script, with its output hidden, for at most `seconds`."""
+    """Return (report, "") or (None, reason) of `memest run OPTIONS`, after at most `seconds`."""
     report, output = folder / "report.json", folder / "output.txt"
     folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=folder_of_memest)
@@ -490,7 +490,7 @@ def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
-    """Return lines for the first two suggestions, or a line without any."""
+    """Return lines for the first two suggestions in `found`, or a line that there is none."""
     if not found:
         return [
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
@@ -549,7 +549,7 @@ def typed_command(frame: FrameType | None = None) -> Command | None:
 
 
 def _of_script(file: str) -> Command:
-    """Return the script with the arguments of its command line, even if it changed `sys.argv`."""
+    """Return `file` with its arguments on the command line, even if it changed `sys.argv`."""
     for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
         for at, word in enumerate(sys.orig_argv[1:], 1):
             path = os.path.join(folder, word)
@@ -578,7 +578,7 @@ def _of_callers(frame: FrameType | None) -> Command | None:
 
 
 def _runs_by_itself(file: str) -> bool:
-    """Return whether a module has an `if __name__ == "__main__":`."""
+    """Return whether the module `file` has an `if __name__ == "__main__":`."""
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):

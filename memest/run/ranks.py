@@ -29,7 +29,7 @@ _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> list[Rank]:
-    """Return the ranks to run; without `num_local`, one rank without a launcher.
+    """Return the ranks to run, of `num_local` (None: no launcher) on each of `num_nodes`.
 
     `numbers` is `all` or a list such as `0,5`. By default the first and the last rank run.
 
@@ -65,7 +65,7 @@ def _numbers(numbers: str, size: int) -> list[int]:
 
 
 def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[list[Rank]]:
-    """Return the ranks that have not run, if those that have differ and the world is small.
+    """Return the ranks not in `results`, if those that are differ and the world is small.
 
     Ranks differ by their data, by uneven shards, or by what they store for others. The result has
     groups of two ranks, since each rank that runs needs memory of this machine.
@@ -90,7 +90,8 @@ def environment(rank: Rank) -> dict[str, str]:
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
-    """Call `run` in a child process with the environment of one rank; start no other rank."""
+    """Return `run(rank)`, called in a child process without other ranks; `is_silent` hides
+    output."""
     return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 
@@ -98,7 +99,7 @@ def run_together(
     chosen: Sequence[Rank], run: Callable[[Rank], RunResult], *, is_silent: bool = False,
     has_peers: bool = True,
 ) -> list[tuple[Rank, RunResult]]:  # fmt: skip
-    """Run ranks and all ranks that exchange messages with them; return results by rank.
+    """Run `chosen` and the ranks that exchange messages with them; return (rank, result) pairs.
 
     Ranks that others exchange messages with are started unless `has_peers` is False. `is_silent`
     hides all output; otherwise the output of the first of `chosen` comes first. If that rank fails

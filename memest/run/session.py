@@ -43,7 +43,7 @@ from memest.units import counted, parse_bytes
 
 
 def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """Return a DataLoader's `fetch` that keeps 1/`parts` of a batch, at least one sample."""
+    """Return `whole`, a DataLoader's `fetch`, with 1/`parts` of each batch, at least 1 sample."""
 
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         index = possibly_batched_index
@@ -204,7 +204,7 @@ def virtual_gpu(
 
 
 def ending_of(error: BaseException | None) -> tuple[Ending, str]:
-    """Return how a script ended with `error`, and the error in one line of text."""
+    """Return (how a script ended with `error`, the error as a line of text)."""
     if error is None:
         return Ending.FINISHED, ""
     context: BaseException | None = error
@@ -456,7 +456,7 @@ def _drop_own_frames(summary: traceback.TracebackException, seen: set[int]) -> N
 
 
 def _frames_of_script(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
-    """Yield the frames of the script and of libraries, without memest's own."""
+    """Yield those of `frames` that are of the script or of libraries, not of memest."""
     has_begun = is_within = False
     for frame in frames:
         if frame.filename.startswith(_MEMEST) or frame.filename in _RUNPY:

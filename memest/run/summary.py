@@ -55,7 +55,7 @@ def report_of(
 ) -> RunReport:  # fmt: skip
     """Return the report of the run on `virtual` so far, called `name`, with verdicts on `others`.
 
-    `ending` and `error` describe how the script ended.
+    `ending` and `error` describe how the script ended, after `elapsed_s`.
     """
     mode, gpu = virtual.mode, virtual.gpu
     outside_bytes = gpu.context_bytes + virtual.communicators_bytes
@@ -237,7 +237,7 @@ def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
 def verdicts_of(
     virtual: VirtualGpu, outcome: Outcome, share: float | None, others: Sequence[str]
 ) -> tuple[dict[str, Verdict], list[str]]:
-    """Return the verdicts on the GPU of the run and on `others`, and notes on them.
+    """Return (verdicts by GPU, of the run's GPU with `outcome` and of `others`; notes on them).
 
     `share` is the share of a GPU's memory that the script allows itself.
     """
@@ -284,7 +284,7 @@ def verdicts_of(
 def _with_own_shares(
     virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
 ) -> Verdict | None:
-    """Return `verdict` after storages whose size is a share of the GPU's memory are resized. Return
+    """Return `verdict` on `gpu` after storages sized as a share of its memory are resized. Return
     None if a script that was refused memory gets further there, or the log is full."""
     memory, run = virtual.mode.memory, run_of(virtual)
     there = memory.storages.on(gpu.memory_bytes)
@@ -389,7 +389,7 @@ class _Verdicts:
         return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
     def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
-        """Return the verdict under `limit_bytes`; None if the log is too short for a verdict."""
+        """Return a verdict for `limit_bytes`, `spread_bytes`; None if the log is too short."""
         is_enough = self._felt_no_limit and self._reserved <= limit_bytes
         if self._is_whole:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)

@@ -130,7 +130,7 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
 
 
 def check_single_process(environment: Mapping[str, str]) -> None:
-    """Raise an `UnsupportedError` if a launcher has set `WORLD_SIZE` above 1."""
+    """Raise an `UnsupportedError` if a launcher has set `WORLD_SIZE` above 1 in `environment`."""
     size = environment.get("WORLD_SIZE", "1")
     if size.strip() not in ("", "1"):
         raise UnsupportedError(
@@ -214,7 +214,7 @@ def _interpreters(folder: Path) -> list[Path]:
 
 
 def _examine(python: Path) -> tuple[Path, str, list[str]]:
-    """Return the interpreter, its prefix, and the names of memest's dependencies that it has."""
+    """Return (interpreter, its prefix, names of memest's dependencies that it has) of `python`."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
     found = shutil.which(python)
@@ -245,7 +245,7 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
 
 
 def _folder_of_links(lacking: Sequence[str]) -> Path:
-    """Return a folder with links to memest and the packages that the other environment lacks."""
+    """Return a folder with links to memest and `lacking`, packages not in the other environment."""
     import hashlib  # 5 ms, which a run in this environment does not need
 
     sources = {"memest": Path(memest.__file__).parent}

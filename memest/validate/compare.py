@@ -88,12 +88,12 @@ class Summary:
 
 
 def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) -> list[Comparison]:
-    """Compare each measurement with the prediction at the same index."""
+    """Return comparisons of each of `measured` with the item of `predicted` at its index."""
     return [_compare(m, p) for m, p in zip(measured, predicted, strict=True)]
 
 
 def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Return the runs that ended by themselves, and a text line for each other run."""
+    """Return (those of `measured` that ended by themselves, a line of text for each other)."""
     ended = [m for m in measured if m.verdict is not Outcome.FAILED]
     left_out = [f"{m.name}: {m.note}" for m in measured if m.verdict is Outcome.FAILED]
     if not ended:
@@ -115,7 +115,7 @@ def plan_of(measurement: Measurement) -> TrainingPlan:
 def summarise(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, float] = TOLERANCES
 ) -> Summary:
-    """Return median and worst error of each total, counts of verdicts, and broken tolerances."""
+    """Return median and worst error of each total, counts of verdicts, and broken `tolerances`."""
     from statistics import median
 
     errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
@@ -130,7 +130,7 @@ def summarise(
 
 
 def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
-    """Return `TOLERANCES` overridden by `name=percent` items."""
+    """Return `TOLERANCES`, per cent by name, overridden by the `name=percent` items in `given`."""
     found = dict(TOLERANCES)
     for item in given:
         name, _, percent = item.partition("=")
@@ -202,7 +202,7 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """Return as text the phase at which the error of a figure changes most, with figure and MiB."""
+    """Return as text where an error in `pairs` (predicted, measured) changes most, and the MiB."""
     largest, where, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:
@@ -217,7 +217,7 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
-    """Return the allowed error of each figure: `tolerances`, or `SLACK` on several GPUs."""
+    """Return the allowed error by figure, in per cent: `tolerances`; on several GPUs, `SLACK`."""
     is_of_several = len(comparison.measured.ranks) > 1
     return dict.fromkeys(tolerances, SLACK) if is_of_several else dict(tolerances)
 

@@ -63,7 +63,7 @@ class Device:
 
 
 def query_device(index: int = 0) -> Device:
-    """Open the CUDA device of this index and return its facts; `UnsupportedError` without one."""
+    """Open the CUDA device `index` and return its facts; `UnsupportedError` without one."""
     import torch
 
     elsewhere = "run it on a machine with an NVIDIA GPU; `memest predict` needs none"
@@ -104,12 +104,12 @@ def measured_versions() -> dict[str, str]:
 
 
 def device_used_bytes(index: int) -> int | None:
-    """Return the bytes that all processes use on the GPU (NVML), or None; open no CUDA context."""
+    """Return bytes in use on GPU `index` by all processes, from NVML, or None; open no context."""
     return with_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
 def device_clock_mhz(index: int) -> int | None:
-    """Return the clock of the GPU's multiprocessors in MHz, from NVML, or None."""
+    """Return the clock of multiprocessors of GPU `index` in MHz, from NVML, or None."""
     return with_nvml(
         lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_handle(nvml, index), nvml.NVML_CLOCK_SM))
     )
@@ -136,7 +136,7 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
 
 
 def _process_bytes(nvml: Any, index: int) -> int | None:
-    """Return the memory of our process by id, or of the only one (ids differ in a container)."""
+    """Return bytes of our process on GPU `index`; in a container (other ids), of the only one."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     return None if len(mine) != 1 or mine[0].usedGpuMemory is None else int(mine[0].usedGpuMemory)
@@ -177,7 +177,7 @@ def _peak_host_bytes() -> int:
 
 
 def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
-    """Return the growth of host memory from before the model was built to the highest sample.
+    """Return the growth of host memory from before the model to the highest of `samples`.
 
         max(own(s) for s in samples) - own(before the model)
         own(s) = RssAnon + max(RssShmem, pinned_allocated)
@@ -230,7 +230,7 @@ MAX_ENTRIES = 4_000_000  # number of events above which torch drops the oldest
 
 
 def file_stem(label: str) -> str:
-    """Return a file name for an experiment.
+    """Return a file name for the experiment `label`.
 
     >>> file_stem("opt-2.7b accumulation, lr x4")
     'opt-2.7b-accumulation-lr-x4'
@@ -433,7 +433,7 @@ def run_experiment(
 def _recorded(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
-    """Start a recording of the allocator; return a `deliver` that also writes it.
+    """Start a recording of the allocator; return a `deliver` that also writes it to `path`.
 
     Each row of the report gets the number of events so far.
 
@@ -454,7 +454,7 @@ def _recorded(
 def execute(
     run: _Run, *, where: str, deliver: Callable[[Measurement], Any], accelerator: str = "gpu"
 ) -> None:
-    """Build and train on the device `where`: the core of `run_experiment`, also for a CPU."""
+    """Build and train on device `where`, also a CPU (`accelerator`); `deliver` gets the report."""
     delivered: list[BaseException | None] = []
 
     def on_end() -> None:

@@ -178,7 +178,7 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
-    """Fit host microseconds for each of `HOST_KINDS` to the measured times of the models.
+    """Fit microseconds by `HOST_KINDS` to rows of `model_times` for `forward` and `backward`.
 
     The fit is a median: half of the models take longer than it predicts.
     """
@@ -193,7 +193,7 @@ def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dic
 
 
 def _not_negative(a: Any) -> Any:
-    """Return the factors >= 0 with the least squares of `a @ factors - 1`."""
+    """Return factors f >= 0, an array, with the least squares of `a @ f - 1`."""
     tried = []
     for chosen in itertools.product((False, True), repeat=a.shape[1]):
         factors = np.zeros(a.shape[1])
@@ -206,7 +206,7 @@ def _not_negative(a: Any) -> Any:
 def phases(
     model: nn.Module, x: Tensor, is_autocast: bool
 ) -> tuple[list[list[int]], Callable[[], tuple[float, ...]]]:
-    """Return the calls of a model's forward and backward, and a step that returns their seconds."""
+    """Return (counts by `HOST_KINDS` of forward and backward, a step that returns both seconds)."""
     optimizer, observers = torch.optim.AdamW(model.parameters()), (Observer(), Observer())
 
     def run(*modes: Any) -> tuple[float, ...]:
@@ -287,14 +287,14 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
 
 
 def rounds(family: str) -> list[list[Case]]:
-    """Return the cases of a family in rounds, each with some of every kind."""
+    """Return the cases of a kernel family in `NUM_PARTS` lists, each with some of every kind."""
     mixed = list(cases(SHAPES["families"][family]))
     Random(0).shuffle(mixed)
     return [mixed[part::NUM_PARTS] for part in range(NUM_PARTS)]
 
 
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Return a call's work, microseconds of its kernels, and extra microseconds of the first call.
+    """Return (work of a call, microseconds of its kernels, extra microseconds of the first call).
 
     `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
     """
@@ -351,13 +351,13 @@ def elapsed_us(call: Call, count: int, host_us: float) -> float:
 def random(
     dtype: torch.dtype, shape: Sequence[int], layout: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
-    """Return a tensor of random numbers on the GPU."""
+    """Return a tensor of random numbers of `shape` on the GPU, with memory format `layout`."""
     made = torch.float32 if dtype is torch.float32 else None
     return torch.randn(shape, device="cuda", dtype=made).to(dtype).to(memory_format=layout)
 
 
 def weights_of(name: str, dtype: torch.dtype, hidden: int, *options: Any) -> list[Tensor]:
-    """Return the weights of a recurrent network; `options` are its layers and directions."""
+    """Return the weights of torch's recurrent network `name`; `options`: layers, bidirectional."""
     network: nn.Module = getattr(nn, name)(hidden, hidden, options[0], bidirectional=options[1])
     return [parameter.detach().to("cuda", dtype) for parameter in network.parameters()]
 
@@ -379,7 +379,7 @@ WORDS: dict[str, Any] = {
 
 
 def cases(family: dict[str, Any]) -> Iterator[Case]:
-    """Yield the calls of a family for each combination of its axes; a backward has its forward."""
+    """Yield the calls of `family` for each combination of its axes; a backward has its forward."""
     axes = family["axes"]
     lists = [SHAPES[values] if isinstance(values, str) else values for values in axes.values()]
     for values in itertools.product(*lists):
@@ -409,7 +409,7 @@ def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call
 
 
 def called(step: list[Any], scope: dict[str, Any]) -> Call:
-    """Return a call: a function, its arguments, and keyword arguments from a last dictionary."""
+    """Return the call in `step`: a function, arguments, and maybe a last dict of keyword ones."""
     function, *args = named(step, scope)
     options = args.pop() if args and isinstance(args[-1], dict) else {}
     if isinstance(function, str):
@@ -419,7 +419,7 @@ def called(step: list[Any], scope: dict[str, Any]) -> Call:
 
 
 def named(value: Any, scope: dict[str, Any]) -> Any:
-    """Return a value of a table, with each word replaced by the object that it names."""
+    """Return `value` of a table, with each word replaced by the object that `scope` has for it."""
     if isinstance(value, dict):
         return {key: named(each, scope) for key, each in value.items()}
     if isinstance(value, list):
@@ -428,7 +428,7 @@ def named(value: Any, scope: dict[str, Any]) -> Any:
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Write a result to `path`, one kind of kernel a line."""
+    """Write `found`, the result of `measure`, to `path`, one kind of kernel a line."""
     head = {key: value for key, value in found.items() if key != "kernels"}
     kinds = ",\n".join(
         f"  {json.dumps(kind)}: {json.dumps(rows, separators=(',', ':'))}"

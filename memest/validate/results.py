@@ -83,7 +83,7 @@ def sort(path: Path, labels: Sequence[str]) -> None:
 
 
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
-    """Return whether a run with this plan's name exists; `PlanError` if it had another plan."""
+    """Return whether `measured` has a run of this plan's name; `PlanError` if its plan differs."""
     defaults = {f.name: f.default for f in dataclasses.fields(TrainingPlan)}
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:
@@ -136,7 +136,7 @@ def find_suite(name: str) -> Path:
 
 
 def suite_for_device(name: str, total_bytes: int) -> str:
-    """Return the suite for a GPU by its CUDA name and memory: `lab-h100` for H100 and H200 alike.
+    """Return the suite for a GPU by CUDA's `name` and `total_bytes`: `lab-h100` for H100, H200.
 
     >>> suite_for_device("NVIDIA H200", 143155 << 20), suite_for_device("NVIDIA A40", 48 << 30)
     ('lab-h100', 'lab-a100')

@@ -52,7 +52,7 @@ OOM_GRACE_S = 2.0  # wait for other ranks after one is out of memory, since they
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that `torchrun` sets for `rank` on one node; rank 0 holds the store."""
+    """Return `torchrun`'s variables for `rank` of `world_size` on a node; rank 0 has the store."""
     from memest.estimator.gpu.worlds import Rank
 
     made = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
@@ -60,7 +60,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> list[Measurement]:
-    """Return the reports of all ranks, or those that exist when a rank was out of memory.
+    """Return the reports of all `num_ranks`, or those that exist when a rank was out of memory.
 
     The list is empty if a rank ended without a report; its output is then on stderr. `run` runs a
     rank, writes its report to a path in `folder`, and does not return.
@@ -97,7 +97,7 @@ def wait_for_the_end() -> NoReturn:
 
 
 def merge(measured: Sequence[Measurement]) -> Measurement:
-    """Return the report of the worst rank: out of memory, then most reserved, then most allocated.
+    """Return the worst of `measured` ranks: out of memory, then most reserved, most allocated.
 
     `host_bytes` is the sum over the ranks; `ranks` has each rank's own figures.
     """
@@ -186,7 +186,7 @@ def start_experiment(
     plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path,
     experiment: Experiment = run_experiment, is_copy: bool = True,
 ) -> Child:  # fmt: skip
-    """Start an experiment in a copy of this process without CUDA, or in a fresh interpreter.
+    """Start an experiment in a copy of this process without CUDA (`is_copy`), or a fresh one.
 
     It writes its measurement to `report`, and its output to `log`.
     """
@@ -347,7 +347,7 @@ def _detect(task: str) -> Device:
 def _parts(
     plans: Sequence[TrainingPlan], engine: str, workers: int | None, device: Device
 ) -> Iterator[tuple[Engine, list[TrainingPlan]]]:
-    """Yield (engine, its plans); the engines run one after the other."""
+    """Yield (engine, its plans) of `engine` and `workers`; the engines run one after the other."""
     if engine != "local":
         for num_gpus in sorted({plan.world_size for plan in plans}):
             members = [plan for plan in plans if plan.world_size == num_gpus]
@@ -432,7 +432,7 @@ def _measure(
     plan: TrainingPlan, *, logs: Path, device: Device, timeout_s: float, options: RunOptions,
     start: Callable[..., Child] | None,
 ) -> Measurement:  # fmt: skip
-    """Run one experiment in its own process, whose output goes to a file in `logs`."""
+    """Run an experiment in a process for at most `timeout_s`; its output is in a file in `logs`."""
     refusal = _refusal(device, plan)
     if refusal:
         return _unfinished(device, plan, f"{SKIPPED}{refusal}")
