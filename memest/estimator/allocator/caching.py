@@ -120,7 +120,7 @@ class CachingAllocator:
         return block
 
     def malloc_at(self, address: int, num_bytes: int, stream: int) -> Block:
-        """Return a block at an address that is free, as `setCheckpointPoolState` makes it."""
+        """Return a block at a free `address`, as `setCheckpointPoolState` makes it."""
         pool, block = next(
             (pool, block)
             for pool in self.pools_of(stream)

@@ -74,7 +74,7 @@ class MemoryHistory:
         self.entries: deque[Entry] = deque(maxlen=min(self.max_entries, 1 << 62))
 
     def continues(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
-        """Copy the stacks of live blocks from `before`, and its entries if they are kept."""
+        """Copy the stacks of live blocks from `before`; with `keeps_entries` also its entries."""
         self.stacks, self.of_segments = before.stacks, before.of_segments
         if keeps_entries:
             self.entries.extend(before.entries)
@@ -134,7 +134,7 @@ class MemoryHistory:
         self._add("segment_unmap", (address, num_bytes), block.stream, stack)
 
     def refused(self, num_bytes: int, stream: int, free_bytes: int) -> None:
-        """Record a request that failed, when the GPU had `free_bytes` left."""
+        """Record a failed request of `num_bytes`, when the GPU had `free_bytes` left."""
         self._add("oom", (free_bytes, num_bytes), stream, self._stack)
 
     def snapshot_taken(self, active_bytes: int) -> None:

@@ -100,7 +100,8 @@ def parse_settings(text: str) -> AllocatorSettings:
 
 
 def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
-    """Return the settings of a process with these variables; raises like `parse_settings`."""
+    """Return the settings of a process with the variables `environment`; raises as
+    `parse_settings`."""
     if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
         raise UnsupportedError(
             f"`{NO_CACHE}` selects an allocator without a cache, which cannot be simulated",

@@ -236,8 +236,8 @@ class CountingAllocator(CachingAllocator):
         return chain(*self._stats.values(), self._oversize.values())
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
-        """Count a new (`sign` 1) or freed (-1) segment; return whether segments are expandable.
-        Free blocks of expandable segments do not count as inactive splits."""
+        """Count a segment of `num_bytes`, new (`sign` 1) or freed (-1); return whether it is
+        expandable. Free blocks of expandable segments do not count as inactive splits."""
         self._count_oversize("allocations", num_bytes, sign)
         return self.settings.expandable_segments
 

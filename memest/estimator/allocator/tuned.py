@@ -80,7 +80,7 @@ class Tuning:
         return num_bytes < size + self.settings.max_non_split_rounding_bytes
 
     def splits(self, size: int, remaining: int, is_small: bool) -> bool:
-        """Return whether a block that is `remaining` bytes larger than `size` is split."""
+        """Return whether a block `remaining` bytes larger than a request of `size` is split."""
         if is_small or self.expandable is not None:
             return remaining >= ROUND_BYTES
         is_whole = self._max_split is not None and size >= self._max_split
@@ -154,7 +154,7 @@ class Tuning:
         return released >= wanted
 
     def layout(self) -> tuple[object, ...]:
-        """Return the state of `Tuning` that decides future addresses, for comparison."""
+        """Return the state that decides future addresses, to compare it with another."""
         if self.collects:
             return (object(),)  # ages differ, so two states never compare equal
         return () if self.expandable is None else self.expandable.layout()

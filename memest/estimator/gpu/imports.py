@@ -64,7 +64,7 @@ class ImportHooks(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Return the module's usual spec, whose loader then calls the actions."""
+        """Return the usual spec of the module `fullname`, whose loader then calls the actions."""
         if fullname not in self._actions or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -153,7 +153,7 @@ class StubFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for the stub, as a package; None for modules not served."""
+        """Return a spec for the stub `fullname`, as a package; None for modules not served."""
         if not self.serves(fullname):
             return None
         self._found.append(fullname)

@@ -262,7 +262,7 @@ _SEQUENCES = (list, tuple)
 
 
 def _signature(value: Any) -> Any:
-    """Return a hashable key of what output shapes depend on; 1, 1.0 and True differ."""
+    """Return a hashable key of what output shapes depend on in `value`; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         offset = value.storage_offset() % 16
         return value.size(), value.stride(), value.dtype, value.device.type, offset

@@ -109,7 +109,8 @@ def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor]
 
 
 def refusal(func: Any, error: Exception, where: str) -> Exception:
-    """Return the exception to raise for `error`: unchanged if the script caused it."""
+    """Return the exception to raise for `error` at the script's line `where`: unchanged if the
+    script caused it."""
     name = str(func).removesuffix(".default")
     if isinstance(error, ValueUnknown) or op_of(func).shaped_by:
         return UnsupportedError(

@@ -167,7 +167,7 @@ class Timeline:
         self._enqueue(stream, num_bytes / self._gpu.link_gb_s * 1e-3, WAIT_US)
 
     def copy_pageable(self, direction: str, num_bytes: int) -> None:
-        """Copy pageable memory `to_gpu` or `to_host` on this stream; the host waits for the end."""
+        """Copy pageable memory in `direction` "to_gpu" or "to_host"; the host waits for the end."""
         work = by_bytes(f"{direction}_pageable", num_bytes)
         self._enqueue(self.stream, 1e6 * self._table.kernel_s(work))
         self.synchronize()
@@ -261,7 +261,7 @@ class Timeline:
         return self._capture_pool is not None
 
     def capture_into(self, pool: int | None) -> None:
-        """Allocate from the private pool of this number from now on; None ends the capture."""
+        """Allocate from the private pool numbered `pool` from now on; None ends the capture."""
         self._capture_pool = pool
         if pool is not None:
             self.streams_of_pools[pool] = self.stream

@@ -140,7 +140,8 @@ class Mailbox:
             waits.unlink(missing_ok=True)
 
     def expect(self, key: object, source: int, line: str) -> None:
-        """Make `finish` wait for a message of rank `source` that the script's `line` receives."""
+        """Make `finish` wait for message `key` of rank `source`, which the script's `line`
+        receives."""
         self.open()
         self._expected.append((self._next(key), source, line))
 

@@ -388,7 +388,7 @@ def _check_whole_is_named(whole: str, profile: str) -> None:
 
 
 def mig_instance(whole: Gpu, profile: str) -> Gpu:
-    """Return the MIG instance of `whole` with this profile.
+    """Return the MIG instance of `whole` with a `profile` such as `3g.40gb`.
 
     Bandwidth and cache follow its slices of memory, rates its multiprocessors. Its CUDA context is
     assumed to be as large as on the whole GPU.

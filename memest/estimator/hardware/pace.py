@@ -226,8 +226,8 @@ class Table:
         return max(LEAST_S, self._seconds(work, efficiency)) + sum(map(self.kernel_s, work.more))
 
     def _seconds(self, work: Work, efficiency: float) -> float:
-        """Return seconds of a kernel with this efficiency on the measured GPU. On a GPU with the
-        same peak rates, only the time for bytes differs."""
+        """Return seconds of a kernel that reaches the share `efficiency` of the peak rates on the
+        measured GPU. On a GPU with the same peak rates, only the time for bytes differs."""
         if self._gpu.tflops != self._measured.tflops:
             return max(self.bounds_s(work)) / efficiency
         bounds_s = roofline_s(work.rate, work.num_flops, work.num_bytes, self._measured)
@@ -280,8 +280,8 @@ class Calls:
         self.efficiency = cache(self._efficiency)
 
     def _efficiency(self, size: tuple[int, ...]) -> float:
-        """Return the efficiency of a call, interpolated between the nearest measured calls. Sizes
-        outside of these calls have the efficiency at their edge."""
+        """Return the efficiency of a call of `size`, interpolated between the nearest measured
+        calls. Sizes outside of these calls have the efficiency at their edge."""
         apart = self._sizes - np.log(np.maximum(1, size))
         squares = (apart**2).sum(axis=1)
         nearest = np.argsort(squares, kind="stable")[:NUM_NEAREST]

@@ -176,7 +176,8 @@ def _steps(x: Tensor) -> list[int]:
 
 
 def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
-    """Return how many elements of a `cat` or `stack` are contiguous in source and result."""
+    """Return how many elements of a `cat` or `stack` are contiguous in source and result
+    (`out`)."""
     x, steps = max(tensors, key=Tensor.numel), list(out.stride())
     if out.dim() > x.dim():
         del steps[dim]
@@ -321,8 +322,9 @@ def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> l
 
 def _recurrent(values: dict[str, Any]) -> Work:
     """Return the work of a recurrent network: its steps, layers, samples, hidden units and gates.
-    Steps run one after another, the kernels of both directions at the same time. Only products with
-    the hidden state count, as those with the inputs are one large product for all steps."""
+    `values` are the arguments by name. Steps run one after another, the kernels of both directions
+    at the same time. Only products with the hidden state count, as those with the inputs are one
+    large product for all steps."""
     x, lengths, hidden = values["input"], values["batch_sizes"], values["hidden_size"]
     num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))

@@ -98,7 +98,7 @@ def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleTyp
 
     @patches.wrap(kind, "_has_inf_or_nan")
     def check_finite(has_inf_or_nan: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a tensor that is zero: no gradient is infinite or NaN."""
+        """Call `has_inf_or_nan`; return a tensor that is zero: no gradient is infinite or NaN."""
         found = has_inf_or_nan(*args, **kwargs)
         if isinstance(found, Tensor) and on_gpu(found):
             with _disable_current_modes():

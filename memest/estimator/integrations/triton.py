@@ -173,12 +173,12 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any) -> Any:
-    """Return a decorator that makes an `Autotuner`."""
+    """Return a decorator that makes an `Autotuner` of `configs`; `key` names arguments."""
     return lambda fn: Autotuner(fn, configs, key=key, **options)
 
 
 def heuristics(values: dict[str, Any]) -> Any:
-    """Return a decorator that makes a `Heuristics`."""
+    """Return a decorator that makes a `Heuristics`; `values` has functions by argument."""
     return lambda fn: Heuristics(fn, values=values)
 
 

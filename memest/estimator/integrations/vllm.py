@@ -172,7 +172,7 @@ class LLM:
         return refusing(f"`vllm.LLM.{name}`")
 
     def sleep(self, level: int = 1, **others: Any) -> None:
-        """Free the engine's GPU memory, if sleep mode is enabled."""
+        """Free the engine's GPU memory, if sleep mode is enabled; `level` as in `Engine.sleep`."""
         if self._can_sleep:
             self._engine.sleep(level)
         else:

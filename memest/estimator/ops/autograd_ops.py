@@ -331,7 +331,7 @@ def _to_float32_by_release(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, An
 
 
 def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[str, Any]]:
-    """Return (args, kwargs) with `dtype=torch.float32`, unless the caller gave a dtype."""
+    """Return (args, kwargs) of `op` with `dtype=torch.float32`, unless the caller gave a dtype."""
     given = arguments_by_name(op, args, kwargs)
     if _is_eligible(args[0]) and given.get("dtype") is None:
         given["dtype"] = torch.float32

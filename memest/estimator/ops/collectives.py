@@ -129,11 +129,9 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 
 
 def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
-    """Send or receive one tensor; the other rank is simulated at the same time.
-
-    A receive of integers blocks until the message arrives, since a script may read them. A message
-    of a rank to itself does not block.
-    """
+    """Send or receive one tensor; the other rank is simulated at the same time. A receive of
+    integers blocks until the message arrives, since a script may read them. A message of a rank to
+    itself does not block."""
     if name == "recv_any_source_":
         return  # the source is not known
     group = _group(args)

@@ -332,7 +332,7 @@ def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
 
 
 def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
-    """Allocations by which `cudnn.benchmark`, if on, times one direction at a first call."""
+    """Allocations by which `cudnn.benchmark`, if on, times one `direction` at a first call."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
         return []
     for calls in _RECORDED:

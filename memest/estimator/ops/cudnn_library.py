@@ -205,13 +205,13 @@ class Library:
     def first_plan(
         self, shapes: ConvolutionShapes, direction: str, gpu: str, kernels: Kernels
     ) -> Plan | None:
-        """Return the first plan allowed by `kernels`, or None; `CudnnError` if none is possible."""
+        """Return the first plan that `kernels` allow, or None; `CudnnError` if none is possible."""
         with self._lock, self._descriptors():
             plans = self._plans(shapes, direction, gpu)
             return next((plan for plan in plans if plan.is_allowed(kernels)), None)
 
     def all_plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> list[Plan]:
-        """Return all plans of a convolution; raises like `first_plan`."""
+        """Return all plans in `direction` (forward, input, weight); raises like `first_plan`."""
         with self._lock, self._descriptors():
             return list(self._plans(shapes, direction, gpu))
 
@@ -293,7 +293,7 @@ class Library:
         return self._make(GRAPH, (801, DESCRIPTOR, [operation]))
 
     def _plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> Iterator[Plan]:
-        """Yield plans of both heuristic modes, including plans that cuDNN accepts only on a GPU."""
+        """Yield plans of both heuristic modes, including those that cuDNN accepts only on a GPU."""
         properties, graph = self._device(gpu), self._graph(shapes, direction)
         for mode in (INSTANT, FALLBACK):
             heuristics = self._make(

@@ -132,11 +132,9 @@ def _pass(*sizes: int) -> None:
 
 
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Allocate what CUDA needs to find each row's first masked position; return what stays.
-
-    The kernel adds a column to the mask, casts to int32 and searches. The comparison needs two
-    int64 tensors of the mask's size, one of which stays.
-    """
+    """Allocate what CUDA needs to find each row's first masked position; return what stays. The
+    kernel adds a column to the mask, casts to int32 and searches. The comparison needs two int64
+    tensors of the mask's size, one of which stays."""
     batch, steps = mask.shape
     column = _bytes(batch)
     wider = _bytes(batch * (steps + 1))

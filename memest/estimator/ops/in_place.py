@@ -52,12 +52,10 @@ def in_nodes(
 
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
     """Return (`aten.add_`, args) for a sum of two gradients that autograd computes in place.
-
     `InputBuffer` does so if the first one is dense and has no other owner
     (`can_accumulate_inplace`). The formulas of a Cholesky decomposition's gradient and of a
     convolution's second gradient have sums too. Left out: the sum of two gradients of one matrix
-    (`cholesky_backward`).
-    """
+    (`cholesky_backward`)."""
     if torch.is_grad_enabled() or INSIDE.double_backward or not _are_alike(*args):
         return func, args
     node = torch._C._current_autograd_node()

@@ -70,9 +70,7 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
     """Return bytes of int64 copies of int32 indices (`make_info` of TensorAdvancedIndexingUtils.h).
-
-    Contiguous copies of all indices follow if their strides differ (`AdvancedIndex`).
-    """
+    Contiguous copies of all indices follow if their strides differ (`AdvancedIndex`)."""
     expanded = broadcast(indices)
     long = [
         i if i.dtype != torch.int32 else torch.empty_like(i, dtype=torch.int64) for i in expanded

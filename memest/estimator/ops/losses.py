@@ -201,7 +201,8 @@ register(
 def _goes_to_cudnn(
     batch: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int]
 ) -> bool:
-    """Return whether cuDNN computes a CTC loss with blank 0 (`_use_cudnn_ctc_loss`)."""
+    """Return whether cuDNN computes a CTC loss with blank 0 (`_use_cudnn_ctc_loss`); `lengths` are
+    the inputs'."""
     is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
     is_fit = {*lengths} == {len(batch)} and all(
         size < 256 and size <= len(batch) for size in target_lengths

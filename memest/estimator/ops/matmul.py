@@ -233,7 +233,7 @@ class CublasSettings:
 def cublas_settings(
     capability: tuple[int, int], release: TorchRelease, environment: Mapping[str, str]
 ) -> CublasSettings:
-    """Return the cuBLAS settings of a process with these environment variables.
+    """Return the cuBLAS settings of a process with the variables `environment`.
 
     CublasHandlePool.cpp of torch 2.15 reads `CUBLAS_WORKSPACE_CONFIG` (pools of KiB),
     `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since 2.15,

@@ -322,7 +322,8 @@ def rms_norm(
 def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (contiguous meta result, reciprocal roots of the means in float32 or wider)."""
+    """Return (contiguous meta result, reciprocal roots of the means in float32 or wider); `shape`
+    is normalized."""
     kept = x.dim() - len(shape)
     sizes = [*x.shape[:kept], *(1 for _ in shape)]
     dtype = torch.float32 if x.itemsize == 2 else x.dtype

@@ -94,7 +94,8 @@ def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], in
 def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
     """Return whether torch selects cuDNN's persistent kernels (`get_algo` of RNN.cpp).
 
-    cuDNN has none for bfloat16 and double.
+    They are those of a forward pass if `forward`, else of a backward. cuDNN has none for bfloat16
+    and double.
     """
     if layers.proj_size or layers.is_packed or layers.dtype is torch.float64:
         return False
@@ -346,7 +347,7 @@ def _flat_copies(
 
 
 def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
-    """Return the buffer of which all weights are views, or None: `try_get_weight_buf`."""
+    """Return the buffer of which all `weights` are views, or None: `try_get_weight_buf`."""
     places, length = weight_places(weights, stride)
     first = weights[0]
     if first.untyped_storage().nbytes() < length * first.itemsize:
@@ -423,7 +424,7 @@ def _gru_cell_backward(c: KernelCall) -> Any:
 
 
 def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
-    """Return slices of steps with equal batch sizes: `_pack_padded_sequence`."""
+    """Return slices of steps with equal batch sizes (`lengths`): `_pack_padded_sequence`."""
     steps = x.transpose(0, 1) if batch_first else x
     found, start = [], 0
     for end in sorted(set(lengths.tolist())):

@@ -371,8 +371,7 @@ def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) ->
 
 
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
-    """Return bytes of `cusparseSpMV`: an index per tile of entries; for 16-bit values, a sum per
-    row."""
+    """Return bytes of `cusparseSpMV`: an index per tile of entries; for 16-bit values, sums."""
     tiles = ceil_div(num_entries, _VECTOR_TILES[index_bytes, dtype]) + 1
     sums = 4 * num_rows + 127 if dtype.itemsize == 2 else 0
     return index_bytes * tiles + index_bytes - 1 + sums

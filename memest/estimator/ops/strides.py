@@ -77,7 +77,7 @@ def _has_number(func: OpOverload, args: Args) -> bool:
 
 
 def strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor like `made` with these strides, copied only if they differ."""
+    """Return a tensor like `made` with these `strides`, copied only if they differ."""
     if made.stride() == strides:
         return made
     return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)

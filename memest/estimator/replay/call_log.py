@@ -221,7 +221,7 @@ class CallRecorder:
 
 
 def to_template(value: Any) -> Template:
-    """Split nested values, such as the arguments of a call, into structure, integers and floats."""
+    """Split `value`, such as a call's nested arguments, into structure, integers and floats."""
     integers: list[int] = []
     floats: list[float] = []
     shape = _shape(value, integers, floats)
@@ -285,7 +285,7 @@ def _tensor_shape(tensor: Tensor, integers: list[int]) -> _TensorShape:
 
 
 def with_integers(template: Template, integers: Iterable[int]) -> Any:
-    """Return the nested values of `template` with other integers; GPU tensors are meta tensors."""
+    """Return the values of `template` with other `integers`; GPU tensors are meta tensors."""
     return _value(template.shape, iter(integers), iter(template.floats))
 
 

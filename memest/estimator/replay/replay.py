@@ -392,7 +392,7 @@ class Player:
                     self.peak = Moment(self.num_events, self.step, event)
 
     def _play_other(self, event: int) -> None:
-        """Apply an event that concerns no storage, such as one that empties the cache."""
+        """Apply an event that concerns no storage, such as `EMPTIED`, which empties the cache."""
         if event == EMPTIED:
             self.allocator.empty_cache()
         elif event == FIRST_KERNEL:

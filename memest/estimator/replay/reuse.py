@@ -188,7 +188,7 @@ class Interpolation:
 
 
 def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
-    """Return the outcome of a kernel choice on `gpu` for other integers, such as sizes."""
+    """Return the outcome of a kernel choice on `gpu` if its sizes are `integers` instead."""
     try:
         args, kwargs = with_integers(choice.template, integers)
     except RuntimeError:  # no tensor can have such a shape

@@ -19,7 +19,7 @@ def constant(value: Any) -> Callable[..., Any]:
 
 
 def constants(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, for each name, a function that returns the value of that name for all arguments."""
+    """Return {name: function that returns `values[name]` for all arguments}."""
     return {name: constant(value) for name, value in values.items()}
 
 

@@ -111,7 +111,7 @@ def _lay_out_attention(patches: Patches) -> None:
 
 
 def attention_as_on_cuda(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return fake results of `func`, the first with the strides of the query."""
+    """Return fake results of the attention `func`, the first with the strides of the query."""
     with in_kernel_invocation_manager(fake_mode):
         made = cudnn_output(args, func(*args, **kwargs))
     return fake_mode.wrap_meta_outputs_with_default_device_logic(made, func, args, None)
@@ -470,7 +470,7 @@ class Declaration:
 
     @classmethod
     def load(cls, source: str) -> "Declaration":
-        """Execute the source of a kernel; return the arguments of its decorators."""
+        """Execute a kernel's Python `source`; return the arguments of its decorators."""
         from torch._inductor.runtime import triton_helpers, triton_heuristics
 
         found = cls()

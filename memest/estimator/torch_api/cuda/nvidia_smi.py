@@ -20,7 +20,8 @@ NOT_AVAILABLE = "[N/A]"  # printed for a field that a GPU lacks
 
 
 def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
-    """Return what `nvidia-smi WORDS` prints for `gpus`: a query as CSV, all else as a table."""
+    """Return what `nvidia-smi` with arguments `words` prints: a query as CSV, all else as a
+    table."""
     options = dict(word.lstrip("-").partition("=")[::2] for word in words)
     if "L" in options or "list-gpus" in options:
         return "\n".join(f"GPU {g['index']}: {g['name']} (UUID: {g['uuid']})" for g in gpus)

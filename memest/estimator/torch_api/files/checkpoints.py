@@ -154,7 +154,7 @@ class Checkpoints:
             return made.set_(base, offset, size, stride)
 
     def _allocate(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Return a new storage without data, placed where `source` was when it was saved."""
+        """Return a new storage of `num_bytes` without data, placed as `source` was when saved."""
         mode = self._mode
         with _disable_current_modes():
             base = _bare(num_bytes)
@@ -305,7 +305,7 @@ def _mark(num_bytes: int, offset: Any, stride: tuple[Any, ...]) -> str:
 
 
 def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return (bytes of the storage, offset, strides) from a placeholder's metadata, or None."""
+    """Return (bytes of the storage, offset, strides) from a placeholder's `metadata`, or None."""
     for key in metadata or ():
         if isinstance(key, str) and key.startswith(_MARK + ":"):
             num_bytes, offset, *stride = map(int, key.split(":")[1:])

@@ -119,7 +119,7 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `_get_dtype`; without files, a dummy float32 weight replaces the first weight."""
+    """Call `get_dtype`; without files, a dummy float32 weight replaces the first weight."""
     given = inspect.signature(get_dtype).bind(*args, **kwargs)
     files = given.arguments["checkpoint_files"]
     if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
