@@ -191,8 +191,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor) -> int | None:
-    """Return a number that identifies the storage of a tensor; None if the tensor has no
-    storage."""
+    """Return a number that identifies the storage of a tensor; None if there is no storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -73,7 +73,7 @@ def _again(package: str) -> str:
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs an optional package."""
+    """Return the command that installs `package`, an optional one."""
     extra = EXTRAS.get(package, "validate")
     return _BY_NAME.get(package, f"pip install 'memest-gpu[{extra}]'")
 
@@ -95,7 +95,7 @@ def with_nvml(read: Callable[[Any], T]) -> T | None:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether the package can be imported, without importing it."""
+    """Return whether `package` can be imported, without importing it."""
     with suppress(ModuleNotFoundError):  # the package of a submodule
         return importlib.util.find_spec(package) is not None
     return False

@@ -158,7 +158,7 @@ def format_count(num: int) -> str:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Return the quotient, rounded up."""
+    """Return `numerator` / `denominator`, rounded up."""
     return -(-numerator // denominator)
 
 

@@ -286,8 +286,7 @@ def sweep_chart(
 
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
-    """Return as words the settings that all plans of a sweep share: of `points`, or of table
-    `rows`."""
+    """Return as words the settings that all plans of a sweep share: `points`, or table `rows`."""
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(same["model_name"])] if same.get("model_name") else []

@@ -49,7 +49,7 @@ def doctor() -> int:
 
 
 def _torch() -> tuple[str, bool]:
-    """Return words on the build of torch and its GPU, and True if torch cannot be imported."""
+    """Return (text on torch's build and its GPU, True if torch cannot be imported)."""
     try:
         torch = import_module("torch")
     except Exception as error:

@@ -129,7 +129,7 @@ async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
 async def _memest(
     command: str, option: str, words: list[str], *, folder: str = ".", seconds: float = math.inf
 ) -> tuple[int, str, str]:
-    """Run a command of memest; return exit code, text of the file for `option`, and output.
+    """Return (exit code, text of the file for `option`, output) of `command` with `words`.
 
     It runs in a process of its own, since stdout is the protocol's, and ends with this call.
 

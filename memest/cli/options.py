@@ -62,7 +62,7 @@ class OutputPath(click.Path):
 
 
 def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> Any:
-    """Return click's completion of what is typed, or of a list's last item, by one of `values`."""
+    """Return click's completion by one of `values`: of a text, or if `is_list` of its last item."""
 
     def complete(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
         head, comma, tail = incomplete.rpartition(",") if is_list else ("", "", incomplete)

@@ -259,7 +259,7 @@ def _run_one(
 
 
 def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
-    """Call `write` after a run; if that fails, return the result with the error, for after the
+    """Call `write` after a run; return `ran`, with the error if that fails, for after the
     report."""
     try:
         write()
@@ -364,8 +364,7 @@ _ONE = "leave `--nproc-per-node` and `--nnodes` of `memest run` out"
 
 
 def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
-    """Return (a launcher's settings of the ranks, the script or module), from `-m module` or from
-    `command`."""
+    """Return (launcher's settings of ranks, script or module) of `-m module` or of `command`."""
     from memest.run.launch_command import Launch, read_launch
 
     if module is None and not command:
@@ -400,7 +399,7 @@ class _Files:
         self.json, self.html, self.snapshot, self.chrome = self.paths
 
     def of_rank(self, folder: str, rank: int) -> _Files:
-        """Return the same kinds of files in `folder`, for one rank of several."""
+        """Return the same kinds of files in `folder`, for rank `rank` of several."""
         return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
     def keep_of(self, report: RunReport, folder: str) -> None:

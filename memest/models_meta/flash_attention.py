@@ -89,7 +89,7 @@ class FlashAttention(torch.autograd.Function):
         max_lengths: tuple[int, int], dropout_p: float, is_windowed: bool, deterministic: bool,
         is_kept: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the attention's output, with the head width of the inputs."""
+        """Return the attention's output, as wide as the inputs; save tensors only if `is_kept`."""
         parts = () if packed is None else packed.detach().unbind(-3)
         ctx.num_parts = len(parts)
         given: list[Any] = [t for t in (query, key, value, *parts) if t is not None]
@@ -280,7 +280,7 @@ class _PutRows(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack (B, L, ...) to (N, ...); return it, positions, text bounds, longest text, lengths."""
+    """Return ((B, L, ...) packed to (N, ...), positions, text bounds, longest text, lengths)."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -292,7 +292,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Unpack (N, ...) to (B, L, ...), with zeros elsewhere."""
+    """Unpack (N, ...) to (`batch`, `seqlen`, ...), with zeros elsewhere."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
     return out.reshape(batch, seqlen, *hidden_states.shape[1:])
 

@@ -165,8 +165,7 @@ def _entries() -> dict[str, ModelEntry]:
 
 @cache
 def _entries_by_key() -> dict[str, ModelEntry]:
-    """Return bundled models by each of their names, folded by `_key`; no two models share a
-    name."""
+    """Return bundled models by each of their names, folded by `_key`; each name is unique."""
     by_key: dict[str, ModelEntry] = {}
     for entry in _entries().values():
         for name in (entry.name, entry.hub_id, *entry.aliases):
@@ -221,7 +220,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _download_config(hub_id: str) -> Path:
-    """Download a Hub repository's config.json alone; return its local path."""
+    """Download config.json alone of the Hub repository `hub_id`; return its local path."""
     from huggingface_hub import errors, hf_hub_download
 
     local = "give a bundled name, or the path of a config.json that you have"
@@ -249,7 +248,7 @@ def _download_config(hub_id: str) -> Path:
 
 
 def _hub_is_reachable(hub_id: str) -> bool:
-    """Return whether the Hub answers; without this check its client retries for half a minute."""
+    """Return whether the Hub answers for `hub_id`; its own client retries for half a minute."""
     from huggingface_hub import get_session, hf_hub_url
 
     try:

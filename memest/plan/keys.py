@@ -208,7 +208,7 @@ class Key:
         return self.help.replace("{choices}", ", ".join(self.choices))
 
     def read(self, value: Any) -> Any:
-        """Convert a value from a file or a flag to the key's type, or raise `PlanError`."""
+        """Convert `value`, from a file or a flag, to the key's type, or raise `PlanError`."""
         if self.is_size:
             return parse_bytes(value)
         if self.is_repeated:
@@ -268,7 +268,7 @@ def _read(
 
 
 def read_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the (name, value) pairs of a mapping, a list, or text such as `amsgrad=true,eps=1`.
+    """Return the (name, value) pairs in `value`: a mapping, pairs, or text as `amsgrad=true,eps=1`.
 
     Raises:
         PlanError: it is none of these, or a value is not plain.

@@ -190,7 +190,7 @@ def _draw_cell(panel: Panel, place: tuple[int, int], cell: _Cell, size: float) -
 
 
 def _write_columns(panel: Panel, columns: Sequence[str]) -> None:
-    """Write the heads of columns, on two lines if needed; skip some heads if columns are narrow."""
+    """Write `columns`, their heads, on two lines if needed; skip some if columns are narrow."""
     wide = panel.per_x
     heads = [_wrapped(column, wide - 0.06) for column in columns]
     widest = max(text_width(line, style.TICK) for head in heads for line in head)

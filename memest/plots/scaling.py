@@ -168,8 +168,7 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _stays(line: ScalingLine) -> str:
-    """Return the largest kinds of memory that more GPUs do not shrink, as many as fit the
-    column."""
+    """Return the largest kinds of memory that more GPUs do not shrink, cut to the column."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])

@@ -223,7 +223,7 @@ class Panel:
         )  # fmt: skip
 
     def write_number(self, x: float, y: float, text: str, *, is_inside: bool = False) -> None:
-        """Write a bar's number over its top (`x`, `y`), or below the top if `is_inside`."""
+        """Write a bar's number over its top (`x`, `y`), or under the top if `is_inside`."""
         self.axes.annotate(
             text, (x, y), (0, -4 if is_inside else 3), textcoords="offset points", ha="center",
             va="top" if is_inside else "bottom", size=VALUE, weight="bold", zorder=5,
@@ -231,7 +231,7 @@ class Panel:
         )  # fmt: skip
 
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
-        """Draw a GPU's line at `limit` on the y axis, `text` over or under it, left or right."""
+        """Draw a GPU's line at `limit` on the y axis, `text` over or under it, right or left."""
         axes = self.axes
         axes.axhline(limit, color=self.theme.ink, linewidth=3.0, zorder=3, gid="limit")
         axes.annotate(
@@ -299,7 +299,7 @@ class Canvas:
         self, left: float, bottom: float, width: float, height: float, *,
         grid: Literal["", "x", "y"] = "",
     ) -> Panel:  # fmt: skip
-        """Add axes. With `grid`, they have a light grid along that axis and no frame."""
+        """Add axes of this place and size. With `grid`, they have that axis's grid and no frame."""
         tall = self.height
         axes = self.figure.add_axes((left / WIDTH, bottom / tall, width / WIDTH, height / tall))
         if grid:

@@ -90,7 +90,7 @@ def _columns(timeline: Timeline) -> list[int]:
 
 
 def color_of(theme: Theme, area: str) -> str:
-    """Return the colour of a stacked area of the chart."""
+    """Return the colour of the stacked area called `area`."""
     return TEMPORARIES if area == "temporaries" else theme.kinds[area]
 
 

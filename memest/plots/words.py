@@ -23,7 +23,7 @@ def gpu_label(gpu: str) -> str:
 
 
 def percent_off(predicted_bytes: int, measured_bytes: int) -> float:
-    """Return the signed error of a prediction, as a percentage of the measured figure."""
+    """Return the error of `predicted_bytes` as a signed percentage of `measured_bytes`."""
     return 100 * (predicted_bytes - measured_bytes) / measured_bytes
 
 
@@ -48,7 +48,7 @@ _STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
 
 
 def label_of(strategy: str) -> str:
-    """Return the name of a strategy for slides.
+    """Return the name on slides of `strategy`, a plan's key.
 
     >>> label_of("deepspeed_stage_3_offload"), label_of("fsdp2")
     ('ZeRO-3 offload', 'FSDP2')

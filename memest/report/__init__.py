@@ -203,7 +203,7 @@ class StepTime:
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """Return JSON values as an instance of `kind`; unknown and computed keys are ignored.
+    """Return `value`, JSON values, as an instance of `kind`; unknown or computed keys are ignored.
 
     Raises:
         KeyError, TypeError, ValueError: something is missing or of the wrong kind.
@@ -267,7 +267,7 @@ class JsonReport(Levels):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report that `to_dict` wrote; unknown keys are ignored.
+        """Return the report in `values`, which `to_dict` made; unknown keys are ignored.
 
         Raises:
             KeyError, TypeError, ValueError: something is missing or of the wrong kind.

@@ -120,7 +120,7 @@ def moment(step: int, phase: str) -> str:
 
 
 def shares(kinds: Iterable[tuple[str, int]]) -> str:
-    """Return each kind's share as text, largest first; kinds with equal shares are joined.
+    """Return shares of `kinds`, (name, bytes), as text, the largest first; equal shares are joined.
 
     >>> shares([("params", 32), ("grads", 32), ("batch", 4), ("optimizer", 32)])
     '32 % each for params, grads and optimizer, 4 % for the rest'
@@ -214,7 +214,7 @@ def advise_command(prediction: SimulatedReport) -> str:
 
 
 def place_in_words(at: str) -> str:
-    """Return the place of a failed request, with steps from 1 and without the operator.
+    """Return `at`, the place of a failed request, with steps from 1 and without the operator.
 
     >>> place_in_words("step 0, forward, encoder.layers.1, aten.addmm")
     'step 1, forward, encoder.layers.1'
@@ -258,8 +258,7 @@ class DoesNotFitError(MemestError):
 def resource_lines(
     report: SimulatedReport, scheduler: str, *, num_gpus: int = 1, num_nodes: int = 1
 ) -> str:
-    """Return lines for `scheduler`: `num_nodes`, each with `num_gpus` of the smallest GPU that
-    fits.
+    """Return lines for `scheduler`: `num_nodes`, each `num_gpus` of the smallest GPU that fits.
 
     A tight verdict does not count as fitting.
 

@@ -469,7 +469,7 @@ def stored_rows(path: Path) -> Rows | None:
 
 
 def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
-    """Predict the plans of a suite, for the lecture and for its interactive page."""
+    """Predict a suite's plans on `gpus`, for the lecture and for its interactive page."""
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = partition(plans, found)

@@ -214,8 +214,7 @@ def _start(args: Any) -> NoReturn:
 
 
 def _until_started(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
-    """Call `start` until the launcher `name` would start processes; return (its arguments,
-    environment)."""
+    """Call `start` until launcher `name` would start processes; return (arguments, environment)."""
     run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
     try:
         with mock.patch.object(run, "run", _start), mock.patch.object(launch, "run", _start):

@@ -337,8 +337,7 @@ def _check(
 
 
 def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
-    """Return lines on a script that does not fit: its report, the memory it needs, possible
-    changes."""
+    """Return lines on a script that does not fit: report, memory needed, possible changes."""
     own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
     lines = [
         f"memest preflight: `{script.typed.label}` will not fit {_gpu_text(script.device)}, so it"
@@ -379,8 +378,8 @@ class _Script:
     def run(
         self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""
     ) -> tuple[RunReport | None, str]:
-        """Run the script on a virtual GPU like `device`, with its memory or with `memory`. Return
-        its report, or None and the reason why there is none."""
+        """Run the script on a virtual GPU like `device`, with its memory or `memory`, and with
+        `alloc_conf`. Return (report, "") or (None, the reason)."""
         device = self.device
         of_gpu = ["--gpu", device.gpu.name]
         if memory is not None:

@@ -90,8 +90,7 @@ def environment(rank: Rank) -> dict[str, str]:
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
-    """Return `run(rank)`, called in a child process without other ranks; `is_silent` hides
-    output."""
+    """Return `run(rank)`, called in a child process, alone; `is_silent` hides its output."""
     return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 

@@ -188,8 +188,7 @@ def exactly(num_bytes: int) -> Interval:
 
 
 def _total(name: str, predicted: Prediction, measured: Measurement) -> Deviation:
-    """Return predicted and measured figure `name`; of several ranks, that with the largest
-    error."""
+    """Return figure `name`, predicted and measured; on several ranks, where they differ most."""
     key = TOTALS[name]
     found = predicted.intervals.get(name) or exactly(getattr(predicted, key))
     values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]

@@ -116,7 +116,7 @@ def device_clock_mhz(index: int) -> int | None:
 
 
 def process_figures(used_before: int | None, index: int) -> dict[str, int]:
-    """Return this process's bytes on the GPU, by the name of each source that has a figure.
+    """Return this process's bytes on GPU `index`, by the name of each source that has a figure.
 
     The most reliable is first: NVML per process, the growth since `used_before` (all use, read
     before CUDA was opened), and all memory that is not free.
@@ -269,7 +269,7 @@ def count_events() -> int:
 
 
 def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
-    """Return an array with rows action, address, bytes and stream, and a column for each event.
+    """Return an array of `trace`: rows action, address, bytes and stream, and a column per event.
 
     Addresses are less the lowest one, and streams are numbered in the order of their first event.
     Recordings of older versions have no row of streams, and no `free_requested`.
