@@ -95,8 +95,7 @@ class _Magic:
                 self.left[name] = value
 
     def _check(self, cell: str) -> None:
-        """Raise if `cell` uses objects on the real GPU, or on the virtual GPU of an earlier
-        cell."""
+        """Raise if `cell` uses objects on the real GPU, or on an earlier cell's virtual GPU."""
         namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
         if _awaits(source):
             raise UnsupportedError(

@@ -229,7 +229,7 @@ def vision_config(config: Any) -> Any:
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
-    """Turn `requires_grad` off for parameters that match `patterns`; return how many weights.
+    """Turn `requires_grad` off for what `patterns` match; return the number of weights frozen.
 
     A pattern is a shell glob over parameter names (`vision_model.*`, `*.layers.[0-9].*`), or a
     module name for all parameters in it. A tied parameter matches by each of its names.

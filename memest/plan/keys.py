@@ -221,7 +221,7 @@ class Key:
         return value
 
     def words(self, value: Any) -> list[str]:
-        """Return command-line arguments that set the key to `value`, of `TrainingPlan.to_dict`."""
+        """Return command-line arguments that set the key to `value`, as a plan's `to_dict` has."""
         if self.is_switch:
             return [self.flags[0 if value else 1]]
         if self.is_repeated:

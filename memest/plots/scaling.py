@@ -427,7 +427,7 @@ def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) ->
 def _draw_step_limit(
     panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int
 ) -> None:
-    """Draw the limit line of the GPU, if it is on the axes, labelled where few lines pass."""
+    """Draw the line of `limit_bytes`, if it is on the axes, labelled where few `runs` are."""
     top = panel.axes.get_ylim()[1]
     if limit_bytes / GIB > top:
         return

@@ -133,7 +133,7 @@ class _UnsureError(Exception):
 
 
 def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
-    """Return the GPU that `visible` names in CUDA's `order`, None if none; or `_UnsureError`."""
+    """Return the GPU `visible` (index or UUID) in CUDA's `order`, or None; or `_UnsureError`."""
     if visible is not None and not visible.isdecimal():
         handle = nvml.nvmlDeviceGetHandleByUUID(visible)
     else:
@@ -306,7 +306,7 @@ def _print(lines: list[str]) -> None:
 def _check(
     typed: "Command | None", max_steps: int, deadline: float, margin_bytes: int | None
 ) -> Preflight:
-    """Simulate `max_steps` until `deadline`; print an OOM, or a margin below `margin_bytes`."""
+    """Simulate the script until `deadline`; print an OOM, or a margin below `margin_bytes`."""
     if typed is None:
         return Preflight(outcome=Outcome.UNKNOWN, why=NO_SCRIPT)
     size = os.environ.get("WORLD_SIZE", "1").strip()

@@ -389,7 +389,7 @@ class _Verdicts:
         return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
     def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
-        """Return a verdict for `limit_bytes`, `spread_bytes`; None if the log is too short."""
+        """Return the verdict on a GPU of these figures; None if the log is too short."""
         is_enough = self._felt_no_limit and self._reserved <= limit_bytes
         if self._is_whole:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)
