@@ -208,7 +208,7 @@ def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phas
 
 
 def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> tuple[Term, ...]:
-    """Return what the peak consists of: bytes by purpose, which add up to the peak."""
+    """Return the bytes of the peak by purpose, as report rows that add up to the peak."""
     program = traced.program
     storages = program.storages
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)

@@ -157,7 +157,8 @@ class MemoryHistory:
         self.entries.append(made)
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the entries as dicts of torch's snapshot; `frames` is missing without a stack."""
+        """Return the entries as dicts of torch's snapshot, without `frames` if there is no
+        stack."""
         return [self._entry(entry) for entry in self.entries]
 
     def _entry(self, entry: Entry) -> dict[str, Any]:

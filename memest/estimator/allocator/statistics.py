@@ -179,7 +179,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_allocated(block)
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Count memory mapped into an expandable segment."""
+        """Count `num_bytes` that are mapped into the expandable segment of `block`."""
         super().mapped(address, num_bytes, block)
         self.num_segments += 1
         self._count(block.is_small, _SEGMENTS[1:], (num_bytes,))
@@ -187,7 +187,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_mapped(address, num_bytes, block)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Count memory unmapped from an expandable segment."""
+        """Count `num_bytes` that are unmapped from the expandable segment of `block`."""
         super().unmapped(address, num_bytes, block)
         self.num_segments_freed += 1
         self._count(block.is_small, _SEGMENTS[1:], (-num_bytes,))

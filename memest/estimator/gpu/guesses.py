@@ -127,7 +127,8 @@ _BELOW = operators("lt.Scalar le.Scalar")
 
 
 def guessed_comparison(func: Any, args: Args) -> bool | None:
-    """Return the guessed result of an operator that returns booleans; None for others."""
+    """Return the guessed result of `func` if it returns booleans, such as a comparison; else
+    None."""
     if func in _ABOVE or func in _BELOW:
         size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
         return 0 < size <= TOLERANCE if is_upward else size >= LARGE

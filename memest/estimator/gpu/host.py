@@ -302,7 +302,7 @@ class HostTensors:
         return func(*args, **kwargs)
 
     def _without_data(self, func: Any, args: Args, kwargs: Any) -> Tensor | None:
-        """Return a meta result if it is large and floating-point, else None."""
+        """Return the meta result of `func` if it is large and floating-point, else None."""
         if func._schema.is_mutable or func.is_view:
             return None
         meta_args = _as_meta(args)

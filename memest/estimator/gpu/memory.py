@@ -428,7 +428,7 @@ class Memory:
         return self.live.get(storage_key(tensor))
 
     def label(self, tensor: Tensor, kind: MemKind) -> None:
-        """Set what the storage of `tensor` is for."""
+        """Set the kind of the storage of `tensor`, its use in reports."""
         index = self.id_of(tensor)
         if index is not None:
             self.storages.kinds[index] = kind

@@ -451,7 +451,8 @@ def _flash_gradients(c: KernelCall, rows: int, E: int, grouped_bytes: int) -> Ev
 
 
 def _packs_texts(c: KernelCall) -> bool:
-    """Return whether texts are one after another, as (tokens, H, E), without dropout."""
+    """Return whether a call is of packed texts, (tokens, H, E) one after another, without
+    dropout."""
     return c.cum_seq_q is not None and not c.dropout_p
 
 

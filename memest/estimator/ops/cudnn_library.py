@@ -142,7 +142,7 @@ def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
-    """Return `device_properties` of a MIG instance; its cluster sizes are unknown and empty."""
+    """Return `device_properties` of the MIG instance `gpu`; cluster sizes are empty: unknown."""
     found = device_properties(gpus.find_gpu(gpu.whole).chip)
     if found is None:
         return None

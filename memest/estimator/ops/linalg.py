@@ -447,7 +447,7 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def _scaled_exp(a: Tensor, norms: Tensor) -> Tensor:
-    """Run `compute_T18_scale_square` for matrices with these norms."""
+    """Run `compute_T18_scale_square`: the exponential of matrices `a` with these `norms`."""
     scales = (norms / 3.01).log2().ceil().clamp(min=0)
     terms = _taylor(a * torch.pow(2, -scales).view(-1, 1, 1))
     order = scales.sort(0).indices

@@ -331,11 +331,10 @@ def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether the call runs in cuBLASLt, which adds the bias in its epilogue.
-
     `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
     contiguous matrix, the second factor has rows and columns, and the summand is a contiguous row.
-    With a fused activation it may be a matrix. One row called cuBLASLt on an H200 (torch 2.11.0).
-    """
+    With a fused activation it may be a matrix. One row called cuBLASLt on an H200 (torch
+    2.11.0)."""
     if not product.fused or product.fused == "scaled":
         return bool(product.fused)
     bias, (left, right) = args[0], _factors(product, args)
@@ -383,9 +382,7 @@ def _matrix_has_unit_stride(tensor: Tensor) -> bool:
 
 def _batch_fits(tensor: Tensor, *, fast: int) -> bool:
     """Return whether cuBLAS reads the batch without a copy: `prepare_batch_matrix_for_cublas`.
-
-    `fast` is the dim that is contiguous when the factor needs no transposition.
-    """
+    `fast` is the dim that is contiguous when the factor needs no transposition."""
     sizes, strides, leading = tensor.shape, tensor.stride(), 3 - fast
     if strides[fast] == 1 and strides[leading] >= max(1, sizes[fast]):
         return True

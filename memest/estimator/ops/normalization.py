@@ -106,7 +106,7 @@ def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
 
 
 def _takes_rows(tensor: Tensor) -> bool:
-    """Return whether `batch_norm_use_channels_last_kernels`: channels are contiguous."""
+    """Return whether torch's channels-last kernels run (`batch_norm_use_channels_last_kernels`)."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(tensor.dim(), torch.contiguous_format)
     return tensor.is_contiguous(memory_format=last) and (tensor.dim() > 3 or tensor.stride(1) == 1)

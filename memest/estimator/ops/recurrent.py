@@ -503,7 +503,7 @@ for _packet, _mode in (
 def lstm_cell(
     then: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest."""
+    """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest; return (h, c)."""
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hidden[0], w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     out = aten._thnn_fused_lstm_cell.default(*gates, hidden[1], b_ih, b_hh)

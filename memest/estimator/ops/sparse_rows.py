@@ -81,7 +81,7 @@ def _made(parts: Parts, shape: Sequence[int], layout: torch.layout = CSR) -> Ten
 
 
 def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
-    """Return a matrix of these parts with the shape and layout of `like`."""
+    """Return a matrix of `parts` (offsets, indices, values) with the shape and layout of `like`."""
     return _made(parts, like.shape, like.layout)
 
 

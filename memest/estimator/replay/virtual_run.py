@@ -126,7 +126,7 @@ class NoLines(ScriptLines):
     """Stub of `ScriptLines` for a run without a script."""
 
     def frame(self, frame: Any = None) -> None:
-        """Return None."""
+        """Return None: a plan has no script whose frame could be found."""
         return
 
     def current(self) -> str:

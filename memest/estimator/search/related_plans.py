@@ -52,7 +52,7 @@ class TraceSeries:
         self._broken: set[tuple[int, int]] = set()  # starts and spacings without an interpolation
 
     def trace(self, value: int) -> TracedPlan:
-        """Simulate the plan at `value`, or return the cached result."""
+        """Simulate the plan with its key set to `value`, or return the cached result."""
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
             trace = trace_plan if self.must_simulate else logged_trace

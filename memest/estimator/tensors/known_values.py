@@ -300,7 +300,8 @@ class KnownValues:
 
 
 def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:
-    """Return a view of `flags`, one per byte of a storage, at each element's first byte."""
+    """Return the flags of each element's first byte; `flags` has one flag per byte of the
+    storage."""
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * item)

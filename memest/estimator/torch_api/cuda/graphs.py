@@ -153,7 +153,7 @@ class _PoolFunctions:
         self._mode.timeline.serve_from(None)
 
     def releasePool(self, device: int, pool: Pool) -> None:
-        """Do nothing: the trees hold the pool by a graph."""
+        """Do nothing: a CUDA graph of the graph trees still holds the pool."""
 
     def getCheckpointState(self, device: int, pool: Pool) -> tuple[int, dict[int, int]]:
         """Return (number of the pool, {address: bytes} of its live blocks)."""
