@@ -22,9 +22,10 @@ __all__ = ["PreflightCallback"]
 
 
 class PreflightCallback(Callback):
-    """Runs `memest.preflight` when `trainer.fit` begins, before the model goes to the GPU.
+    """Predicts the peak memory by `memest.preflight` when `trainer.fit` begins.
 
-    When it ends, a line has the predicted and the measured peak; loggers get both.
+    The model goes to the GPU afterwards. At the end of the fit, a line on stderr and the loggers
+    have the predicted and the measured peak.
 
         trainer = L.Trainer(callbacks=[PreflightCallback()])
 
@@ -41,7 +42,7 @@ class PreflightCallback(Callback):
         self._result: Preflight | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Run the preflight; Lightning calls `setup` first."""
+        """Run the preflight before a fit, on global rank 0; Lightning calls this hook first."""
         if stage == "fit" and trainer.is_global_zero:
             self._result = preflight(**self._options)
 

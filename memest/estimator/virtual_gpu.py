@@ -60,21 +60,22 @@ ALL_ON_ONE = (
 
 
 class StepLimit(SystemExit):
-    """Ends the script after `max_steps` optimizer steps."""
+    """Exception that ends the script after `max_steps` optimizer steps (`VirtualGpu`)."""
 
 
 class VirtualGpu:
-    """One virtual GPU, active within a `with` block; one at a time in a process.
+    """Virtual GPU on which torch code runs within a `with` block; one at a time in a process.
 
     Args:
         gpu: the GPU to simulate.
         limit_bytes: bytes that its allocator may reserve; None is all of the GPU but its context.
         max_steps: optimizer steps after which `StepLimit` ends the script; None is unlimited.
         is_strict: raise instead of guessing values.
-        roots: folders whose code is the script's, wherever they are.
-        lines: finds the line of the script; None searches outside of libraries and in `roots`.
+        roots: folders whose code counts as the script's, not as a library's.
+        lines: finds the running line of the script; None skips libraries, but not `roots`.
         rank: rank of this GPU among several.
         settings: settings of the allocator; None reads the environment at the first use.
+        is_immediate: free blocks immediately, even if other streams use them.
     """
 
     _active: "VirtualGpu | None" = None
@@ -216,7 +217,7 @@ class VirtualGpu:
 
     @property
     def communicators_bytes(self) -> int:
-        """Bytes of NCCL's communicators of groups that were used."""
+        """GPU memory in bytes of NCCL's communicators, for the groups that were used."""
         return self.mode.works.library_bytes(self.rank)
 
     def _install_steps(self) -> None:
@@ -294,7 +295,7 @@ class VirtualGpu:
 
 
 class OwnSteps:
-    """Finds the steps of a script that trains without an optimizer of torch.
+    """Finds steps of a script that trains without a torch optimizer; calls `at_end` after each.
 
     A step begins with a write to a leaf tensor of the last backward. It ends before the next call
     of a model, or the next operator that autograd records.
@@ -328,7 +329,7 @@ class OwnSteps:
         self._leaves.clear()
 
     def follow(self, outputs: Any) -> None:
-        """Record the leaf tensors of a finished backward from `outputs`."""
+        """Record the leaf tensors of the backward that has just run from `outputs`."""
         if self._has_optimizer:
             return
         self._leaves.clear()
@@ -392,7 +393,7 @@ def _next_number() -> int:
 
 
 class DeviceThread:
-    """Gives autograd nodes the sequence numbers that they would get in the GPU's thread."""
+    """Gives autograd nodes the sequence numbers, and so the order, of the GPU's backward thread."""
 
     def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
         self._at_end, self._line = at_end, line
@@ -408,8 +409,8 @@ class DeviceThread:
         patches.set_all({"_engine_run_backward": run}, torch.autograd.graph, torch.autograd)
 
     def _run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward of `outputs` by `engine`, `_engine_run_backward`; renumber its new
-        nodes."""
+        """Run a backward of `outputs` by torch's `engine`, renumber its new nodes, and return its
+        gradients."""
         if self._is_running:  # a nested backward runs in the same thread
             return engine(outputs, *args, **kwargs)
         if self._is_mixed:
@@ -442,7 +443,8 @@ class DeviceThread:
         return grads
 
     def _renumber(self, tensors: Iterable[Any], first: int) -> None:
-        """Renumber nodes of `tensors` with numbers from `first` on, as the device thread would."""
+        """Renumber the autograd nodes below `tensors` as on a GPU. There nodes from number `first`
+        on are made in the device's thread, earlier ones in the calling thread."""
         for node in _nodes_below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
             number = node._sequence_nr()
             if number < first:
@@ -453,7 +455,7 @@ class DeviceThread:
 
 
 def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield nodes that are reachable from `tensors` through nodes that `selects` accepts."""
+    """Yield the autograd nodes of `tensors` and their inputs, as far as `selects` accepts them."""
     todo = [node for tensor in tensors for node in _nodes(tensor)]
     seen = set()
     while todo:
@@ -465,8 +467,8 @@ def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iter
 
 
 def _nodes(made: Any) -> Iterator[Any]:
-    """Yield the autograd nodes of a tensor or edge, and of tensors that `torch.func` has
-    wrapped."""
+    """Yield the autograd node of `made`, a tensor or `GradientEdge`. For a tensor that `torch.func`
+    has wrapped, also yield those of the tensors inside."""
     if isinstance(made, torch.autograd.graph.GradientEdge):
         yield made.node
     while isinstance(made, Tensor):

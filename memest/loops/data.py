@@ -49,7 +49,7 @@ def initialise(model: nn.Module) -> None:
 
 
 class RandomWeight:
-    """Random weight in a state dict, generated when transformers reads it, like a file slice."""
+    """Random weight in a state dict, generated when transformers indexes it like a file's slice."""
 
     def __init__(self, pool: Tensor, weight: Tensor) -> None:
         self._pool, self.shape, self.dtype = pool, weight.shape, weight.dtype
@@ -60,7 +60,7 @@ class RandomWeight:
         return repeated.view(self.shape).to(self.dtype)[index]
 
     def to(self, *args: Any) -> Tensor:
-        """Make the weight and move it, as transformers before 5 requests."""
+        """Generate the weight and return `to(*args)` of it, as transformers before 5 requests."""
         return self[...].to(*args)
 
 
@@ -80,9 +80,9 @@ def random_state(module: nn.Module) -> dict[str, Any]:
 
 
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
-    """Make one micro-batch for all steps, or one of each of the plan's lengths in turn.
+    """Make synthetic micro-batches: one for all steps, or one for each of the plan's lengths.
 
-    The batch equals the prediction's, with random numbers for pixels.
+    They equal those of a prediction, with random numbers for its meta tensors, such as pixels.
     """
 
     def make(batch_size: int, length: int) -> Batch:
@@ -185,8 +185,8 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
 
 
 def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
-    """Cast float inputs to 16 bits on the host, as Lightning's `HalfPrecision.convert_input`
-    does."""
+    """Cast float inputs on the host to 16 bits for the precisions `bf16-true` and `16-true`, as
+    Lightning's `HalfPrecision.convert_input` does."""
     dtype = input_dtype(plan)
     if dtype is None:
         return inputs
@@ -211,12 +211,13 @@ def checkpoint_source(config: ModelConfig) -> str:
 def load_base(
     plan: TrainingPlan, config: ModelConfig, built: BuiltModel, *, is_random: bool, device: str
 ) -> nn.Module:
-    """Load `built`, on meta, to `device` by `from_pretrained`; `is_random` means random weights.
+    """Return the model `built`, which is on meta, loaded to `device` by `from_pretrained`.
 
-    QLoRA quantises each weight while it is loaded, unless the plan quantises in place.
+    `is_random` means random weights, else a checkpoint's. QLoRA quantises each weight while it is
+    loaded, unless the plan quantises in place.
 
     Raises:
-        MemestError: the weights cannot be had or do not load.
+        MemestError: the weights are not found or do not load.
     """
     cls: Any = type(built.module)
     index = torch.device(device).index  # accelerate 1.2 refuses `cuda:0`, since its own is `cuda`

@@ -31,8 +31,8 @@ def make_optimizer(
     """Make the plan's optimizer over `params`, with its library's defaults and the plan's options.
 
     Raises:
-        PlanError: it does not take an option, or these parameters.
-        UnsupportedError: its library is not installed.
+        PlanError: the optimizer does not take an option, or these parameters.
+        UnsupportedError: the optimizer's library is not installed.
     """
     row = OPTIMIZERS[plan.optim]
     kind = _class_of(row.library, row.class_name)
@@ -73,7 +73,7 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options of a run besides its plan."""
+    """Options of a run that are not in its plan: weights, data and a recording."""
 
     weights: str = "random"  # `random`, or `pretrained`: from the Hub or a local folder
     data: Path | None = None  # `datasets` folder of `image` and `text`; None: synthetic
@@ -121,7 +121,7 @@ class Task:
     feed: data.Feed
 
     def loss(self, model: Any, inputs: data.Inputs) -> Any:
-        """Return the loss of the running micro-batch, on the device."""
+        """Return the loss of `model` for the micro-batch `inputs`, on the device."""
         return self.job.loss_of(model, inputs, self.feed.loss_output)
 
     def batch(self, number: int) -> data.Inputs:

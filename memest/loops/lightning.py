@@ -27,7 +27,7 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
     """Return the value of `Trainer(strategy=...)`: a strategy object, or `auto` on one GPU.
 
     Raises:
-        PlanError: a class to wrap does not exist.
+        PlanError: the model has no layer of a class to wrap or to checkpoint.
         UnsupportedError: DeepSpeed is not installed.
     """
     if plan.is_ddp:
@@ -78,9 +78,9 @@ NUM_SANITY_STEPS = 2  # validation batches that Lightning runs before the first 
 
 
 class FineTune(L.LightningModule):
-    """The fine-tune of a plan, with a probe at each phase.
+    """Lightning module that trains a plan's model, and records the memory at each phase of a step.
 
-    The batch is on the host and is moved inside `training_step`, after the first probe.
+    The batch is moved to the GPU in `training_step`, after the first record of a micro-batch.
     """
 
     def __init__(self, task: Task) -> None:
@@ -92,11 +92,11 @@ class FineTune(L.LightningModule):
         self._task.job.recorder.record(phase, self.trainer.model, self.trainer.optimizers[0])
 
     def cpu(self) -> Any:
-        """Return the module unmoved: Lightning's move to the host at the end is not needed."""
+        """Return the module unmoved; Lightning calls this at the end to move it to the host."""
         return self
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make the optimizer over the parameters as the strategy left them."""
+        """Make the optimizer over the parameters, which the strategy may have replaced."""
         return self._task.make_optimizer()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -104,13 +104,13 @@ class FineTune(L.LightningModule):
         self._record(Phase.BEFORE_FORWARD)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of the next micro-batch; `batch` is its number."""
+        """Return the loss of micro-batch `batch_idx`, counted from 0; `batch` is unused."""
         inputs = self._task.batch(batch_idx)
         loss: Tensor = self._task.loss(self.model, moved(inputs, self.device))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Compute the loss of the next validation micro-batch."""
+        """Compute the loss of validation micro-batch `batch_idx`; `batch` is unused."""
         inputs = self._task.val_batch(batch_idx)
         loss_of(self.model, moved(inputs, self.device), self._task.feed.loss_output)
 
@@ -127,17 +127,17 @@ class FineTune(L.LightningModule):
         self._record(Phase.AFTER_BACKWARD)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Run the optimizer's step, then record the step's last phase."""
+        """Run the optimizer's step; after a step's last micro-batch, record the memory."""
         super().optimizer_step(*args, **kwargs)
         if self._task.job.recorder.is_last_micro_batch:
             self._record(Phase.AFTER_OPTIMIZER_STEP)
 
 
 class ShardedFineTune(FineTune):
-    """The fine-tune under FSDP2, whose wrapping Lightning leaves to the module."""
+    """`FineTune` under FSDP2: the module shards its model itself, as Lightning requires."""
 
     def configure_model(self) -> None:
-        """Shard the model over the mesh of the strategy."""
+        """Shard the model in place over the strategy's device mesh, before training."""
         shard_model(self.model, self._task.job.plan, self.device_mesh)
 
 
@@ -160,7 +160,7 @@ class _Messenger(Callback):
 
 
 class OneProcess(LightningEnvironment):
-    """Cluster environment of one process, regardless of launchers' variables."""
+    """Lightning environment in which one process is `rank`; launchers' variables have no effect."""
 
     creates_processes_externally = True  # so Lightning starts no processes
     main_address, main_port = "127.0.0.1", 1  # are never contacted
@@ -179,9 +179,9 @@ class OneProcess(LightningEnvironment):
 
 
 def fit(task: Task) -> None:
-    """Train for the plan's steps; if a listener ends the process, there is no teardown.
+    """Train for the plan's steps by Lightning's Trainer, with the same micro-batches on each rank.
 
-    Every rank gets the same micro-batches.
+    A listener may end the process before the Trainer's teardown.
     """
     job, plan = task.job, task.job.plan
     kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune

@@ -12,7 +12,7 @@ from memest.report import Phase
 
 
 def fit(task: Task) -> None:
-    """Train for the plan's steps, and validate as often as it specifies."""
+    """Train for the plan's steps, and validate as often as the plan specifies."""
     loop, listener, plan = _Loop(task), task.job.listener, task.job.plan
     listener.on_ready()
     num_batches = plan.steps * plan.accumulate_grad_batches
@@ -35,7 +35,7 @@ class _Loop:
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=is_scaled)
 
     def micro_batch(self, number: int) -> None:
-        """Run forward and backward of micro-batch `number`, with probes."""
+        """Run forward and backward of micro-batch `number`; record the memory around each."""
         self._record(Phase.BEFORE_FORWARD)
         inputs = moved(self.task.batch(number), self.where)
         with self._autocast():
@@ -46,7 +46,7 @@ class _Loop:
         self._record(Phase.AFTER_BACKWARD)
 
     def step(self) -> None:
-        """Clip the gradients, run the optimizer's step, and free the gradients."""
+        """Clip the gradients, run the optimizer's step, free the gradients, record the memory."""
         if self.plan.gradient_clip_val:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.gradient_clip_val)
@@ -57,7 +57,7 @@ class _Loop:
 
     @torch.no_grad()
     def validate(self) -> None:
-        """Compute the losses of the validation."""
+        """Compute the losses of the validation micro-batches, and record the memory."""
         self.model.eval()
         for number in range(self.plan.limit_val_batches):
             inputs = moved(self.task.val_batch(number), self.where)

@@ -18,12 +18,12 @@ class Reading:
 
 
 class CudaMemory:
-    """The caching allocator of torch on the current CUDA device."""
+    """Reader of torch's caching allocator on the current CUDA device."""
 
     device_type = "cuda"
 
     def read(self) -> Reading:
-        """Return the figures now, and reset the peaks; kernels in flight do not change them."""
+        """Return current and peak bytes, and reset the peaks; the GPU need not be idle."""
         import torch
 
         reading = Reading(
@@ -51,12 +51,12 @@ class PhaseRecorder:
     states: Any = None  # parameters, gradients, optimizer states (`States`), set before a row
 
     def start(self) -> None:
-        """Reset the peaks after the model is built."""
+        """Reset the peaks, so that those of building the model do not count; call `on_start`."""
         self.memory.read()
         self.on_start()
 
     def note_peaks(self) -> Reading:
-        """Read the allocator and update the peaks; also called after an error, in mid-phase."""
+        """Read the allocator, update the highest figures so far, and return the reading."""
         reading = self.memory.read()
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, reading.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reading.peak_reserved_bytes)

@@ -21,7 +21,7 @@ from memest.report import Phase
 
 
 def fit(task: Task) -> None:
-    """Train for the plan's steps, and evaluate as often as it specifies."""
+    """Train for the plan's steps, and evaluate as often as the plan specifies."""
     plan = task.job.plan
     with tempfile.TemporaryDirectory() as folder:
         # as in a user's script the Trainer makes the optimizer, in groups with and without decay
@@ -55,14 +55,14 @@ class ProbedTrainer(Trainer):
         return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Move all micro-batches of a step to the GPU at once, including those that are skipped."""
+        """Return a step's micro-batches; also move `num_ahead` that are not run to the GPU."""
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self.task.batch(number) for number in range(self.num_ahead)]
         self._ahead = [send_to_device(batch, device) for batch in batches]
         return found
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a micro-batch, with probes before its forward and after its backward."""
+        """Run a micro-batch; record the memory before its forward and after its backward."""
         self.record(Phase.BEFORE_FORWARD)
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.record(Phase.AFTER_BACKWARD)
@@ -109,7 +109,7 @@ def _loader(numbers: Any, batch_of: Any) -> Any:
 
 
 def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the Trainer arguments for the plan's optimizer; {} if the Trainer has no such one."""
+    """Return the Trainer arguments for the plan's optimizer; {} if the Trainer cannot make it."""
     name = OPTIMIZERS[plan.optim].transformers
     if not name or plan.momentum or plan.nesterov or plan.optim_options:
         return {}

@@ -30,13 +30,13 @@ def assemble(
     load: Callable[[BuiltModel], nn.Module] | None = None,
     initialise: Callable[[nn.Module], Any] | None = None,
 ) -> BuiltModel:  # fmt: skip
-    """Build the module that a plan trains, on `device` and in training mode, as Lightning has it.
+    """Build the model of `config`, and quantise, adapt, freeze and cast it as `plan` specifies.
 
-    `load` loads the module that is built on meta, quantised if the plan quantises while loading;
-    None builds it on `device`. `initialise` sets the weights before anything is derived from them.
+    `load` gets the model on meta and returns it with weights on `device`, quantised if the plan
+    quantises while loading; None builds it on `device`. `initialise` then sets its weights.
 
     Raises:
-        MemestError: the model class, the adapters or the patterns do not go together.
+        MemestError: the plan's adapters, patterns or options do not fit the model.
     """
     built = build_model(
         config, dtype=load_dtype(plan, config), attn_implementation=plan.attn_implementation,
@@ -83,7 +83,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return `class`, `num_params` and `num_trainable_params`; quantised weights count as bytes."""
+    """Return `class` (the model's class name), `num_params` and `num_trainable_params`. Quantised
+    weights count as their bytes, so that two of 4 bits are one parameter."""
     return {
         "class": type(unwrapped(model)).__name__,
         "num_params": sum(p.numel() for p in model.parameters()),
@@ -92,7 +93,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-    """Return the model's loss for `inputs`, or the mean of its output named `output`."""
+    """Run the model; return its loss if `output` is "loss", else the float32 mean of `output`."""
     out = model(**inputs)
     return out.loss if output == "loss" else getattr(out, output).float().mean()
 
@@ -103,14 +104,15 @@ def half_dtype(plan: TrainingPlan) -> torch.dtype:
 
 
 def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
-    """Return the dtype of float inputs under Lightning (`HalfPrecision.convert_input`), or None."""
+    """Return the dtype to which Lightning casts float inputs: 16 bits for `*-true`, else None."""
     return half_dtype(plan) if plan.precision in ("bf16-true", "16-true") else None
 
 
 def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
-    """Return the dtype in which the weights are loaded: the checkpoint's for quantised models.
+    """Return the dtype in which the weights are loaded.
 
-    FlashAttention-2 needs 16 bits, so its users set one.
+    Without QLoRA it is float32, or 16 bits for a `*-true` precision. With QLoRA it is the
+    checkpoint's, or 16 bits for quantisation in place and for FlashAttention-2.
     """
     if not plan.use_qlora:
         return input_dtype(plan) or torch.float32
@@ -126,7 +128,7 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
     """Return tokens per sample: the plan's, or the modality's default cut to the model's positions.
 
     Raises:
-        PlanError: the model has fewer positions.
+        PlanError: the plan's length is more than the model's positions.
     """
     positions = build.num_positions(config.pretrained)
     modality = config.entry.modality if config.entry is not None else "text"
@@ -144,7 +146,7 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
 
 
 def _prepare_for_kbit_training(model: Any, plan: TrainingPlan) -> None:
-    """Freeze the quantised base and cast the rest to fp32, by peft."""
+    """Freeze the quantised model and cast its other weights to fp32, by peft's function."""
     from peft import prepare_model_for_kbit_training
 
     options: dict[str, Any] = {}
@@ -244,7 +246,7 @@ def _quoted(names: Sequence[str]) -> str:
 def lora_targets(model: Any) -> Sequence[str] | None:
     """Return the names of the model's q and v projections, or of the fused projection with both.
 
-    None leaves the choice to peft.
+    None, for a model with neither, leaves the choice to peft.
     """
     names = set(linear_names(model))
     for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):

@@ -46,7 +46,7 @@ class Request:
 
     @property
     def num_padded(self) -> int:
-        """Padded tokens at the end of each row but the first: a quarter, at least one."""
+        """Tokens of padding in each row but the first: a quarter, at least 1; 0 if unpadded."""
         can_pad = self.padded and self.batch_size > 1 and self.seq_len > 1
         return max(1, self.seq_len // 4) if can_pad else 0
 
@@ -57,7 +57,7 @@ Recipe = Callable[[Request], Batch]
 def batch_of(
     request: Request, named: Mapping[str, Tensor | bool], *notes: str, image_size: int | None = None
 ) -> Batch:
-    """Make a `Batch` of `named` inputs; without labels, the loss is the mean of an output."""
+    """Make a `Batch` of `named` inputs; without labels, the loss is the mean hidden state."""
     loss_output = "loss"
     if not {"labels", "start_positions", "return_loss"} & set(named):
         loss_output = "last_hidden_state"
@@ -66,7 +66,7 @@ def batch_of(
 
 
 def random_ids(request: Request, num_tokens: int) -> Tensor:
-    """Return (B, num_tokens) ids of a fixed seed; special ids only if there are no others.
+    """Return random ids (B, num_tokens) of a fixed seed; special ids only for lack of others.
 
     Special ids are all `*_token_id` and `*_token_index` of the config.
     """
@@ -86,7 +86,7 @@ def random_ids(request: Request, num_tokens: int) -> Tensor:
 
 
 def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
-    """Return `input_ids` and `attention_mask` (B, T); ids begin with `prefix` (B, T')."""
+    """Return `input_ids` and `attention_mask` (B, T); the ids begin with `prefix` (B, T')."""
     num_prefix = 0 if prefix is None else prefix.shape[1]
     ids = random_ids(request, request.seq_len - num_prefix)
     if prefix is not None:
@@ -104,7 +104,8 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
 
 
 def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
-    """Return (inputs, S): fp32 `pixel_values` (B, C, S, S), with a flag if S is not the model's."""
+    """Return (inputs, S): fp32 `pixel_values` (B, C, S, S), of S pixels a side. The flag
+    `interpolate_pos_encoding` is added if S is not the model's size."""
     vision = vision_config(request.config) or request.config
     own = default_image_size(request.config)
     size = request.image_size or own
@@ -138,7 +139,8 @@ def class_labels(request: Request) -> Tensor:
 
 
 def num_image_tokens(config: Any, image_size: int | None) -> int:
-    """Return image tokens per row with start and end marks, for `image_size` pixels; 0 if none."""
+    """Return a row's number of image tokens, start and end marks included; 0 without images.
+    `image_size` is in pixels a side; None is the model's."""
     size = image_size or default_image_size(config) or 0
     vision: Any = getattr(config, "vision_config", None)
     if config.model_type == "llava":

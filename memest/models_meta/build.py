@@ -91,7 +91,8 @@ def build_model(
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:
-    """Return the class of remote code, `architectures`, or an Auto class; append why to `notes`."""
+    """Return the model class: of remote code, named in `architectures`, or found by an Auto class.
+    Append a note to `notes` unless `architectures` names it."""
     import transformers
 
     if config.remote_code:
@@ -120,7 +121,8 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
 
 
 def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
-    """Return [note] on sub-models run eager as they have no sdpa; [] if `requested` is eager."""
+    """Return [note] on sub-models eager for lack of sdpa; [] if none, or if `requested` is
+    eager."""
     if requested == "eager":
         return []
     eager = {
@@ -184,7 +186,7 @@ def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
 
 
 def num_positions(config: "PretrainedConfig") -> int | None:
-    """Return the maximal number of text tokens, or None if unlimited (T5, ALiBi)."""
+    """Return the maximal number of text tokens; None if unlimited (T5, ALiBi) or not given."""
     text = text_config(config)
     if text.model_type in _FAMILIES["relative_positions"] + _FAMILIES["alibi_positions"]:
         return None
@@ -198,7 +200,7 @@ def num_positions(config: "PretrainedConfig") -> int | None:
 
 
 def default_image_size(config: "PretrainedConfig") -> int | None:
-    """Return pixels a side of the model's square image, or None for a model without images."""
+    """Return the side of the model's images in pixels, 448 if it takes any; None without images."""
     vision = vision_config(config)
     size = getattr(vision if vision is not None else config, "image_size", None)
     if isinstance(size, Sequence) and size:
@@ -229,7 +231,7 @@ def vision_config(config: Any) -> Any:
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
-    """Turn `requires_grad` off for what `patterns` match; return the number of weights frozen.
+    """Freeze the parameters that `patterns` match; return the number of elements that this froze.
 
     A pattern is a shell glob over parameter names (`vision_model.*`, `*.layers.[0-9].*`), or a
     module name for all parameters in it. A tied parameter matches by each of its names.

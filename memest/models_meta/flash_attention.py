@@ -43,7 +43,7 @@ _library.define(  # type: ignore[no-untyped-call]
 def _forward_on_meta(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (output, logsumexp, random state) for (B, L, H, E), or (N, H, E) with `cu_seqlens`."""
+    """Return (output, logsumexp, random state); `query` is (B, L, H, E), (N, H, E) if packed."""
     out = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
     B, L, H = (1, *query.shape[:2]) if cu_seqlens is not None else query.shape[:3]
     lse_shape = (H, L) if cu_seqlens is not None else (B, H, L)
@@ -57,7 +57,7 @@ def _backward_on_meta(
     grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cu_seqlens: Tensor | None,
     deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    """Return row sums of gradient times output; write gradients into the three given tensors."""
+    """Return row sums of `grad_out` times `out`, without values; a kernel writes the gradients."""
     if cu_seqlens is not None:
         N, H = query.shape[:2]
         shape: tuple[int, ...] = (H, N + _BLOCK * (cu_seqlens.numel() - 1))
@@ -77,9 +77,8 @@ BACKWARD = torch.ops.memest.flash_attention_backward.default
 class FlashAttention(torch.autograd.Function):
     """`FlashAttnFunc`, `FlashAttnVarlenFunc` and their variants for packed tensors.
 
-    It saves query, key, value, output and logsumexp, padded if the width is no multiple of 8. Key
-    and value are parts of `packed` if it is given, as is the query unless it is given. Gradients of
-    the parts are parts of one tensor too.
+    It saves query, key, value, output and logsumexp, padded to a width that is a multiple of 8.
+    `packed` has key and value, and the query if `query` is None; so has its gradient.
     """
 
     @staticmethod
@@ -89,7 +88,8 @@ class FlashAttention(torch.autograd.Function):
         max_lengths: tuple[int, int], dropout_p: float, is_windowed: bool, deterministic: bool,
         is_kept: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the attention's output, as wide as the inputs; save tensors only if `is_kept`."""
+        """Return the attention's output, as wide as the inputs; save tensors only if `is_kept`. Of
+        packed texts, `cu_seqlens` are the bounds of (queries, keys), `max_lengths` the longest."""
         parts = () if packed is None else packed.detach().unbind(-3)
         ctx.num_parts = len(parts)
         given: list[Any] = [t for t in (query, key, value, *parts) if t is not None]
@@ -130,7 +130,7 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 class _Options(NamedTuple):
-    """Optional parameters at the end of each function of `flash_attn`, in its order."""
+    """Optional parameters at the end of each function of `flash_attn`, in the package's order."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -144,10 +144,10 @@ class _Options(NamedTuple):
 
 
 def _function(name: str, tensors: str, texts: str = "") -> Callable[..., Tensor]:
-    """Return the function `name` of the package, whose signature transformers inspects.
+    """Return the replacement of function `name` of `flash_attn`, with the same signature.
 
-    Its arguments are `tensors`, then the bounds and longest lengths of `texts` that are packed into
-    one row, then the options.
+    `tensors` and `texts` list argument names: tensors, then bounds and longest lengths of texts
+    that are packed into one row. The options follow.
     """
     names = (*tensors.split(), *texts.split())
     every = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in (*names, *_Options._fields)]
@@ -188,7 +188,7 @@ def _attend(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, packed: Tensor | None,
     options: _Options, *texts: Any,
 ) -> Tensor:  # fmt: skip
-    """Run the attention; `texts` are the bounds and longest lengths of queries and of keys."""
+    """Run the attention; `texts`, if packed: bounds of queries and keys, longest query and key."""
     parts = () if packed is None else packed.unbind(-3)
     given = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
     _check_call(given, options)
@@ -209,7 +209,7 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _check_call(given: Sequence[Tensor], options: _Options) -> None:
-    """Check `given` (query, key, value) as flash_api.cpp's `mha_fwd` does; else a `PlanError`."""
+    """Raise a `PlanError` if `mha_fwd` of flash_api.cpp refuses `given` (query, key, value)."""
     query, key, _ = given
     dtypes = {str(t.dtype).removeprefix("torch.") for t in given}
     if len(dtypes) > 1 or query.dtype not in _HALF:
@@ -241,7 +241,7 @@ def _check_call(given: Sequence[Tensor], options: _Options) -> None:
 
 
 class _TakeRows(torch.autograd.Function):
-    """`IndexFirstAxis`: gather rows of (B * L, ...)."""
+    """`IndexFirstAxis` of flash_attn: gather the rows `indices` of (B * L, ...)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _PutRows(torch.autograd.Function):
-    """`IndexPutFirstAxis`: scatter rows among zeros."""
+    """`IndexPutFirstAxis` of flash_attn: scatter rows to `indices` among zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor, num_rows: int) -> Tensor:
@@ -280,7 +280,8 @@ class _PutRows(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Return ((B, L, ...) packed to (N, ...), positions, text bounds, longest text, lengths)."""
+    """Return (rows (N, ...) of (B, L, ...) that the masks select, their indices in (B * L), bounds
+    of the texts (B + 1), longest text, lengths (B) by `attention_mask`)."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -292,7 +293,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Unpack (N, ...) to (`batch`, `seqlen`, ...), with zeros elsewhere."""
+    """Put rows (N, ...) at `indices` into (`batch`, `seqlen`, ...), with zeros elsewhere."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
     return out.reshape(batch, seqlen, *hidden_states.shape[1:])
 
@@ -302,9 +303,9 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 @contextlib.contextmanager
 def replace_functions() -> Iterator[None]:
-    """Patch transformers to use the functions above instead of those of `flash_attn`.
+    """Make transformers use this module's functions instead of `flash_attn`'s within the block.
 
-    An installed package is not imported, and `sys.modules` is unchanged.
+    An installed `flash_attn` is not imported, and `sys.modules` is unchanged.
     """
     from transformers import modeling_flash_attention_utils as utils
 
@@ -367,7 +368,7 @@ _IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
 def mark_quantized(model: nn.Module) -> None:
     """Mark the configs in `model` as quantised, as `from_pretrained` does.
 
-    transformers casts float32 queries to the config's dtype then (`get_target_dtype`).
+    For a marked config, transformers casts float32 queries to its dtype (`get_target_dtype`).
     """
     from transformers import PreTrainedModel
 

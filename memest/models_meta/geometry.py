@@ -16,7 +16,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
-    """Sizes of one layer, for the textbook's formula of activation bytes and its corrections."""
+    """Sizes of one layer, for the textbook formula of activation bytes and its corrections. `h` is
+    the hidden width, `a` and `k` the query and key heads, `f` the MLP's inner width."""
 
     h: int
     a: int

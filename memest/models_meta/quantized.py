@@ -51,11 +51,11 @@ def skipped_modules(model: Any, plan: TrainingPlan) -> list[str]:
 def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return names and layers that `replace_with_bnb_linear` of transformers would convert.
 
-    The list holds the originals until a loop over it ends, like a loop over
-    `list(model.named_modules())`. `skip` has patterns of modules to leave alone.
+    The list keeps all original layers alive until a loop over it ends. `skip` has patterns of names
+    of modules to leave alone.
 
     Raises:
-        PlanError: there are none.
+        PlanError: no layer is left to quantise.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers import quantizers_utils
@@ -92,8 +92,8 @@ def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
 def quantize(model: nn.Module, plan: TrainingPlan, skip: Sequence[str] = ()) -> None:
     """Replace the linear layers of `model` by bitsandbytes' `Linear4bit` (nf4) or `Linear8bitLt`.
 
-    The list of layers holds the originals to the end, as a loop over `list(model.named_modules())`
-    does. `skip` has patterns of modules to leave alone.
+    All original layers stay alive until the end, as in transformers' loop. `skip` has patterns of
+    names of modules to leave alone.
 
     Raises:
         PlanError: no layer is left to quantise.

@@ -41,7 +41,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """A bundled model: the fields of its file except the config."""
+    """Bundled model: its names, numbers of parameters and sources, without its config."""
 
     name: str  # last part of the Hub id, and name of the file
     hub_id: str
@@ -90,9 +90,9 @@ def list_models() -> list[ModelEntry]:
 
 
 def find_entry(name: str) -> ModelEntry | None:
-    """Return the bundled model for a short name, Hub id or alias.
+    """Return the bundled model with this short name, Hub id or alias, or None.
 
-    Upper and lower case are alike, and so are `-`, `_` and a blank, except between digits.
+    Case does not matter. `-`, `_` and a blank are ignored, but between two digits they are alike.
 
     >>> find_entry("salesforce/BLIP2-flan-t5-xxl").name, find_entry("openllama-7b").name
     ('blip2-flan-t5-xxl', 'open_llama_7b')
@@ -103,7 +103,7 @@ def find_entry(name: str) -> ModelEntry | None:
 def resolve_config(
     name: str, *, trust_remote_code: bool = False, packages: Sequence[str] = PLANS
 ) -> ModelConfig:
-    """Return the config that `name` refers to; the caller needs `packages`.
+    """Return the config that `name` refers to; `packages`, which the caller needs, are checked.
 
     Tried in this order: a bundled name, a path (a config.json or its folder), and a Hub id
     `org/name`. Only the config.json of a Hub id is downloaded.
@@ -136,7 +136,7 @@ def resolve_config(
 
 
 def check_name(name: str) -> None:
-    """Raise `UnknownModelError` or `UnsupportedError` as `resolve_config`; imports nothing."""
+    """Raise errors of `resolve_config` that `name` alone shows, without imports or the network."""
     if find_entry(name) is None and _config_path(name) is None and not _HUB_ID.fullmatch(name):
         raise _unknown(name)
     require(*PLANS)
@@ -248,7 +248,7 @@ def _download_config(hub_id: str) -> Path:
 
 
 def _hub_is_reachable(hub_id: str) -> bool:
-    """Return whether the Hub answers for `hub_id`; its own client retries for half a minute."""
+    """Return whether the Hub answers for `hub_id` within 5 s, since its client retries for 30 s."""
     from huggingface_hub import get_session, hf_hub_url
 
     try:
@@ -259,7 +259,7 @@ def _hub_is_reachable(hub_id: str) -> bool:
 
 
 def dtype_keyword() -> str:
-    """Return the keyword for the dtype of weights; transformers 4.56 renamed it."""
+    """Return transformers' keyword for the dtype: `dtype`, or `torch_dtype` before 4.56."""
     from transformers import PretrainedConfig
 
     return "dtype" if hasattr(PretrainedConfig, "dtype") else "torch_dtype"
@@ -292,7 +292,8 @@ def parse_config(
     raw: object, *, name: str, source: str = "", entry: ModelEntry | None = None,
     remote_from: str = "",
 ) -> ModelConfig:  # fmt: skip
-    """Return the config in `raw`, read from a config.json; `remote_from` has the code it runs."""
+    """Check `raw`, the content of a config.json, and return it as a `ModelConfig`. `remote_from` is
+    the folder or Hub id whose code may run; "" allows none."""
     if not isinstance(raw, dict):
         kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
         raise PlanError(
@@ -391,7 +392,7 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
 
 
 def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str) -> str:
-    """Return the class name that `raw` has in `architectures`, after a check; "" if it has none."""
+    """Return the class name in `architectures` of `raw`, after a check; "" if there is none."""
     import transformers
 
     names = raw.get("architectures")

@@ -26,7 +26,7 @@ except ImportError:  # torch 2.5
 class States:
     """Parameters, gradients and optimizer state of a sharded model, for counting their bytes.
 
-    Parameters are collected between steps, because FSDP2 replaces them while a layer is gathered.
+    Parameters are collected at creation, between steps: FSDP2 replaces gathered ones.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -46,7 +46,7 @@ class States:
     def grads(self) -> Iterator[Tensor]:
         """Yield the stored gradients: `.grad`, or the strategy's replacement.
 
-        FSDP1: those of the flat parameters. ZeRO 1 and 2: averaged and accumulated ones of the
+        FSDP1: those of the flat parameters. ZeRO 1 and 2: averaged and accumulated gradients of the
         partition, besides `.grad`. ZeRO-3: its flat buffer of partitions.
         """
         found: list[Any] = [p.grad for p in self._parameters]
@@ -105,7 +105,7 @@ def _distinct(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
-    """Return class names of the layers to wrap, sorted: the plan's, or the model's.
+    """Return the class names of layers that FSDP wraps: the plan's, or the model's own, sorted.
 
     The model's are `_no_split_modules` of itself and its inner models (`post_init` of transformers
     5), without names that no module has.
@@ -204,8 +204,8 @@ def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
 def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     """Apply FSDP2's `fully_shard` to each layer to wrap, then to the model, in place.
 
-    As in Lightning's example, parameters have 16 bits and gradients are summed in 32. Checkpointed
-    layers are wrapped first, without reentering. `mesh` has one axis, or under `HYBRID_SHARD`
+    For `*-mixed`, parameters are gathered in 16 bits and gradients summed in 32, as in Lightning's
+    example. Before, layers to checkpoint are wrapped. `mesh` has one axis, or under `HYBRID_SHARD`
     replicas by shards.
 
     Raises:

@@ -13,7 +13,7 @@ from memest.estimator.tensors.patches import Patches
 
 
 def install(patches: Patches, hooks: ImportHooks, work: WorkLog) -> None:
-    """Log host time of checkpointing, saved-tensor hooks and parallelism libraries in `work`."""
+    """Make `work` log host time of checkpointing, saved-tensor hooks and parallelism libraries."""
     make = saved_tensors_hooks.__init__
 
     def init(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:
@@ -36,7 +36,7 @@ def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) ->
 
 
 def _count(patches: Patches, work: WorkLog, names: dict[str, str], module: Any) -> None:
-    """Log each call of the functions `names` of `module`; `names` maps to kinds of host time."""
+    """Make `work` log calls of functions of `module`. `names`: {function: kind of host time}."""
     for name, kind in names.items():
         owner, _, attribute = name.rpartition(".")
         place = getattr(module, owner) if owner else module

@@ -20,7 +20,7 @@ from memest.plan.reading import read_table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchRelease:
-    """Behaviour of one torch release on which memory depends: a row of `releases.json`."""
+    """Properties of one torch release that affect memory: a row of `releases.json`."""
 
     version: tuple[int, int]
 
@@ -93,7 +93,8 @@ def simulated() -> TorchRelease:
 
 @contextmanager
 def simulating(release: str | None) -> Iterator[None]:
-    """Simulate torch version `release` in the block and in child processes, or `PlanError`."""
+    """Simulate torch `release` (None: no change) in the block and child processes, or
+    `PlanError`."""
     if release is None:
         yield
         return
@@ -149,15 +150,15 @@ def check_torch() -> None:
 
 
 def returns_large_numbers() -> bool:
-    """Return whether a dispatch mode may return numbers of 2**63 and more (pytorch/pytorch#160102).
+    """Return whether a dispatch mode can return integers of 2**63 and more in the installed torch.
 
-    Before torch 2.9 C++ converts the number that a mode returns to `int64_t`.
+    Before torch 2.9 C++ converts the number to `int64_t` (pytorch/pytorch#160102).
     """
     return (_numbers(_installed()) or RELEASES[-1].version) >= (2, 9)
 
 
 def makes_subclasses_under_modes() -> bool:
-    """Return whether `as_subclass` runs under a dispatch mode.
+    """Return whether `Tensor.as_subclass` works under a dispatch mode in the installed torch.
 
     Before torch 2.6 it refuses the tensor that a mode returns (`THPVariable_NewWithVar`,
     torch/csrc/autograd/python_variable.cpp).
@@ -166,7 +167,7 @@ def makes_subclasses_under_modes() -> bool:
 
 
 def allows_tf32(operation: str) -> bool:
-    """Return whether float32 products of a `matmul`, `conv` or `rnn` may use TF32.
+    """Return whether float32 products of `operation`, a `matmul`, `conv` or `rnn`, may use TF32.
 
     From torch 2.9 `fp32_precision` is what the kernels read. There `allow_tf32` raises an error
     after a script has set both (`Context::allowTF32CuBLAS`, `allowTF32CuDNN`, ATen/Context.cpp).
@@ -182,7 +183,7 @@ def allows_tf32(operation: str) -> bool:
 
 
 def other_kernels(torch: ModuleType) -> str:
-    """Return the platform, such as ROCm, of a torch build that is not for CUDA; "" for CUDA."""
+    """Return the platform, such as ROCm, of a torch build for neither CUDA nor CPU; else ""."""
     if hip := getattr(torch.version, "hip", None):
         return f"ROCm {hip}"
     return "MPS" if torch.backends.mps.is_built() else ""

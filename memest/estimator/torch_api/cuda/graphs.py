@@ -25,7 +25,7 @@ from memest.estimator.tensors.placement import GPU, storage_key
 
 
 class Captures:
-    """Private memory pools of CUDA graphs, and the graphs that use them."""
+    """Private memory pools, their numbers of users (graphs, `MemPool`s), and captures into them."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.mode = mode
@@ -34,26 +34,26 @@ class Captures:
         self._states: Any = WeakKeyDictionary()  # seed and offset on the GPU, by generator
 
     def new_pool(self) -> tuple[int, int]:
-        """Return a new pool id, as `graph_pool_handle` does."""
+        """Return the id (0, number) of a new private pool, as torch's `graph_pool_handle` does."""
         return 0, next(self._numbers)
 
     def begin(self, pool: tuple[int, int]) -> None:
-        """Serve requests from private pool `pool` until the capture ends."""
+        """Begin a capture: until it ends, allocate from the private pool with id `pool`."""
         self.register(torch.cuda.default_generators[GPU.device.index])
         self.graphs[pool[1]] += 1
         self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
 
     def register(self, generator: torch.Generator) -> None:
-        """Store seed and offset of a generator on the GPU while there are graphs.
+        """Allocate seed and offset of `generator` on the GPU; they are freed with the last graph.
 
-        `CUDAGeneratorState::register_graph` of CUDAGeneratorImpl.cpp (torch 2.11).
+        As `CUDAGeneratorState::register_graph` of CUDAGeneratorImpl.cpp (torch 2.11).
         """
         if generator not in self._states:
             made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
             self._states[generator] = tuple(made)
 
     def release(self, pool: tuple[int, int]) -> None:
-        """Record that a graph of `pool` was freed; without graphs its segments can be freed."""
+        """Record that a user of `pool` was freed; a pool without users can free its segments."""
         self.graphs[pool[1]] -= 1
         if not self.graphs[pool[1]]:
             self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
@@ -83,7 +83,7 @@ class CudaGraph:
         self._work = self.captures.mode.work.captured()
 
     def replay(self) -> None:
-        """Launch all kernels at once; they request no memory."""
+        """Launch the captured kernels in one call; they request no memory."""
         if self._work is not None:
             self.captures.mode.work.add(self._work)
 
@@ -93,7 +93,7 @@ class CudaGraph:
     instantiate = enable_debug_mode = debug_dump = constant(None)
 
     def reset(self) -> None:
-        """Free the graph's memory, except what other graphs of its pool use."""
+        """Release the graph's pool, whose memory can be freed if no other graph uses it."""
         if self._pool is not None:
             self.captures.release(self._pool)
             self._pool = None
@@ -108,9 +108,9 @@ class CudaGraph:
 
 
 class MemPool:
-    """Private pool, as `torch.cuda.MemPool`; its free segments stay while the object exists.
+    """Private memory pool, as `torch.cuda.MemPool`; its free segments stay while the object exists.
 
-    torch frees them with the object, memest at the next `empty_cache`.
+    When the object is deleted, torch frees them immediately, memest at the next `empty_cache`.
     """
 
     captures: ClassVar[Captures]
@@ -127,7 +127,7 @@ class MemPool:
         return self.captures.graphs[self.id[1]]
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """Return the pool's segments, in the form of `torch.cuda.memory_snapshot`."""
+        """Return the pool's segments as `torch.cuda.memory_snapshot` does, without traces."""
         return torch._C._cuda_memorySnapshot((*self.id, include_traces))["segments"]
 
     def __del__(self) -> None:
@@ -139,7 +139,7 @@ Pool = tuple[int, int]
 
 
 class _PoolFunctions:
-    """Functions for the pool of graph trees, by their names in `torch._C` without `_cuda_`."""
+    """Replacements of `torch._C._cuda_NAME` by methods `NAME`, for the pool of CUDA graph trees."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode, self._memory = mode, mode.memory
@@ -162,7 +162,8 @@ class _PoolFunctions:
         return number, {block.address: block.num_bytes for block in blocks}
 
     def setCheckpointPoolState(self, device: int, state: Any, stale: Any, live: list[int]) -> None:
-        """Restore `state` of `getCheckpointState`; storages with keys `live` own its blocks."""
+        """Restore the pool to `state`, a result of `getCheckpointState`. `live` has the keys
+        (`_cdata`) of storages that own its blocks; `stale` is ignored."""
         site = self._mode.attribution.site("setCheckpointPoolState")
         number, blocks = state
         with self._memory.lock:
@@ -174,7 +175,7 @@ class _PoolFunctions:
 
 
 class _StorageFunctions:
-    """Functions for the tensors of graph trees, by their names in `torch._C` without `_`.
+    """Replacements of `torch._C._NAME` by methods `NAME`, for the tensors of CUDA graph trees.
 
     A tensor that a replayed graph writes has an address in the pool and no block of its own.
     """
@@ -213,7 +214,7 @@ class _StorageFunctions:
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Install graph capture, private pools and the memory of graph trees."""
+    """Replace torch's CUDA graphs, private pools and functions of graph trees by those here."""
     captures = Captures(mode)
     patches.set_methods(_PoolFunctions(mode), torch._C, prefix="_cuda_")
     patches.set_methods(_StorageFunctions(mode), torch._C, prefix="_")

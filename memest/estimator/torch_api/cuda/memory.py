@@ -19,7 +19,7 @@ from memest.estimator.tensors.placement import is_another, resolve
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make memory functions of `torch.cuda` read `mode`'s allocator; refuse other allocators."""
+    """Make memory functions of `torch.cuda` use `mode`'s allocator; pluggable allocators raise."""
     functions = _Functions(mode)
     for made in (functions, _Recordings(mode)):
         patches.set_methods(made, torch._C, prefix="_cuda_")
@@ -45,7 +45,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 class _OfMode:
-    """Base of classes whose methods replace functions of `torch._C`, named without a prefix."""
+    """Base class whose methods replace functions of `torch._C`, named without their prefixes."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         assert isinstance(mode.memory.allocator, CountingAllocator)
@@ -53,7 +53,7 @@ class _OfMode:
 
 
 class _Functions(_OfMode):
-    """Replacements for statistics and limits of the allocator."""
+    """Replacements of functions for the allocator's statistics, limits and settings."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         super().__init__(mode)
@@ -61,7 +61,7 @@ class _Functions(_OfMode):
         self._most_bytes = mode.gpu.limit_bytes if given is None else given
 
     def _settled(self, device: Any) -> CountingAllocator:
-        """Return the allocator of `device`, after blocks of freed tensors were returned."""
+        """Return the allocator of `device`, after blocks of freed tensors are returned to it."""
         _check(device)
         self._memory.settle()
         return self._allocator
@@ -120,7 +120,7 @@ class _Functions(_OfMode):
             self.setMemoryFraction(settings.memory_fraction)
 
     def _get_info(self, device: Any = None) -> tuple[int, int]:
-        """Return (free bytes, total bytes) of a GPU; a GPU of another process is unused."""
+        """Return (free, total) bytes of `device`; a GPU of another process counts as unused."""
         limit_bytes = self._mode.gpu.limit_bytes
         if is_another(device):
             return limit_bytes, self._total_bytes
@@ -129,7 +129,7 @@ class _Functions(_OfMode):
 
 
 class _RawBlocks(_OfMode):
-    """Replacements of `torch.cuda.caching_allocator_alloc` and `_delete`, without tensors."""
+    """Replacements of torch's functions that allocate and free GPU memory without a tensor."""
 
     def raw_alloc(self, num_bytes: int, stream: int = 0) -> int:
         if not num_bytes:
@@ -167,7 +167,7 @@ Stack = tuple[tuple[CodeType | str, int], ...]  # (code or operator, offset), in
 
 
 class Stacks:
-    """Collects Python stacks, and converts them to frames of torch's snapshots.
+    """Collects Python stacks, and converts them to frames in the form of torch's memory snapshots.
 
     With `has_operators` the running operator comes first, where torch has C++ frames.
     """
@@ -177,7 +177,7 @@ class Stacks:
         self._frames: dict[Stack, list[dict[str, Any]]] = {}
 
     def gather(self) -> Stack:
-        """Return the stack of the running thread, without frames of memest."""
+        """Return the running thread's stack, innermost frame first, without frames of memest."""
         found = list[tuple[CodeType | str, int]]()
         needs_operator = self._has_operators
         for frame, _ in walk_stack(sys._getframe(1)):
@@ -194,7 +194,7 @@ class Stacks:
         return tuple(found)
 
     def frames_of(self, stack: Stack) -> list[dict[str, Any]]:
-        """Return a snapshot's frames of a stack; one list for equal stacks, as pickles share."""
+        """Return `stack` as a list of {filename, line, name}; equal stacks get the same list."""
         if stack not in self._frames:
             self._frames[stack] = [_frame(code, at) for code, at in stack]
         return self._frames[stack]
@@ -229,10 +229,11 @@ class _Recordings(_OfMode):
         self, enabled: str | None, context: str | None = "all", stacks: str = "all",
         max_entries: int = sys.maxsize, clear_history: bool = False, *others: Any,
     ) -> None:  # fmt: skip
-        """Start a recording, or end it if `enabled` is None; `RuntimeError` for a wrong option.
+        """Start recording the allocator's events, or stop if `enabled` is None.
 
-        `others` are compile context, annotations and actions to skip, of which only the last has an
-        effect.
+        Options are those of `torch.cuda.memory._record_memory_history`; a wrong one raises
+        `RuntimeError`. `others` are compile context, annotations and actions to skip; only the last
+        has an effect.
         """
         given = {"state": enabled, "context": context, "stacks": stacks}
         for option, word in given.items():
@@ -260,15 +261,16 @@ class _Recordings(_OfMode):
         self, enabled: bool, has_stacks: bool = True, max_entries: int = 1,
         has_stacks_of_entries: bool = False, has_cpp_stacks: bool = False, *others: Any,
     ) -> None:  # fmt: skip
-        """Start or end a recording in torch's older form. `has_stacks` is the context "state",
-        `has_stacks_of_entries` "alloc", and `has_cpp_stacks` the stacks "all"."""
+        """Start or stop a recording, by the flags of torch's older function. `context` is "alloc"
+        with `has_stacks_of_entries`, else "state" with `has_stacks`. `stacks` is "all" with
+        `has_cpp_stacks`."""
         context = "alloc" if has_stacks_of_entries else "state" if has_stacks else None
         stacks = "all" if has_cpp_stacks else "python"
         state = "all" if enabled else None
         self.record_memory_history(state, context, stacks, max_entries, *others)
 
     def _follow_frees(self, follows: bool) -> None:
-        """If `follows`, record stacks at which Python frees storages; else stop."""
+        """Record the stacks at which Python frees storages if `follows`; else stop doing so."""
         memory, allocator = self._memory, self._allocator
         vars(memory).pop("free", None)
         free = memory.free
@@ -288,8 +290,8 @@ class _Recordings(_OfMode):
     def memorySnapshot(self, options: Any = None) -> dict[str, Any]:
         """Return segments and trace, in the form of torch's snapshot.
 
-        `options` are the id of a private pool (two numbers), or zeros for all segments. A third
-        option, False, leaves out the trace.
+        `options` begin with the id of a private pool (two numbers); (0, 0) selects all segments, as
+        None does. A third option, False, leaves out the trace.
         """
         self._memory.settle()
         history = self._allocator.history

@@ -20,8 +20,8 @@ NOT_AVAILABLE = "[N/A]"  # printed for a field that a GPU lacks
 
 
 def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
-    """Return what `nvidia-smi` with arguments `words` prints: a query as CSV, all else as a
-    table."""
+    """Return what `nvidia-smi` prints for arguments `words`: a list (`-L`), CSV for a query, or a
+    table. `gpus` has the values of each GPU by field name, such as `memory.used` in MiB."""
     options = dict(word.lstrip("-").partition("=")[::2] for word in words)
     if "L" in options or "list-gpus" in options:
         return "\n".join(f"GPU {g['index']}: {g['name']} (UUID: {g['uuid']})" for g in gpus)
@@ -51,9 +51,9 @@ def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
 
 
 def install(patches: Any, module: Any) -> None:
-    """Put memest's `nvidia-smi` first on `PATH` for processes that name it.
+    """Put memest's `nvidia-smi` first on `PATH` of child processes whose command names it.
 
-    `module` is `pynvml` of the virtual GPU.
+    `module` is the `pynvml` of the virtual GPU.
     """
 
     @cache
@@ -80,8 +80,8 @@ def install(patches: Any, module: Any) -> None:
 
 
 def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
-    """Write the program and the GPU's present values, which `nvml` returns, to `folder`. Return the
-    process's environment `given` (None: this one's) with `folder` first on `PATH`."""
+    """Write the program, and the GPU's values as read from `nvml` (`pynvml`), to `folder`. Return
+    the child's environment: `given` (None: this process's) with `folder` first on `PATH`."""
     program, values = Path(folder, NAME), Path(folder, "values.json")
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)

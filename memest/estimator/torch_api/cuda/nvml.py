@@ -28,7 +28,7 @@ _PCI_BUS_ID = "00000000:00:00.0"
 
 
 class _Error(Exception):
-    """Stub of `pynvml.NVMLError`, if nvidia-ml-py is not installed."""
+    """Replacement of `pynvml.NVMLError`, used if nvidia-ml-py is not installed."""
 
     number = 999
 
@@ -58,7 +58,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 @cache
 def _stub() -> ModuleType:
-    """Return a module `pynvml`, for scripts that import it if nvidia-ml-py is not installed."""
+    """Return a replacement of the module `pynvml`, for a process without nvidia-ml-py."""
     module = ModuleType("pynvml", "NVML of the virtual GPU.")
     module.__spec__ = ModuleSpec("pynvml", None)
     vars(module).update(FACTS["nvml"]["constants"])
@@ -83,7 +83,7 @@ def _not_supported(module: ModuleType) -> Any:
 
 
 class _Functions:
-    """Replacements of NVML's functions, for the virtual GPU; all GPUs share one handle."""
+    """Replacements of NVML's functions, for the virtual GPU; all GPU indices get one handle."""
 
     def __init__(self, mode: CudaSimMode, module: ModuleType) -> None:
         self._mode, self._error, self._handle = mode, module.NVMLError, object()

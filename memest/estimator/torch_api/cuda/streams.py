@@ -15,7 +15,7 @@ PRIORITIES = (0, -3)  # least, greatest (`max_compile_time_stream_priorities`)
 
 
 class CudaStream:
-    """`torch.cuda.Stream` of the virtual GPU; its handle is its number, 0 the default stream."""
+    """Replacement of `torch.cuda.Stream`; its handle is its number, 0 for the default stream."""
 
     session: ClassVar[CudaSimMode]
 
@@ -74,7 +74,7 @@ class CudaStream:
 
 
 class ExternalStream(CudaStream):
-    """Replacement of `torch.cuda.ExternalStream`, for handles of `CudaStream` only."""
+    """Replacement of `torch.cuda.ExternalStream`; handles other than a `CudaStream`'s raise."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **options: Any) -> None:
         if not 0 <= stream_ptr < self.session.timeline.num_streams:
@@ -108,13 +108,13 @@ class CudaEvent:
         return timeline.at_pace(self.time) <= timeline.at_pace(timeline.host_time)
 
     def elapsed_time(self, end: "CudaEvent") -> float:
-        """Return simulated milliseconds between two events, at least 0.001."""
+        """Return the simulated milliseconds from this event to `end`, at least 0.001."""
         at_pace = self.session.timeline.at_pace
         return max(1e-3, (at_pace(end.time) - at_pace(self.time)) / 1e3)
 
 
 class StreamContext:
-    """Replacement of `torch.cuda.StreamContext`; a stream of None has no effect."""
+    """Replacement of `torch.cuda.StreamContext`: makes `stream` current; None has no effect."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -129,7 +129,8 @@ class StreamContext:
 
 
 class _Generic(type):
-    """Metaclass of the replaced `torch.Stream` and `torch.Event`, which make those of the GPU."""
+    """Metaclass of `torch.Stream` and `torch.Event`: a call without a device, or for CUDA, makes an
+    object of the virtual GPU; any other call torch's own."""
 
     of_cuda: type
     original: type
@@ -147,7 +148,7 @@ class _Generic(type):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace streams, events and the profiler by those of `mode`."""
+    """Replace torch's streams, events and profiler by those of the simulated GPU of `mode`."""
 
     def of_session(made: type, name: str) -> Any:
         return type(name, (made,), {"session": mode, "__module__": "torch.cuda"})

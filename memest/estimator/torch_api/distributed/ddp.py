@@ -42,7 +42,7 @@ _MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class NotFinished(RuntimeError):
-    """torch's error for parameters without a gradient, with the shapes of these parameters."""
+    """torch's error for parameters that got no gradient in a backward, with their shapes."""
 
     def __init__(self, message: str, missing: Sequence[nn.Parameter]) -> None:
         super().__init__(message)
@@ -50,9 +50,9 @@ class NotFinished(RuntimeError):
 
 
 class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
-    """Process group whose collectives finish at once, for the C++ reducer.
+    """Process group that simulates NCCL for the C++ reducer; its collectives finish at once.
 
-    C++ waits for a collective without a call of Python.
+    The reducer waits for a collective in C++, where Python code does not see the wait.
     """
 
     def __init__(self, mode: CudaSimMode, group: Any) -> None:
@@ -67,7 +67,8 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        """Sum buckets. They stay stashed, since C++ waits for the future, not for the `Work`."""
+        """Sum buckets over the ranks. NCCL keeps them allocated ("stashed") afterwards, because C++
+        waits for the future of the returned `Work`, not for the `Work`."""
         self._mode.works.communicate(self.group)
         self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
@@ -83,7 +84,7 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        """Broadcast weights, or rank 0's order of buckets; then stash the old buckets.
+        """Broadcast weights, or rank 0's order of new buckets, after which old ones are stashed.
 
         Every rank has the same weights and the same order. The broadcast takes no time.
         """
@@ -106,7 +107,7 @@ def _done(tensors: list[Tensor]) -> Any:
 
 
 class Reducer(_Reducer):  # type: ignore[misc]
-    """torch's own C++ reducer, for parameters on the virtual GPU."""
+    """C++ reducer of DistributedDataParallel, torch's own, for parameters on the virtual GPU."""
 
     session: ClassVar[CudaSimMode]
 
@@ -128,23 +129,25 @@ class Reducer(_Reducer):  # type: ignore[misc]
 
     @contextmanager
     def _buckets_on_gpu(self) -> Iterator[None]:
-        """Within the block, place tensors that the C++ reducer makes on the GPU, with kind
-        `BUCKETS`."""
+        """Within the block, place tensors that the C++ reducer makes on the GPU, and label them as
+        gradient buckets (`MemKind.BUCKETS`)."""
         with setting(self.session.memory, "kind", MemKind.BUCKETS), _on_gpu():
             yield
 
     def prepare_for_forward(self) -> None:
-        """Begin an iteration; free the old buckets once rebuilt ones have been summed.
+        """Prepare a forward, as torch does; free old gradient buckets once new ones were summed.
 
-        Measured: validation/scripts/measured_ranks.json. Tensors of a communication hook stay until
-        NCCL's watchdog runs.
+        torch may replace (rebuild) its buckets once, after the first backward. NCCL keeps the old
+        ones allocated until the new ones are summed (validation/scripts/measured_ranks.json).
+        Tensors of a communication hook stay until NCCL's watchdog runs.
         """
         super().prepare_for_forward()
         if self._group.is_summed_again:
             self.session.memory.unstash(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets in the order of gradients; `NotFinished` without a gradient."""
+        """Rebuild the buckets in the order in which gradients were ready; return whether torch did
+        so. `NotFinished` if a parameter got no gradient in the iteration before."""
         try:
             with self._buckets_on_gpu():
                 return super()._rebuild_buckets()
@@ -216,7 +219,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch.nn.parallel.DistributedDataParallel` run on the virtual GPU."""
 
     def register_builtin(reducer: Reducer, kind: Any) -> None:
-        """Register the Python hook for a built-in C++ hook, of `kind`."""
+        """Register the Python communication hook that does the same as torch's C++ hook `kind`."""
         is_fp16 = kind == c10d.BuiltinCommHookType.FP16_COMPRESS
         hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
         register(reducer, reducer._group.group, hook)
@@ -234,7 +237,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return `hook` with futures for which the model's stream waits before C++ reads them."""
+    """Return communication hook `hook` with a wait for its futures at the end of the backward. The
+    wait raises `RuntimeError` if a result has fewer elements than its bucket."""
     futures: list[tuple[Any, int]] = []
 
     def wait() -> None:
@@ -258,13 +262,13 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _on_nccl(mode: CudaSimMode, function: Callable[..., Any], group: Any, *args: Any) -> Any:
-    """Call a C++ `function` that makes GPU tensors and sends them over `group`."""
+    """Call C++ `function(group, *args)` with a simulated NCCL group; put its tensors on the GPU."""
     with _on_gpu(), torch.no_grad():
         return function(_NcclGroup(mode, group), *args)
 
 
 def _on_gpu() -> AbstractContextManager[None]:
-    """Place meta tensors that C++ makes within the block on the GPU."""
+    """Return a context in which meta tensors that C++ makes are placed on the virtual GPU."""
     return setting(INSIDE, "composite", True)
 
 

@@ -16,7 +16,7 @@ from memest.estimator.tensors.storages import MemKind
 
 
 def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
-    """Make DTensor propagate shapes on meta, and `isfinite` return True for unknown values."""
+    """Make DTensor infer shapes on meta tensors, and `isfinite` return True for unknown values."""
     from torch.distributed.tensor import DTensor, _sharding_prop
 
     patches.set(_sharding_prop, "FakeTensorMode", _on_meta)
@@ -26,10 +26,10 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> Tensor:
-    """Return `isfinite(tensor)`; True for a DTensor (`kind`) whose values are unknown.
+    """Return torch's `isfinite(tensor)`; all True for a DTensor (class `kind`) of unknown values.
 
-    Up to torch 2.9 the norm of gradients is partial. `isfinite` compares it with itself, and each
-    operand is reduced on its own, so that the results are two tensors.
+    Up to torch 2.9 the norm of gradients is partial: not yet summed over ranks. `isfinite` compares
+    it with itself, and each operand is summed on its own, so that the sums are two tensors.
     """
     out: Tensor = isfinite(tensor)
     if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
@@ -38,7 +38,7 @@ def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> T
 
 
 class _OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which factories make meta tensors, whatever their `device`."""
+    """Dispatch mode in which factory functions make meta tensors, whatever their `device`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -56,7 +56,7 @@ def _on_meta() -> Iterator[None]:
 
 
 def _install_states(patches: Patches) -> None:
-    """Add states of parameters that only other ranks have to optimizer checkpoints of FSDP1.
+    """Add optimizer states of parameters that are only on other ranks to checkpoints of FSDP1.
 
     With `use_orig_params` a rank has no state for a parameter of which it has no part.
     """
@@ -85,7 +85,8 @@ def _install_states(patches: Patches) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Label FSDP's gathered parameters, and make FSDP1 use the streams of CUDA."""
+    """Label FSDP's gathered parameters; run FSDP1's hooks on the streams of `AccumulateGrad`
+    nodes."""
     from torch.distributed.fsdp import _flat_param, _runtime_utils
 
     try:
@@ -105,7 +106,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         patches.wrap(module, "alloc_storage")(alloc_gathered)
 
     def of_node(state: Any, handle: Any, *args: Any) -> Any:
-        """Return a context that makes the stream of `handle.flat_param`'s node current."""
+        """Return a context in which the stream of `handle.flat_param`'s node is current."""
         timeline = mode.timeline
         return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
@@ -113,7 +114,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(handle_type, "_use_unsharded_views")
     def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
-        """Record the stream of the `AccumulateGrad` node of `handle.flat_param`; make the views."""
+        """Make the views; record the current stream as the one of `handle.flat_param`'s node."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 

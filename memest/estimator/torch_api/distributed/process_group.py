@@ -30,8 +30,8 @@ NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/
 class _Functions:
     """Replacements of functions of `torch.distributed`, by their names, for one simulated rank.
 
-    Groups have torch's `fake` backend, but report the script's. Other ranks are assumed to have
-    equal objects, unless they have posted some in the mailbox.
+    Groups have torch's backend `fake`, but report the one that the script requested. Objects of
+    other ranks are assumed equal to this rank's, unless posted to the mailbox of simulated ranks.
     """
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
@@ -79,8 +79,8 @@ class _Functions:
         return known or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
-        """Record and return the `backend` that `group` reports; None means the default group's. If
-        the default group has a device, a communicator is created
+        """Record and return the name of the `backend` that `group` reports; None means the default
+        group's. If `init_process_group` got a `device_id`, create NCCL's communicator immediately
         (`eager_connect_single_device`)."""
         name = str(backend or self._default).lower()
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
@@ -98,9 +98,10 @@ class _Functions:
     def barrier(self, group: Any = None, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         """Sum a tensor of one element and make the host wait, as NCCL's barrier does.
 
-        Simulated ranks wait here for each other, so that files written before it exist after it.
-        The tensor lives until the next barrier (`ProcessGroup::barrier` in ProcessGroup.hpp,
-        `ProcessGroupNCCL::barrier`, torch 2.11).
+        Simulated ranks wait here for each other, so that each finds the files that others wrote
+        before. The tensor is freed at the next barrier (`ProcessGroup::barrier` in
+        ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11). Return a finished `Work` if
+        `async_op`, else None.
         """
         group = group or c10d._get_default_group()
         self._works.communicate(group)
@@ -114,8 +115,8 @@ class _Functions:
     monitored_barrier = barrier
 
     def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
-        """Post `what` and return it on rank `src`; on other ranks return what that rank posted.
-        `group_src` is the rank within `group`, in place of `src`."""
+        """Post `what` and return it on rank `src`; on other ranks return what that rank posted, or
+        None if it posted nothing. `group_src`, a rank within `group`, replaces `src` if given."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
@@ -155,8 +156,8 @@ class _Functions:
         scatter_object_output_list[0] = objects[dist.get_rank(group)]
 
     def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
-        """Record a message `name` ("send" or "recv"), and simulate the other rank up to it. Return
-        its global rank, from `rank` or from `group_rank` within `group`."""
+        """Record a message, `name` "send" or "recv", and simulate the other rank up to the message.
+        Return the other rank's global number, given as `rank` or as `group_rank` within `group`."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
@@ -200,7 +201,7 @@ def check(rank: Rank) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank) -> None:
-    """Replace functions of `torch.distributed`, so that the script can be `rank` of a group."""
+    """Replace functions of `torch.distributed`, so that the script is `rank` of a process group."""
     if not dist.is_available():
         return
     was_initialized = dist.is_initialized()
@@ -228,7 +229,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank)
 def _accept_plans(patches: Patches, planner: Any) -> None:
     """Make distributed checkpoints valid although all simulated ranks have the same shards.
 
-    Rank 0 writes its shards, where `dedup_save_plans` spreads equal ones over the ranks.
+    Only rank 0 writes; torch's `dedup_save_plans` would spread equal shards over the ranks.
     """
 
     def of_first(plans: list[Any], *args: Any) -> list[Any]:
@@ -245,7 +246,8 @@ def _leave() -> None:
 
 
 class Store(c10d.Store):
-    """Store of the default group: keys that this rank or rank 0 has set. `line` returns a line."""
+    """Key-value store of the default group, with what this rank and rank 0 have set. `line` returns
+    the running line of the script, for errors."""
 
     def __init__(self, rank: Rank, line: Callable[[], str]) -> None:
         super().__init__()
@@ -258,7 +260,7 @@ class Store(c10d.Store):
         self._mailbox.post(("store", key), self._values[key])
 
     def get(self, key: str) -> bytes:
-        """Return a stored value; `UnsupportedError` if no simulated rank has set it."""
+        """Return the value of `key`; `UnsupportedError` if neither this rank nor rank 0 set it."""
         value = self._values.get(key)
         if value is None:
             value = self._mailbox.fetch(("store", key), 0)
@@ -272,7 +274,7 @@ class Store(c10d.Store):
         return value
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Raise as `get` if one of `keys` is not set, since no rank would set it later."""
+        """Return if all `keys` are set; else `UnsupportedError`, since no rank sets them later."""
         for key in keys:
             self.get(key)
 
@@ -280,7 +282,7 @@ class Store(c10d.Store):
         return all(key in self._values or self._mailbox.has(("store", key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to a number, as if this rank were the only one; return the sum."""
+        """Add `amount` to the number at `key`, as if this rank were alone; return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total

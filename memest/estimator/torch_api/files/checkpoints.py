@@ -89,7 +89,8 @@ class Checkpoints:
     # --- writing
 
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return what `__reduce_ex__` returns, for pickling a tensor without data."""
+        """Return the `__reduce_ex__` value of a tensor without data, for pickle: (function,
+        arguments). It has the tensor's values if they are known, else a placeholder."""
         storage = tensor.untyped_storage()
         is_guessed = storage_key(tensor) in self._mode.values.guessed
         value = None if is_guessed else self._mode.values.value_of(tensor)
@@ -118,7 +119,7 @@ class Checkpoints:
     # --- reading
 
     def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `torch.load`, with `mmap=True` if `f` is a large file."""
+        """Call `load` (`torch.load`), with `mmap=True` if `f` is the path of a large file."""
         is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
         if is_mapped:
             kwargs["mmap"] = True
@@ -126,12 +127,12 @@ class Checkpoints:
             return load(f, *args, **kwargs)
 
     def _with_metadata(self, *args: Any) -> AbstractContextManager[None]:
-        """Provide the last argument of `_rebuild_tensor_v2` to `_rebuild`, while it runs."""
+        """Return a context that gives `_rebuild` the metadata in `_rebuild_tensor_v2`'s `args`."""
         return setting(self._state, "metadata", args[6] if len(args) > 6 else None)
 
     def _rebuild(self, make: Any, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-        """Return the tensor of a loaded storage; a large or GPU tensor has no data. `make` is
-        torch's `_rebuild_tensor`, called for all others; `offset` and `stride` are in elements."""
+        """Return a tensor of a loaded storage; a placeholder, large or GPU tensor has no data.
+        `make`, torch's `_rebuild_tensor`, makes the rest; `offset` and `stride` are in elements."""
         untyped = storage._untyped_storage
         full = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
@@ -154,7 +155,7 @@ class Checkpoints:
             return made.set_(base, offset, size, stride)
 
     def _allocate(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Return a new storage of `num_bytes` without data, placed as `source` was when saved."""
+        """Return a new storage of `num_bytes` without data, placed as the loaded `source` is."""
         mode = self._mode
         with _disable_current_modes():
             base = _bare(num_bytes)
@@ -171,7 +172,7 @@ class Checkpoints:
         return base
 
     def _place(self, base: torch.UntypedStorage, by: str, *, on_host: bool) -> None:
-        """Place a storage on the host, or allocate it on the GPU for the operator named `by`."""
+        """Put `base` on the host if `on_host`, else allocate it on the GPU for operator `by`."""
         mode, memory = self._mode, self._mode.memory
         whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
         if on_host:
@@ -183,7 +184,7 @@ class Checkpoints:
     # --- copying
 
     def copied(self, storage: Any) -> Any:
-        """Return a copy of a storage without data, with its known values."""
+        """Return a copy of `storage`, which has no data; values that are known are copied too."""
         mode, key = self._mode, storage._cdata
         with _disable_current_modes():
             base = _bare(storage.nbytes())
@@ -195,7 +196,7 @@ class Checkpoints:
 
 
 class Placeholder:
-    """Replaces a tensor in a file that is written outside of a virtual GPU.
+    """Wrapper that pickles a tensor without its values, for files written outside a virtual GPU.
 
     Plain torch reads zeros from the file; on a virtual GPU the tensor has its real size.
     """
@@ -215,8 +216,8 @@ def _pickled(
     storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, requires_grad: bool,
     mark: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the `__reduce_ex__` value of a tensor: (function, arguments). `geometry` is its
-    offset, size and strides, `mark` the text of `_mark` for a placeholder."""
+    """Return the `__reduce_ex__` value of a tensor: (function, arguments). `geometry` is (offset,
+    size, strides). `mark` is the text of `_mark` for a placeholder, else None."""
     storage_class: Any = torch.storage.TypedStorage
     typed = storage_class(wrap_storage=storage, dtype=dtype, _internal=True)
     hooks: OrderedDict[int, Any] = OrderedDict()
@@ -305,7 +306,7 @@ def _mark(num_bytes: int, offset: Any, stride: tuple[Any, ...]) -> str:
 
 
 def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return (bytes of the storage, offset, strides) from a placeholder's `metadata`, or None."""
+    """Return (bytes of storage, offset, strides) from a placeholder's `metadata`; else None."""
     for key in metadata or ():
         if isinstance(key, str) and key.startswith(_MARK + ":"):
             num_bytes, offset, *stride = map(int, key.split(":")[1:])
@@ -328,11 +329,11 @@ def _install_safetensors(patches: Patches, mode: CudaSimMode, module: Any) -> No
 
 
 def _opener(module: Any, mode: CudaSimMode) -> type:
-    """Return a replacement of `safetensors.safe_open`; `module` is safetensors.torch."""
+    """Return a class that replaces `safetensors.safe_open`; `module` is safetensors.torch."""
     true_open, dtypes = module.safe_open, module._TYPES
 
     class Slice:
-        """Replacement of the result of `safe_open.get_slice`."""
+        """Result of the replaced `get_slice`: reads parts of a tensor, which may have no data."""
 
         def __init__(self, file: "SafeOpen", name: str) -> None:
             self._file, self._name = file, name
@@ -344,7 +345,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             return self._file._placed(self._slice[index] if virtual is None else virtual[index])
 
     class SafeOpen:
-        """Replacement of `safetensors.safe_open`."""
+        """Replacement of `safe_open`; its large floating-point tensors have no data."""
 
         def __init__(
             self, filename: Any, framework: str, device: Any = "cpu", **options: Any
@@ -393,7 +394,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
 
 
 class Writer:
-    """Replacements of `save_file` and `save` of safetensors."""
+    """Replacements of `save_file` and `save` of safetensors, for tensors without data too."""
 
     def __init__(self, module: Any, mode: CudaSimMode) -> None:
         self._module = module
@@ -416,7 +417,7 @@ class Writer:
         return content.getvalue()
 
     def _write(self, file: Any, tensors: dict[str, Tensor], metadata: Any) -> None:
-        """Write a safetensors file, with zeros in place of unknown values."""
+        """Write `tensors` to the open `file` in safetensors' format, unknown values as zeros."""
         header, places = self._header(tensors, metadata)
         file.write(header)
         for name, (begin, _) in places.items():
@@ -433,7 +434,7 @@ class Writer:
     def _header(
         self, tensors: dict[str, Tensor], metadata: Any
     ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-        """Return (header, {tensor name: (first byte, end) in the data after the header})."""
+        """Return (header, {tensor name: (begin, end)}), in bytes after the header's end."""
         if hasattr(self._module, "_evaluate_tensors_for_save"):
             self._module._evaluate_tensors_for_save(tensors)
         else:  # safetensors up to 0.6 has the checks in `_flatten`, which then reads the data

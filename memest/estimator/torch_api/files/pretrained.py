@@ -31,7 +31,7 @@ DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config
 
 
 class NoWeights(str):
-    """Path, for transformers, of a checkpoint that does not exist."""
+    """Path of a weight file that does not exist, for a model without weights on this machine."""
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -45,7 +45,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Make transformers use a config of memest if this machine has none for the model."""
+    """Make transformers use memest's bundled config if this machine has none for the model."""
 
     @cache
     def folder() -> Path:
@@ -119,7 +119,8 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `get_dtype`; without files, a dummy float32 weight replaces the first weight."""
+    """Call transformers' `get_dtype`, which may read a dtype from the weights; without weight files
+    it gets an empty tensor of the default dtype."""
     given = inspect.signature(get_dtype).bind(*args, **kwargs)
     files = given.arguments["checkpoint_files"]
     if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
@@ -128,8 +129,8 @@ def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
-    """Return a checkpoint's state dict for `model`, without data; tied weights appear once.
-    `conversions` of transformers 5 rename weights as they are loaded."""
+    """Return the state dict of a checkpoint of `model`, without data; tied weights appear once.
+    `conversions`, by which transformers 5 changes weights at loading, are undone (None: none)."""
     weights = {}
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, tensor in model.state_dict().items():
