@@ -108,7 +108,8 @@ def _without_metrics() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Results:
-    """Verdicts, step times and scenarios of a plan, by GPU."""
+    """Results of a plan by GPU: verdicts, step times, and the GPUs on which it fails. Scenarios and
+    replays are those of the first chip."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, like `results`
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
@@ -117,7 +118,7 @@ class _Results:
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
     def add(self, other: _Results) -> None:
-        """Add results on other GPUs; `scenarios` stay those of the first chip."""
+        """Add `other`, the results on other GPUs; `scenarios` stay those of the first chip."""
         self.verdicts |= other.verdicts
         self.times |= other.times
         for why, names in other.failed.items():
@@ -125,10 +126,9 @@ class _Results:
 
 
 def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: int) -> _Results:
-    """Return the results on `chips`, lists of GPUs of one chip; `scenarios` are the first's.
-
-    If the plan fails on a chip, the newest chip is tried next: it may support more.
-    """
+    """Return the results on all `chips`, each a list of the GPUs of one chip, in `jobs` processes.
+    `scenarios` are those of the first chip. If the plan fails there, the newest chip, which may
+    support more, takes its place."""
     first, *others = chips
     known: dict[int, Trial] = {}
 
@@ -168,10 +168,8 @@ def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 
 def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], known: dict[int, Trial]) -> _Results:
-    """Return the results on `gpus` of one chip, from one simulated run on the first.
-
-    `known` are results on other chips, which are reused where the run is the same (`trials`).
-    """
+    """Return the results on `gpus` of one chip, from one simulated run on the first of them.
+    `known` has trials on other chips, which are reused where the run is the same (`trials`)."""
     from memest.estimator.hardware.pace import estimate
 
     found = _Results()
@@ -202,13 +200,13 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 
 def _primary(plan: TrainingPlan) -> Gpu:
-    """Return the GPU of the report's figures: the first of the plan, or the default."""
+    """Return the GPU of the report's figures: the first that the plan names, or the default."""
     is_named = plan.gpu or plan.gpu_memory is not None
     return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
 
 
 def target_gpus(plan: TrainingPlan) -> list[Gpu]:
-    """Return the GPUs of the plan, or the default ones.
+    """Return the GPUs that the plan names, or the default ones.
 
     Raises:
         MemestError: there is no such GPU, torch refuses the plan's `alloc_conf`, or other processes
@@ -223,11 +221,9 @@ def target_gpus(plan: TrainingPlan) -> list[Gpu]:
 
 
 def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
-    """Return the bytes that the caching allocator can reserve on `gpu`.
-
-    They are the least of its memory without context and libraries, the share that `alloc_conf`
-    sets, and the plan's limit.
-    """
+    """Return the bytes that the caching allocator can reserve on `gpu`. They are the smallest of:
+    the GPU's memory without CUDA context and libraries, the share that `alloc_conf` sets, and the
+    plan's limit."""
     usable = gpu.limit_bytes - libraries_bytes(plan)
     share = parse_settings(plan.alloc_conf).memory_fraction
     return min(usable, int(share * gpu.memory_bytes), plan.memory_limit or usable)
@@ -249,7 +245,7 @@ class Trial:
 
     @cached_property
     def scenarios(self) -> list[Scenario]:
-        """Combinations of rank and free timing; the one that reserves most is first."""
+        """Pairs of rank and time of deferred frees; the one that reserves most is first."""
         from memest.estimator.replay.scenarios import scenarios_of
 
         return scenarios_of(self._plan, self.traced)
@@ -277,11 +273,9 @@ def trials(
     plan: TrainingPlan, gpus: Iterable[Gpu], traced_on: Callable[[Gpu], TracedPlan],
     known: dict[int, Trial] | None = None,
 ) -> Iterator[tuple[Gpu, Trial]]:  # fmt: skip
-    """Yield (GPU, its `Trial`) for each GPU; GPUs with the same program share replays.
-
-    `traced_on` returns the plan's traced run on a GPU. Trials in `known`, by the `id` of their
-    program, are reused, and new ones are added.
-    """
+    """Yield (GPU, its `Trial`) for each GPU; GPUs with the same program share replays. `traced_on`
+    returns the plan's simulated run on a GPU. `known` has earlier trials by the `id` of that run;
+    they are reused, and new ones are added."""
     known = {} if known is None else known
     for gpu in gpus:
         traced = traced_on(gpu)

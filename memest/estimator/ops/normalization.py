@@ -43,7 +43,8 @@ def takes_cudnn(
     tensor: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, *, is_training: bool, is_enabled: bool,
 ) -> bool:  # fmt: skip
-    """Return whether CUDA runs a batch norm by cuDNN (`_select_batch_norm_backend`)."""
+    """Return whether CUDA runs a batch norm by cuDNN (`_select_batch_norm_backend`). `is_enabled`
+    is the argument `cudnn_enabled` of `torch.batch_norm`."""
     if weight is None or bias is None or not is_enabled:
         return False
     if torch.bfloat16 in (tensor.dtype, weight.dtype) or tensor.dim() < 3:
@@ -65,8 +66,8 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
-    """Return bytes of cuDNN's workspace. It has `header_bytes`, and per 64 channels 4 bytes and
-    `block_bytes` for each block of `rows_of_block` rows."""
+    """Return the bytes of cuDNN's workspace: `header_bytes`, and for each group of 64 channels 4
+    bytes and `block_bytes` per block of `rows_of_block` rows. A row is one pixel of one sample."""
     channels = tensor.shape[1]
     groups = ceil_div(channels, CHANNELS_PER_BLOCK)
     blocks = ceil_div(tensor.numel(), channels * rows_of_block)
@@ -74,19 +75,22 @@ def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_byte
 
 
 def _is_workspace_known(c: KernelCall) -> bool:
-    """Return whether the workspace was measured: NCHW, or not float64 on compute capability 9.0."""
+    """Return whether the workspace was measured: NCHW, or not float64 on compute capability 9.0. In
+    channels-last it was measured for float16 and float32 on that capability alone."""
     is_measured = c.input.dtype in FORWARD_ROWS and c.gpu.capability == (9, 0)
     return is_measured or not _is_channels_last(c.input)
 
 
 def _has_no_gaps(c: KernelCall) -> bool:
-    """Return whether a 3-d input is contiguous; others were not measured with torch's kernels."""
+    """Return whether a 3-d input is contiguous; others were not measured with torch's kernels. True
+    for an input with any other number of dimensions."""
     return c.input.dim() != 3 or c.input.is_contiguous()
 
 
 @registry.requests("cudnn_batch_norm", modelled=_is_workspace_known)
 def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
-    """Allocations of `cudnn_batch_norm`: in channels-last training, partial sums and flags."""
+    """Allocations of `cudnn_batch_norm`: in channels-last training, partial sums and flags. Other
+    calls allocate nothing but the outputs."""
     if not c.training or not _is_channels_last(c.input):
         return Scratch()
     rows = FORWARD_ROWS.get(c.input.dtype, FORWARD_ROWS[torch.float32])
@@ -95,7 +99,8 @@ def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
 
 @registry.requests("cudnn_batch_norm_backward", modelled=_is_workspace_known)
 def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
-    """Allocations of `cudnn_batch_norm_backward`: a gradient's copy, sums in channels-last."""
+    """Allocations of `cudnn_batch_norm_backward`: a gradient's copy, sums in channels-last. The
+    incoming gradient is copied if its memory format differs from the input's."""
     is_last = _is_channels_last(c.input)
     is_like = c.grad_output.is_contiguous() != is_last
     copies = () if is_like else (c.grad_output.nbytes,)
@@ -106,15 +111,17 @@ def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
 
 
 def _takes_rows(tensor: Tensor) -> bool:
-    """Return whether torch's channels-last kernels run (`batch_norm_use_channels_last_kernels`)."""
+    """Return whether torch's channels-last kernels run (`batch_norm_use_channels_last_kernels`).
+    Then the channels of `tensor` are contiguous in memory."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(tensor.dim(), torch.contiguous_format)
     return tensor.is_contiguous(memory_format=last) and (tensor.dim() > 3 or tensor.stride(1) == 1)
 
 
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
-    """Return bytes of (`sums_per_channel` float32 sums per block of rows, flags of groups). Empty
-    if channels are not contiguous, or if fewer than 8 blocks would share a group
+    """Return the bytes of two buffers through which thread blocks combine their sums: partial sums,
+    and a semaphore per group of channels. Each block of rows has `sums_per_channel` float32 sums
+    for each channel. Empty if channels are not contiguous, or for fewer than 8 blocks
     (`flexible_launch_configs`)."""
     if not _takes_rows(tensor):
         return ()
@@ -132,10 +139,8 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
 
 @registry.requests("native_batch_norm", modelled=_has_no_gaps)
 def native_batch_norm(c: KernelCall) -> Scratch:
-    """Allocations of torch's own `batch_norm_cuda`: in training, sums if channels are contiguous.
-
-    A missing weight or bias of a 2-d input with gaps takes 4 bytes (`Impl::General`).
-    """
+    """Allocations of torch's own `batch_norm_cuda`: in training, sums if channels are contiguous. A
+    missing weight or bias of a 2-d input with gaps takes 4 bytes (`Impl::General`)."""
     staged = _staging(c.input, 4) if c.training else ()
     has_gaps = c.input.dim() == 2 and not c.input.is_contiguous()
     num_missing = (c.weight is None) + (c.bias is None)
@@ -154,10 +159,9 @@ op(
 
 @registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=like(1))
 def native_batch_norm_backward(c: KernelCall) -> Events:
-    """Allocations of `batch_norm_backward_cuda`: gradients by one kernel, or sums before them.
-
-    Sums over the samples come first if channels are contiguous or the input needs no gradient.
-    """
+    """Allocations of `batch_norm_backward_cuda`: gradients by one kernel, or sums before them. One
+    kernel computes the gradients if channels are not contiguous and the input needs a gradient.
+    Else sums over the samples are allocated first."""
     tensor, wanted = c.input, c.output_mask
     sizes = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and wanted[i]}
     if wanted[0] and not _takes_rows(tensor):
@@ -176,10 +180,9 @@ ROWS_PER_BLOCK, MAX_GRID, COLUMNS_PER_BLOCK = 32, 64 * 1024 // 2, 32
 @registry.requests("native_layer_norm_backward _fused_rms_norm_backward", layout=contiguous)
 def norm_backward(c: KernelCall) -> Events:
     """Allocations of a layer or RMS norm's backward: copies, gradients, sums of many narrow rows.
-
-    `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu) adds blocks of rows. It then calls
-    `sum(0)` for the weight and for the bias, whose result replaces an allocated gradient.
-    """
+    For more than 65,536 narrow rows, `LaunchGammaBetaBackwardCUDAKernel` (layer_norm_kernel.cu)
+    writes a partial sum per block of rows. Their `sum(0)` replaces the gradient that was allocated
+    for weight or bias."""
     width = prod(c.normalized_shape)
     weights = {1: c.weight, 2: c.get("bias")}
     wanted = {i: w for i, w in weights.items() if w is not None and c.output_mask[i]}
@@ -209,10 +212,8 @@ register(
 
 @registry.requests("native_group_norm")
 def group_norm(c: KernelCall) -> Scratch:
-    """Allocations of `native_group_norm`: scale and shift, each of N * C accumulators.
-
-    group_norm_kernel.cu; none without weight and bias or with one element per channel.
-    """
+    """Allocations of `native_group_norm`: scale and shift, each of N * C accumulators. Neither is
+    allocated without weight and bias, or if a channel has one element (group_norm_kernel.cu)."""
     copies = contiguous_copy(c.input)
     if c.HxW == 1 or (c.weight is None and c.bias is None):
         return Scratch(before=copies)
@@ -222,10 +223,8 @@ def group_norm(c: KernelCall) -> Scratch:
 
 @registry.requests("native_group_norm_backward")
 def group_norm_backward(c: KernelCall) -> Scratch:
-    """Allocations of `native_group_norm_backward`: two sums per channel, three factors.
-
-    group_norm_kernel.cu: `ds`, `db` and, with a weight, `c1` of N * C; `c2` and `c3` of N * G.
-    """
+    """Allocations of `native_group_norm_backward`: two sums per channel, three factors. In
+    group_norm_kernel.cu, `ds`, `db`, `c1` (with a weight) have N * C elements, others N * G."""
     accumulator = accumulator_bytes_of(c.input.dtype)
     per_channel, per_group = c.N * c.C * accumulator, c.N * c.group * accumulator
     of_input = [per_group, per_group] if c.output_mask[0] else []
@@ -287,7 +286,8 @@ register("batch_norm_elemt batch_norm_backward_elemt", result=lambda c: torch.em
 
 @registry.result("batch_norm_backward_reduce")
 def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
-    """Return meta tensors: two sums over the batch, and the gradients of weight and bias."""
+    """Return meta tensors: two sums over the batch, then the gradients of weight and bias. A
+    gradient is None if the call does not request it."""
     gradients = (
         torch.empty_like(c.weight) if c.weight is not None and is_wanted else None
         for is_wanted in (c.weight_g, c.bias_g)
@@ -297,7 +297,8 @@ def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
 
 @registry.above_autograd("batch_norm", vmap_key=registry.UNDER_VMAP)
 def batch_norm(then: Next, x: Tensor, *args: Any) -> Tensor:
-    """Run cuDNN's kernel where `_batch_norm_impl_index` of native/Normalization.cpp does."""
+    """Run cuDNN's kernel if `_batch_norm_impl_index` of native/Normalization.cpp does. Else run
+    `then`, the next kernel of torch."""
     *tensors, training, momentum, eps, is_enabled = args
     is_by_cudnn = takes_cudnn(x, *tensors, is_training=training, is_enabled=is_enabled)
     if x.numel() > 0 and is_by_cudnn:
@@ -311,7 +312,7 @@ def batch_norm(then: Next, x: Tensor, *args: Any) -> Tensor:
 def rms_norm(
     then: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
-    """Decompose `rms_norm`, if the simulated release of torch has no fused kernel."""
+    """Run `rms_norm` as separate operators if the simulated torch does not fuse it, else `then`."""
     if simulated().fuses_rms_norm or not _HAS_FUSED_RMS_NORM:
         return then(x, shape, weight, eps)
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -322,8 +323,8 @@ def rms_norm(
 def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (contiguous meta result, reciprocal roots of the means in float32 or wider); `shape`
-    is normalized."""
+    """Return meta tensors: (contiguous result, reciprocal root mean squares in float32 or wider).
+    `shape` has the sizes of the last dimensions of `x`, over which the norm is computed."""
     kept = x.dim() - len(shape)
     sizes = [*x.shape[:kept], *(1 for _ in shape)]
     dtype = torch.float32 if x.itemsize == 2 else x.dtype

@@ -42,7 +42,7 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:
-    """Skip `count` 32-bit numbers, at least `WORDS`, of a CPU `generator` (Mersenne Twister)."""
+    """Advance a CPU `generator` (Mersenne Twister) by `count` 32-bit numbers, `WORDS` or more."""
     # draw `WORDS` numbers, so that every word of the state is one that the recurrence made
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
@@ -62,9 +62,9 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
 
 
 def _after(words: Array, steps: int) -> Array:
-    """Return the generator's state `words` after `steps` more numbers. A step is linear over bits,
-    and its matrix is a root of its characteristic polynomial. So the result is the sum of the
-    states after k steps, for each exponent k of t^steps modulo this polynomial."""
+    """Return the Mersenne Twister's state `steps` numbers after its state `words`. A step is linear
+    over bits, and its matrix is a root of its characteristic polynomial. So the result is the sum
+    of the states after k steps, for each exponent k of t^steps modulo this polynomial."""
     twister = np.random.MT19937()
     twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
     blocks = [words]
@@ -82,8 +82,8 @@ def _after(words: Array, steps: int) -> Array:
 
 
 def _power(steps: int) -> int:
-    """Return t^`steps` modulo the characteristic polynomial of a step, as bits of an integer. The
-    polynomial is that of Matsumoto and Nishimura (1998)."""
+    """Return t^`steps` modulo the characteristic polynomial of a step (Matsumoto and Nishimura,
+    1998). Bit i of the integer is the coefficient of t^i."""
     characteristic = 1
     for bit in range(31):
         product = (characteristic << WORDS - 1) ^ (characteristic << SHIFT - 1)
@@ -146,7 +146,7 @@ class GpuGenerator:
 
 
 def philox(seed: int, sequence: Words, counter: Words) -> list[Words]:
-    """Return four random words for each (`sequence`, `counter`): Philox 4x32, ten rounds."""
+    """Return four 32-bit random words for each (`sequence`, `counter`): Philox 4x32, ten rounds."""
     words = [counter & _LOW, counter >> _HALF, sequence & _LOW, sequence >> _HALF]
     keys = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(_ROUNDS):
@@ -175,8 +175,8 @@ class Launch:
         return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
-        """Return (four Philox words for each number, index 0 to 3 of the word that the number
-        uses)."""
+        """Return four arrays of Philox words with an item per number, and the index of each
+        number's word. A number of 64 bits has a pair of words, and the index of the pair."""
         item = np.arange(self.count, dtype=np.uint64)
         turn, thread = np.divmod(item, np.uint64(self.num_threads))
         round_, part = np.divmod(turn, np.uint64(self.per_draw))
@@ -185,15 +185,15 @@ class Launch:
 
 
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
-    """Return the grid of `calc_execution_policy` for `count` numbers, `per_draw` of each Philox
-    call: at most the blocks that the GPU runs at once."""
+    """Return the grid of `calc_execution_policy` for `count` numbers. It has at most the blocks
+    that the GPU runs at once. A Philox call yields `per_draw` numbers."""
     most = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
     return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`).
-    `words` has four Philox words for each number, `part` the index of the one to use."""
+    """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`), in
+    float64 if `is_double`, else float32. `words` and `part` are those of `Launch.words`."""
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
@@ -206,8 +206,8 @@ def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
 
 
 def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Return exponential numbers with a rate of 1 (`transformation::exponential`), as in
-    `_uniform`."""
+    """Return exponential numbers with a rate of 1 (`transformation::exponential`). The arguments
+    are those of `_uniform`."""
     uniform = _uniform(words, part, is_double)
     half = np.finfo(uniform.dtype).eps / 2
     return -np.where(uniform >= 1 - half, -half, np.log(uniform))
@@ -233,11 +233,9 @@ class CudaRng:
     def draw(
         self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None
     ) -> Tensor | None:
-        """Advance the generator by one random operator, and return the drawn numbers.
-
-        Return None if there are too many numbers or they depend on unknown values. `out` is the
-        operator's meta result, `given` the value of its first argument.
-        """
+        """Advance the generator by one random operator, and return the drawn numbers. Return None
+        if they are not computed: too many, no rule for their distribution, or unknown arguments.
+        `out` is the operator's meta result, `given` the value of its first argument."""
         chosen = kwargs.get("generator")  # Python has several objects for one generator
         generator = self.of_script.get(getattr(chosen, "_cdata", 0), self.default)
         made: Tensor = out[0] if isinstance(out, tuple | list) else out
@@ -275,7 +273,8 @@ class CudaRng:
         return shaped.permute([order.index(d) for d in range(made.dim())])
 
     def _chosen(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
-        """Return samples of `multinomial` from `odds`, None if unknown; advance `generator`."""
+        """Advance `generator` by a `multinomial`; return the samples of the probabilities `odds`.
+        Return None if `odds` is None (unknown) or this kind of draw is not computed."""
         given: Tensor = c.self
         num_samples: int = c.num_samples
         rows = given.numel() // given.size(-1)
@@ -297,7 +296,7 @@ class CudaRng:
 
 def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
     """Return `num_samples` samples with replacement: uniform numbers searched in the cumulative
-    odds."""
+    `odds`. Return None for more than `MAX_NUMEL` samples, or if `odds` are not float32."""
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
         return None
     thread = np.arange(num_samples, dtype=np.uint64)
@@ -311,7 +310,7 @@ def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | 
 def _uniform_of(
     words: list[Words], part: Parts, dtype: torch.dtype, start: float = 0.0, end: float = 1.0
 ) -> Tensor:
-    """Return uniform numbers from `start` (included) to `end` (excluded)."""
+    """Return uniform numbers from `start` to `end` (excluded), from `words` as in `_uniform`."""
     drawn = _uniform(words, part, dtype == torch.float64)
     scaled = drawn * drawn.dtype.type(end - start) + drawn.dtype.type(start)
     made = torch.from_numpy(scaled).to(dtype)
@@ -358,7 +357,7 @@ _OVER_A_GRID = frozenset((
 
 
 def is_drawn(name: str, args: Args) -> bool:
-    """Return whether a call draws random numbers, as a dropout with `train=False` does not."""
+    """Return whether operator `name` draws random numbers: dropout and `rrelu` in training only."""
     if name == "native_dropout":
         return args[2] is not False
     if name.startswith("rrelu"):
@@ -372,7 +371,8 @@ def _overloads(*packets: Any) -> list[OpOverload]:
 
 @registry.random_offset(*_overloads(aten.randperm))
 def randperm_offset(c: KernelCall) -> int:
-    """Return the increase of the offset by `randperm` (Randperm.cu): keys, shuffled equal keys."""
+    """Return the increase of the generator's offset by `randperm` (Randperm.cu). Random keys are
+    drawn, then numbers that shuffle items of equal keys."""
     count = c.out.numel()
     wide = count > 1 and math.log2(count) * 2 > 28  # keys with more bits are 64-bit
     return launch(count, c.gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
@@ -405,7 +405,7 @@ def dirichlet(c: KernelCall) -> Events:
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (lowest number, excluded upper bound) of a random operator of integers."""
+    """Return (lowest number, excluded upper bound) of the integers that `func` draws as `dtype`."""
     numbers = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
     if func._schema.name == "aten::random_" and not numbers:
         if dtype in _LARGEST:
@@ -416,7 +416,8 @@ def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
-    """Return the arguments of the distribution, such as mean and deviation, without the tensor."""
+    """Return the numbers that describe the distribution, such as mean and deviation. They are in
+    the order of the schema; [] for operators with a fixed distribution, such as `rand`."""
     if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
         return []
     _, *given = registry.arguments_by_name(func, args, kwargs).items()
@@ -442,9 +443,7 @@ def randperm_bits(num_items: int) -> int:
 )
 def randperm(c: KernelCall) -> Events:
     """Allocations of `randperm` (Randperm.cu): a scalar of a range check, numbers, keys, a sort.
-
-    Unsorted and sorted keys have 4 bytes each if 32 bits are enough, else 8.
-    """
+    Unsorted and sorted keys have 4 bytes each if 32 bits are enough, else 8."""
     count = c.out.numel()
     events = c.outputs() + passing(c.out.itemsize)
     if count < 2:
@@ -467,9 +466,9 @@ def randperm(c: KernelCall) -> Events:
 def multinomial(c: KernelCall) -> Events:
     """Allocations of `multinomial` (native/Distributions.cpp): checks, then quotients.
 
-    Checks of the largest and smallest probability and of each row's sum stay allocated. Then
-    probabilities are divided by exponential noise. `topk` of several samples also makes values.
-    Several samples with replacement need probabilities and their cumulative sums instead.
+    Results of the checks (largest and smallest probability, sum of each row) stay allocated. Then
+    probabilities are divided by exponential noise. For several samples, `topk` also allocates
+    values. With replacement, several samples need probabilities and their cumulative sums instead.
     """
     probabilities, item, num = c.self, c.self.itemsize, c.num_samples
     if c.replacement and num > 1:  # MultinomialKernel.cu: probabilities, their sums
@@ -504,11 +503,9 @@ op(
 
 @registry.requests("normal.Tensor_Tensor normal.float_Tensor")
 def normal(c: KernelCall) -> Events:
-    """Allocations of `normal` (DistributionTemplates.h) with a tensor of deviations.
-
-    A check finds the smallest deviation. It runs before the result is allocated, and again after. A
-    scalar mean then becomes a tensor.
-    """
+    """Allocations of `normal` (DistributionTemplates.h) with a tensor of deviations. A check finds
+    the smallest deviation, once before the result is allocated and once after. A scalar mean then
+    becomes a tensor."""
     smallest = reduce_bytes(c.std, (), c.gpu)
     check = around((c.std.itemsize,), passing(*smallest) + passing(1))
     number = [] if isinstance(c.mean, Tensor) else passing(c.out.itemsize)
@@ -530,7 +527,8 @@ IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOpera
 
 @registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)
 def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
-    """Run the fused kernel if `train` and 0 < p < 1 (`is_fused_kernel_acceptable`, Dropout.cpp)."""
+    """Run the fused kernel if `train` and 0 < p < 1 (`is_fused_kernel_acceptable`, Dropout.cpp);
+    else run `then`, torch's next kernel."""
     if train and 0 < p < 1 and x.numel() > 0:
         return aten.native_dropout.default(x, p, train)[0]
     return then(x, p, train)
@@ -538,7 +536,8 @@ def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
 
 @registry.result("normal_")
 def filled_normal(c: KernelCall) -> Tensor:
-    """Return the tensor of `normal_` unchanged, as torch's meta kernel runs a dozen operators."""
+    """Return the argument of `normal_` itself, without torch's meta kernel, which runs a dozen
+    operators. That kernel runs only to raise torch's error for arguments that it refuses."""
     filled: Tensor = c.self
     if filled.is_floating_point() and c.std >= 0:
         return filled

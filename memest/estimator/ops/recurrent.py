@@ -92,10 +92,11 @@ def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], in
 
 
 def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
-    """Return whether torch selects cuDNN's persistent kernels (`get_algo` of RNN.cpp).
+    """Return whether torch selects cuDNN's kernels for small layers (`get_algo` of RNN.cpp).
 
-    They are those of a forward pass if `forward`, else of a backward. cuDNN has none for bfloat16
-    and double.
+    These persistent kernels take hidden sizes up to a limit, which depends on the mode and is
+    smaller for a backward (`forward` is False). None take projections, packed inputs, bfloat16 or
+    float64.
     """
     if layers.proj_size or layers.is_packed or layers.dtype is torch.float64:
         return False
@@ -105,10 +106,8 @@ def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
 
 
 def uses_static_algorithm(layers: Layers) -> bool:
-    """Return whether torch selects `CUDNN_RNN_ALGO_PERSIST_STATIC` (`get_algo` of RNN.cpp).
-
-    The algorithm is for float16 and one layer, whose width is a multiple of 128.
-    """
+    """Return whether torch selects `CUDNN_RNN_ALGO_PERSIST_STATIC` (`get_algo` of RNN.cpp). The
+    algorithm takes one layer in float16, whose width is a multiple of 128."""
     h, b = layers.hidden_size, layers.batch
     is_fit = layers.num_layers == 1 and h <= 1024 and not h % 128 and not layers.input_size % 128
     if layers.dtype is not torch.float16 or layers.is_packed or layers.proj_size or not is_fit:
@@ -146,8 +145,8 @@ def _common_bytes(layers: Layers) -> int:
 
 
 def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
-    """Return the bytes of cuDNN's workspace of a forward in inference, by persistent kernels or
-    not."""
+    """Return the bytes of cuDNN's workspace of a forward in inference. The forward runs persistent
+    kernels if `is_persistent`."""
     h, n, d, num = layers.hidden_size, layers.num_rows, layers.directions, layers.num_layers
     gates = _GATES[layers.mode]
     rows = n * gates * h * d
@@ -216,7 +215,8 @@ def dropout_state_bytes(gpu: Gpu) -> int:
 
 
 def is_measured(layers: Layers, *, is_training: bool) -> bool:
-    """Return whether sizes were measured: no projections, long packed inputs, static training."""
+    """Return whether cuDNN's sizes were measured for such `layers`. Not measured are projections,
+    packed inputs of more than 256 steps, and training by the static algorithm."""
     is_long = layers.is_packed and layers.num_steps > MOST_STEPS
     return not (layers.proj_size or is_long or (is_training and uses_static_algorithm(layers)))
 
@@ -239,7 +239,7 @@ def _layers(call: KernelCall) -> Layers:
 
 
 def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
-    """Return `x` with the dimension of steps first, as cuDNN reads it."""
+    """Return `x`, if there is one, with the dimension of steps first, as cuDNN reads it."""
     return x if x is None or not call.batch_first or call.batch_sizes else x.transpose(0, 1)
 
 
@@ -285,7 +285,8 @@ def recurrent_backward(c: KernelCall) -> Events:
 
 
 def _sums_over_samples(c: KernelCall, gates: int, bias: int) -> Events:
-    """Allocations of the bias gradient at `bias`: a sum of the gates' gradient at `gates`."""
+    """Allocations of a bias gradient, result number `bias`, which sums result number `gates` over
+    the samples. None are made if the call does not return it."""
     if c.out[bias] is None:
         return []
     tensor: Tensor = c.out[gates]
@@ -330,7 +331,7 @@ def is_acceptable(tensor: Tensor) -> bool:
 
 def flatten_weights(weights: Sequence[Tensor], stride: int, *sizes: Any) -> Tensor:
     """Make `weights` views of one new buffer and return it: `_cudnn_rnn_flatten_weight`. `stride`
-    is the number of parameters per layer and direction."""
+    is the number of parameters per layer and direction; `sizes` are not needed."""
     buffer, views = _flat_copies(weights, stride, weights[0].dtype)
     for weight, view in zip(weights, views, strict=True):
         weight.set_(view)  # type: ignore[call-overload]
@@ -347,7 +348,8 @@ def _flat_copies(
 
 
 def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
-    """Return the buffer of which all `weights` are views, or None: `try_get_weight_buf`."""
+    """Return the buffer of which `weights` are views in cuDNN's order, or None if there is none:
+    `try_get_weight_buf`."""
     places, length = weight_places(weights, stride)
     first = weights[0]
     if first.untyped_storage().nbytes() < length * first.itemsize:
@@ -360,8 +362,8 @@ def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
 
 
 def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """Return a contiguous tensor of `shape` at `offset` (elements) in the storage of `tensor`. It
-    is no view for autograd."""
+    """Return a contiguous tensor of `shape` at `offset` (elements) in the storage of `tensor`. For
+    autograd it is not a view of `tensor`."""
     made = torch.empty(0, dtype=tensor.dtype, device=META)
     stride = torch.empty(shape, device=META).stride()
     return made.set_(tensor.untyped_storage(), offset, shape, stride)
@@ -424,7 +426,8 @@ def _gru_cell_backward(c: KernelCall) -> Any:
 
 
 def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
-    """Return slices of steps with equal batch sizes (`lengths`): `_pack_padded_sequence`."""
+    """Return slices of `x`, each with the steps of one batch size: `_pack_padded_sequence`.
+    `lengths` has the number of steps of each sample."""
     steps = x.transpose(0, 1) if batch_first else x
     found, start = [], 0
     for end in sorted(set(lengths.tolist())):
@@ -455,10 +458,8 @@ op(
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
     def layer(then: Next, *args: Any) -> Any:
         """Run `_cudnn_impl` of RNN.cpp; return output, last hidden state and, for an LSTM, cell.
-
-        Autocast casts everything to float16 (`_cudnn_rnn_cast_reflatten` of AutocastRNN.cpp), the
-        weights into a buffer of their own.
-        """
+        Autocast casts inputs, states and weights to float16, and the weights have a new buffer
+        (`_cudnn_rnn_cast_reflatten` of AutocastRNN.cpp)."""
         x, batch_sizes = args[0], []
         if not torch._C._get_cudnn_enabled():
             return then(*args)

@@ -42,10 +42,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduction as TensorIterator orders its dimensions: reduced ones, then fast ones, first.
-
-    Strides are in bytes; an output stride of 0 marks a reduced dimension.
-    """
+    """Shape and strides (in bytes) of a reduction, with its dimensions in TensorIterator's order.
+    Reduced dimensions, whose output stride is 0, come first; then the smallest strides do."""
 
     shape: tuple[int, ...]
     input_strides: tuple[int, ...]
@@ -75,10 +73,8 @@ class Reduction:
         return prod(self.shape) <= INT32_MAX and all(span <= INT32_MAX for span in spans)
 
     def pieces(self) -> "list[Reduction]":
-        """Return parts that 32-bit indices can address, as `with_32bit_indexing` does.
-
-        A part that is too large is halved along its longest dimension.
-        """
+        """Return parts that 32-bit indices can address, as `with_32bit_indexing` does. A part that
+        is too large is halved along its longest dimension."""
         if self.fits_32_bits:
             return [self]
         extents = [
@@ -94,7 +90,8 @@ class Reduction:
 
 
 def _should_swap(first: tuple[int, int, int], second: tuple[int, int, int]) -> int:
-    """Compare two dimensions (size, input stride, output stride) as `should_swap`: 1, 0 or -1."""
+    """Compare two dimensions (size, input stride, output stride) as `should_swap`: 1 to swap them,
+    -1 to keep their order, 0 if undecided."""
     size_a, in_a, out_a = first
     size_b, in_b, out_b = second
     if (out_a == 0) != (out_b == 0):
@@ -124,7 +121,7 @@ def _reorder_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, int
 
 
 def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge neighbours (size, input stride, output stride) that are contiguous together."""
+    """Merge neighbouring dimensions (size, input stride, output stride) that form one run."""
     merged = dims[:1]
     for size, in_stride, out_stride in dims[1:]:
         last_size, last_in, last_out = merged[-1]
@@ -141,9 +138,9 @@ def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, in
 def _iterated(
     tensor: Tensor, dims: Sequence[int], input_bytes: int, output_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Return [sizes, input strides, output strides (bytes)] of a reduction's merged dimensions. An
-    empty `dims` means all. An element has `input_bytes` or `output_bytes`. The output is contiguous
-    over the kept dimensions."""
+    """Return [sizes, input strides, output strides] of a reduction over `dims` (all if empty). The
+    dimensions are sorted and merged; strides are in bytes. An element has `input_bytes` or
+    `output_bytes`. The output is contiguous."""
     everything = not dims or tensor.dim() == 0
     reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
     kept = [1 if dim in reduced else n for dim, n in enumerate(tensor.shape)]
@@ -158,8 +155,8 @@ def _iterated(
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
-    """Return a block's threads (along `dim0`, along `dim1`), sizes of the fastest and next
-    dimension: `set_block_dimension`. `vector` outputs belong to a thread."""
+    """Return a block's number of threads along the fastest and the next dimension, of `dim0` and
+    `dim1` elements: `set_block_dimension`. A thread has `vector` outputs."""
     limit = MAX_REDUCE_THREADS // vector
     pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))
@@ -167,7 +164,8 @@ def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
 
 
 def staging_bytes(dims: Reduction, gpu: Gpu) -> tuple[int, ...]:
-    """Return (bytes of the staging buffer, bytes of semaphores); () if each output has one block.
+    """Return (bytes of the buffer of partial results, bytes of semaphores) of a reduction; () if
+    one block of threads reduces each output.
 
     With C blocks per output, G blocks of outputs, block width W and V outputs per thread:
 
@@ -217,9 +215,9 @@ def reduce_bytes(
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the bytes of each temporary of `gpu_reduce_kernel` over `dims` (all if empty).
 
-    `dtype`, `out_dtype` and the accumulator's are the tensor's by default. Inputs that need 64-bit
-    indices run in pieces, of which the largest counts; 16-bit outputs then have a buffer of running
-    sums.
+    `dtype` is the tensor's by default; `out_dtype` and `accumulator_bytes` are those of `dtype`. A
+    thread loads `input_vector` values at once. Inputs that need 64-bit indices run in pieces, of
+    which the largest counts; 16-bit outputs then have a buffer of running sums.
     """
     if tensor.numel() == 0:
         return ()
@@ -260,11 +258,9 @@ def _dtype_of(c: KernelCall) -> torch.dtype:
 def sum_bytes(
     tensor: Tensor, dims: Sequence[int], out_dtype: torch.dtype, gpu: Gpu, *, half_vector: int = 8
 ) -> tuple[int, ...]:
-    """Return the bytes of each temporary of `sum` or `mean` over `dims`: a cast, staging.
-
-    `make_reduction_from_out_ty` of ReduceOps.cpp casts unless the dtypes are equal or go from a
-    16-bit float to float32. `sum_functor` and `mean_kernel_impl` load 8 values of 16 bits at once.
-    """
+    """Return the bytes of each temporary of `sum` or `mean` over `dims`: a cast, staging. The cast
+    is omitted if dtypes are equal or go from a 16-bit float to float32 (ReduceOps.cpp). A thread
+    loads `half_vector` 16-bit values at once: 8 in `sum_functor` and `mean_kernel_impl`."""
     in_place = tensor.dtype == out_dtype or (tensor.dtype in HALVES and out_dtype == torch.float32)
     dtype = tensor.dtype if in_place else out_dtype
     cast = () if in_place else (tensor.numel() * dtype.itemsize,)
@@ -337,11 +333,8 @@ op(
 
 @registry.requests("_cdist_backward")
 def cdist_backward(c: KernelCall) -> Events:
-    """Allocations of `_cdist_backward` (Distance.cpp): copies, result, all differences.
-
-    The differences (DistanceKernel.cu) have a row for each pair of points, and are summed over the
-    other points.
-    """
+    """Allocations of `_cdist_backward` (Distance.cpp): copies, result, all differences. There is a
+    row of differences (DistanceKernel.cu) per pair of points. They are summed over `x2`."""
     x, others, copies = c.x1, c.x2, _batched_copies((c.x1, c.x2))
     if c.p == 0:
         return around(copies, c.outputs())
@@ -389,10 +382,8 @@ def trace(matrix: Tensor) -> Tensor:
 
 @registry.requests("equal")
 def equal(c: KernelCall) -> Scratch:
-    """Allocations of `cuda_equal`: the elementwise comparison, its `all`, staging of `all`.
-
-    Tensors of different shapes and views of the same elements are not compared (cuda/Equal.cpp).
-    """
+    """Allocations of `cuda_equal`: the elementwise comparison, its `all`, staging of `all`. There
+    are none for different shapes, or for two views of the same elements (cuda/Equal.cpp)."""
     first, second = c.self, c.other
     is_same = first.untyped_storage()._cdata == second.untyped_storage()._cdata and (
         (first.storage_offset(), first.stride()) == (second.storage_offset(), second.stride())
@@ -410,7 +401,7 @@ register(
 
 
 class _Product(torch.autograd.Function):
-    """Autograd node of `prod`; the backward tests for zeros and assumes that there are none."""
+    """Autograd node of `prod`. Its backward tests for zeros and assumes that there are none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[], Tensor], dim: int | None) -> Tensor:
@@ -441,10 +432,8 @@ def has_gradient(tensor: Tensor) -> bool:
 
 @registry.above_autograd("prod prod.dim_int")
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `prod`; its gradient, `_Product`, assumes no zeros (FunctionsManual.cpp).
-
-    Under `torch.func`, torch's gradient for meta tensors runs instead.
-    """
+    """Run `prod`; its gradient, `_Product`, assumes no zeros (FunctionsManual.cpp). Without a
+    gradient or under `torch.func`, run `then`, the next kernel of torch."""
     if not has_gradient(x) or torch._C._are_functorch_transforms_active():
         return then(x, *args, **kwargs)
 

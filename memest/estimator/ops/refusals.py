@@ -44,8 +44,8 @@ def tensor_type(dtype: torch.dtype) -> str:
 
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
-    """Return a rule that refuses integers, and arguments at positions `first` and `second` of
-    different dtypes. `kernel` is the name in torch's message."""
+    """Return a check of calls. It returns torch's error text for integers, and if the dtypes of
+    arguments `first` and `second` (positions) differ; else "". `kernel` is named in the text."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[first].dtype
@@ -60,7 +60,7 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
 
 
 def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> RefuseRule:
-    """Return a rule that refuses argument `number` by `message` if its dtype is not in `dtypes`."""
+    """Return a check of calls: `message` if argument `number` has none of the `dtypes`, else ""."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[number].dtype
@@ -72,8 +72,8 @@ def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> Refus
 def same_type(
     first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
 ) -> RefuseRule:
-    """Return a rule that refuses arguments at positions `first` and `second` of different dtypes.
-    `named` fills both fields of `message`."""
+    """Return a check of calls: `message` if the arguments at positions `first` and `second` differ
+    in dtype, else "". `named` returns a dtype's name, for the two fields of `message`."""
 
     def rule(call: KernelCall) -> str:
         types = call.args[first].dtype, call.args[second].dtype
@@ -83,15 +83,13 @@ def same_type(
 
 
 def fits(call: KernelCall) -> str:
-    """Return torch's error text if the number `value` is out of range for `self`, else ""."""
+    """Return torch's error text if `value` is out of range for the tensor `self`, else ""."""
     return overflow(call.value, call.self.dtype)
 
 
 def overflow(value: Any, dtype: torch.dtype) -> str:
-    """Return torch's error text for a number out of a dtype's range (Scalar.h), else "".
-
-    Infinity is in range.
-    """
+    """Return torch's error text if `value` is out of the range of `dtype` (Scalar.h), else "".
+    Infinity is in range."""
     if isinstance(value, bool | Tensor) or not isinstance(value, int | float):
         return ""
     if dtype is torch.bool or dtype.is_complex or not isfinite(value):
@@ -106,7 +104,8 @@ def overflow(value: Any, dtype: torch.dtype) -> str:
 
 
 def refuse_generator(generator: torch.Generator | None, device: Any) -> None:
-    """Raise torch's `RuntimeError` for a generator of another device: `check_generator`."""
+    """Raise torch's `RuntimeError` for a `generator` that is not of `device` (`check_generator`).
+    Without a `device`, it has to be of the CPU."""
     wanted = torch.device(device or "cpu").type
     if generator is not None and (found := generator.device.type) != wanted:
         raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")

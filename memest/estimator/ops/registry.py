@@ -41,7 +41,7 @@ class KernelCall(dict[str, Any]):
 
     Arguments are items and attributes: `call["values"]`, `call.k`. Tensors have no values. `args`
     are the positional arguments. `out` is the call's result, a tensor or a tuple of tensors. `gpu`
-    is the simulated GPU. `known` has values that `Op.from_values` read.
+    is the simulated GPU. `known` is the result of `Op.from_values`: numbers read from tensors.
     """
 
     def __init__(
@@ -82,9 +82,7 @@ _NOT_IMPLEMENTED = "not implemented for"
 @dataclass(eq=False)
 class Op:
     """One operator overload: its properties, and the rules that its module in `ops/` registered.
-
-    torch computes the hash of an operator in Python. The mode therefore finds an `Op` by identity.
-    """
+    The mode finds it by identity, since torch computes an operator's hash in Python."""
 
     func: Any
     requests: RequestRule | None = None  # temporaries, or all requests in their order
@@ -166,12 +164,12 @@ class Op:
         known: tuple[int, ...] = (),
     ) -> KernelCall:  # fmt: skip
         """Return a call of this operator, with its schema's defaults for missing arguments. `known`
-        has values that `Op.from_values` read."""
+        is the result of `from_values`."""
         given = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
         return KernelCall(given, args, out, gpu, known)
 
     def is_modelled(self, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
-        """Return whether a rule covers the allocations of this call, or it has outputs only."""
+        """Return whether a rule covers the call's allocations, or they are just its outputs."""
         if self.requests is None:
             return self.has_outputs_only
         return self.modelled is None or bool(self.modelled(self.call(args, kwargs, None, gpu)))
@@ -250,10 +248,9 @@ def registered(part: str) -> dict[OpOverload, Any]:
 
 
 def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
-    """Yield operator overloads: the given ones, and those of aten named in texts split by blanks.
-
-    A name without an overload means the default one. Names of `OPERATORS_SINCE` may be absent.
-    """
+    """Yield operator overloads: the given ones, and aten's by the names in a string, split at
+    blanks. A name without an overload means the default one. Operators of newer releases of torch
+    (`OPERATORS_SINCE`) are omitted if they are absent."""
     for given in operators:
         if not isinstance(given, str):
             yield given
@@ -317,7 +314,8 @@ def op(
     """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
 
     `before` and `after` return their bytes; 0 allocates nothing. Instead of `after`, `then` returns
-    all events after the outputs. `about` describes the allocations and their source.
+    all events after the outputs. `about` describes the allocations and their source. `parts` are
+    other fields of `Op`.
     """
 
     def rule(call: KernelCall) -> Scratch | Events:
@@ -351,8 +349,8 @@ def register_kernel(op: OpOverload | str) -> Callable[[RequestRule], RequestRule
     """Return a decorator for a rule of what the kernel of `op` allocates besides its outputs.
 
     The rule gets a `KernelCall` and returns a `Scratch`, whose bytes are freed when the operator
-    returns. None, or an empty one, means outputs only. The result may be reused for calls with the
-    same shapes. A rule for an operator of torch replaces memest's own.
+    returns. None, or an empty one, means outputs only. What it returns may be reused for calls with
+    the same shapes. A rule for an operator of torch replaces memest's own.
 
     Args:
         op: an operator, or its name such as `mylib::op` or `mylib::op.overload`.

@@ -32,4 +32,4 @@ class SimMode(Protocol):
         """Run an operator on the simulated GPU."""
 
     def pass_workspaces(self, func: Any, *sizes: int) -> None:
-        """Allocate and free workspaces of these sizes in bytes, one after the other."""
+        """Allocate and free workspaces of `sizes` bytes, one by one, as operator `func` does."""

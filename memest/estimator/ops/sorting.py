@@ -33,7 +33,8 @@ TOPK_SCAN_BYTES = 1279  # storage of the scan by key over the counts of all bloc
 
 
 def _slices(tensor: Tensor, dim: int) -> tuple[int, int]:
-    """Return (number of slices along `dim`, elements of a slice)."""
+    """Return (number of slices of `tensor`, elements of a slice). A slice runs along `dim` at fixed
+    indices of all other dimensions."""
     if tensor.dim() == 0:
         return 1, 1
     length = tensor.shape[dim]
@@ -60,10 +61,11 @@ op(
 def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
     """Return the bytes of each temporary of `sort`.
 
-    Short slices need an int64 range that fills the indices. A long slice also needs the sort's
-    storage. With 2 to 127 long slices, all are sorted by key with (slice, position) as value, then
-    by slice. The first of these sorts peaks: two arrays of 8 * n, sorted keys and storage. More
-    slices need a range and the storage of a segmented sort. A view with gaps is copied first.
+    Slices of up to 4096 elements need an int64 range of positions. Longer ones also need the
+    storage of a radix sort. From 2 to 127 of them are sorted together by key, then by slice. The
+    first of these two sorts needs most: two int64 arrays, sorted keys and storage. From 128 long
+    slices on, a range and the storage of a segmented sort are needed. A view with gaps is copied
+    first.
     """
     count, length = _slices(tensor, dim)
     if length <= 1:
@@ -118,7 +120,8 @@ def topk(c: KernelCall) -> Events:
 
 
 def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """Return ((bytes of a cast or copied input, if any), True if a single row is scanned)."""
+    """Return (bytes of a copy of the input, True if it is a single row). The tuple of bytes is
+    empty if the input is contiguous and of `dtype`."""
     tensor: Tensor = c.self
     is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
     cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
@@ -221,7 +224,7 @@ def median(values: Tensor) -> Tensor:
 
 @registry.composed("nanmedian")
 def nanmedian(values: Tensor) -> Tensor:
-    """Run `median_impl` of cuda/Sorting.cpp as if no value were NaN; the host reads an index."""
+    """Run `median_impl` of cuda/Sorting.cpp as if no value were NaN. The host reads an index."""
     if not values.numel():
         return values.new_full((), math.nan)
     ordered = values.flatten().sort().values
@@ -231,7 +234,7 @@ def nanmedian(values: Tensor) -> Tensor:
 
 @registry.composed("count_nonzero.dim_IntList")
 def count_nonzero(values: Tensor, dims: list[int]) -> Tensor:
-    """Run `count_nonzero_cuda` (TensorAdvancedIndexing.cpp)."""
+    """Count nonzero elements over `dims`, as `count_nonzero_cuda` (TensorAdvancedIndexing.cpp)."""
     return (values if values.dtype is torch.bool else values != 0).sum(dims)
 
 
@@ -243,8 +246,8 @@ register(
 
 def _is_unique_known(c: KernelCall) -> bool:
     """Return whether allocations were measured: capability 9.0; 4, 8 bytes or bool, or rows.
-    Evidence (CUDA 13.0), every request exact: 196 calls of up to a million elements on an H100, 504
-    of up to 100,000 rows on an H200."""
+    `unique_consecutive` also takes 1 and 2 bytes. Evidence (CUDA 13.0), every request exact: 196
+    calls of up to a million elements on an H100, 504 of up to 100,000 rows on an H200."""
     if c.get("dim") is not None:
         return c.gpu.capability == (9, 0)
     sizes = (1, 2, 4, 8) if "dim" in c else (4, 8)
@@ -254,7 +257,8 @@ def _is_unique_known(c: KernelCall) -> bool:
 
 @registry.requests("_unique2", modelled=_is_unique_known)
 def unique(c: KernelCall) -> Events:
-    """Allocations of `_unique2` (cuda/UniqueCub.cu): sorted values, positions for the inverse."""
+    """Allocations of `_unique2` (cuda/UniqueCub.cu): sorted values, positions for the inverse. The
+    inverse is the index of each value among the unique ones."""
     values: Tensor = c.self
     count, item, row = values.numel(), values.itemsize, values.numel() * INDEX_BYTES
     if not count:
@@ -301,7 +305,8 @@ def _unique(c: KernelCall, positions_bytes: int) -> Events:
 
 
 def _unique_rows(c: KernelCall, sorting: Events) -> Events:
-    """Allocations of `unique_dim_cuda_template` (cuda/Unique.cu); `sorting` is its sort."""
+    """Allocations of `unique_dim_cuda_template` (cuda/Unique.cu). `sorting` has the allocations of
+    its sort of the rows, or is empty."""
     num_rows = c.self.size(c.dim)
     row = num_rows * INDEX_BYTES
     events = sorting
@@ -334,7 +339,7 @@ register(
 
 @registry.above_autograd("cumprod_backward")
 def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
-    """Compute the gradient as if no input were zero: `cumprod_backward` of ReduceOps.cpp."""
+    """Compute the gradient as `cumprod_backward` of ReduceOps.cpp for an input without zeros."""
     if x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
         return then(grad, x, dim, output)
     products, is_zero = output * grad, x == 0

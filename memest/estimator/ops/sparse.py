@@ -75,7 +75,7 @@ def _is_coalesced(tensor: Tensor) -> bool:
 
 
 def _become(tensor: Tensor, other: Tensor) -> Tensor:
-    """Make the sparse `tensor` share the indices and values of `other`; return it."""
+    """Make the sparse `tensor` share the indices and values of `other`; return `tensor`."""
     with torch._C._DisableTorchDispatch():
         _set_data(tensor, other)
     return tensor
@@ -84,7 +84,7 @@ def _become(tensor: Tensor, other: Tensor) -> Tensor:
 def _on_host(
     indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool
 ) -> Tensor:
-    """Return a sparse tensor on the host; unknown values are 1, unknown indices the first ones."""
+    """Return a sparse tensor on the host. Unknown values are 1, unknown indices the first ones."""
     with torch._C._DisableTorchDispatch():
         if is_meta(indices):
             order = torch.arange(indices.size(1), device=CPU)
@@ -108,7 +108,8 @@ def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _coalesced_indices(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> tuple[int, Any]:
-    """Return (number of entries after coalescing, their indices or None if unknown)."""
+    """Return (number of entries after coalescing, their indices). The indices are None if unknown;
+    then all entries are assumed to differ."""
     num_entries = indices.size(1)
     value = mode.values.value_of(indices)
     if value is not None and not mode.values.is_guessed([indices]):
@@ -159,9 +160,9 @@ def _coalesced(mode: SimMode, tensor: Tensor) -> Tensor:
 
 @on_sparse("clone")
 def _clone(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Tensor:
-    """Return a copy of a sparse tensor; a gradient that autograd accumulates is not copied. CUDA's
-    `AccumulateGrad` (accumulate_grad.h) takes a contiguous gradient over without a copy. Under a
-    Python dispatch mode it calls `clone`, which therefore returns the same parts here."""
+    """Return a copy of a sparse tensor; a gradient that autograd accumulates is not copied. On a
+    GPU, `AccumulateGrad` (accumulate_grad.h) keeps a contiguous gradient without a copy. Under a
+    Python dispatch mode it calls `clone`, which therefore shares the parts of the gradient."""
     indices, values = _parts(tensor)
     node = torch._C._current_autograd_node()
     is_gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
@@ -196,13 +197,13 @@ _multiplied = _elementwise(torch.mul)
 
 @on_sparse("mul_.Tensor mul_.Scalar")
 def _mul_(mode: SimMode, tensor: Tensor, other: Any) -> Tensor:
-    """Multiply out of place: CUDA's kernel allocates new values even for `mul_`."""
+    """Multiply `tensor` and give it new values, as CUDA's kernel allocates them even for `mul_`."""
     return _become(tensor, _multiplied(mode, tensor, other))
 
 
 @on_sparse("add_.Tensor")
 def _add_(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-    """Add `alpha * other`: to a sparse tensor by appending entries, or a sparse tensor to a dense
+    """Add `alpha * other` in place: append its entries to a sparse `tensor`, or add them to a dense
     one."""
     if is_sparse(tensor):
         return _become(tensor, _joined(mode, tensor, other, alpha))
@@ -229,7 +230,7 @@ def _add(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> T
 
 
 def _joined(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
-    """Append the entries of `other` times `alpha`; coalesce if entries outnumber elements."""
+    """Return `tensor + alpha * other` by joining entries; coalesce if these outnumber elements."""
     (indices, values), (more, of_more) = _parts(tensor), _parts(other)
     if alpha != 1:
         of_more = of_more * alpha
@@ -254,7 +255,8 @@ def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
 def _addmm(
     mode: SimMode, tensor: Tensor, sparse: Tensor, dense: Tensor, **factors: float
 ) -> Tensor:
-    """Multiply a sparse matrix, converted to CSR, by a dense one; copy the column-major result."""
+    """Compute `tensor + sparse @ dense` for a sparse matrix, which is first converted to CSR. The
+    column-major result is copied."""
     if not is_sparse(sparse) or is_sparse(dense):
         raise NotImplementedError
     num_rows, num_columns = sparse.size(0), dense.size(1)
@@ -355,7 +357,8 @@ def _embedding_bag_backward(mode: SimMode, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_torch(func: OpOverload, key: Any) -> SparseRule:
-    """Return a rule for torch's C++ kernel of `key`; it makes no duplicate entries by itself."""
+    """Return a rule that runs torch's C++ kernel of `func` for dispatch key `key`. If no sparse
+    argument has duplicate indices, the result is recorded as having none."""
     run = by_torch(func, key)
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
@@ -418,7 +421,8 @@ class SparseTensors:
         self._is_any = False
 
     def concerns(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether `func` runs on sparse GPU tensors; `UnsupportedError` without a rule."""
+        """Return whether the call uses or makes sparse tensors on the GPU, so that `run` has to run
+        it. Raise `UnsupportedError` if it does and there is no rule for it."""
         if not self._is_any and id(func) not in _MAKERS:
             return False
         tensors, mode = placement.sample_tensors(args, kwargs), self._mode

@@ -102,8 +102,8 @@ def _assembled(
     mode: SimMode, offsets: Tensor, indices: Tensor, values: Tensor,
     shape: Sequence[int] | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Return a matrix with these `offsets` (`crow_indices`), indices and values, which are not
-    copied."""
+    """Return a matrix with these `offsets` (`crow_indices`), indices and values, without copies. If
+    `shape` is None, the size follows from them."""
     if kwargs.get("layout") not in (CSR, CSC) or offsets.dim() != 1:
         raise NotImplementedError
     parts = offsets, indices, values
@@ -245,7 +245,7 @@ def _set_known(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
 def _coordinates(
     mode: SimMode, offsets: Tensor, indices: Tensor, *, may_guess: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (rows, columns) of CSR entries, guessed only if `may_guess`; None if unknown."""
+    """Return (rows, columns) of CSR entries, or None if unknown; `may_guess` allows a guess."""
     found = [mode.guessed.value_of(t) if may_guess else None for t in (offsets, indices)]
     starts, columns = (
         mode.values.value_of(t) if guess is None else guess
@@ -276,7 +276,7 @@ _in_coordinates = by_torch(aten._to_sparse.default, torch._C.DispatchKey.SparseC
 
 @on_compressed("_to_sparse")
 def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Convert to COO, which shares the values, or to the other compressed layout."""
+    """Convert to COO, which shares the values, or to the compressed layout in `kwargs`."""
     if kwargs.get("layout") in (CSR, CSC):
         return _flipped(mode, matrix)
     made: Tensor = _in_coordinates(mode, matrix, *args, **kwargs)
@@ -315,8 +315,7 @@ def _flatten(offsets: Tensor, indices: Tensor) -> None:
 @on_compressed("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
     """Return a compressed matrix with the elements of `dense` at the entries of `matrix`. As in
-    torch, a dense mask decides the size of the result. A mask that is too large for known values is
-    refused."""
+    torch, a dense boolean mask is made first. One that is too large for known values is refused."""
     offsets, indices, _ = parts_of(matrix)
     if dense.numel() > MAX_BYTES:
         raise NotImplementedError
@@ -371,19 +370,21 @@ def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) ->
 
 
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
-    """Return bytes of `cusparseSpMV`: an index per tile of entries; for 16-bit values, sums."""
+    """Return the workspace bytes of `cusparseSpMV`: an index per tile of entries. For 16-bit values
+    it also has a float32 sum per row."""
     tiles = ceil_div(num_entries, _VECTOR_TILES[index_bytes, dtype]) + 1
     sums = 4 * num_rows + 127 if dtype.itemsize == 2 else 0
     return index_bytes * tiles + index_bytes - 1 + sums
 
 
 def matrix_workspace(num_entries: int, index_bytes: int) -> int:
-    """Return bytes of `cusparseSpMM` with two columns or more: an index per tile of entries."""
+    """Return workspace bytes of `cusparseSpMM` for several columns: an index per tile."""
     return index_bytes * (ceil_div(num_entries, _MATRIX_TILE) + 1) - 1
 
 
 def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> None:
-    """Allocate and free a copy of `dense`, if needed, and the workspace of `matrix @ dense`."""
+    """Allocate and free what `matrix @ dense` needs: a copy of `dense` with gaps, and a workspace.
+    The values of `result` become unknown."""
     _, indices, values = parts_of(matrix)
     if values.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise NotImplementedError
@@ -408,7 +409,7 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
 def _sparse_addmm(
     mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **factors: float
 ) -> Tensor:
-    """Compute `tensor + first @ second`, whose operands autocast casts inside of the operator."""
+    """Compute `tensor + first @ second`. Under autocast, the kernel itself casts its operands."""
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         tensor = second.new_zeros((first.size(0), second.size(1)))
     if not torch.is_autocast_enabled("cuda") or second.dtype is not torch.float32:
@@ -420,7 +421,7 @@ def _sparse_addmm(
 
 @on_compressed("addmm")
 def _addmm(mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **factors: float) -> Any:
-    """Compute `tensor + first @ second`, of which one factor or both are compressed."""
+    """Compute `tensor + first @ second`, of which one factor is compressed and the other dense."""
     shape = first.size(0), second.size(1)
     if is_compressed(first) and is_compressed(second):
         raise NotImplementedError
@@ -457,7 +458,7 @@ def _mv(mode: SimMode, matrix: Tensor, vector: Tensor) -> Tensor:
 def _sampled_addmm(
     mode: SimMode, matrix: Tensor, first: Tensor, second: Tensor, **factors: float
 ) -> Tensor:
-    """Compute `matrix + first @ second`, dense factors, only at the entries of `matrix`."""
+    """Compute `matrix + first @ second` of dense factors at the entries of the CSR `matrix`."""
     offsets, indices, values = parts_of(matrix)
     if matrix.layout is not CSR:
         raise NotImplementedError
@@ -507,8 +508,8 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
-    """Return (multiplied pairs of entries, indices of the product's entries, True if guessed).
-    Unknown indices are replaced by their estimated number."""
+    """Return (number of multiplied pairs of entries, entries of the product, True if guessed). The
+    second is a tensor of (row, column) indices, or an estimated number if these are unknown."""
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
     known, other = (
         _coordinates(mode, *each, may_guess=True)
@@ -545,11 +546,9 @@ def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, in
 def product_workspaces(
     num_rows: int, num_entries: int, num_products: int, value_bytes: int
 ) -> tuple[int, int]:
-    """Return bytes of the two workspaces of `cusparseSpGEMM`, deduced from 43 recorded products.
-
-    `num_rows` and `num_entries` are the first matrix's, `num_products` the multiplied pairs. Below
-    500 rows the second workspace is up to 0.8 KB larger than here.
-    """
+    """Return the bytes of the two workspaces of `cusparseSpGEMM`, deduced from 43 recorded
+    products. The first matrix has `num_rows` and `num_entries`; `num_products` pairs of entries are
+    multiplied. Below 500 rows the second workspace is up to 0.8 KB larger than here."""
 
     def scan(number: int, tile: int) -> int:
         return round_up(16 * (ceil_div(number, tile) + 32), _ALIGNED)

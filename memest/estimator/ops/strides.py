@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def contiguous(call: KernelCall) -> Any:
-    """Return contiguous results, where torch's meta kernel copies the strides of an argument."""
+    """Return the results of `call` with contiguous strides, unlike torch's meta kernel."""
     if isinstance(call.out, Tensor):
         return strided(call.out, make_contiguous_strides_for(call.out.shape))
     return tuple(t if t is None else t.contiguous() for t in call.out)
@@ -48,11 +48,9 @@ def elementwise(call: KernelCall) -> Tensor:
 
 
 def plain(func: OpOverload, args: Args, out: Any) -> Any:
-    """Return `out` contiguous, if all operands of a pointwise operator are (`fast_set_up`).
-
-    CUDA resets strides of dimensions of size 1 (TensorIterator.cpp), torch's meta kernels keep
-    them.
-    """
+    """Return `out`, contiguous if all operands of a pointwise operator are (`fast_set_up`). For
+    such calls CUDA resets strides of dimensions of size 1 (TensorIterator.cpp), which torch's meta
+    kernels keep."""
     if not isinstance(out, Tensor) or func.overloadpacket in _ALIKE or _has_number(func, args):
         return out
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -68,7 +66,7 @@ _ALIKE = {getattr(aten, name) for name in (
 
 
 def _has_number(func: OpOverload, args: Args) -> bool:
-    """Return whether an operand is a number, so that CUDA keeps strides of size-1 dimensions."""
+    """Return whether an operand is a number: CUDA then keeps strides of dimensions of size 1."""
     overload = func._overloadname.lower()
     if "scalar" in overload and func not in (aten.pow.Tensor_Scalar, aten.lerp.Scalar):
         return True
@@ -77,7 +75,7 @@ def _has_number(func: OpOverload, args: Args) -> bool:
 
 
 def strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor like `made` with these `strides`, copied only if they differ."""
+    """Return `made` if it has these `strides`, else a new tensor without values that has them."""
     if made.stride() == strides:
         return made
     return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
@@ -100,10 +98,8 @@ def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int
 
 
 def copying(*positions: int, is_before: bool = False) -> RequestRule:
-    """Return a rule for contiguous copies of the arguments at `positions`.
-
-    The copies are made after the outputs, or before them (`is_before`).
-    """
+    """Return a rule for contiguous copies of the arguments at `positions`. The copies are made
+    after the outputs, or before them (`is_before`)."""
 
     def contiguous_copies(call: KernelCall) -> Scratch:
         """Allocations of contiguous copies of arguments.

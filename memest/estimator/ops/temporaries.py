@@ -42,20 +42,19 @@ Events = list[KernelEvent]
 
 
 def temporaries(*num_bytes: int, oldest: bool = False) -> Events:
-    """Return events that allocate positive numbers of bytes, and free negative ones; 0 is skipped.
-
-    A free is of the latest temporary of that size, or with `oldest` of the oldest one.
-    """
+    """Return an event for each of `num_bytes`: n allocates a temporary of n bytes, -n frees one. 0
+    is skipped. The latest temporary of n bytes is freed, or with `oldest` the oldest."""
     return [KernelEvent(n, OLDEST if oldest else None) for n in num_bytes if n]
 
 
 def tried(num_bytes: Sequence[int]) -> Events:
-    """Return events that try `num_bytes` in turn, until one fits, as cuDNN's benchmark does."""
+    """Return events that try workspaces of `num_bytes`, in this order, until one fits. cuDNN does
+    so when it benchmarks its algorithms."""
     return [KernelEvent(n, TRIED) for n in num_bytes]
 
 
 def around(num_bytes: Sequence[int], events: Events) -> Events:
-    """Return `events` with temporaries of `num_bytes` allocated before and freed after them."""
+    """Return `events` between allocations of temporaries of `num_bytes` and their frees."""
     return temporaries(*num_bytes) + events + temporaries(*(-n for n in reversed(num_bytes)))
 
 

@@ -49,10 +49,8 @@ def unfold_backward(c: KernelCall) -> Scratch:
 
 def _copies_like(like: int, *positions: int) -> registry.RequestRule:
     """Return a rule: arguments at `positions` are copied to the memory format of argument `like`.
-
     Kernels of UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, DilatedMaxPool2d.cu,
-    DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu support channels-last.
-    """
+    DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu support channels-last."""
 
     def copies(c: KernelCall) -> Scratch:
         """Allocations of copies of arguments, in the memory format of one of them."""
@@ -104,7 +102,8 @@ _MOST_CHANNELS = 1024
 
 
 def _is_by_cudnn(c: KernelCall) -> bool:
-    """Return whether cuDNN samples the grid: bilinear, zero padding (GridSampler.cpp)."""
+    """Return whether cuDNN samples the grid: bilinear with aligned corners, zero padding and at
+    most 1024 channels (GridSampler.cpp)."""
     return (
         torch.backends.cudnn.enabled
         and c.input.dtype in _BY_CUDNN

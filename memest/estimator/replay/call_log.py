@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(slots=True)
 class Span:
-    """Allocator events between two cuts of the log, such as probes, and the calls among them."""
+    """Allocator events between two cuts of the log (ends of phases), and the calls among them."""
 
     events: list[int]
     calls: list[Call]
@@ -77,7 +77,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel choice that depends on shapes, and its outcome."""
+    """Choice of a kernel by the shapes and `requires_grad` of its arguments, and its outcome."""
 
     rule: str  # `attention`: the backend; `gemm_4bit`: whether the fused kernel multiplies
     template: Template  # its arguments
@@ -138,10 +138,8 @@ class CallRecorder:
         return len(self._calls)
 
     def calls_since(self, position: int) -> list[Call]:
-        """Return the calls since the last cut, without the first `position` ones.
-
-        Their `start` and `end` are counted from the start of the event log.
-        """
+        """Return the calls since the last cut, without the first `position` ones. Their `start` and
+        `end` are counted from the start of the event log."""
         cut, calls = self._cut_at, self._calls[position:]
         return [replace(call, start=call.start + cut, end=call.end + cut) for call in calls]
 
@@ -149,10 +147,8 @@ class CallRecorder:
         self, calls: Sequence[Call], first: int, positions: Sequence[int], ids: Mapping[int, int]
     ) -> None:
         """Record `calls`, from `calls_since`, again for a later step that repeats their events.
-
-        Event number `first + n` of the log is repeated as number `positions[n]`. `ids` has the
-        later step's storage ids by those in `calls`.
-        """
+        Event number `first + n` of the log is repeated as number `positions[n]`. `ids` maps storage
+        ids in `calls` to those of the later step."""
         for call in calls:
             self._calls.append(
                 replace(
@@ -197,8 +193,8 @@ class CallRecorder:
         self._calls.append(Call(start, end, index, new_storages, site, in_backward))
 
     def _watch_choice(self, rule: str, home: Any, name: str) -> None:
-        """Record outcomes of the function `home.name` as choices by `rule`, until `watching`
-        ends."""
+        """Record each outcome of function `name` of the module `home` as a `Choice` by `rule`,
+        until `watching` ends."""
         choose = getattr(home, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -285,7 +281,7 @@ def _tensor_shape(tensor: Tensor, integers: list[int]) -> _TensorShape:
 
 
 def with_integers(template: Template, integers: Iterable[int]) -> Any:
-    """Return the values of `template` with other `integers`; GPU tensors are meta tensors."""
+    """Rebuild the value of `to_template` with other `integers`; GPU tensors are meta tensors."""
     return _value(template.shape, iter(integers), iter(template.floats))
 
 
@@ -318,11 +314,11 @@ ZERO = -2  # mark instead of a template: an output that meta makes and CUDA does
 
 
 class ResizableProgram:
-    """The program of `sample` without bytes, which are filled in for other batch sizes or GPUs.
+    """Makes programs for other batch sizes or GPUs from the program of one run, `sample`.
 
-    `orders` has the order of requests of each template of `sample.calls`; a size with other orders
-    needs another instance. `dropped` has, by index of a template, the positions of outputs that are
-    freed at the end of the call.
+    `orders` has the order of requests of each template of `sample.calls`. A size with other orders
+    needs another instance. `dropped` maps the index of a template to the positions of the outputs
+    that are freed at the end of the call.
     """
 
     def __init__(
@@ -354,7 +350,7 @@ class ResizableProgram:
         )  # fmt: skip
 
     def with_bytes(self, requests: "Sequence[Requests]") -> Program:
-        """Return the program with the bytes of `requests`, an entry for each template."""
+        """Return the program of a size or GPU, given the `requests` of each template there."""
         tables: list[Sequence[int]] = [each.num_bytes for each in requests]
         tables += [(0,), self._base.storages.num_bytes]  # for the marks `ZERO` and `NO_CALL`
         num_bytes = [tables[i][position] for i, position in self._slots]
@@ -372,7 +368,7 @@ class ResizableProgram:
         return events
 
     def _copy(self, old: Sequence[int], events: list[int]) -> None:
-        """Append `old` events, made outside of operator calls, to `events` with new ids."""
+        """Append `old` events, made outside of operator calls, to `events` with new storage ids."""
         for event in old:
             if event == EMPTIED:
                 events.append(event)
@@ -474,7 +470,8 @@ def requests_of(gpu: Gpu, template: Template, integers: Sequence[int]) -> Reques
 def _requests(
     recipe: Recipe, out: Sequence[Tensor]
 ) -> tuple[tuple[int | tuple[int] | None, ...], list[int]]:
-    """Return a recipe's requests, coded as in `RequestOrder`, and the bytes of each allocation."""
+    """Return the requests of `recipe` (the events of one call), coded as in `RequestOrder`, and the
+    bytes of each allocation. `out` has the results of the call."""
     requests: list[int | tuple[int] | None] = []
     num_bytes: list[int] = []
     temporary: list[tuple[int, int]] = []  # (ordinal, bytes)

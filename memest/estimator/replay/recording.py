@@ -39,7 +39,7 @@ A block that another stream still uses is not allocated any more once its free i
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A probe at the end of a phase, after `index` actions of the allocator."""
+    """End of a phase, after `index` actions of the allocator."""
 
     index: int
     step: int
@@ -48,10 +48,8 @@ class Mark:
 
 
 class Recording(Player):
-    """A replay on one GPU that records each action of the allocator, such as `alloc` or `free`.
-
-    The `stack` of an action is the id of the storage whose request caused it.
-    """
+    """A replay on one GPU that records each action of the allocator, such as `alloc` or `free`. The
+    `stack` of an action is the id of the storage whose request caused it."""
 
     plays_repetitions = True
 
@@ -110,10 +108,9 @@ def record_run(
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
-    """Return the use of the storage with this id, one of `KINDS`.
-
-    Storages of backward and optimizer are temporary; those before any module runs are the batch.
-    """
+    """Return the purpose of the storage with id `storage`, one of `KINDS`. Tensors made in the
+    backward or the optimizer are temporary. Those that `empty` makes outside of modules are the
+    batch."""
     kind, site = storages.kinds[storage], storages.sites[storage]
     if kind is not MemKind.ACTIVATIONS:
         return str(kind)
@@ -124,7 +121,7 @@ def kind_of(storages: StorageTable, storage: int) -> str:
 
 
 def is_of_segment(action: Entry) -> bool:
-    """Return whether an action maps or unmaps GPU memory, rather than a block in it."""
+    """Return whether an action maps or unmaps GPU memory, not a block of a mapped segment."""
     return action.action.startswith("segment")
 
 
@@ -180,7 +177,7 @@ class StepBlocks:
 
 
 def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
-    """Return the lifetime of each block of a step; None is the step with the peak."""
+    """Return the lifetime of each block of `step`; None is the step with the peak."""
     step = recording.result.peak.step if step is None else step
     step = min(step, max((mark.step for mark in recording.marks), default=step))
     marks = [mark for mark in recording.marks if mark.step == step]
@@ -228,10 +225,8 @@ _NEXT = {
 
 
 def timeline(recording: Recording, step: int | None = None) -> Timeline:
-    """Return the bytes during a step; None is the step with the peak.
-
-    A step after the last recorded one gives the last.
-    """
+    """Return the bytes during `step`; None is the step with the peak. For a step after the last
+    recorded one, return those of the last."""
     import numpy as np  # 0.1 s, which commands without a timeline do not need
 
     found = step_blocks(recording, step)
@@ -270,11 +265,9 @@ def _spans(
 
 
 def torch_snapshot(recording: Recording) -> dict[str, Any]:
-    """Return the recording in the form of `torch.cuda.memory._snapshot()`.
-
-    As in torch, allocations and frees have the requested sizes, blocks the rounded ones. Entries
-    have a `category`, by which the timelines of `_memory_viz` are coloured.
-    """
+    """Return the recording in the form of `torch.cuda.memory._snapshot()`. As in torch, allocations
+    and frees have the requested sizes, blocks the rounded ones. The `category` of an entry colours
+    it in the timelines of `_memory_viz`."""
     return {
         "segments": recording.segments(list(recording.blocks.values())),
         "device_traces": [list(_trace(recording))],
@@ -349,7 +342,7 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
 
 
 def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
-    """Return the frames of storages of one call `site` and `kind`, as in torch's snapshot."""
+    """Return frames, as in torch's snapshot, of storages of `kind` that `site` allocated."""
     named = _frame_names(site, kind)
     frames = [{"filename": filename, "line": 0, "name": name} for filename, name in named]
     lines = [(site.line, "forward" if site.caller else site.phase), (site.caller, site.phase)]
@@ -373,7 +366,7 @@ def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _trace(recording: Recording) -> Iterator[dict[str, Any]]:
-    """Yield torch's entry for each action, with its position as the time."""
+    """Yield each action as an entry of torch's snapshot, with its position as the time."""
     made = zip(recording.actions, recording.history.trace(), strict=True)
     for index, (action, entry) in enumerate(made):
         category = "unknown"  # `_memory_viz` needs one such event if categories are used

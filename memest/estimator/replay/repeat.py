@@ -52,7 +52,7 @@ class _Position:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Log entries of one forward or one backward."""
+    """Log entries (events, work, calls) that one forward or one backward made."""
 
     start: _Position
     events: list[int]
@@ -65,7 +65,7 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor that outlives the backward: storage id, shape, strides and dtype."""
+    """A tensor that is alive after the backward: its storage id, shape, strides and dtype."""
 
     index: int
     size: tuple[int, ...]
@@ -75,7 +75,7 @@ class _Made:
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """Forward and backward of one micro-batch of the first step."""
+    """Record of one micro-batch of the first step, from which later steps repeat it."""
 
     forward: _Stretch
     loss: _Made
@@ -90,9 +90,7 @@ class _MicroBatch:
 
 class StepRepeater:
     """Runs the micro-batches of a plan's first step, and repeats their log entries in later steps.
-
-    `num_micro_batches` is the number per step. `calls` records operator calls; None records none.
-    """
+    A step has `num_micro_batches`. Without `calls`, operator calls are not recorded."""
 
     def __init__(
         self, virtual: VirtualGpu, calls: CallRecorder | None, num_micro_batches: int
@@ -112,7 +110,7 @@ class StepRepeater:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Replace autograd's `_engine_run_backward` until the block ends."""
+        """Run each backward of autograd by `_run_backward` until the block ends."""
         run = partial(self._run_backward, torch.autograd.graph._engine_run_backward)
         with ExitStack() as patches:
             for home in (torch.autograd.graph, torch.autograd):
@@ -120,9 +118,10 @@ class StepRepeater:
             yield
 
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-        """Run or repeat the next micro-batch's forward, and return its loss.
+        """Return the loss of the next micro-batch. Its forward runs, or repeats the first step's.
 
-        The arguments are those of `assemble.loss_of`.
+        The arguments are those of `assemble.loss_of`: `inputs` are the keyword arguments of
+        `model`. `output` is "loss", or names the output whose mean is the loss.
         """
         step, index = divmod(self._number, self._num_micro_batches)
         self._number += 1
@@ -145,7 +144,8 @@ class StepRepeater:
         return loss
 
     def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `engine`, or repeat the log entries of the first step's backward."""
+        """Run autograd's `engine` with `args`, or repeat the log entries of the first step's
+        backward. Return the engine's result; () for a repetition."""
         if self._repeated is not None:
             return self._backward_again(self._repeated)
         running, self._running = self._running, None
@@ -160,7 +160,9 @@ class StepRepeater:
         return result
 
     def _add_frees(self, running: _MicroBatch, end: _Position) -> None:
-        """Add to the forward the frees logged before `end`, such as of autocast's copies."""
+        """Append to the forward of `running` the frees that directly follow its events in the log,
+        up to `end`. They free the forward's storages, such as autocast's copies, except for the
+        loss."""
         events = running.forward.events
         made = {event for event in events if event >= 0} - {running.loss.index}
         log = self._memory.log.events
@@ -170,7 +172,8 @@ class StepRepeater:
             at += 1
 
     def _can_repeat(self, micro_batch: _MicroBatch) -> bool:
-        """Return whether later steps can repeat this micro-batch, checked after its backward."""
+        """Complete the record of `micro_batch` after its backward, and return whether later steps
+        can repeat it."""
         assert micro_batch.backward is not None
         events = (*micro_batch.forward.events, *micro_batch.backward.events)
         made = {event for event in events if event >= 0}
@@ -204,7 +207,8 @@ class StepRepeater:
         return not read & FROM_BUFFER or _versions(self._model.buffers()) == buffers
 
     def _knows_all(self) -> bool:
-        """Return whether each micro-batch can be repeated; order its `held` by frees."""
+        """Return whether later steps can repeat all micro-batches. If so, sort the `held` storages
+        of each by the time at which they were freed."""
         self._memory.settle()
         log = self._memory.log
         for micro_batch in self._known:
@@ -245,8 +249,8 @@ class StepRepeater:
         return ()
 
     def _play(self, stretch: _Stretch, kept: set[int], ids: dict[int, int]) -> None:
-        """Repeat the log entries of `stretch`. Storages in `kept` are not allocated again. New
-        storage ids are added to `ids`, by the old ids."""
+        """Repeat the log entries of `stretch`. Storages in `kept` are not allocated again. The id
+        of each new storage is added to `ids`, by its id in the first step."""
         memory, mode = self._memory, self._mode
         memory.settle()
         positions = []  # position in the log of each event of the stretch
@@ -267,7 +271,7 @@ class StepRepeater:
         mode.rng.default.offset += stretch.random
 
     def _made(self, tensor: Any) -> _Made | None:
-        """Return the description of a GPU tensor; None if `_empty` cannot make an equal one."""
+        """Return a description of `tensor`; None unless it is on the GPU and fills its storage."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return None
         index = self._memory.id_of(tensor)
@@ -278,7 +282,7 @@ class StepRepeater:
         return made if is_alike else None
 
     def _host_state(self) -> Any:
-        """Return the states of the host's random generators, and the number of guessed values."""
+        """Return a value that changes if the host draws random numbers or a value is guessed."""
         with _disable_current_modes():
             of_torch = torch.default_generator.get_state().numpy().tobytes()
         counts = self._guesses.counts.total(), self._mode.host.rng.num_waiting
@@ -310,7 +314,7 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
-    """Return the attributes of each module that are numbers, flags or names: (name, value)."""
+    """Return (name, value) of each attribute that is a number, flag, string or None, by module."""
     kinds = (bool, int, float, str, NoneType)
     return [
         [item for item in vars(module).items() if type(item[1]) in kinds]
@@ -319,11 +323,13 @@ def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
 
 
 class _Loss(torch.autograd.Function):
-    """Creates the loss of a repeated forward; its autograd node has no reference to it."""
+    """Autograd function that makes the loss of a repeated forward, so that its backward can be
+    called. The graph has no reference to the loss."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, made: _Made, held: list[Tensor]) -> Tensor:
-        """Return a tensor like `made`, whose graph keeps the tensors `held` alive."""
+        """Return a meta tensor of the shape, strides and dtype in `made`, as the loss. The graph
+        keeps the tensors `held` alive. `leaf` only makes the loss require a gradient."""
         ctx.held = held
         return _empty(made)
 

@@ -1,7 +1,7 @@
 """Replay of a program (the allocator events of a simulated run) through the simulated allocator.
 
-A program is the event streams between probes, in order, with facts about the plan's model. A replay
-has a report row at each probe.
+A program is the event streams between probes (ends of phases), in order, with facts about the
+plan's model. A replay has a report row at each probe.
 """
 
 from collections import defaultdict
@@ -47,10 +47,8 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Allocator events of one phase of a micro-batch, and the state bytes at its end.
-
-    A script's steps are not cut into phases: one part has all events of a step, and no phase.
-    """
+    """Allocator events of one phase of a micro-batch, and the state bytes at its end. A script's
+    steps are not cut into phases: one part has all events of a step, and no phase."""
 
     events: Sequence[int]
     phase: Phase | None = None
@@ -91,7 +89,7 @@ class Program:
     _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
 
     def parts(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
-        """Return micro-batch `micro` of `step`, or the one that it repeats, as parts by phase."""
+        """Return micro-batch `micro` of `step`, or the one that it repeats, as a part per phase."""
         step = min(step, len(self.steps) - 1)
         ran = self.steps[step]
         if micro == 0 or len(ran) == num_micro_batches:
@@ -105,7 +103,8 @@ class Program:
         return self._middles[step]
 
     def renames(self, step: int, micro: int, num_micro_batches: int) -> Renames:
-        """Return the ids to `rename`, current to new, before micro-batch `micro` is played."""
+        """Return the ids to `rename`, current to new, before micro-batch `micro` of `step` is
+        played. Empty if the micro-batch is played for the first time."""
         last = len(self.steps) - 1
         if micro == 0:
             return self.step_renames if step > last else {}
@@ -145,7 +144,8 @@ class Program:
 
 
 def find_renames(program: Program) -> None:
-    """Set `step_renames` and `micro_renames`, which a replay applies before it repeats events."""
+    """Set `step_renames` and `micro_renames` of `program`: ids that its live storages take before a
+    step or micro-batch is repeated."""
     alive: dict[int, None] = {}
     play(program.setup, alive, program.storages)
     program.micro_renames = []
@@ -173,7 +173,7 @@ def play(
 
     An event is a storage id if it allocates, else a negative number that `freed_id` decodes.
     Storages that a collective holds (`storages.stashed`) are freed when the collective returns
-    them. With `is_immediate` they are freed as soon as their tensor is.
+    them; with `is_immediate`, when their tensor is freed.
     """
     for event in events:
         if event >= 0:
@@ -183,11 +183,9 @@ def play(
 
 
 def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
-    """Return the id of the storage that `event` frees, or -1 if it frees none.
-
-    The storages that a collective holds (`stashed`) are freed when the collective returns them.
-    With `is_immediate` they are freed like others.
-    """
+    """Return the id of the storage that `event` frees, or -1 if it frees none. Storages that a
+    collective holds (`stashed`) are freed when the collective returns them; with `is_immediate`,
+    when their tensor is freed."""
     is_return = event <= RETURNED
     index = return_of(event) if is_return else free_of(event)
     is_stashed = index in storages.stashed and not is_immediate
@@ -195,7 +193,8 @@ def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) 
 
 
 def _pair_equal(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> Renames:
-    """Map each storage only in `after` to one only in `before`, of equal size, site and kind."""
+    """Map each storage only in `after` to one only in `before`, of equal size, site and kind. A
+    storage without an equal one is omitted."""
     freed: dict[object, list[int]] = defaultdict(list)
     for index in sorted(before.difference(after)):
         freed[_origin(storages, index)].append(index)
@@ -241,7 +240,8 @@ _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 @cache
 def within_model(site: Site, root: str = "") -> Site:
-    """Return `site` with the module's path within the model `root`, without torch's wrappers."""
+    """Return `site` with its module's path relative to `root`, the model's path. Names that torch's
+    wrappers insert are removed. Without `root`, the outermost module is the model."""
     module = site.module
     inside = module.removeprefix(f"{root}.")
     if not root or inside == module:  # outside of the model, or the model is the outermost module
@@ -252,7 +252,7 @@ def within_model(site: Site, root: str = "") -> Site:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event of a replay: its number in the run, its step, the storage allocated last."""
+    """Point of a replay: number of the last event, its step, and the storage allocated last."""
 
     index: int
     step: int
@@ -280,9 +280,7 @@ def live_at(
     program: Program, num_micro_batches: int, moment: Moment, timing: FreeTiming = FreeTiming.LATEST
 ) -> list[int]:
     """Return the ids of the storages that are allocated just after the event of `moment`.
-
-    `num_micro_batches` and `timing` are those of the replay.
-    """
+    `num_micro_batches` and `timing` are those of the replay."""
     alive: dict[int, None] = {}
     num_left = moment.index
     for step in range(moment.step + 1):
@@ -297,11 +295,9 @@ def live_at(
 
 
 def rename(held: dict[int, Any], renames: Renames) -> None:
-    """Rename keys of `held`, which are storage ids, before events are played again.
-
-    Repeated events allocate and free the same ids as the first time. `renames` maps an id that they
-    allocate, and that is still allocated, to the id that they free.
-    """
+    """Rename keys of `held`, which are storage ids, before events are played again. Repeated events
+    allocate and free the same ids as the first time. `renames` maps an id that they allocate, and
+    that is still allocated, to the id that they free."""
     for made, before in renames.items():
         if made in held:
             held[before] = held.pop(made)
@@ -310,7 +306,8 @@ def rename(held: dict[int, Any], renames: Renames) -> None:
 def streams_of(
     program: Program, step: int, num_micro_batches: int
 ) -> Iterable[tuple[Renames, Sequence[int]]]:
-    """Yield (renames, events) for each part of `step`: ids to `rename` first, then events."""
+    """Yield (renames, events) for each part of `step`. `rename` applies the renames, before the
+    events are played."""
     if step == 0:
         yield {}, program.setup
     for micro in range(num_micro_batches):
@@ -342,7 +339,7 @@ class Player:
         """Apply `events`, coded as in `play` of this module; most time of a replay is spent here.
 
         Raises:
-            OutOfMemory: no memory is left for `storage`.
+            OutOfMemory: no memory is left for the storage with id `self.storage`.
         """
         storages = self.storages
         if storages.streams or storages.depends_on_time or storages.tried:
@@ -368,7 +365,8 @@ class Player:
         self.num_events = count
 
     def _play_on_streams(self, events: Sequence[int]) -> None:
-        """Apply `events` in order, with a pool per stream and deferred frees."""
+        """Apply `events` like `play`, for programs with several streams, deferred frees, or
+        requests that may fail."""
         storages, allocator, blocks = self.storages, self.allocator, self.blocks
         num_bytes, streams, tried = storages.num_bytes, storages.streams, storages.tried
         malloc, end = allocator.malloc, self._apply_free
@@ -401,7 +399,7 @@ class Player:
             self.allocator.addresses.create_cublas_handle()
 
     def _smaller_block_of(self, index: int) -> Block | None:
-        """Return a block for storage `index`, halving the request until it fits, or None."""
+        """Return a block for storage `index`, halving its size until it fits; None if none does."""
         storages = self.storages
         num_bytes, stream = storages.num_bytes[index], storages.streams.get(index, 0)
         while num_bytes:
@@ -529,8 +527,8 @@ class _Replay:
         result.peak_reserved_bytes = max(result.peak_reserved_bytes, reserved)
 
     def _state(self) -> tuple[object, ...]:
-        """Return the state of the allocator; a step that starts in an equal state repeats. It
-        consists of free blocks, addresses of live storages and the peak so far."""
+        """Return the state of the allocator: free blocks, addresses of live storages, the peak so
+        far. A step that starts in the same state as the one before repeats it."""
         if self.player.plays_repetitions:
             return (object(),)  # never equal
         return (
