@@ -409,8 +409,8 @@ class DeviceThread:
         patches.set_all({"_engine_run_backward": run}, torch.autograd.graph, torch.autograd)
 
     def _run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward of `outputs` by torch's `engine`, renumber its new nodes, and return its
-        gradients."""
+        """Run the backward of `outputs` by `engine` (torch's `_engine_run_backward`), renumber the
+        autograd nodes that it makes, and return its gradients."""
         if self._is_running:  # a nested backward runs in the same thread
             return engine(outputs, *args, **kwargs)
         if self._is_mixed:

@@ -83,8 +83,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return `class` (the model's class name), `num_params` and `num_trainable_params`. Quantised
-    weights count as their bytes, so that two of 4 bits are one parameter."""
+    """Return a report's figures: `class` (the model's class name), `num_params` and
+    `num_trainable_params`. Quantised weights count as their bytes: two of 4 bits are one."""
     return {
         "class": type(unwrapped(model)).__name__,
         "num_params": sum(p.numel() for p in model.parameters()),
@@ -146,7 +146,7 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
 
 
 def _prepare_for_kbit_training(model: Any, plan: TrainingPlan) -> None:
-    """Freeze the quantised model and cast its other weights to fp32, by peft's function."""
+    """Freeze the model and cast its unquantised weights to fp32, by peft's function."""
     from peft import prepare_model_for_kbit_training
 
     options: dict[str, Any] = {}

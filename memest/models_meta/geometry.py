@@ -69,7 +69,7 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
 
 
 def _is_written_norm(module: nn.Module, width: int) -> bool:
-    """Return whether the module is an RMS norm over `width` that is not torch's."""
+    """Return whether `module` is an RMS norm over `width` in Python code, not torch's own."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
     is_torch = type(module).__module__.startswith("torch.")

@@ -26,7 +26,7 @@ except ImportError:  # torch 2.5
 class States:
     """Parameters, gradients and optimizer state of a sharded model, for counting their bytes.
 
-    Parameters are collected at creation, between steps: FSDP2 replaces gathered ones.
+    Parameters are collected at creation, between steps, because FSDP2 replaces gathered ones.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -204,8 +204,8 @@ def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
 def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     """Apply FSDP2's `fully_shard` to each layer to wrap, then to the model, in place.
 
-    For `*-mixed`, parameters are gathered in 16 bits and gradients summed in 32, as in Lightning's
-    example. Before, layers to checkpoint are wrapped. `mesh` has one axis, or under `HYBRID_SHARD`
+    Layers to checkpoint are wrapped before. For `*-mixed`, parameters are gathered in 16 bits and
+    gradients summed in 32, as in Lightning's example. `mesh` has one axis, or under `HYBRID_SHARD`
     replicas by shards.
 
     Raises:

@@ -93,8 +93,8 @@ def simulated() -> TorchRelease:
 
 @contextmanager
 def simulating(release: str | None) -> Iterator[None]:
-    """Simulate torch `release` (None: no change) in the block and child processes, or
-    `PlanError`."""
+    """Simulate torch `release` in the block and its child processes; None changes nothing.
+    `PlanError` if the release is unknown."""
     if release is None:
         yield
         return

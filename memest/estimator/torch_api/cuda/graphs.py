@@ -25,7 +25,7 @@ from memest.estimator.tensors.placement import GPU, storage_key
 
 
 class Captures:
-    """Private memory pools, their numbers of users (graphs, `MemPool`s), and captures into them."""
+    """Creates private memory pools, counts their users, and captures CUDA graphs into them."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.mode = mode

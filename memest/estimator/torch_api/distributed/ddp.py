@@ -52,7 +52,7 @@ class NotFinished(RuntimeError):
 class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
     """Process group that simulates NCCL for the C++ reducer; its collectives finish at once.
 
-    The reducer waits for a collective in C++, where Python code does not see the wait.
+    The reducer waits for a collective in C++, so that no Python function is called.
     """
 
     def __init__(self, mode: CudaSimMode, group: Any) -> None:

@@ -85,8 +85,7 @@ def _install_states(patches: Patches) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Label FSDP's gathered parameters; run FSDP1's hooks on the streams of `AccumulateGrad`
-    nodes."""
+    """Label FSDP's gathered parameters; run FSDP1's hooks on streams of `AccumulateGrad` nodes."""
     from torch.distributed.fsdp import _flat_param, _runtime_utils
 
     try:
@@ -106,7 +105,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         patches.wrap(module, "alloc_storage")(alloc_gathered)
 
     def of_node(state: Any, handle: Any, *args: Any) -> Any:
-        """Return a context in which the stream of `handle.flat_param`'s node is current."""
+        """Return a context on the stream of `handle.flat_param`'s `AccumulateGrad` node."""
         timeline = mode.timeline
         return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
@@ -114,7 +113,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(handle_type, "_use_unsharded_views")
     def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
-        """Make the views; record the current stream as the one of `handle.flat_param`'s node."""
+        """Call torch's function; record the current stream for the parameter's `AccumulateGrad`."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 
