@@ -11,11 +11,11 @@ __all__ = ["PreflightCallback"]
 
 
 class PreflightCallback(TrainerCallback):
-    """Runs `memest.preflight` when it is made, before a `Trainer` puts its model on the GPU.
+    """Callback whose construction runs `memest.preflight`, before a `Trainer` uses the GPU.
 
         trainer = Trainer(model=model, args=args, callbacks=[PreflightCallback()])
 
-    When the training ends, a line has the predicted and the measured peak; `report_to` gets both.
+    When the training ends, it prints the predicted and measured peak, and logs them to `report_to`.
 
     Args:
         max_steps, time_limit, margin: as in `memest.preflight`.

@@ -69,7 +69,7 @@ class Unit:
         return f"{num_bytes / self.num_bytes:.3f}"
 
     def adding_up(self, sizes: Sequence[int]) -> list[str]:
-        """Return the texts of `sizes`, bytes, in this unit; the printed figures add up."""
+        """Return texts of `sizes` (bytes) in this unit, rounded so that they add up to the sum."""
         return [f"{x:.3f}" for x in rounded_to_sum([n / self.num_bytes for n in sizes], 3)]
 
 
@@ -114,12 +114,12 @@ def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
 
 
 def gib_that_add_up(sizes: Sequence[int]) -> list[str]:
-    """Return the texts of `sizes`, bytes, in GiB without the unit; the printed figures add up."""
+    """Return texts of `sizes` (bytes) in GiB, without the unit, rounded to add up to their sum."""
     return [f"{x:.2f}" for x in rounded_to_sum([n / GIB for n in sizes], 2)]
 
 
 def shares_that_add_up(sizes: Sequence[int], total: int) -> list[str]:
-    """Return texts of `sizes` as shares of `total`, one decimal; the printed figures add up."""
+    """Return texts of `sizes` as per cent of `total`, one decimal, rounded to add up."""
     whole = max(1, total)
     return [f"{x:.1f} %" for x in rounded_to_sum([100 * n / whole for n in sizes], 1)]
 
@@ -168,5 +168,5 @@ def round_up(number: int, step: int) -> int:
 
 
 def last_power_of_2(number: int) -> int:
-    """Return the largest power of 2 that is at most `number`, and 1 below that."""
+    """Return the largest power of 2 that is at most `number`; 1 if `number` is below 1."""
     return 1 << (max(1, number).bit_length() - 1)

@@ -15,7 +15,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write `content` to a new file in the folder and rename it; write to a stream directly.
+    """Write `content` to a new file next to `path` and rename it; write to a stream directly.
 
     Raises:
         OSError: the file cannot be written; an existing file is unchanged.
@@ -50,7 +50,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def why_not_writable(path: Path) -> str:
-    """Return the system's reason why `path` cannot be written, or an empty text.
+    """Return the system's reason why `path` cannot be written; an empty text if it can be.
 
     The check makes a file next to it, since permissions are not enough (`/proc`, a full disk).
     """
@@ -69,7 +69,7 @@ def why_not_writable(path: Path) -> str:
 
 @contextmanager
 def writing(path: Path, hint: str) -> Iterator[None]:
-    """Raise a `PlanError` that names `path`, with `hint`, for a system error in the block."""
+    """Turn a system error in the block into a `PlanError` that names `path` and has `hint`."""
     try:
         yield
     except OSError as error:

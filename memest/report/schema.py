@@ -23,7 +23,7 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of the reports of kind `name`, or of a plan.
+    """Return the JSON schema (draft 2020-12) of files of type `name`, such as `run` or `plan`.
 
     >>> schema_of("run")["properties"]["kind"]
     {'const': 'run'}
@@ -39,7 +39,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a dataclass; add those of the classes that it uses to `definitions`."""
+    """Return the JSON schema of dataclass `kind`; put those of nested classes in `definitions`."""
     hints: dict[str, Any] = get_type_hints(kind)
     docs = field_docs(kind)
     if kind is TrainingPlan:  # schema of plan files, since fields hold the values after reading
@@ -85,7 +85,7 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the comment after each field of a dataclass, or the string under it, by field name."""
+    """Return, by field name, the comment or the string that describes a field of class `kind`."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         source = textwrap.dedent(inspect.getsource(each))

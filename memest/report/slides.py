@@ -28,7 +28,7 @@ _LAYOUT = (
 
 
 def pptx_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
-    """Return the slides as a PPTX file."""
+    """Return `slides` as the bytes of a PPTX file; `dark` selects the dark colours."""
     made = Presentation()
     made.slide_width, made.slide_height = Inches(WIDTH), Inches(HEIGHT)
     theme = DARK if dark else LIGHT
@@ -128,7 +128,10 @@ def _colour(native: Any, chart: Chart, theme: Theme) -> None:
 
 
 def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, float, float]) -> None:
-    """Draw the GPU's limit line; `inner` is the plot's (left, top, width, height) as shares."""
+    """Draw a line at the GPU's memory limit over `chart` on the slide `page`, with its name.
+
+    `inner` is the plot area's (left, top, width, height) as shares of the chart's box.
+    """
     left, top = _BOX[0] + inner[0] * _BOX[2], _BOX[1] + inner[1] * _BOX[3]
     width, height = inner[2] * _BOX[2], inner[3] * _BOX[3]
     share = chart.limit / round(chart.top, 2)

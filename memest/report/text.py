@@ -31,10 +31,10 @@ def render_text(
     report: SimulatedReport, *, change: Option | None = None, training: Training | None = None,
     colour: bool = False, verbose: bool = False,
 ) -> str:  # fmt: skip
-    """Return the whole report: answer, what filled the peak, peak figures, verdicts, assumptions.
+    """Return the report as text: answer, contents of the peak, verdicts, times, assumptions.
 
     `change` is the cheapest change with which a plan fits. `training` adds hours and price of a
-    whole training. `verbose` adds all assumptions and the versions.
+    whole training. `colour` adds terminal colours, and `verbose` all assumptions.
     """
     levels = level_rows(report) if isinstance(report, RunReport) else phase_rows(report)
     sections = [
@@ -58,7 +58,7 @@ def render_text(
 
 
 def _times(report: SimulatedReport, training: Training | None) -> list[str]:
-    """Return lines on the estimated time of a step, with the hours of `training`; [] if none."""
+    """Return lines on the estimated time of a step, and of `training`; [] without an estimate."""
     if not report.times:
         return []
     rows = table(time_cells(report, training), left=1)
@@ -67,7 +67,7 @@ def _times(report: SimulatedReport, training: Training | None) -> list[str]:
 
 
 def render_suite(predictions: Sequence[Prediction]) -> str:
-    """Return a table of predictions, a line per plan."""
+    """Return a table as text, a line per prediction: its peaks, and its verdict on each GPU."""
     gpus = list(dict.fromkeys(name for p in predictions for name in p.verdicts))
     header = ["experiment", "allocated", "reserved", "process", *gpus]
     rows = [header]
@@ -78,7 +78,7 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
 
 
 def render_models(entries: Iterable[ModelEntry]) -> str:
-    """Return a table of the bundled models."""
+    """Return a table of the bundled models as text."""
     rows = [["model", "family", "modality", "parameters", "Hugging Face id"]]
     rows += [
         [e.name, e.family, e.modality, units.format_count(e.num_params), e.hub_id] for e in entries
@@ -124,7 +124,7 @@ _ERROR_HINTS = {
 
 
 def error_hint(text: str) -> list[str]:
-    """Return [hint] for `text`, an error or traceback of a script; [] if memest has no hint."""
+    """Return [advice] on the error in `text`, a message or traceback; [] if memest has none."""
     found = (hint for errors, hint in _ERROR_HINTS.items() if re.search(f"^({errors})", text, re.M))
     return list(found)[:1]
 
@@ -159,9 +159,9 @@ def _heading_of_plan(prediction: Prediction) -> list[str]:
 
 
 def term_cells(report: SimulatedReport) -> list[list[str]]:
-    """Return (kind of memory, size, share, note) of each part of the peak; the figures add up.
+    """Return a row (kind of memory, size, share, note) for each part of the peak.
 
-    The sizes have the unit of the report.
+    Sizes have the unit of the report. The printed sizes and shares add up to the whole.
     """
     terms: Sequence[Any] = report.terms
     sizes = [term.num_bytes for term in terms]
@@ -171,7 +171,7 @@ def term_cells(report: SimulatedReport) -> list[list[str]]:
 
 
 def unit_in(report: SimulatedReport) -> Unit:
-    """Return the unit of the report's tables."""
+    """Return the unit of all sizes in the report's tables: GiB, or MiB if the peak is small."""
     return units.unit_of(report.peak_reserved_bytes)
 
 
@@ -186,7 +186,7 @@ def _terms(report: SimulatedReport) -> list[str]:
 
 
 def where(report: SimulatedReport) -> str:
-    """Return as text where the peak is: step, phase, module, line of the script."""
+    """Return the place of the peak as text: step, phase, module, line of the script."""
     peak = report.peak
     return ", ".join(filter(None, (f"step {peak.step + 1}", peak.phase, *peak.places)))
 
@@ -217,7 +217,7 @@ def _totals(report: SimulatedReport) -> list[str]:
 
 
 def tokens_of(plan: Mapping[str, Any]) -> str:
-    """Return the tokens of a sample of `plan` as text.
+    """Return as text how many tokens the samples of `plan` have.
 
     >>> tokens_of({"seq_len": 512}), tokens_of({"seq_len": None, "lengths": [96, 512]})
     ('512 tokens', '2 lengths from 96 to 512 tokens')
@@ -241,7 +241,7 @@ def _host_note(report: SimulatedReport) -> str:
 
 
 def phase_rows(prediction: Prediction) -> list[list[str]]:
-    """Return a table of the first two steps: a header, then a row per phase with GiB by kind."""
+    """Return a header and a row per phase of the first two steps: GiB by kind of memory."""
     rows = ["GiB by phase;params;grads;optimizer;activations, rest;all;peak;reserved".split(";")]
     last = prediction.plan["accumulate_grad_batches"] - 1
     for row in prediction.phases:
@@ -255,7 +255,7 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def _closed_form(report: SimulatedReport) -> list[str]:
-    """Return a table of MiB that a layer saves for backward: textbook, differences, simulated."""
+    """Return lines on the MiB that a layer saves for backward, by textbook and simulated; or []."""
     found = report.closed_form
     if found is None:
         return []
@@ -275,7 +275,7 @@ def _closed_form(report: SimulatedReport) -> list[str]:
 
 
 def rank_rows(report: SimulatedReport) -> list[list[str]]:
-    """Return a table of the ranks that were run: a header, then rank, peaks, steps and ending."""
+    """Return a header and a row per simulated rank: number, peaks, steps and how it ended."""
     unit = unit_in(report)
     rows = [[f"by rank, {unit.name}", "allocated", "reserved", "process", "steps", ""]]
     for row in report.ranks:
@@ -290,7 +290,7 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[str]]:
-    """Return a header and rows of modules, sizes by kind; rows beyond `limit` are summed in one."""
+    """Return a header and a row of memory by module; those after the first `limit` share one."""
     unit = unit_in(report)
     shown = list(report.modules[:limit])
     found = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]
@@ -327,7 +327,7 @@ def _lines(report: SimulatedReport) -> list[str]:
 
 
 def level_rows(report: RunReport) -> list[list[str]]:
-    """Return a table, with a header, of peak allocated and reserved bytes by phase and by step."""
+    """Return a header and a row per phase and step: peak of allocated and of reserved memory."""
     unit = unit_in(report)
     rows = [[unit.name, "allocated after", "peak allocated", "peak reserved"]]
     for phase in report.phases:
@@ -340,7 +340,7 @@ def level_rows(report: RunReport) -> list[list[str]]:
 
 
 def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list[str]:
-    """Return a line per unknown value that the script read; those beyond `limit` are one line."""
+    """Return a line per read of an unknown, guessed value; those after `limit` share a line."""
     lines = [
         f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
         for guess in report.guesses[:limit]
@@ -357,7 +357,7 @@ def times(count: int) -> str:
 
 
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a header and a row per GPU of `verdicts`: usable, needed, used memory, and margin."""
+    """Return lines: a header, then each GPU's usable, needed and used memory, and verdict."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
     for name, v in verdicts.items():
         sizes = map(gib_or_mib, (v.limit_bytes, v.needs_bytes, v.reserved_bytes))
@@ -372,7 +372,7 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
-    """Return lines of assumptions, all if `verbose`, and of calls that are not modelled."""
+    """Return lines: notes, assumptions (only one unless `verbose`), coverage and versions."""
     lines = [f"note: {line}" for line in report.notes]
     lines += [f"assumed: {line}" for line in report.assumptions[: None if verbose else 1]]
     if not verbose and len(report.assumptions) > 1:
@@ -387,7 +387,7 @@ def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
 
 
 def covered(coverage: Mapping[str, Any]) -> list[str]:
-    """Return lines: the share of operator calls modelled in `coverage`, and each other operator."""
+    """Return lines on `coverage`: the number of modelled operator calls, then other operators."""
     known, every = coverage["num_modelled"], coverage["num_ops"]
     return [
         f"coverage: {known} of {every} operator calls modelled",
@@ -399,7 +399,7 @@ def covered(coverage: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
-    """Return aligned columns; the first `left`, and with `last_left` the last, are left-aligned."""
+    """Return `rows` as lines. The first `left` columns align left, the last one if `last_left`."""
     num_columns = len(rows[0])
     widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
     lines = []
@@ -415,9 +415,9 @@ def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) 
 
 
 def fold(text: str, width: int) -> str:
-    """Return `text` in lines of at most `width` columns, broken between words.
+    """Return `text` with each line folded to at most `width` columns, between words.
 
-    Further lines begin under the last column. Commands stay whole, so that they can be copied.
+    A folded line continues under its last column. Lines with commands stay whole, to be copied.
     """
     return "\n".join(_folded_line(line, width) for line in text.split("\n"))
 
@@ -437,7 +437,7 @@ def _folded_line(line: str, width: int) -> str:
 
 
 def evidence(gpu: Gpu) -> str:
-    """Return the evidence of a GPU's figures: `measured` by memest on the GPU, or `sources`."""
+    """Return the origin of a GPU's catalogue figures: `measured` by memest, or `sources`."""
     if "not measured on this GPU" in gpu.source:
         return "sources, context of the H200"
     is_own = "`memest validate`" in gpu.source or "validation/" in gpu.source
@@ -468,7 +468,7 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool) -> str:
 
 
 def render_advice(advice: Advice) -> str:
-    """Return the advice as text: verdict, changes that fit, that do not fit, and not tried."""
+    """Return the advice as text: verdict, then changes that fit, do not fit, and were not tried."""
     small = [["not enough alone", "needs", "margin", "a step"]]
     for option in advice.not_enough:
         sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)
@@ -544,7 +544,7 @@ _NOUNS = {"batch_size": "batch size", "seq_len": "sequence length"}
 
 
 def render_largest(rows: Sequence[Largest]) -> str:
-    """Return a line for each GPU, then the assumptions and how the search ended."""
+    """Return as text the largest batch size or sequence length on each GPU, and its memory."""
     plan = rows[0].plan
     noun = _NOUNS[rows[0].key]
     lines = [f"{plan.label}: the largest {noun} that fits"]
@@ -568,7 +568,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
 
 
 def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
-    """Return a table: by technique and GPU, the largest value of plan key `key`, and the margin."""
+    """Return a table of the largest `key` (`batch_size`, `seq_len`) by technique and GPU."""
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     names = list(dict.fromkeys(row.technique for row in rows))
     by_cell = {(row.technique, row.gpu): row for row in rows}
@@ -599,7 +599,7 @@ def _figures(row: Largest) -> list[str]:
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return CSV text: a header, then a line per row; lists are joined by a space."""
+    """Return `rows` as CSV text: a header, then a line per row; a list is joined by spaces."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -19,34 +19,34 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Length and prices of a whole training."""
+    """A whole training, for its estimated time and price: its steps, GPUs and their prices."""
 
     num_steps: int
     prices: Mapping[str, float]  # price of one GPU for an hour by name; `""` is any other GPU
     num_gpus: int = 1
 
     def hours(self, time: StepTime) -> tuple[float, float, float]:
-        """Return (estimated, lowest, highest) hours of the training with `time` for a step."""
+        """Return (estimated, lowest, highest) hours of the training, of steps that take `time`."""
         each = (time.seconds, time.low_seconds, time.high_seconds)
         repeated = 1 - time.first_seconds / time.seconds
         low, middle, high = sorted(s * repeated * self.num_steps / HOUR_S for s in each)
         return middle, low, high
 
     def price_of(self, gpu: str) -> float | None:
-        """Return the price of all GPUs for an hour; None if it is not known."""
+        """Return the price of an hour of the training on GPUs of model `gpu`; None if not known."""
         price = self.prices.get(gpu, self.prices.get(""))
         return None if price is None else price * self.num_gpus
 
 
 def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
-    """Return the optimizer steps of `epochs` over `samples` samples under a plan."""
+    """Return how many optimizer steps `epochs` passes over `samples` samples take under `plan`."""
     return max(1, ceil(epochs * samples / _samples(plan)))
 
 
 def read_prices(given: str | None) -> dict[str, float]:
-    """Return prices of an hour by GPU: one number for all, or the prices in a file or catalogue.
+    """Return the price of one GPU for an hour, by GPU name; `""` stands for every other GPU.
 
-    `given` is a number, a YAML or JSON file, or a folder of catalogues by gpuhunt.
+    `given` is a number, a file (YAML, JSON), a folder of gpuhunt's catalogues, or None: no prices.
 
     Raises:
         PlanError: a price is not a positive number, a GPU is not known, or there is no such file.
@@ -67,7 +67,7 @@ def read_prices(given: str | None) -> dict[str, float]:
 
 
 def _of_catalogues(folder: Path) -> dict[str, float]:
-    """Return the lowest price of one GPU for an hour, without spot instances, by its name.
+    """Return the lowest price of one GPU for an hour, by GPU name, without spot instances.
 
     `folder` has a file `PROVIDER.csv` for each provider, as `python -m gpuhunt` writes it
     (`CATALOG_V2_FIELDS` of gpuhunt/_internal/storage.py).
@@ -98,7 +98,7 @@ MAX_CATALOGUE_BYTES = 256 << 20  # size above any provider's catalogue: 600,000 
 
 @cache
 def _sold_as(name: str, memory_gb: float) -> str | None:
-    """Return memest's GPU for a provider's `name` and `memory_gb`; None if memest has none."""
+    """Return memest's name of a provider's GPU `name` of `memory_gb` GB; None if it is unknown."""
     for text in (f"{name} {memory_gb:g}GB", name):
         try:
             gpu = find_gpu(text)
@@ -128,7 +128,7 @@ def _positive(value: Any) -> float:
 def time_cells(
     report: SimulatedReport, training: Training | None = None, gpus: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """Return a header and a row per GPU of `gpus`, or of all; `training` adds hours and price."""
+    """Return a header and step times per GPU of `gpus` (None: all); `training` adds its hours."""
     plan = {} if report.plan.get("lengths") else report.plan  # tokens per second need equal lengths
     tokens = int(plan["seq_len"]) * _samples(plan) if plan.get("seq_len") else 0
     has_price = training is not None and any(training.price_of(g) for g in report.times)
@@ -158,7 +158,7 @@ def _interval(middle: float, low: float, high: float) -> str:
 
 
 def _figure(number: float) -> str:
-    """Return `number`, hours or a price, with two decimals, or two digits if it is small.
+    """Return `number`, hours or a price, with two decimals; below 0.1, with two significant digits.
 
     >>> _figure(1234.5), _figure(0.3), _figure(0.00072)
     ('1,234.50', '0.30', '0.00072')
@@ -172,7 +172,7 @@ def _samples(plan: Mapping[str, Any]) -> int:
 
 
 def time_notes(report: SimulatedReport) -> list[str]:
-    """Return the assumptions of the time estimate."""
+    """Return lines with the assumptions of the time estimate."""
     times = report.times.values()
     notes = ["estimate of the time, not of the memory (docs/time.md); data loading is not known"]
     if origins := ", ".join(sorted({t.origin for t in times if t.origin})):
@@ -194,7 +194,7 @@ def time_notes(report: SimulatedReport) -> list[str]:
 
 
 def time_words(time: StepTime) -> str:
-    """Return the estimate of a step with its interval."""
+    """Return the estimated time of a step as text, with its interval."""
     low, high = seconds(time.low_seconds), seconds(time.high_seconds)
     return f"{seconds(time.seconds)} a step, between {low} and {high}"
 

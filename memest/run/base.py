@@ -16,18 +16,19 @@ from memest.report import RunReport
 
 @dataclass(frozen=True, slots=True)
 class BothReports:
-    """Reports of one script: now, and on the base branch."""
+    """Reports of one script in the current folder (`now`) and on the base branch (`base`)."""
 
     exit_code: int  # exit code of `memest run --check` now
-    now: RunReport | None
+    now: RunReport | None  # None if the run ended without a report
     base: RunReport | None
     notes: tuple[str, ...] = ()  # reasons why there is no report of the base
 
 
 def run_both(arguments: Sequence[str], base: str) -> BothReports:
-    """Run `memest run --check` on a script here, and on branch `base` in a temporary work tree.
+    """Run `memest run` on a script in the current folder, and on its version in branch `base`.
 
-    `arguments` are options, script and its arguments; without `base`, nothing is compared.
+    `arguments` are options, script and its arguments. The first run has `--check`. The second is
+    left out if `base` is empty or the first gives no report.
     """
     with tempfile.TemporaryDirectory(prefix="memest-") as name:
         folder = Path(name)
@@ -44,7 +45,7 @@ def run_both(arguments: Sequence[str], base: str) -> BothReports:
 
 
 def repository() -> Path:
-    """Return the git repository of the current folder, or that folder itself."""
+    """Return the root of the current folder's git repository; without one, the current folder."""
     return Path(_git("rev-parse", "--show-toplevel") or Path.cwd())
 
 
@@ -59,7 +60,7 @@ def _run(
 
 @contextmanager
 def _work_tree(base: str, folder: Path) -> Iterator[Path]:
-    """Check out branch `base` as `folder`; yield the folder in it that the current one is here."""
+    """Check out branch `base` as `folder`; yield the counterpart of the current folder in it."""
     top = _git("rev-parse", "--show-toplevel")
     if top is None:
         raise MemestError("git finds no repository here, so there is no base to compare with")

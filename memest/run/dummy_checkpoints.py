@@ -32,7 +32,7 @@ _FILE = "- "
 
 @contextmanager
 def dummy_folder(folder: Path, about: str) -> Iterator[None]:
-    """Empty `folder` for a new dummy checkpoint; after the block, add a file with the text `about`.
+    """Empty `folder` for a new dummy checkpoint; after the block, add a file with text `about`.
 
     Raises:
         PlanError: `folder` has files that memest has not written, or it cannot be written to.
@@ -57,7 +57,7 @@ def dummy_folder(folder: Path, about: str) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a `PlanError` for a folder that holds anything except a dummy checkpoint."""
+    """Raise a `PlanError` if `folder` is a file, or has files not of a dummy checkpoint."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 def vocabulary_of(config: Any) -> Vocabulary | None:
-    """Return the vocabulary of `config`, one of transformers; None for models without text."""
+    """Return the vocabulary of a transformers `config`; None if the model has no text input."""
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int) or size < 1:
@@ -143,7 +143,7 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
 
 
 def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
-    """Return texts of special tokens by name, such as `eos`; names with one id have one text."""
+    """Return texts of special tokens by name, such as `eos`; names with one id share a text."""
     written: dict[int, str] = {}
     special, texts = {}, TOKENIZERS["special"]
     for name, index in vocabulary.ids.items():
@@ -156,7 +156,7 @@ def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def _token_ids(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
-    """Return ids by token: texts in `special` have the config's ids, other tokens the free ones."""
+    """Return ids by token: the model's own ids for tokens in `special`, else ids that are free."""
     taken = {special[name]: index for name, index in vocabulary.ids.items()}
     others = dict.fromkeys(token for token in special.values() if token not in taken)
     free = sorted(set(range(vocabulary.size)) - set(taken.values()))
@@ -214,11 +214,11 @@ class DummyModel:
 
 
 def litgpt_model(name: str) -> DummyModel:
-    """Return LitGPT's model `name`: weights, `model_config.yaml` and `generation_config.json`.
+    """Return LitGPT's model `name`; its `write` adds weights and two files of settings.
 
     Raises:
         UnsupportedError: LitGPT is not installed.
-        PlanError: it does not have the model.
+        PlanError: LitGPT does not have the model.
     """
     if find_spec("litgpt") is None:
         raise UnsupportedError(
@@ -271,7 +271,7 @@ def _litgpt_config(name: str, hub_id: str) -> Any:
 
 
 def hugging_face_model(name: str) -> DummyModel:
-    """Return the model `name` of transformers: weights, `config.json`, and its processor."""
+    """Return transformers' model `name`; its `write` adds weights, `config.json`, processors."""
     config = resolve_config(name, packages=NEEDED)
     module = build_model(config, dtype=config.saved_dtype).module
     tied = getattr(module, "all_tied_weights_keys", {})
@@ -295,7 +295,7 @@ def hugging_face_model(name: str) -> DummyModel:
 
 
 def _write_processors(config: Any, folder: Path) -> None:
-    """Write processors of images and sounds for `config`, in transformers' settings."""
+    """Write to `folder` default processors of images and sounds for a transformers `config`."""
     from transformers import PreTrainedTokenizerFast
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -321,7 +321,7 @@ def _write_processors(config: Any, folder: Path) -> None:
 
 
 def _default_of(mapping: Any, config: Any) -> Any:
-    """Return the default processor that `mapping` has for `config`, at the model's image size."""
+    """Return the processor that `mapping` has for `config`, at its image size; None without one."""
     found: Any = mapping.get(type(config), None)
     if isinstance(found, dict):
         found = tuple(found.values())
@@ -342,7 +342,7 @@ def _default_of(mapping: Any, config: Any) -> Any:
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict to `path`: placeholders with the shapes and dtypes of `weights`."""
+    """Write a state dict to `path` with the shapes and dtypes of `weights`, without values."""
     torch.save(OrderedDict((name, Placeholder(tensor)) for name, tensor in weights.items()), path)
 
 
@@ -355,7 +355,7 @@ FORMATS = {"litgpt": litgpt_model, "hf": hugging_face_model}  # `litgpt download
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """Description of a written dummy checkpoint."""
+    """Facts about a dummy checkpoint that was written, for a message."""
 
     folder: Path
     model: str
@@ -375,12 +375,12 @@ def write_checkpoint(
     Args:
         name: a model as `memest predict` takes it; for LitGPT also one of LitGPT's own names.
         folder: new, empty, or a dummy checkpoint to replace.
-        layout: a name in `FORMATS`.
+        layout: file format: `hf`, as of transformers, or `litgpt`.
         tokenizer: a folder whose tokenizer is copied; without it a dummy tokenizer is written.
 
     Raises:
-        PlanError: `folder` holds something else, or LitGPT does not have the model.
-        UnknownModelError: nothing has this name.
+        PlanError: `folder` holds other files, `tokenizer` has none, or LitGPT lacks the model.
+        UnknownModelError: there is no model `name`.
         UnsupportedError: LitGPT is not installed.
     """
     check_folder(folder)

@@ -38,7 +38,7 @@ _thread = _Thread()
 
 
 class KeptFiles:
-    """Files that were moved aside before a script changed them, each with an entry in `journal`."""
+    """The user's files that were moved aside before a script changed them; `journal` lists them."""
 
     def __init__(self, journal: Path) -> None:
         self.journal = journal
@@ -52,34 +52,34 @@ class KeptFiles:
     # --- before a change
 
     def opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-        """Move `file` aside before `open` opens it, if `mode` is one that writes."""
+        """Move `file` aside before `open` opens it, if it is a path and `mode` can write."""
         if not isinstance(file, int) and set("wa+") & set(mode):
             self._keep(os.path.realpath(os.fsdecode(file)), has_copy="w" not in mode)
 
     def opened_by_flags(
         self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None
     ) -> None:
-        """Move a file aside before `os.open` opens it, if `flags` are of a write."""
+        """Move the file at `path` aside before `os.open` opens it, if `flags` can write."""
         if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and dir_fd is None:
             self.opened(path, "w" if flags & os.O_TRUNC else "a")
 
     def truncated(self, path: Any, length: int) -> None:
-        """Move a file aside before `os.truncate` shortens it."""
+        """Move the file at `path` aside before `os.truncate` cuts it to `length` bytes."""
         self.opened(path, "a")
 
     def saved(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Move the file `f` aside before `torch.save` writes `obj` to it, in C++."""
+        """Move the file `f` aside before `torch.save` writes to it in C++, without `open`."""
         if isinstance(f, str | os.PathLike):
             self.opened(f, "w")
 
     def removed(self, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-        """Move a file, or the files of a folder, aside before they are deleted."""
+        """Move the file at `path`, or all files of that folder, aside before a deletion."""
         if dir_fd is None:
             for name in _files_of(path):
                 self._keep(name, is_linked=True)
 
     def renamed(self, src: Any, dst: Any, **dir_fds: int | None) -> None:
-        """Move `src` and a file at `dst` aside before a rename, unless the script made them."""
+        """Move files at `src` and `dst` aside before a rename, unless the script made them."""
         if any(dir_fd is not None for dir_fd in dir_fds.values()):
             return
         before, after = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))
@@ -91,8 +91,10 @@ class KeptFiles:
                 self._note_made(after + name.removeprefix(before))
 
     def _keep(self, path: str, *, is_linked: bool = False, has_copy: bool = False) -> None:
-        """Move a file aside, unless that was done. `is_linked` leaves a hard link at its path,
-        `has_copy` a copy."""
+        """Move the file at `path` aside, unless it was moved before or the script made it.
+
+        `is_linked` leaves a hard link at `path`, and `has_copy` a copy.
+        """
         own = OWN_FILES, str(cache_folder())  # other processes of memest write the cache, too
         if path in self._seen or path.endswith(".pyc") or path.startswith(own):
             return
@@ -134,7 +136,7 @@ class KeptFiles:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock against other threads and ranks; the lock of a killed process expires."""
+        """Hold a lock against other threads and ranks in the block, or none after `WAIT_MS` ms."""
         lock = self.journal / "lock"
         for _ in range(WAIT_MS):
             with suppress(FileExistsError):
@@ -170,7 +172,7 @@ class KeptFiles:
                 yield path, kept
 
     def restore(self) -> None:
-        """Put all files back, and remove the journal; name files that cannot be put back."""
+        """Put all files back and remove the journal; warn of files that cannot be put back."""
         is_done = True
         for path, kept in self._entries():
             if not os.path.lexists(kept):  # already restored by an incomplete run
@@ -197,7 +199,7 @@ def _files_of(path: Any) -> list[str]:
 def kept_files() -> Iterator[KeptFiles]:
     """Move the user's files aside before they change in the block, and put them back at its end.
 
-    Within another such block, also of a parent process, the outer one puts them back.
+    If this block is within another one, also of a parent process, the outer one puts them back.
     """
     outer = os.environ.get(FOLDER)
     if not outer and os.name == "posix":  # Windows has no test of which processes live
@@ -239,7 +241,7 @@ def _before(see: Callable[..., None], function: Callable[..., Any]) -> Callable[
 
 
 def _new_journal() -> Path:
-    """Return the folder of this process in the user's cache, or a temporary one."""
+    """Make and return this process's journal folder, in the user's cache or a temporary one."""
     folder = _journals() / str(os.getpid())
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -249,8 +251,7 @@ def _new_journal() -> Path:
 
 
 def _journals() -> Path:
-    """Return the folder for journals of this machine, as other machines may share the user's
-    cache."""
+    """Return the folder of this machine's journals; several machines may share the user's cache."""
     return cache_folder() / "kept-files" / platform.node()
 
 

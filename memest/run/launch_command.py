@@ -30,13 +30,14 @@ class Launch:
 
 
 def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
-    """Return the script and ranks that launcher `module` or `words[0]` starts; None without one.
+    """Return what a launcher's command would start; None if the command is of no launcher.
 
-    The launcher is imported in another process, since libraries look for a GPU at their import.
+    `module` is the name after `python -m`, with arguments `words`. If it is None, `words` are the
+    whole command. The launcher is imported in another process, since libraries look for a GPU.
 
     Raises:
         PlanError: the launcher refuses its arguments, or they lack the number of GPUs.
-        UnsupportedError: it starts something else than a Python script.
+        UnsupportedError: the launcher would start something else than a Python script.
     """
     if module is not None:
         read = _MODULES.get(module)
@@ -92,7 +93,7 @@ def _read_accelerate(words: list[str]) -> Launch:
 
 
 def _read_accelerate_launch(words: list[str]) -> Launch:
-    """Read `accelerate launch` with `words`; its settings become environment variables."""
+    """Return what `accelerate launch` with arguments `words` would start."""
     require("accelerate")
     launcher = import_module("accelerate.commands.launch")
 
@@ -103,8 +104,10 @@ def _read_accelerate_launch(words: list[str]) -> Launch:
 
 
 def _read_trl(words: list[str]) -> Launch:
-    """Read `words` of TRL's command, such as `sft`, which runs a script of TRL by `accelerate
-    launch`. TRL first checks the script's arguments, and those of most trainers need a GPU."""
+    """Return what TRL's command with arguments `words` would start by `accelerate launch`.
+
+    TRL first checks its script's arguments. For most trainers that needs a GPU: here a virtual one.
+    """
     require("trl")
     session = import_module("memest.run.session")
 
@@ -116,7 +119,7 @@ def _read_trl(words: list[str]) -> Launch:
 
 
 def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
-    """Call `start` until `accelerate launch` would start processes; return what it would start."""
+    """Return what `accelerate launch`, called by `start`, would start; `name` is for messages."""
     launcher = import_module("accelerate.commands.launch")
 
     def one_process(args: Any) -> None:
@@ -214,7 +217,11 @@ def _start(args: Any) -> NoReturn:
 
 
 def _until_started(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
-    """Call `start` until launcher `name` would start processes; return (arguments, environment)."""
+    """Call `start`, which runs a launcher, and stop it before the launcher starts processes.
+
+    Return (the launcher's parsed arguments, the environment variables of its processes). `name` is
+    the launcher's name in error messages.
+    """
     run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
     try:
         with mock.patch.object(run, "run", _start), mock.patch.object(launch, "run", _start):

@@ -52,7 +52,7 @@ class DeviceAtHand:
 
     @property
     def gpu(self) -> Gpu:
-        """The catalogue's entry of this GPU, or of the nearest one with its memory."""
+        """The catalogue's entry of this GPU, or of the most similar GPU, with this GPU's memory."""
         known = match_device(self.name, self.total_bytes)
         return known or nearest_gpu(self.capability, self.total_bytes)
 
@@ -63,20 +63,20 @@ class DeviceAtHand:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that the script's allocator can reserve now."""
+        """Bytes that torch's allocator can reserve on this GPU, by the memory that is free."""
         gpu = self.gpu
         free = self.free_bytes - (0 if self.has_context else gpu.context_bytes)
         return max(0, min(free, gpu.limit_bytes))
 
     @property
     def others_bytes(self) -> int:
-        """Bytes that other processes hold."""
+        """Bytes of this GPU that other processes hold."""
         context = self.gpu.context_bytes if self.has_context else 0
         return max(0, self.total_bytes - self.free_bytes - context)
 
 
 def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand | None:
-    """Return the GPU that `cuda:0` is for a process with `environment`; None if CUDA has none."""
+    """Return the GPU `cuda:0` under `environment` (None: this process's); None without a GPU."""
     environment = os.environ if environment is None else environment
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     first = None if visible is None else visible.partition(",")[0].strip()
@@ -113,7 +113,7 @@ def _of_this_process(torch: Any) -> DeviceAtHand:
 
 
 def _of_another_process() -> DeviceAtHand | None:
-    """Return the GPU that torch finds in a child process, or None."""
+    """Return the GPU that torch finds in a child process; None if it finds none or fails."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True,
@@ -129,11 +129,15 @@ _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class _UnsureError(Exception):
-    """Raised when NVML cannot identify the GPU."""
+    """Raised when NVML cannot identify the GPU that CUDA would choose."""
 
 
 def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
-    """Return the GPU `visible` (index or UUID) in CUDA's `order`, or None; or `_UnsureError`."""
+    """Return the GPU that CUDA would call `cuda:0`, by NVML; None if its index is too large.
+
+    `visible` is the first item of `CUDA_VISIBLE_DEVICES` (index or UUID), and `order` the value of
+    `CUDA_DEVICE_ORDER`. Raise `_UnsureError` if CUDA may choose another GPU or a MIG instance.
+    """
     if visible is not None and not visible.isdecimal():
         handle = nvml.nvmlDeviceGetHandleByUUID(visible)
     else:
@@ -182,7 +186,7 @@ _BOOT = (
 
 
 class Outcome(StrEnum):
-    """Outcome of a preflight."""
+    """Outcome of a preflight, which checks whether a script fits its GPU."""
 
     FITS = "fits"
     TIGHT = "tight"  # fits, with less to spare than the margin
@@ -193,10 +197,10 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preflight:
-    """The result of `memest.preflight`."""
+    """Result of `memest.preflight`: whether the script fits, or why that is unknown."""
 
     outcome: Outcome
-    why: str = ""
+    why: str = ""  # reason of the outcome `unknown`
     report: RunReport | None = field(default=None, repr=False)  # Report of the virtual run
     elapsed_s: float = 0.0
 
@@ -237,12 +241,12 @@ def preflight(
     Args:
         max_steps: optimizer steps to simulate.
         time_limit: seconds after which the check is given up.
-        margin: memory that should stay free, in bytes or as `2GiB`; a warning follows if less does.
-            None is `Gpu.spread_bytes`, as for `tight` in every report.
+        margin: memory, in bytes or as `2GiB`; a warning is printed if less than this stays free.
+            None is `Gpu.spread_bytes`, the memory that another driver or CUDA may take.
 
     Raises:
-        PreflightStop: it will not fit.
-        PlanError: `margin` is no size, or there are no steps.
+        PreflightStop: the script will not fit.
+        PlanError: `margin` is not a size, or `max_steps` is below 1.
     """
     global _done
     margin_bytes = None if margin is None else parse_bytes(margin)
@@ -272,9 +276,10 @@ def preflight(
 
 
 def report_measured(result: Preflight | None) -> Iterator[dict[str, float]]:
-    """Print the predicted and the measured peak of this process; yield a dict of both, in GiB.
+    """Print the predicted and measured peak of reserved memory; yield a dict of both, in GiB.
 
-    The measured peak is torch's, since its last reset. Without a prediction nothing is yielded.
+    The measured peak is torch's since its last reset. Without a report in `result`, or without CUDA
+    in this process, nothing is printed or yielded.
     """
     report = None if result is None else result.report
     torch = sys.modules.get("torch")
@@ -306,7 +311,7 @@ def _print(lines: list[str]) -> None:
 def _check(
     typed: "Command | None", max_steps: int, deadline: float, margin_bytes: int | None
 ) -> Preflight:
-    """Simulate the script until `deadline`; print an OOM, or a margin below `margin_bytes`."""
+    """Simulate the script `typed`; print if it does not fit or less than `margin_bytes` is left."""
     if typed is None:
         return Preflight(outcome=Outcome.UNKNOWN, why=NO_SCRIPT)
     size = os.environ.get("WORLD_SIZE", "1").strip()
@@ -337,7 +342,7 @@ def _check(
 
 
 def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
-    """Return lines on a script that does not fit: report, memory needed, possible changes."""
+    """Return lines on `script`, which does not fit: its report, the memory needed, and changes."""
     own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
     lines = [
         f"memest preflight: `{script.typed.label}` will not fit {_gpu_text(script.device)}, so it"
@@ -378,8 +383,11 @@ class _Script:
     def run(
         self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""
     ) -> tuple[RunReport | None, str]:
-        """Run the script on a virtual GPU like `device`, with its memory or `memory`, and with
-        `alloc_conf`. Return (report, "") or (None, the reason)."""
+        """Run the script on a virtual GPU like `device`; return (report, "") or (None, the reason).
+
+        `options` are of `memest run`. `memory` replaces the GPU's. `alloc_conf` is added to the
+        allocator's settings.
+        """
         device = self.device
         of_gpu = ["--gpu", device.gpu.name]
         if memory is not None:
@@ -406,7 +414,7 @@ class _Script:
 def _run_script(
     typed: "Command", options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> tuple[RunReport | None, str]:
-    """Return (report, "") or (None, reason) of `memest run OPTIONS`, after at most `seconds`."""
+    """Run `typed` by `memest run OPTIONS` within `seconds`; return (report, "") or (None, why)."""
     report, output = folder / "report.json", folder / "output.txt"
     folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=folder_of_memest)
@@ -450,7 +458,7 @@ PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cu
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change to a script, and the bytes that it saves at the peak."""
+    """A change that may make a script fit, its cost, and the bytes that it saves at the peak."""
 
     title: str
     price: str  # cost in plain words
@@ -460,8 +468,10 @@ class Suggestion:
 
 
 def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
-    """Yield changes of any script with their estimated savings, cheapest first. `report` is of the
-    script on a GPU with enough memory. `over` is the excess over the real GPU's memory, bytes."""
+    """Yield changes that apply to most scripts, with their estimated savings, cheapest first.
+
+    `report` is of the script on a GPU with enough memory; the real one lacks `over` bytes.
+    """
     held = {term.name: term.num_bytes for term in report.terms}
     in_step = report.peak.phase == "optimizer"
     temporaries = held.get("temporaries", 0)
@@ -489,7 +499,7 @@ def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
-    """Return lines for the first two suggestions in `found`, or a line that there is none."""
+    """Return lines on the first two of `found`, or one line that no change alone is enough."""
     if not found:
         return [
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
@@ -524,9 +534,9 @@ class Command:
 
 
 def typed_command(frame: FrameType | None = None) -> Command | None:
-    """Return the command that this process was started to run; None in a notebook or a shell.
+    """Return the command that runs this process's script; None in a notebook or a shell.
 
-    `frame` is the caller's. A script that a session runs (`%run train.py`) has a command.
+    A script run there (`%run train.py`) has a command; its search begins at `frame`, the caller's.
     """
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -548,7 +558,7 @@ def typed_command(frame: FrameType | None = None) -> Command | None:
 
 
 def _of_script(file: str) -> Command:
-    """Return `file` with its arguments on the command line, even if it changed `sys.argv`."""
+    """Return the command of the script `file` as typed, even if the script changed `sys.argv`."""
     for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
         for at, word in enumerate(sys.orig_argv[1:], 1):
             path = os.path.join(folder, word)
@@ -559,7 +569,7 @@ def _of_script(file: str) -> Command:
 
 
 def _of_callers(frame: FrameType | None) -> Command | None:
-    """Return the script or module among the callers of `preflight`, from a notebook or a shell."""
+    """Return the command of the nearest script or module in `frame` and its callers, or None."""
     while frame is not None:
         names: dict[str, Any] = frame.f_globals
         file, name = names.get("__file__"), names.get("__name__", "")

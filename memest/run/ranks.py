@@ -29,9 +29,10 @@ _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> list[Rank]:
-    """Return the ranks to run, of `num_local` (None: no launcher) on each of `num_nodes`.
+    """Return the ranks to simulate: by default the first and the last of all.
 
-    `numbers` is `all` or a list such as `0,5`. By default the first and the last rank run.
+    `numbers` is `all` or a list such as `0,5`. There are `num_local` ranks on each of `num_nodes`;
+    None is one rank without a launcher.
 
     Raises:
         PlanError: too many ranks, or a number that is no rank.
@@ -65,10 +66,10 @@ def _numbers(numbers: str, size: int) -> list[int]:
 
 
 def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[list[Rank]]:
-    """Return the ranks not in `results`, if those that are differ and the world is small.
+    """Return the ranks still to run, in groups of two, if the peaks in `results` differ; else [].
 
-    Ranks differ by their data, by uneven shards, or by what they store for others. The result has
-    groups of two ranks, since each rank that runs needs memory of this machine.
+    Ranks differ by their data, by uneven shards, or by what they store for others. Only a world of
+    at most `MAX_ALL` ranks runs in full, as each rank takes memory of this machine.
     """
     first, ran = results[0]
     peaks = {_peaks(each.report) for _, each in results if each.report}
@@ -84,13 +85,13 @@ def _peaks(report: RunReport) -> tuple[int, int]:
 
 
 def environment(rank: Rank) -> dict[str, str]:
-    """Return the environment of `torchrun`, with its threads per process."""
+    """Return the environment variables of `rank` that `torchrun` sets, with `OMP_NUM_THREADS`."""
     is_set = "OMP_NUM_THREADS" in os.environ or rank.num_local == 1  # launcher/api.py of torch
     return rank.environment() | ({} if is_set else {"OMP_NUM_THREADS": "1"})
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
-    """Return `run(rank)`, called in a child process, alone; `is_silent` hides its output."""
+    """Return `run(rank)`, called in a child process, without other ranks; see `run_together`."""
     return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 
@@ -98,11 +99,11 @@ def run_together(
     chosen: Sequence[Rank], run: Callable[[Rank], RunResult], *, is_silent: bool = False,
     has_peers: bool = True,
 ) -> list[tuple[Rank, RunResult]]:  # fmt: skip
-    """Run `chosen` and the ranks that exchange messages with them; return (rank, result) pairs.
+    """Call `run` for each of `chosen` in a process, at the same time; return (rank, result) pairs.
 
-    Ranks that others exchange messages with are started unless `has_peers` is False. `is_silent`
-    hides all output; otherwise the output of the first of `chosen` comes first. If that rank fails
-    and waits for no other, the others end without a result.
+    Ranks that exchange messages with these run too, unless `has_peers` is False. `is_silent` hides
+    all output; otherwise that of the first rank appears at once, and that of the others at the end.
+    If the first rank fails and waits for no other, the others end without a result.
 
     Raises:
         MemestError: a process ended without a result.
@@ -159,8 +160,10 @@ def _print(output: tuple[str, str]) -> None:
 def _interrupted(
     running: Mapping[Child, Rank], error: KeyboardInterrupt | Terminated
 ) -> Iterator[tuple[Rank, RunResult]]:
-    """End the running ranks by the signal of this process; yield their results so far. A rank that
-    has not begun has no result, nor has one that a second Ctrl-C ends."""
+    """Interrupt the running ranks as `error` did this process; yield their results so far.
+
+    A rank that has not begun, or that a second Ctrl-C ends, has no result.
+    """
     for child in running:
         child.send(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     for child, rank in running.items():
@@ -187,9 +190,9 @@ def _result(rank: Rank, child: Child) -> RunResult:
 
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
-    """Return `report` with the verdict `may`, since only late free timings run out of memory.
+    """Return `report` with the verdict `may`: it fits if some blocks are freed early enough.
 
-    `decides` describes the blocks with these timings.
+    `decides` is a text that describes these blocks.
     """
     own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: own}
@@ -197,10 +200,10 @@ def open_verdict(report: RunReport, decides: str) -> RunReport:
 
 
 def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
-    """Return the report of the worst rank, with a row for each that was run.
+    """Return the report of the worst rank, with a row for each rank and verdicts over all.
 
-    A rank out of memory is worse than others. Of several, the rank that reserved most is the worst.
-    The report ends as the first rank that was cut short, if memory sufficed.
+    A rank out of memory is the worst, otherwise the rank that reserved most. If none is out of
+    memory, the ending and the error are those of the first rank that was cut short.
     """
 
     def need(pair: tuple[Rank, RunReport]) -> tuple[int, int, int]:
@@ -248,7 +251,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
 
 
 def rows_of(reports: Sequence[tuple[Rank, RunReport]]) -> Iterator[RankRow]:
-    """Yield the figures of each rank that was run, for a report."""
+    """Yield a row of figures for each rank that was run, in the order of their numbers."""
     for rank, report in sorted(reports, key=lambda pair: pair[0].rank):
         same = {field.name: getattr(report, field.name) for field in fields(RankRow)}
         yield RankRow(**{**same, "rank": rank.rank})

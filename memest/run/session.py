@@ -43,7 +43,7 @@ from memest.units import counted, parse_bytes
 
 
 def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """Return `whole`, a DataLoader's `fetch`, with 1/`parts` of each batch, at least 1 sample."""
+    """Return `whole`, DataLoader's `fetch`, cut to 1/`parts` of each batch, at least 1 sample."""
 
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         index = possibly_batched_index
@@ -58,14 +58,15 @@ _LONGEST_CHAIN = 20  # longest chain of `__cause__` and `__context__` that is se
 
 
 class Session:
-    """Result of `virtual_gpu`: within its block there is a simulated CUDA GPU.
+    """Context manager that `virtual_gpu` returns: its block runs on a simulated CUDA GPU.
 
     Args:
         gpu: the GPU.
         memory_limit: bytes that its allocator may reserve at most; None is all.
         name: name of the code, for the report.
+        rank: the rank of a distributed script that the block simulates.
         batch_parts: DataLoaders keep 1/`batch_parts` of each batch.
-        others: names of other GPUs with a verdict in the report.
+        others: names of other GPUs for which the report has a verdict.
         options: those of `VirtualGpu`: `max_steps`, `is_strict`, `roots`, `is_immediate`.
     """
 
@@ -149,7 +150,7 @@ class Session:
         return self.virtual.num_steps
 
     def report(self) -> RunReport:
-        """Return the report so far, within the block or after it."""
+        """Return the report of what the block has run so far, within the block or after it."""
         elapsed = self._elapsed_s
         if elapsed is None:
             elapsed = time.perf_counter() - self._started if self._started else 0.0
@@ -178,15 +179,15 @@ def virtual_gpu(
         gpu: a name of `memest gpus`.
         gpu_memory: memory of a GPU that is not in the catalogue, in bytes or as `24GiB`; its
             kernels are those of `gpu`.
-        memory_limit: limit of the allocator's reserved memory.
+        memory_limit: most memory that the allocator may reserve.
         beside: memory of the GPU that other processes hold.
         max_steps: optimizer steps after which a `SystemExit` ends the block.
-        strict: refuse to guess values that the code reads.
+        strict: raise an error where the code reads a tensor's value, which is otherwise guessed.
         torch_release: simulated release of torch, such as `2.11`; the installed one by default.
 
     Raises:
-        PlanError: there is no such GPU, a size is invalid, the release has no rules, or the
-            installed torch is too old.
+        PlanError: there is no such GPU, a size is invalid, memest cannot simulate the release, or
+            the installed torch is too old.
         MemestError: when the block is entered while another one is active.
     """
     check_torch()
@@ -204,7 +205,7 @@ def virtual_gpu(
 
 
 def ending_of(error: BaseException | None) -> tuple[Ending, str]:
-    """Return (how a script ended with `error`, the error as a line of text)."""
+    """Return (how a script ended, its error as a line); `error` is what it raised, or None."""
     if error is None:
         return Ending.FINISHED, ""
     context: BaseException | None = error
@@ -233,7 +234,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:
-    """Return the memest error that `error` is, or that it was raised from; else None."""
+    """Return the memest error among `error` and the errors from which it was raised, or None."""
     seen = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, MemestError):
@@ -263,9 +264,9 @@ class RunResult:
 
 
 def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> RunResult:
-    """Run `target` on the GPU of `session`, which has not been entered.
+    """Run the script or module `target` on the GPU of `session`, which has not been entered.
 
-    After `limit_s` seconds it is ended, with its current line.
+    After `limit_s` seconds the run is ended by an error that names the current line.
 
     Raises:
         PlanError: the module is not there, or cannot be run.
@@ -312,7 +313,7 @@ def _note_kept(session: Session, kept: KeptFiles) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]:
-    """Raise an `UnsupportedError` after `seconds`, with the script's line from `line()`."""
+    """End the block after `seconds` by an `UnsupportedError` with the script's line, `line()`."""
     if seconds is None:
         yield
         return
@@ -352,8 +353,7 @@ def _exits_with_report() -> Iterator[None]:
 
 @contextmanager
 def _exit_functions() -> Iterator[None]:
-    """Call the functions that the block registers with `atexit` at its end, with the GPU. Those of
-    torch and of Python's library wait for the end of the process."""
+    """Call `atexit` functions of the script at the end of the block, while the GPU is active."""
     before = atexit.register, atexit.unregister
     registered: list[tuple[Callable[..., Any], Callable[[], object]]] = []
 
@@ -408,8 +408,7 @@ def _run_script(target: Target) -> None:
 
 
 def _keep_source(target: Target) -> None:
-    """Store the text of the script for its report, since the script may change or delete its
-    file."""
+    """Store the script's text for the report, since the script may change or delete its file."""
     if not target.is_module and target.path.is_file():
         try:
             text = target.path.read_text(encoding="utf-8")
@@ -438,7 +437,7 @@ def _result_of(error: BaseException | None, report: RunReport | None) -> RunResu
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of the script's own run, without memest's frames."""
+    """Return the traceback of `error` as text, without the frames of memest."""
     summary = traceback.TracebackException.from_exception(error)
     _drop_own_frames(summary, set())
     return "".join(summary.format())
@@ -456,7 +455,7 @@ def _drop_own_frames(summary: traceback.TracebackException, seen: set[int]) -> N
 
 
 def _frames_of_script(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
-    """Yield those of `frames` that are of the script or of libraries, not of memest."""
+    """Yield the frames of the script and of libraries, without those of memest."""
     has_begun = is_within = False
     for frame in frames:
         if frame.filename.startswith(_MEMEST) or frame.filename in _RUNPY:

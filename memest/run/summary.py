@@ -53,9 +53,9 @@ def report_of(
     virtual: VirtualGpu, *, name: str, ending: Ending, error: str, elapsed_s: float,
     others: Sequence[str],
 ) -> RunReport:  # fmt: skip
-    """Return the report of the run on `virtual` so far, called `name`, with verdicts on `others`.
+    """Return the report of the run on `virtual` so far, with verdicts on the GPUs `others`.
 
-    `ending` and `error` describe how the script ended, after `elapsed_s`.
+    `name` is the script's. `ending` and `error` state how it ended, after `elapsed_s` seconds.
     """
     mode, gpu = virtual.mode, virtual.gpu
     outside_bytes = gpu.context_bytes + virtual.communicators_bytes
@@ -102,8 +102,11 @@ def report_of(
 
 
 def _held_for(entry: Held) -> str:
-    """Return the kind in `KINDS` of a storage's use. Storages of backward and optimizer are
-    temporary; those made before any model ran are `other`."""
+    """Return the kind of memory, an item of `KINDS`, as which the report counts `entry`.
+
+    Storages without a label are `temporaries` in backward and optimizer, `other` before the first
+    call of a model, and else `activations`.
+    """
     if entry.kind is not MemKind.ACTIVATIONS:
         return str(entry.kind)
     if entry.site.phase in ("backward", "optimizer"):
@@ -112,7 +115,7 @@ def _held_for(entry: Held) -> str:
 
 
 def _own_share(virtual: VirtualGpu) -> float | None:
-    """Return the share of a GPU's memory that the script allows itself; None if it set none."""
+    """Return the share of GPU memory to which the script limits itself; None without a limit."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
     usable = gpu.limit_bytes - virtual.communicators_bytes
     if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
@@ -144,8 +147,7 @@ def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
 
 
 def _module_group(entry: Held) -> str:
-    """Return the report's row of a module: its stack of layers, `layers.*`, or its first three
-    names."""
+    """Return a module's row: `PREFIX.*` for a layer of a stack, else three parts of its name."""
     module = entry.site.module
     layer = LAYER.match(module)
     return f"{layer[1]}.*" if layer else ".".join(module.split(".")[:3]) or "(outside of modules)"
@@ -220,9 +222,9 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
 
 
 def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
-    """Return the stored events of a script as a run, in which a step is one part.
+    """Return the stored allocations and frees of a script as a `Run`, for replay on any GPU.
 
-    `share` is the share of a GPU's memory that the script allows itself.
+    `share` is the share of a GPU's memory to which the script limits itself, or None.
     """
     log = virtual.mode.memory.log
     ends = (at for at, name in log.marks if name == "after_optimizer_step")
@@ -237,9 +239,10 @@ def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
 def verdicts_of(
     virtual: VirtualGpu, outcome: Outcome, share: float | None, others: Sequence[str]
 ) -> tuple[dict[str, Verdict], list[str]]:
-    """Return (verdicts by GPU, of the run's GPU with `outcome` and of `others`; notes on them).
+    """Return (verdicts by GPU name: on the run's own GPU and on `others`; notes on them).
 
-    `share` is the share of a GPU's memory that the script allows itself.
+    `outcome` is that on the run's own GPU. `share` is the share of a GPU's memory to which the
+    script limits itself, or None.
     """
     own = virtual.gpu
     on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
@@ -284,8 +287,10 @@ def verdicts_of(
 def _with_own_shares(
     virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
 ) -> Verdict | None:
-    """Return `verdict` on `gpu` after storages sized as a share of its memory are resized. Return
-    None if a script that was refused memory gets further there, or the log is full."""
+    """Return `verdict` on `gpu`, corrected for storages whose size is a share of the GPU's memory.
+
+    `own` is the verdict on the run's GPU. Return None if the events of the run do not suffice.
+    """
     memory, run = virtual.mode.memory, run_of(virtual)
     there = memory.storages.on(gpu.memory_bytes)
     run = replace(run, program=replace(run.program, storages=there))
@@ -309,10 +314,10 @@ def _with_own_shares(
 
 
 def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:
-    """Return intervals of the run's peaks, by `allocated`, `reserved` and `process`.
+    """Return the lowest and highest `allocated`, `reserved` and `process` peak of the run.
 
-    The process has `outside_bytes` outside the allocator. The intervals cover the free timings, if
-    all requests were stored.
+    They differ if blocks of several streams may be freed earlier, unless the event log is full.
+    `outside_bytes` is the memory of the process outside the allocator.
     """
     limit = virtual.allocator.limit_bytes
     earlier = [run_of(virtual).on(limit, timing) for timing in _earlier_timings(virtual)]
@@ -329,8 +334,7 @@ def _own_figures(virtual: VirtualGpu) -> Replayed:
 
 
 def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
-    """Return the free timings other than `LATEST` that change the result, if all events are
-    stored."""
+    """Return the timings of frees, besides `LATEST`, that change the peak and can be replayed."""
     memory = virtual.mode.memory
     if not virtual.depends_on_time or memory.log.is_full:
         return ()
@@ -357,7 +361,7 @@ def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
 
 
 class _Verdicts:
-    """Replays `run` under the limits of other GPUs; `run` is cut short if the log is full."""
+    """Verdicts on GPUs by replay of `run` under their limits; it may be only the script's start."""
 
     def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
         memory = virtual.mode.memory
@@ -377,7 +381,7 @@ class _Verdicts:
             self._scenarios = [Scenario(run, unlimited=unlimited), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:
-        """Return the simulated GPU's `verdict`, with the least limit that fits as its need."""
+        """Return the verdict on the run's own GPU, with the least limit that fits as its need."""
         if not self._is_whole:
             return verdict
         limit = verdict.limit_bytes
@@ -389,7 +393,7 @@ class _Verdicts:
         return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
     def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
-        """Return the verdict on a GPU of these figures; None if the log is too short."""
+        """Return the verdict on a GPU of this limit and spread; None if the log is too short."""
         is_enough = self._felt_no_limit and self._reserved <= limit_bytes
         if self._is_whole:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)
@@ -422,7 +426,7 @@ _PROBES = {
 
 
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
-    """Replay the stored events of a script; return the recorded actions of the allocator."""
+    """Replay the stored events of a script; return a recording of the allocator's actions."""
     memory, like = virtual.mode.memory, virtual.allocator
     recording = Recording(memory.storages, report.limit_bytes, report.gpu)
     allocator = recording.allocator

@@ -39,7 +39,7 @@ huggingface_hub that is too old for transformers 5.
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A script or a module, with its arguments."""
+    """A script or a module that `memest run` runs, with its arguments."""
 
     name: str  # name as typed
     args: tuple[str, ...]
@@ -49,7 +49,7 @@ class Target:
     local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
 
     def of_rank(self, local_rank: int) -> "Target":
-        """Return the target with the argument, such as `--local_rank=1`, that a launcher adds."""
+        """Return the target of one rank, with the launcher's argument, such as `--local_rank=1`."""
         first = (f"{self.local_rank}{local_rank}",) if self.local_rank else ()
         return replace(self, args=(*first, *self.args), local_rank="")
 
@@ -61,10 +61,10 @@ class Target:
 
 
 def find_script(name: str, args: tuple[str, ...]) -> Target:
-    """Return the script `name`: a file, or a folder or archive with a `__main__.py`.
+    """Return the script `name`: a file, a folder or archive with `__main__.py`, or a command.
 
     Raises:
-        PlanError: there is none that can be read.
+        PlanError: there is no such script, or it cannot be read.
     """
     path = Path(os.path.abspath(name))
     if not path.exists() and (command := _console_script(name)) is not None:
@@ -104,11 +104,11 @@ def _console_script(name: str) -> Target | None:
 
 
 def find_module(name: str, args: tuple[str, ...]) -> Target:
-    """Return the module `name`, as `python -m` finds it; only its outermost package is searched.
+    """Return module `name`, to be run like `python -m`; only its outermost package is looked up.
 
     Raises:
-        PlanError: there is none.
-        UnsupportedError: it starts scripts in processes of their own.
+        PlanError: there is no such module.
+        UnsupportedError: the module is a launcher, which starts scripts in other processes.
     """
     if name in LAUNCHERS:
         raise UnsupportedError(
@@ -140,10 +140,10 @@ def check_single_process(environment: Mapping[str, str]) -> None:
 
 
 class NoInput(io.TextIOBase):
-    """Replacement of `sys.stdin` that raises when a script reads it."""
+    """Replacement of `sys.stdin` that raises an `UnsupportedError` when a script reads it."""
 
     def readable(self) -> bool:
-        """Return True, like an open file."""
+        """Return True, as for a file that is open for reading."""
         return True
 
     def _refuse(self, *args: Any) -> NoReturn:
@@ -181,7 +181,7 @@ _SECONDS = 60
 
 
 def active_environment() -> Path | None:
-    """Return the interpreter of `VIRTUAL_ENV`, or None if this process runs in that environment."""
+    """Return the interpreter of `VIRTUAL_ENV`; None if that is unset or is this environment."""
     folder = os.environ.get("VIRTUAL_ENV")
     if not folder or os.path.realpath(folder) == os.path.realpath(sys.prefix):
         return None
@@ -214,7 +214,7 @@ def _interpreters(folder: Path) -> list[Path]:
 
 
 def _examine(python: Path) -> tuple[Path, str, list[str]]:
-    """Return (interpreter, its prefix, names of memest's dependencies that it has) of `python`."""
+    """Return (path, `sys.prefix`, installed dependencies of memest) of interpreter `python`."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
     found = shutil.which(python)
@@ -245,7 +245,7 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
 
 
 def _folder_of_links(lacking: Sequence[str]) -> Path:
-    """Return a folder with links to memest and `lacking`, packages not in the other environment."""
+    """Return a folder with links to memest and packages `lacking`, for another Python's path."""
     import hashlib  # 5 ms, which a run in this environment does not need
 
     sources = {"memest": Path(memest.__file__).parent}

@@ -30,7 +30,7 @@ STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to 
 class Deviation:
     """A predicted and a measured figure, in bytes."""
 
-    what: str
+    what: str  # name of the figure, such as `peak_allocated_bytes`, or its phase
     predicted: Interval
     measured_bytes: int
 
@@ -41,13 +41,13 @@ class Deviation:
 
     @property
     def error_bytes(self) -> int:
-        """Predicted minus measured; for a predicted interval, the distance to it, or 0 inside."""
+        """Predicted minus measured; for an interval, from its nearest value, so 0 inside it."""
         nearest = max(self.measured_bytes, self.predicted.low_bytes)
         return min(nearest, self.predicted.high_bytes) - self.measured_bytes
 
     @property
     def error_percent(self) -> float:
-        """Error relative to the measured figure."""
+        """Error in per cent of the measured figure; infinite if only the measured figure is 0."""
         if not self.measured_bytes:
             return 0.0 if not self.predicted_bytes else float("inf")
         return 100 * self.error_bytes / self.measured_bytes
@@ -73,7 +73,7 @@ class Comparison:
 
     @property
     def worst_phase(self) -> Deviation | None:
-        """Phase with the largest error in per cent."""
+        """Phase with the largest error in per cent; None without phases."""
         return max(self.phases, key=lambda d: abs(d.error_percent), default=None)
 
 
@@ -88,12 +88,12 @@ class Summary:
 
 
 def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) -> list[Comparison]:
-    """Return comparisons of each of `measured` with the item of `predicted` at its index."""
+    """Compare each item of `measured` with the item of `predicted` at the same index."""
     return [_compare(m, p) for m, p in zip(measured, predicted, strict=True)]
 
 
 def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """Return (those of `measured` that ended by themselves, a line of text for each other)."""
+    """Return (the runs that did not fail, a line on each failed one); `PlanError` if all failed."""
     ended = [m for m in measured if m.verdict is not Outcome.FAILED]
     left_out = [f"{m.name}: {m.note}" for m in measured if m.verdict is Outcome.FAILED]
     if not ended:
@@ -115,7 +115,7 @@ def plan_of(measurement: Measurement) -> TrainingPlan:
 def summarise(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, float] = TOLERANCES
 ) -> Summary:
-    """Return median and worst error of each total, counts of verdicts, and broken `tolerances`."""
+    """Return a summary of `comparisons`: median and worst errors, verdicts, broken `tolerances`."""
     from statistics import median
 
     errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
@@ -188,7 +188,7 @@ def exactly(num_bytes: int) -> Interval:
 
 
 def _total(name: str, predicted: Prediction, measured: Measurement) -> Deviation:
-    """Return figure `name`, predicted and measured; on several ranks, where they differ most."""
+    """Return the deviation of `name`, a key of `TOTALS`; of several ranks, the largest one."""
     key = TOTALS[name]
     found = predicted.intervals.get(name) or exactly(getattr(predicted, key))
     values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]
@@ -201,7 +201,7 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """Return as text where an error in `pairs` (predicted, measured) changes most, and the MiB."""
+    """Return as text where in `pairs` (predicted, measured) the error changes most, in MiB."""
     largest, where, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:
@@ -216,7 +216,7 @@ def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:
-    """Return the allowed error by figure, in per cent: `tolerances`; on several GPUs, `SLACK`."""
+    """Return the allowed error by figure, in per cent: `tolerances`, or `SLACK` on several GPUs."""
     is_of_several = len(comparison.measured.ranks) > 1
     return dict.fromkeys(tolerances, SLACK) if is_of_several else dict(tolerances)
 

@@ -104,22 +104,22 @@ def measured_versions() -> dict[str, str]:
 
 
 def device_used_bytes(index: int) -> int | None:
-    """Return bytes in use on GPU `index` by all processes, from NVML, or None; open no context."""
+    """Return bytes in use on GPU `index` by all processes, read without CUDA; None without NVML."""
     return with_nvml(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, index)).used))
 
 
 def device_clock_mhz(index: int) -> int | None:
-    """Return the clock of multiprocessors of GPU `index` in MHz, from NVML, or None."""
+    """Return the current SM clock of GPU `index` in MHz; None without NVML."""
     return with_nvml(
         lambda nvml: int(nvml.nvmlDeviceGetClockInfo(_handle(nvml, index), nvml.NVML_CLOCK_SM))
     )
 
 
 def process_figures(used_before: int | None, index: int) -> dict[str, int]:
-    """Return this process's bytes on GPU `index`, by the name of each source that has a figure.
+    """Return this process's bytes on GPU `index` by source, the most reliable source first.
 
-    The most reliable is first: NVML per process, the growth since `used_before` (all use, read
-    before CUDA was opened), and all memory that is not free.
+    Sources are NVML's figure of the process, the growth of all used memory since `used_before`
+    (read before CUDA was opened), and all memory that is not free.
     """
     import torch
 
@@ -136,7 +136,7 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
 
 
 def _process_bytes(nvml: Any, index: int) -> int | None:
-    """Return bytes of our process on GPU `index`; in a container (other ids), of the only one."""
+    """Return NVML's bytes of this process, or of the only one, on GPU `index`; None if unknown."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     return None if len(mine) != 1 or mine[0].usedGpuMemory is None else int(mine[0].usedGpuMemory)
@@ -156,10 +156,10 @@ AFTER_SETUP = "after the strategy's setup"
 
 
 def sample_host(moment: str) -> dict[str, Any]:
-    """Return a sample: the host's bytes now by their names in `/proc`, and its name, `moment`.
+    """Return a sample of host memory, in bytes by name, with `moment`, which names the time.
 
-    Once CUDA is open, the sample has torch's pinned memory too, which the process's own figures may
-    omit. Free memory of the machine is a check of the sum over the ranks.
+    `RssAnon` and `RssShmem` are of this process, and may omit `pinned_allocated`, torch's pinned
+    memory. `MemAvailable` is of the machine, as a check of the sum over the ranks.
     """
     of_process = _read("/proc/self/status", ("RssAnon", "RssShmem"))
     of_machine = _read("/proc/meminfo", ("MemAvailable",))
@@ -182,15 +182,15 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
         max(own(s) for s in samples) - own(before the model)
         own(s) = RssAnon + max(RssShmem, pinned_allocated)
 
-    Pages of files are left out, since ranks share them. The figure includes 0.8 to 1.4 GiB a rank
-    of libraries, which a run without tensors on the host shows alone.
+    Pages of files are left out, since ranks share them. Libraries take 0.8 to 1.4 GiB of it in each
+    rank, as a run without tensors on the host shows.
     """
     before = next((s for s in samples if s["moment"] == BEFORE_MODEL), {})
     return max(map(_own_bytes, samples), default=0) - _own_bytes(before)
 
 
 def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those of `samples` that explain `held_bytes`: before the model, setup, the highest."""
+    """Return the samples that explain `held_bytes`: before the model, after setup, the highest."""
     if not samples:
         return []
     by_moment = {s["moment"]: s for s in reversed(samples)}  # the first sample of each moment
@@ -239,7 +239,7 @@ def file_stem(label: str) -> str:
 
 
 def write_recording(path: Path) -> None:
-    """Write the events so far as a gzipped array with rows action, address, bytes and stream.
+    """Write the allocator's events so far to `path`: the array of `event_table`, gzipped.
 
     PyTorch's own snapshot (<https://pytorch.org/memory_viz>) is written next to it as `.pickle`.
     """
@@ -263,16 +263,16 @@ def snapshot_path(path: Path) -> Path:
 
 
 def count_events() -> int:
-    """Return the number of events so far, which are columns of `event_table`. The call is slow."""
+    """Return the number of the allocator's events so far. The call is slow."""
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     return sum(event["action"] in ACTIONS for event in trace)
 
 
 def event_table(trace: Iterable[Mapping[str, Any]]) -> npt.NDArray[np.int64]:
-    """Return an array of `trace`: rows action, address, bytes and stream, and a column per event.
+    """Return the events of `trace`, a device's list in PyTorch's snapshot, as an array of 4 rows.
 
-    Addresses are less the lowest one, and streams are numbered in the order of their first event.
-    Recordings of older versions have no row of streams, and no `free_requested`.
+    A column is an event: action (a number of `ACTIONS`), address minus the lowest one, bytes, and
+    stream, numbered in order of appearance. Older files lack streams and `free_requested`.
 
     >>> event_table([{"action": "segment_alloc", "addr": 512, "size": 2048},
     ...              {"action": "alloc", "addr": 1024, "size": 100, "stream": 7}]).tolist()
@@ -308,7 +308,7 @@ class _Run:
 
     job: Job
     device: Device
-    used_before: int | None
+    used_before: int | None  # bytes in use on the GPU before CUDA was opened
     started: float
     ends: list[float] = field(default_factory=list)  # ends of the steps' kernels
     rank: int = 0
@@ -327,7 +327,7 @@ class _Run:
         return self.job.recorder
 
     def note_end_of_step(self) -> None:
-        """Wait for the kernels of a step, and record the time at which they ended."""
+        """Wait for the kernels of a complete step, and record the time at which they ended."""
         if self.recorder.rows[-1].phase is Phase.AFTER_OPTIMIZER_STEP:
             torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
@@ -337,7 +337,7 @@ class _Run:
             self.samples.append(sample_host(moment))
 
     def begin_training(self) -> None:
-        """Reset the peaks and empty the cache, after the strategy has divided the model."""
+        """Store the peaks of setup, reset them, and empty torch's cache (several GPUs only)."""
         if not self.plan.is_distributed:
             return
         self.recorder.note_peaks()
@@ -400,10 +400,10 @@ class _Run:
 def run_experiment(
     plan: TrainingPlan, options: RunOptions, deliver: Callable[[Measurement], Any]
 ) -> None:
-    """Train for the plan's steps on `cuda:0`, or on `LOCAL_RANK`, and pass the report to `deliver`.
+    """Train for the plan's steps on the GPU of this rank, and pass the report to `deliver`.
 
-    `deliver` is called once, before Lightning's teardown copies the model to the host. Out of
-    memory is a verdict; every other error is raised. Only rank 0 records the allocator.
+    `deliver` is called once, before Lightning's teardown copies the model to the host. Running out
+    of memory is a verdict; every other error is raised. Only rank 0 records the allocator.
     """
     if plan.alloc_conf:
         os.environ["PYTORCH_ALLOC_CONF"] = plan.alloc_conf
@@ -433,11 +433,9 @@ def run_experiment(
 def _recorded(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
-    """Start a recording of the allocator; return a `deliver` that also writes it to `path`.
+    """Record the allocator's events; return a `deliver` that first writes them to `path`.
 
-    Each row of the report gets the number of events so far.
-
-    Each request has its Python stack. Call it before the model is built.
+    Each phase of the report gets the number of events so far. Call it before the model is built.
     """
     torch.cuda.memory._record_memory_history(
         enabled="all", context="alloc", stacks="python", max_entries=MAX_ENTRIES
@@ -454,7 +452,7 @@ def _recorded(
 def execute(
     run: _Run, *, where: str, deliver: Callable[[Measurement], Any], accelerator: str = "gpu"
 ) -> None:
-    """Build and train on device `where`, also a CPU (`accelerator`); `deliver` gets the report."""
+    """Train on device `where`, of Lightning's kind `accelerator`; pass the report to `deliver`."""
     delivered: list[BaseException | None] = []
 
     def on_end() -> None:
@@ -487,7 +485,7 @@ def execute(
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
-    """Return the fraction whose product with `total_bytes`, truncated, is `limit_bytes`.
+    """Return the fraction of `total_bytes` by which torch limits itself to `limit_bytes` exactly.
 
     >>> int(memory_fraction(80 * 2**30, 143155 * 2**20) * 143155 * 2**20) == 80 * 2**30
     True
@@ -499,7 +497,7 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the GPU ran out of memory."""
+    """Return whether `error` means that the GPU ran out of memory."""
     if isinstance(error, MemestError):
         return False
     text = str(error)

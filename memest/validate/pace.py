@@ -1,8 +1,8 @@
 """Measures on the installed GPU how long kernels and the host take: `memest validate --pace`.
 
-Each row is a call of torch: its work (`estimator/hardware/work.py`) and the microseconds of its
-kernels. The rows of one GPU are `estimator/hardware/pace/NAME.json`, which `pace.py` interpolates.
-`shapes.json` has the calls.
+A row is a call of torch: size, FLOPs and bytes of its work, and the microseconds of its kernels.
+Time estimates interpolate the rows of a GPU, `estimator/hardware/pace/NAME.json`. `shapes.json`
+lists the calls to measure.
 """
 
 import itertools
@@ -44,7 +44,7 @@ NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: warm-up steps, a
 
 
 class Observer(TorchDispatchMode):
-    """Records the work of each call with a kernel."""
+    """Records torch's calls: `found` has the `Work` of kernels, `counts` calls by `HOST_KINDS`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,13 +63,12 @@ class Observer(TorchDispatchMode):
 
 
 def host_times() -> dict[str, float]:
-    """Return host microseconds of the parts of a training step besides launches.
+    """Return the host's microseconds for parts of a training step other than kernel launches.
 
-    `list` is per tensor of a multi-tensor call, `step` and `zero_grad` per parameter of the
-    optimizer. `loop` is a call of an optimizer that works on one parameter after another.
-    `region` is a checkpointed region without its hooks, `hook` a call of a hook of saved tensors.
-    `choice` is an operator of selective checkpointing, `read` a number that the host reads. Rates
-    of copies are in GB/s.
+    Optimizer: `step` and `zero_grad` are per parameter, `list` per tensor of a multi-tensor call,
+    and `loop` per call where one parameter is updated after another. Checkpointing: `region` is per
+    checkpointed region, `hook` per call of a hook of saved tensors, and `choice` per operator of
+    selective checkpointing. `read` is a number read from the GPU. Rates of copies are in GB/s.
     """
     x = torch.randn(8, 64, device="cuda")
     found = _optimizer_times() | checkpoint_times()
@@ -83,7 +82,7 @@ def host_times() -> dict[str, float]:
 
 
 def _optimizer_times() -> dict[str, float]:
-    """Return the times of AdamW's step: `list`, `step`, `zero_grad` and `loop` of `host_times`."""
+    """Return the host's times of AdamW: `list`, `step`, `zero_grad`, `loop` of `host_times`."""
     many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in SHAPES["layer"] * 16]
     us, calls, zeros = dict[str, float](), dict[str, int](), list[float]()
     for name, options in SHAPES["adamw"].items():
@@ -105,7 +104,7 @@ def _optimizer_times() -> dict[str, float]:
 
 
 def checkpoint_times() -> dict[str, float]:
-    """Return the times of checkpointing: `region`, `hook` and `choice` of `host_times`."""
+    """Return the host's times of checkpointing: `region`, `hook`, `choice` of `host_times`."""
     layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 128) for _ in range(8)).cuda()
     x = torch.randn(16, 2, 64, device="cuda", requires_grad=True)
     policy = constant(CheckpointPolicy.PREFER_RECOMPUTE)
@@ -152,10 +151,10 @@ a list, and `names` of tensors. A name and a step of `calls` have a function and
 
 
 def model_times() -> Iterator[dict[str, list[list[float]]]]:
-    """Yield rows of the launches and microseconds of forward and backward of small models.
+    """Yield {"forward": rows, "backward": rows}, with a row for each of some small models.
 
-    A row has a number for each of `HOST_KINDS`, then the time: the median of all rounds so far.
-    Each yield is a round, since the speed of a shared host changes within seconds.
+    A row has the number of calls of each of `HOST_KINDS`, then their microseconds: a median of all
+    rounds so far. Each yield is a round, since the speed of a shared host changes.
     """
     library: Any = import_module("transformers")
     models = []
@@ -178,7 +177,7 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
-    """Fit microseconds by `HOST_KINDS` to rows of `model_times` for `forward` and `backward`.
+    """Fit microseconds of a call of each of `HOST_KINDS` to rows of `model_times`.
 
     The fit is a median: half of the models take longer than it predicts.
     """
@@ -193,7 +192,7 @@ def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dic
 
 
 def _not_negative(a: Any) -> Any:
-    """Return factors f >= 0, an array, with the least squares of `a @ f - 1`."""
+    """Return the array f >= 0 with the least sum of squares of `a @ f - 1`."""
     tried = []
     for chosen in itertools.product((False, True), repeat=a.shape[1]):
         factors = np.zeros(a.shape[1])
@@ -206,7 +205,7 @@ def _not_negative(a: Any) -> Any:
 def phases(
     model: nn.Module, x: Tensor, is_autocast: bool
 ) -> tuple[list[list[int]], Callable[[], tuple[float, ...]]]:
-    """Return (counts by `HOST_KINDS` of forward and backward, a step that returns both seconds)."""
+    """Return (calls by `HOST_KINDS` in forward and backward, a step that returns their seconds)."""
     optimizer, observers = torch.optim.AdamW(model.parameters()), (Observer(), Observer())
 
     def run(*modes: Any) -> tuple[float, ...]:
@@ -227,7 +226,7 @@ def phases(
 
 
 def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:
-    """Return microseconds of the host for one of `count` calls; with `waits` until the GPU ends."""
+    """Return the host's microseconds per call; with `waits`, until the GPU has ended all calls."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(count):
@@ -249,7 +248,7 @@ NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them
 
 
 def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measure the GPU for at most `seconds`; `write` gets the result after each kernel family."""
+    """Measure the GPU for at most `seconds`; return the times, and pass those so far to `write`."""
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
         "format": FORMAT, "device": properties.name, "memory_bytes": properties.total_memory,
@@ -287,16 +286,16 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
 
 
 def rounds(family: str) -> list[list[Case]]:
-    """Return the cases of a kernel family in `NUM_PARTS` lists, each with some of every kind."""
+    """Return the cases (calls to time) of a family of kernels, shuffled into `NUM_PARTS` lists."""
     mixed = list(cases(SHAPES["families"][family]))
     Random(0).shuffle(mixed)
     return [mixed[part::NUM_PARTS] for part in range(NUM_PARTS)]
 
 
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Return (work of a call, microseconds of its kernels, extra microseconds of the first call).
+    """Time a call; return (its work, microseconds of its kernels, extra ones of the first call).
 
-    `make` makes the tensors and returns the call. `heat` keeps the GPU busy for a moment.
+    `make` makes the tensors and returns the call. `heat` makes the GPU busy before the timing.
     """
     with torch.no_grad():
         call = make()
@@ -315,7 +314,7 @@ def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
 
 
 def heater() -> Callable[[], None]:
-    """Return a function that trains a small transformer for `HEATED_MS`."""
+    """Return a function that trains for `HEATED_MS` ms, so that the GPU's clocks are realistic."""
     layers = nn.Sequential(
         *(nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True) for _ in "1234")
     ).to("cuda", HALF)
@@ -333,9 +332,9 @@ def heater() -> Callable[[], None]:
 
 
 def elapsed_us(call: Call, count: int, host_us: float) -> float:
-    """Return microseconds of one of `count` calls that the GPU runs one after another.
+    """Return the GPU's microseconds per call, for `count` calls without pauses between them.
 
-    The GPU sleeps until the host, which takes at most `host_us` for each, has launched all.
+    The GPU sleeps until the host, which takes at most `host_us` a call, has launched all of them.
     """
     cuda: Any = torch.cuda
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -357,7 +356,7 @@ def random(
 
 
 def weights_of(name: str, dtype: torch.dtype, hidden: int, *options: Any) -> list[Tensor]:
-    """Return the weights of torch's recurrent network `name`; `options`: layers, bidirectional."""
+    """Return weights of `nn.NAME`, such as `LSTM`; `options`: number of layers, bidirectional."""
     network: nn.Module = getattr(nn, name)(hidden, hidden, options[0], bidirectional=options[1])
     return [parameter.detach().to("cuda", dtype) for parameter in network.parameters()]
 
@@ -379,7 +378,7 @@ WORDS: dict[str, Any] = {
 
 
 def cases(family: dict[str, Any]) -> Iterator[Case]:
-    """Yield the calls of `family` for each combination of its axes; a backward has its forward."""
+    """Yield the cases of `family` for each combination of its axes; a backward runs its forward."""
     axes = family["axes"]
     lists = [SHAPES[values] if isinstance(values, str) else values for values in axes.values()]
     for values in itertools.product(*lists):
@@ -393,9 +392,10 @@ def cases(family: dict[str, Any]) -> Iterator[Case]:
 
 
 def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call:
-    """Return the last of `steps`, a call; `r0` is the first result of the step before.
+    """Make tensors, run all but the last of `steps`, and return the last as a call to be timed.
 
-    `names` are calls that make tensors of numbers of `scope` and of tensors before them.
+    `names` has calls that make tensors, and `scope` the meaning of words in them and in `steps`.
+    A step can use `r0`, the first result of the step before.
     """
     scope = dict(scope)
     with torch.device("cuda"):
@@ -409,7 +409,7 @@ def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call
 
 
 def called(step: list[Any], scope: dict[str, Any]) -> Call:
-    """Return the call in `step`: a function, arguments, and maybe a last dict of keyword ones."""
+    """Return the call that `step` lists: function, arguments, maybe a dict of keyword arguments."""
     function, *args = named(step, scope)
     options = args.pop() if args and isinstance(args[-1], dict) else {}
     if isinstance(function, str):
@@ -419,7 +419,7 @@ def called(step: list[Any], scope: dict[str, Any]) -> Call:
 
 
 def named(value: Any, scope: dict[str, Any]) -> Any:
-    """Return `value` of a table, with each word replaced by the object that `scope` has for it."""
+    """Return `value`, an item of `shapes.json`, with words replaced by their objects in `scope`."""
     if isinstance(value, dict):
         return {key: named(each, scope) for key, each in value.items()}
     if isinstance(value, list):
@@ -428,7 +428,7 @@ def named(value: Any, scope: dict[str, Any]) -> Any:
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Write `found`, the result of `measure`, to `path`, one kind of kernel a line."""
+    """Write `found`, the result of `measure`, to `path` as JSON, a line per kind of kernel."""
     head = {key: value for key, value in found.items() if key != "kernels"}
     kinds = ",\n".join(
         f"  {json.dumps(kind)}: {json.dumps(rows, separators=(',', ':'))}"

@@ -18,7 +18,7 @@ _OF_THE_DATA = ("seq_len", "image_size", "padded")  # keys set by the data set, 
 
 
 def append(path: Path, measurement: Measurement) -> None:
-    """Append a measurement as one line, and wait until it is on disk."""
+    """Append `measurement` to the file as one line, and wait until it is on disk."""
     with _writing(path), path.open("ab") as file:
         file.write((measurement.to_json() + "\n").encode())
         file.flush()
@@ -26,7 +26,7 @@ def append(path: Path, measurement: Measurement) -> None:
 
 
 def drop_cut_line(path: Path) -> bool:
-    """Remove a last line that is cut off or no JSON; return True if there was one.
+    """Remove the last line if it is cut off or no JSON; return whether it was removed.
 
     Raises:
         PlanError: the file cannot be read or written.
@@ -46,10 +46,10 @@ def drop_cut_line(path: Path) -> bool:
 def prepare(path: Path, *, resume: bool) -> list[Measurement]:
     """Return the finished measurements in `path`, and prepare the file for appending.
 
-    `resume` removes failed runs, since they are tried again; their logs stay.
+    With `resume`, failed runs are removed from the file, to be tried again; their logs stay.
 
     Raises:
-        PlanError: it cannot be written, holds something else, or holds results and `resume` is off.
+        PlanError: `path` cannot be written, or is no file of results, or has some without `resume`.
     """
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
 
 
 def sort(path: Path, labels: Sequence[str]) -> None:
-    """Rewrite the file: results of `labels` come last, in the order of `labels`."""
+    """Sort the lines of `path` in the order of `labels`, after results with other labels."""
     order = {label: number for number, label in enumerate(labels)}
     with _writing(path):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -136,7 +136,7 @@ def find_suite(name: str) -> Path:
 
 
 def suite_for_device(name: str, total_bytes: int) -> str:
-    """Return the suite for a GPU by CUDA's `name` and `total_bytes`: `lab-h100` for H100, H200.
+    """Return the shipped suite for a GPU with CUDA's `name`: H100s and H200s have their own.
 
     >>> suite_for_device("NVIDIA H200", 143155 << 20), suite_for_device("NVIDIA A40", 48 << 30)
     ('lab-h100', 'lab-a100')

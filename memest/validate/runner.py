@@ -52,7 +52,7 @@ OOM_GRACE_S = 2.0  # wait for other ranks after one is out of memory, since they
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return `torchrun`'s variables for `rank` of `world_size` on a node; rank 0 has the store."""
+    """Return `torchrun`'s variables for `rank` of `world_size` on a node; rank 0 uses `port`."""
     from memest.estimator.gpu.worlds import Rank
 
     made = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
@@ -60,10 +60,11 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> list[Measurement]:
-    """Return the reports of all `num_ranks`, or those that exist when a rank was out of memory.
+    """Run `num_ranks` ranks, a process each, and return their reports.
 
-    The list is empty if a rank ended without a report; its output is then on stderr. `run` runs a
-    rank, writes its report to a path in `folder`, and does not return.
+    Ranks without a report are left out if one is out of memory. Otherwise the list is empty if a
+    rank ended without a report, and its log is printed. `run` runs a rank, writes its report to the
+    given path in `folder`, and does not return.
     """
     if not CAN_FORK:
         raise UnsupportedError(
@@ -91,15 +92,16 @@ def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> 
 
 
 def wait_for_the_end() -> NoReturn:
-    """Wait until another process ends this one: a rank whose report is written."""
+    """Keep a rank whose report is written alive until another process ends it."""
     while True:
         time.sleep(POLL_S)
 
 
 def merge(measured: Sequence[Measurement]) -> Measurement:
-    """Return the worst of `measured` ranks: out of memory, then most reserved, most allocated.
+    """Return the report of the worst of `measured` ranks, with the figures of each in `ranks`.
 
-    `host_bytes` is the sum over the ranks; `ranks` has each rank's own figures.
+    A rank out of memory is the worst, otherwise the one with most reserved, then most allocated
+    memory. `host_bytes` is the sum over the ranks.
     """
     worst = max(
         measured,
@@ -160,7 +162,7 @@ _NAME_WIDTH = 34
 
 
 def header() -> str:
-    """Return the header of the table."""
+    """Return the header of a table of measurements."""
     return (
         f"{'experiment':<{_NAME_WIDTH}}  {'verdict':<7}"
         f"  {'allocated':>10}  {'reserved':>10}  {'process':>10}  {'host':>10}  {'time':>7}"
@@ -168,7 +170,7 @@ def header() -> str:
 
 
 def table_row(found: Measurement) -> str:
-    """Return the row of a measurement in the table that `header` begins."""
+    """Return the row of measurement `found` in a table with the columns of `header`."""
     start = f"{found.name:<{_NAME_WIDTH}}"
     if found.verdict is Outcome.FAILED:
         word = "skipped" if found.note.startswith(SKIPPED) else "failed"
@@ -186,7 +188,7 @@ def start_experiment(
     plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path,
     experiment: Experiment = run_experiment, is_copy: bool = True,
 ) -> Child:  # fmt: skip
-    """Start an experiment in a copy of this process without CUDA (`is_copy`), or a fresh one.
+    """Start an experiment in a child process: a fork of this one (`is_copy`), or a fresh one.
 
     It writes its measurement to `report`, and its output to `log`.
     """
@@ -232,10 +234,10 @@ def _run(
 
 
 def call_in_child(function: Callable[[], T]) -> T:
-    """Return `function()`, called in another process, so that a GPU that it opens is closed after.
+    """Return `function()`, called in a child process; a GPU opened in it is closed at its end.
 
     Raises:
-        MemestError: it raised one, or any other error, whose text is then the message.
+        MemestError: `function` raised an error, whose text is the message, or the process ended early.
     """
     try:
         return submit(partial(_or_error, function)).answer()  # type: ignore[no-any-return]
@@ -288,8 +290,8 @@ def validate(
         workers: experiments at a time; None is one per GPU.
 
     Raises:
-        MemestError: two plans have one label, a plan has `beside`, a model or every package is
-            missing, or `results` cannot be written or holds something else.
+        MemestError: two plans have one label, a plan has `beside`, a model is unknown, each plan
+            lacks a package, or `results` cannot be written or is no file of results.
     """
     _check(plans)
     missing = [_missing_package(plan) for plan in plans]
@@ -329,7 +331,7 @@ def validate(
 
 
 def detect_on(engine: str) -> Device:
-    """Return the device of a worker of the engine named `engine`, as `detect_device` does."""
+    """Return the GPU of a worker of `engine`, a name as in `memest.engines`."""
     if engine == "local":
         return detect_device()
     (found,) = find_engine(engine, 1, gpus=1).map(
@@ -347,7 +349,7 @@ def _detect(task: str) -> Device:
 def _parts(
     plans: Sequence[TrainingPlan], engine: str, workers: int | None, device: Device
 ) -> Iterator[tuple[Engine, list[TrainingPlan]]]:
-    """Yield (engine, its plans) of `engine` and `workers`; the engines run one after the other."""
+    """Yield pairs (engine, its plans), to be run in this order; arguments are as in `validate`."""
     if engine != "local":
         for num_gpus in sorted({plan.world_size for plan in plans}):
             members = [plan for plan in plans if plan.world_size == num_gpus]
@@ -387,7 +389,7 @@ def _check(plans: Sequence[TrainingPlan]) -> None:
 
 
 def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
-    """Import the modules that experiments share; return whether a fork can still open CUDA."""
+    """Import modules that all experiments use; return whether a fork can then open CUDA."""
     import transformers
 
     with _without_bitsandbytes():
@@ -405,7 +407,7 @@ def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
 
 @cache
 def _reaches_gpu_by_fork() -> bool:
-    """Return whether a fork can open CUDA; it cannot if an import has opened it here."""
+    """Return whether a fork can open CUDA; it cannot if an import has opened CUDA here."""
     try:
         call_in_child(query_device)
     except MemestError:
@@ -415,8 +417,7 @@ def _reaches_gpu_by_fork() -> bool:
 
 @contextmanager
 def _without_bitsandbytes() -> Iterator[None]:
-    """Block the import of `bitsandbytes`, which opens the GPU; peft 0.21 tries it. A child process
-    imports it where its plan needs it."""
+    """Prevent an import of `bitsandbytes` in the block, as by peft 0.21: it opens the GPU."""
     name = "bitsandbytes"
     if name in sys.modules:
         yield
@@ -432,7 +433,7 @@ def _measure(
     plan: TrainingPlan, *, logs: Path, device: Device, timeout_s: float, options: RunOptions,
     start: Callable[..., Child] | None,
 ) -> Measurement:  # fmt: skip
-    """Run an experiment in a process for at most `timeout_s`; its output is in a file in `logs`."""
+    """Run an experiment for at most `timeout_s`; if it fails, its output stays in `logs`."""
     refusal = _refusal(device, plan)
     if refusal:
         return _unfinished(device, plan, f"{SKIPPED}{refusal}")
@@ -455,7 +456,7 @@ def _measure(
 
 
 def _wait(child: Child, timeout_s: float) -> str:
-    """Wait for a child, or kill it after `timeout_s`; return a description of its end."""
+    """Wait at most `timeout_s` seconds for `child`, then kill it; return how it ended as text."""
     try:
         code = child.wait(timeout_s)
     finally:
@@ -468,7 +469,7 @@ def _wait(child: Child, timeout_s: float) -> str:
 
 
 def _refusal(device: Device, plan: TrainingPlan) -> str:
-    """Return the reason why `plan` must not run on this machine; empty if it may."""
+    """Return the reason why `plan` cannot run on this machine, or an empty text."""
     if plan.world_size > device.num_devices:
         return f"it needs {plan.world_size} GPUs, and the machine has {device.num_devices}"
     missing = _missing_package(plan)
@@ -494,7 +495,7 @@ def _missing_package(plan: TrainingPlan) -> str:
 
 
 def predicted_host_bytes(plan: TrainingPlan) -> int:
-    """Return the host memory predicted for paged optimizers and offload; 0 without them."""
+    """Return the predicted bytes of host memory; 0 without paged optimizer or offload."""
     if not (plan.optim.startswith("paged_") or plan.offloads):
         return 0
     return call_in_child(partial(_predict_host_bytes, plan))
@@ -508,9 +509,9 @@ def _predict_host_bytes(plan: TrainingPlan) -> int:
 
 
 def host_memory_bytes() -> int:
-    """Return the machine's memory, or the limit of this process's control group (v2, v1).
+    """Return the bytes of host memory that this process can use; `sys.maxsize` on Windows.
 
-    Windows has neither, so there it is unlimited.
+    This is the machine's memory or, if smaller, the limit of a Linux control group.
     """
     limits = [sys.maxsize]
     if hasattr(os, "sysconf"):
