@@ -237,7 +237,7 @@ def call_in_child(function: Callable[[], T]) -> T:
     """Return `function()`, called in a child process; a GPU opened in it is closed at its end.
 
     Raises:
-        MemestError: `function` raised an error, whose text is the message, or the process ended early.
+        MemestError: `function` raised an error, whose text is the message, or its process died.
     """
     try:
         return submit(partial(_or_error, function)).answer()  # type: ignore[no-any-return]
