@@ -230,10 +230,8 @@ def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
 
 
 class Trial:
-    """Result of a plan on one GPU; each attribute is computed when it is first read.
-
-    `like` is the result of the same program on another GPU, whose replays are reused.
-    """
+    """Result of a plan on one GPU; each attribute is computed when it is first read. `like` is the
+    result of the same program on another GPU, whose replays are reused."""
 
     def __init__(
         self, traced: TracedPlan, plan: TrainingPlan, gpu: Gpu, like: Trial | None = None

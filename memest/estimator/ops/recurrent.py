@@ -195,10 +195,9 @@ def _chunk(layers: Layers) -> int:
 
 
 def workspace_bytes(layers: Layers, *, is_training: bool, is_backward: bool = False) -> int:
-    """Return the bytes of the workspace that a call of cuDNN requests.
-
-    In training, each call requests enough for both passes, by the algorithm of that call.
-    """
+    """Return the bytes of the workspace that a call of cuDNN requests: a forward or, if
+    `is_backward`, a backward. In training, each call requests enough for both passes, by the
+    algorithm of that call."""
     is_persistent = uses_small_algorithm(layers, forward=not is_backward)
     is_persistent |= uses_static_algorithm(layers)
     forward = _forward_bytes(layers, is_persistent)
@@ -439,7 +438,8 @@ def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tens
 
 @registry.result("_pack_padded_sequence", may_mix_devices=True)
 def _packed(c: KernelCall) -> Any:
-    """Return (packed rows of all steps on meta, batch size of each step on the host)."""
+    """Return the results of `_pack_padded_sequence`: (packed rows of all steps on meta, batch size
+    of each step on the host)."""
     x, lengths = c.input, c.lengths
     if not on_gpu(x) or on_gpu(lengths):
         raise NotImplementedError("the lengths of packed sequences are on the host")
@@ -504,7 +504,8 @@ for _packet, _mode in (
 def lstm_cell(
     then: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest; return (h, c)."""
+    """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest; return (h, c). `hidden`
+    has the previous (h, c)."""
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hidden[0], w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     out = aten._thnn_fused_lstm_cell.default(*gates, hidden[1], b_ih, b_hh)

@@ -265,8 +265,8 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
 def register(*operators: OpOverload | str, about: str = "", when: str = "", **parts: Any) -> None:
     """Set fields of `Op` (`parts`) for operators as in `named`; `ValueError` if one is set twice.
 
-    `about` describes what `requests` allocates and names the source. `when` is the condition of
-    `modelled`. Both are text for docs/kernels.md.
+    `about` describes what `requests` allocates and names the source. `when` describes the calls for
+    which `modelled` returns True. Both are text for docs/kernels.md.
     """
     for part, text in (("requests", about), ("modelled", when)):
         if text:
@@ -280,7 +280,8 @@ def register(*operators: OpOverload | str, about: str = "", when: str = "", **pa
 
 
 def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a function as field `part` of `Op` for `operators`."""
+    """Return a decorator that registers a function as field `part` of `Op` for `operators`.
+    `others` are further fields, as in `register`."""
 
     def set_part(rule: Rule) -> Rule:
         others[part] = rule

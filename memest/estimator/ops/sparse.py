@@ -483,7 +483,8 @@ class SparseTensors:
 
 
 def install(patches: Patches) -> None:
-    """Make `grad.new(indices, values, shape)`, as optimizers call it, create GPU tensors."""
+    """Make `grad.new(indices, values, shape)` of a sparse gradient, which optimizers call, create
+    GPU tensors."""
     new = torch.Tensor.new
 
     def new_on_gpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -86,7 +86,7 @@ def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
 
 
 def filled(mode: SimMode, tensor: Tensor) -> Tensor:
-    """Drop the known values of `tensor`, because a kernel has overwritten them; return `tensor`."""
+    """Mark the values of `tensor` as unknown, since a kernel overwrote them; return `tensor`."""
     mode.values.forget(storage_key(tensor))
     return tensor
 
@@ -237,7 +237,7 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
 
 
 def _set_known(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
-    """Set the known values of `tensor`, or drop them if `value` is None."""
+    """Record `value` as the values of `tensor`, or mark these as unknown if `value` is None."""
     if value is None or not mode.values.overwrite(tensor, value):
         filled(mode, tensor)
 

@@ -17,7 +17,8 @@ from memest.estimator.ops.temporaries import Events, Scratch, around, outputs, p
 
 
 def _is_in_order(c: KernelCall) -> bool:
-    """Return whether the first argument is not channels-last; kernels for that are not modelled."""
+    """Return whether the first argument is not channels-last; kernels for that are not modelled.
+    The allocations of a call are known if this is True."""
     return suggest_memory_format(c.args[0]) is torch.contiguous_format
 
 
@@ -128,7 +129,8 @@ op(
 
 @registry.requests("grid_sampler_2d_backward")
 def grid_sampler_backward(c: KernelCall) -> Events:
-    """Allocations of `cudnn_grid_sampler_backward`, which always computes the grid's gradient."""
+    """Allocations of `cudnn_grid_sampler_backward`, which always computes the grid's gradient. One
+    that the call does not return is temporary. Without cuDNN, only outputs are allocated."""
     if not _is_by_cudnn(c):
         return c.outputs()
     copies = _cudnn_copies(c) + (c.grad_output.nbytes,) * (0 in c.grad_output.stride())

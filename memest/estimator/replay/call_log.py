@@ -98,7 +98,7 @@ class CallLog:
 
 
 class CallRecorder:
-    """Records the operator calls of a run into `calls`; wraps `request` of its dispatch mode."""
+    """Records the operator calls of a run in `calls`, by a wrapper of its mode's `request`."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.calls = CallLog()
@@ -394,7 +394,8 @@ class ResizableProgram:
         return self._storages.add(0, site, kind)
 
     def _call(self, call: Call, order: "RequestOrder", events: list[int]) -> None:
-        """Append the requests of `call` to `events`, in the order of `KernelCalls.request`."""
+        """Append the events of `call` to `events`: its requests in `order`, as by
+        `KernelCalls.request`."""
         if order.is_partial:
             self._unmodelled[self._templates[call.template].operator] += 1
         new_storages = dict(call.new_storages)

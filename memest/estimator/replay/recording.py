@@ -166,7 +166,7 @@ class Lifetime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBlocks:
-    """Lifetimes of all blocks of one step, in the points of its `Timeline`."""
+    """Lifetimes of all blocks of one step. Times are points of the step's `Timeline`."""
 
     step: int
     num_points: int
