@@ -43,7 +43,7 @@ from memest.units import counted, parse_bytes
 
 
 def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """Return `whole`, DataLoader's `fetch`, cut to 1/`parts` of each batch, at least 1 sample."""
+    """Return a wrapper of `whole`, DataLoader's `fetch`, that loads 1/`parts` of each batch."""
 
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         index = possibly_batched_index
@@ -234,7 +234,7 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
 
 
 def refusal_within(error: BaseException | None) -> MemestError | None:
-    """Return the memest error among `error` and the errors from which it was raised, or None."""
+    """Return the first memest error in the chain of `error` and its causes; None without one."""
     seen = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, MemestError):

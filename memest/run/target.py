@@ -49,7 +49,7 @@ class Target:
     local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
 
     def of_rank(self, local_rank: int) -> "Target":
-        """Return the target of one rank, with the launcher's argument, such as `--local_rank=1`."""
+        """Return one rank's target: with `--local_rank=N`, if its launcher adds the argument."""
         first = (f"{self.local_rank}{local_rank}",) if self.local_rank else ()
         return replace(self, args=(*first, *self.args), local_rank="")
 

@@ -323,7 +323,7 @@ class _Run:
 
     @property
     def recorder(self) -> PhaseRecorder:
-        """Recorder of the phases."""
+        """Recorder of the memory at each phase of a step."""
         return self.job.recorder
 
     def note_end_of_step(self) -> None:

@@ -153,8 +153,8 @@ a list, and `names` of tensors. A name and a step of `calls` have a function and
 def model_times() -> Iterator[dict[str, list[list[float]]]]:
     """Yield {"forward": rows, "backward": rows}, with a row for each of some small models.
 
-    A row has the number of calls of each of `HOST_KINDS`, then their microseconds: a median of all
-    rounds so far. Each yield is a round, since the speed of a shared host changes.
+    A row has the numbers of kernel launches, cuDNN calls and views (`HOST_KINDS`), then the host's
+    microseconds: a median of all rounds so far. Each yield is a round, since a host's speed varies.
     """
     library: Any = import_module("transformers")
     models = []
@@ -177,7 +177,7 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
-    """Fit microseconds of a call of each of `HOST_KINDS` to rows of `model_times`.
+    """Fit microseconds per launch, cuDNN call and view (`HOST_KINDS`) to rows of `model_times`.
 
     The fit is a median: half of the models take longer than it predicts.
     """

@@ -1,4 +1,4 @@
-"""Many experiments, one process each; every end of a process is a result."""
+"""Runs many experiments, each in a process of its own; a failed process is a result, too."""
 
 import dataclasses
 import os
@@ -198,7 +198,7 @@ def start_experiment(
 def run_and_exit(
     plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
 ) -> NoReturn:
-    """Run an experiment, write its `report`, and exit without any teardown.
+    """Run an experiment, write its measurement to `report`, and exit without any teardown.
 
     A plan with a Lightning strategy gets one process per GPU, and their reports are merged.
     """
