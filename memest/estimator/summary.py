@@ -33,7 +33,7 @@ def closed_form(
 ) -> ClosedForm | None:
     """Compare the textbook's activations per layer with those that `program` allocates.
 
-    None if the textbook does not apply: it is of whole dense models trained in 16 bit on one GPU.
+    Return None unless a whole dense model is trained in 16 bit on one GPU, as the formula assumes.
     Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
     section 4: a transformer layer saves
 
@@ -44,7 +44,7 @@ def closed_form(
     of two layer norms. The attention matrix is softmax output 2, dropout mask 1 and dropout output
     2. With recomputation of whole layers it saves their inputs, 2 * s * b * h.
 
-    Rows list the differences that follow from the model's config; the last row is the rest. Shapes:
+    `differences` of the result follow from the model's config; the last is the rest. Shapes:
     s tokens, b samples, h model width, a heads, k key heads, f MLP width.
     """
     is_other = plan.uses_adapters or plan.freeze or plan.is_distributed or plan.lengths
@@ -90,7 +90,7 @@ def _textbook_term(kind: str, num_bytes: int, g: LayerGeometry) -> Term:
 def _differences(
     plan: TrainingPlan, g: LayerGeometry, seq_len: int, *, is_fused: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield (name in `TEXTBOOK`, bytes) of each difference of a layer of shape `g` to the
+    """Yield (key of `TEXTBOOK`, bytes) of each difference between a layer of shape `g` and the
     textbook's. `is_fused` is True if one kernel computes attention."""
     tokens = seq_len * plan.batch_size
     matrix, inner = g.a * seq_len * tokens, g.a * g.head_dim
@@ -167,7 +167,7 @@ def summarise(
 
 
 def coverage_of(coverage: Coverage) -> dict[str, Any]:
-    """Return the report's dict: `num_ops`, `num_modelled`, and calls by name in `unmodelled`."""
+    """Return the report's counts: `num_ops`, `num_modelled`, and `unmodelled` calls by operator."""
     return {
         "num_ops": coverage.num_ops,
         "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
@@ -196,7 +196,7 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Return a sentence: which gradients the training loop keeps alive at the peak, in `phase`."""
+    """Return the report's sentence on gradients that are part of the peak, which is in `phase`."""
     clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")
@@ -242,7 +242,8 @@ def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
 
 
 def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
-    """Return (purpose, owner) of storage `index`; activations belong to a stack of layers."""
+    """Return (purpose, owner) of storage `index`. The owner is a stack of layers for activations,
+    the phase for temporaries, else empty."""
     kind, site = kind_of(program.storages, index), program.storages.sites[index]
     if kind == "temporaries":
         return kind, f"{site.phase}: {site.op}" if site.phase == "optimizer" else site.phase
@@ -331,7 +332,8 @@ def _assumptions(
 
 
 def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSettings) -> str:
-    """Return the report's assumption on kernels of `gpu` (compute `capability`) and settings."""
+    """Return the report's sentence on a GPU's kernels and on allocator `settings`. The text `gpu`,
+    such as "compute capability", stands before `capability`."""
     return (
         f"CUDA kernels as torch {simulated().name} runs them on {gpu}"
         f" {capability[0]}.{capability[1]}; {describe(settings)}"
@@ -339,12 +341,12 @@ def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSe
 
 
 def context_assumed(gpu: Gpu) -> str:
-    """Return the report's assumption on the CUDA context, which is outside of the allocator."""
+    """Return the report's sentence on the CUDA context, which is outside of the allocator."""
     as_on = f", as on the whole {gpu.whole}" if gpu.whole else ""
     return f"a CUDA context of {format_bytes(gpu.context_bytes)} outside the allocator{as_on}"
 
 
 def beside_assumed(gpu: Gpu) -> list[str]:
-    """Return the report's assumption on memory of other processes, or []."""
+    """Return [the report's sentence on GPU memory of other processes], or [] if they hold none."""
     held = format_bytes(gpu.beside_bytes)
     return [f"other processes hold {held} of each GPU"] if gpu.beside_bytes else []

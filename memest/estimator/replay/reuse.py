@@ -55,18 +55,18 @@ DEGREE = {"batch_size": 1, "seq_len": 2}  # degree of the polynomials in the siz
 
 
 def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
-    """Return `plan` with another value of one key; `PlanError` if there is no such plan."""
+    """Return a copy of `plan` whose field `key` is `value`; `PlanError` if that is invalid."""
     return replace(plan, **{key: value})
 
 
 class NotInterpolable(Exception):
-    """Raised if a program cannot be made from other runs, so that its plan has to be simulated."""
+    """Raised if a plan's program cannot be derived from other runs and has to be simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CallPolynomials:
-    """The integers of one call (sizes, strides) as polynomials in batch size or sequence length.
-    They are stored as forward differences between runs at equally spaced sizes, the samples."""
+    """Integers of one operator call (sizes, strides) as polynomials in batch size or length. They
+    are stored as forward differences between runs at equally spaced sizes, the samples."""
 
     template: Template
     differences: tuple[tuple[int, ...], ...]  # values at the first sample, then differences
@@ -74,8 +74,8 @@ class _CallPolynomials:
     """Requests of the call at the smallest size, once computed."""
 
     def at(self, index: Fraction) -> list[int]:
-        """Return the integers of the call, `index` samples (steps of one spacing) after the first;
-        `ValueError` for fractions."""
+        """Evaluate the polynomials at `index`: 0 is the size of the first sample, 1 of the second.
+        Raise `ValueError` if a result is not a whole number."""
         values = list(self.differences[0])
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
@@ -87,7 +87,7 @@ class _CallPolynomials:
         return values
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
-        """Return the call's allocator requests, `index` samples after the first."""
+        """Return the call's allocator requests on `gpu` at `index`, which counts as in `at`."""
         if index and any(map(any, self.differences[1:])):  # else equal at all sizes
             return requests_of(gpu, self.template, self.at(index))
         if not self.at_first:
@@ -96,7 +96,8 @@ class _CallPolynomials:
 
 
 def _fit_polynomials(samples: Sequence[Template]) -> _CallPolynomials:
-    """Fit polynomials to the integers of one call, from its template in each sample run."""
+    """Fit polynomials to the integers of one call, which is recorded in each of `samples`. Raise
+    `NotInterpolable` if the other arguments of the call differ."""
     first = samples[0]
     if any(other.shape != first.shape for other in samples[1:]):
         raise NotInterpolable("a call has other arguments")
@@ -112,11 +113,11 @@ class Interpolation:
     """Programs of one plan at any batch size or sequence length, from a few simulated runs.
 
     `samples` are runs at the sizes `start`, `start + spacing` and so on. Their number is the degree
-    of the polynomials plus one. Other sizes are `start` plus multiples of `step`, a divisor of
+    of the polynomials plus one. Valid sizes are `start` plus multiples of `step`, a divisor of
     `spacing`; by default `spacing` itself.
 
     Raises:
-        NotInterpolable: the samples do not make the same calls.
+        NotInterpolable: the samples do not run the same operators.
     """
 
     def __init__(
@@ -146,10 +147,10 @@ class Interpolation:
                 raise NotInterpolable(f"the calls at {value} are not all that its trace did")
 
     def at(self, value: int) -> TracedPlan:
-        """Return the traced plan at the size `value`.
+        """Return the interpolated result of a run at the size `value`.
 
         Raises:
-            NotInterpolable: another attention backend is chosen there, or an integer is a fraction.
+            NotInterpolable: another kernel is chosen there, or some number would be a fraction.
         """
         if not self.has_same_kernels(value):
             raise NotInterpolable(f"another kernel is chosen at {value}")
@@ -166,7 +167,7 @@ class Interpolation:
         return replace(self._sample, program=program, work=None, calls=None)
 
     def has_same_kernels(self, value: int) -> bool:
-        """Return whether every kernel choice at the size `value` is that of the samples."""
+        """Return whether the kernels chosen at the size `value` are those of the samples."""
         outcomes = self.outcomes(value)
         return outcomes is not None and all(
             outcome == choice.outcome
@@ -174,7 +175,8 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return each kernel choice's outcome at the key's `value`; None if it is between steps."""
+        """Return the kernel that each recorded choice takes at the size `value`. None if `value` is
+        between two steps or some number would be a fraction."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -188,7 +190,8 @@ class Interpolation:
 
 
 def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
-    """Return the outcome of a kernel choice on `gpu` if its sizes are `integers` instead."""
+    """Repeat a recorded kernel choice for the sizes `integers` on `gpu`, and return the result: an
+    attention backend, or whether the fused 4-bit kernel runs. None if a shape is impossible."""
     try:
         args, kwargs = with_integers(choice.template, integers)
     except RuntimeError:  # no tensor can have such a shape
@@ -206,8 +209,8 @@ def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
 
 
 def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallLog]:
-    """Fit polynomials to the calls of the sample runs, which are matched by position. Return those
-    of each distinct call, and the first run's log, in which each call has their index."""
+    """Match the calls of the sample runs by position, and fit polynomials to each distinct call.
+    Return the polynomials, and the first run's log, whose calls refer to them by index."""
     known: dict[tuple[int, ...], int] = {}
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):
@@ -233,10 +236,10 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallL
 
 
 def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
-    """Return the program without gradient accumulation, from a run with two micro-batches.
+    """Return `traced`, a run of two micro-batches per step, without the second of each step.
 
     Raises:
-        NotInterpolable: the omitted micro-batch frees or keeps storages that the other does not.
+        NotInterpolable: the second does more than replace storages by equal ones.
     """
     program = traced.program
     made = StorageTable()
@@ -256,7 +259,7 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
 class OptimizerStep:
     """Allocator events of one optimizer's step, to be inserted into programs of other plans.
 
-    `own` is a run with this optimizer and one micro-batch, `other` the same with another optimizer.
+    `own` is a run with one micro-batch per step, `other` the same with another optimizer.
 
     Raises:
         NotInterpolable: the two runs differ in more than the optimizer's step.
@@ -275,8 +278,8 @@ class OptimizerStep:
         """Return `traced` with this optimizer's steps in place of the original ones.
 
         Raises:
-            NotInterpolable: the setups differ by more than the optimizer's state, another part
-                frees storages of a step, or the phases are others.
+            NotInterpolable: the setups differ in more than optimizer state, the phases differ, or
+                another phase frees a storage of the optimizer's step.
         """
         program = traced.program
         made = StorageTable()
@@ -322,7 +325,7 @@ def _program_of(
 
 @dataclass(slots=True)
 class _Copier:
-    """Copies events of a program, and their storages from `table` into the new table `made`."""
+    """Copier of a program's events and storages, from `table` into the new table `made`."""
 
     table: StorageTable
     made: StorageTable
@@ -333,7 +336,7 @@ class _Copier:
             raise NotInterpolable("more than one stream runs")
 
     def copied(self, events: Sequence[int]) -> list[int]:
-        """Return `events` with ids of the new table, to which their storages are added."""
+        """Add storages that `events` allocate to the new table; return the events with new ids."""
         old, made, ids = self.table, self.made, self.ids
         found = []
         for event in events:
@@ -349,8 +352,8 @@ class _Copier:
         return found
 
     def align(self, events: Sequence[int], copied: Sequence[int]) -> None:
-        """Map the storage ids in `events` to those in `copied`, the same events of another
-        program."""
+        """Map each storage id in `events` to the id at the same position in `copied`, if both
+        allocate and free in the same order."""
         if [event >= 0 for event in events] != [event >= 0 for event in copied]:
             return
         for event, other in zip(events, copied, strict=True):
@@ -361,7 +364,7 @@ class _Copier:
 
     def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
         """Map each storage id in the setup of `own` to the id at the same position in `copied`.
-        That is the setup of `other` with ids of the new table. Only the optimizer states at the
+        `copied` is the setup of `other` with ids of the new table. Only the optimizer states at the
         ends of the setups may differ; else `NotInterpolable` is raised."""
         mine = [event for event in own.setup if event != EMPTIED]
         theirs = [event for event in other.setup if event != EMPTIED]
@@ -373,8 +376,9 @@ class _Copier:
         self.align(mine[:num], [event for event in copied if event != EMPTIED][:num])
 
     def leave_out(self, streams: Sequence[Sequence[int]], renames: Mapping[int, int]) -> None:
-        """Omit the event lists `streams`, which replace some storages by equal ones. `renames` maps
-        each storage that they allocate and do not free to one that they free."""
+        """Skip the event lists `streams`, which replace some storages by equal ones. `renames` maps
+        each replacement to the storage that it replaces, whose id in the new table it takes over.
+        Raise `NotInterpolable` if `streams` keep or free other storages."""
         made: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
@@ -405,12 +409,12 @@ FUSED = {
 
 
 def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
-    """Convert the program `sample`, which ran on the GPU `first`, to another `gpu`.
+    """Convert `sample`, a run on the GPU `first`, into a run of the same plan on `gpu`.
 
-    Chips with the same requests share one program.
+    The result is `sample` itself if all allocator requests are equal.
 
     Raises:
-        NotInterpolable: the plan makes other calls on `gpu`, and has to be run there.
+        NotInterpolable: the plan makes other calls on `gpu`, and has to be simulated there.
     """
     log = sample.calls
     if log is None or log.is_for_one_chip:
@@ -441,8 +445,8 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
 def _replaced_attention(
     log: CallLog, first: Gpu, gpu: Gpu
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
-    """Return the attention calls on `gpu` that replace calls on `first`, by the replaced call. The
-    second result has the positions of outputs that only the new call makes."""
+    """Compare attention on two GPUs. Return ({call on `first`: call on `gpu`}, {call on `first`:
+    positions of outputs that only the call on `gpu` has}) for calls that differ."""
     replaced: dict[Template, Template] = {}
     extra: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
@@ -465,7 +469,8 @@ def _replaced_attention(
 
 
 def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
-    """Yield (`scale`, backward's template) of each attention call whose kernel `choice` decided."""
+    """Yield (`scale`, backward's call) of each attention call whose kernel `choice` decided. The
+    backward's call is None in a run without a backward."""
     (query, key, value, *_), _ = with_integers(choice.template, choice.template.integers)
     inputs = to_template((query, key, value))
     name = FUSED[choice.outcome]
@@ -482,7 +487,7 @@ def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None
 
 
 def _attention_inputs(template: Template, position: int) -> Template:
-    """Return query, key and value of an attention call; the query is argument `position`."""
+    """Return query, key and value of a recorded attention call, from argument `position` on."""
     args = with_integers(template, template.integers)[1]
     return to_template(tuple(args[position : position + 3]))
 
@@ -493,7 +498,8 @@ _NO_CALL = -1  # index of a call for storages that are made between logged calls
 
 @dataclass(frozen=True, slots=True)
 class _CallAlone:
-    """One attention call that `_run_alone` ran outside of the model."""
+    """One operator call of an attention that runs without its model: its outputs, and the storages
+    made and freed after it. Records of two GPUs are compared (`_extra_outputs`)."""
 
     template: Template
     outputs: frozenset[Output]  # positions of outputs that take memory
@@ -501,10 +507,10 @@ class _CallAlone:
 
 
 def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
-    """Return positions of the outputs that only `new` makes, and that are freed at once.
+    """Compare one call on two GPUs; return the positions of the outputs that only `new` makes.
 
     Raises:
-        NotInterpolable: the calls differ in more than such outputs.
+        NotInterpolable: the calls differ in more, or these outputs are not freed right afterwards.
     """
     extra, missing = new.outputs - old.outputs, old.outputs - new.outputs
     is_freed_first = set(new.later[: len(extra)]) == extra
@@ -517,8 +523,8 @@ def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
 def _run_alone(
     choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
 ) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
-    """Run the attention of `choice` with `scale` alone on `gpu`, and its `backward`, if there is
-    one. Return (calls, strides of the output and of the gradients)."""
+    """Run the attention call of `choice` on `gpu` without the model, then `backward` unless it is
+    None. Return (operator calls, strides of the output and of the gradients)."""
     virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
     recorder = CallRecorder(virtual.mode)
     args, kwargs = with_integers(choice.template, choice.template.integers)
@@ -559,7 +565,7 @@ def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]
 
 
 def _on_gpu(value: Any) -> Any:
-    """Return `value`; a meta tensor as a tensor of the virtual GPU with the same strides."""
+    """Return a GPU tensor with the shape and strides of `value`, a meta tensor; else `value`."""
     if not isinstance(value, Tensor):
         return value
     num_items = value.untyped_storage().nbytes() // value.itemsize

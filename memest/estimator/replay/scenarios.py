@@ -35,8 +35,8 @@ class LeastLimit:
     the bisection ends early, at a limit that fits.
 
     Args:
-        replay: runs under a limit in bytes. Returns whether the run fits, and the peak reserved;
-            of a run that does not, the limit to which its requests raised a soft limit, or 0.
+        replay: function of a limit in bytes. It returns (True, peak reserved) if the run fits, else
+            (False, bytes to which requests had to raise the limit; 0 if it is never raised).
         allocated_bytes: peak allocated without a limit.
         reserved_bytes: peak reserved without a limit.
         num_events: events of one replay.
@@ -65,7 +65,7 @@ class LeastLimit:
         return self._result_under(limit_bytes // UNIT_BYTES)[0]
 
     def bytes_for(self, limit_bytes: int) -> int:
-        """Return the least limit in bytes; the search begins at `limit_bytes`."""
+        """Return the least limit in bytes under which the run fits, starting at `limit_bytes`."""
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
         while not self._result_under(top)[0]:  # only with settings that feel the limit early
             top += ceil_div(top, NUM_PROBES)
@@ -86,8 +86,8 @@ class LeastLimit:
         return self._bisect(low, high, None)
 
     def _bisect(self, low: int, high: int, guess: int | None) -> int:
-        """Bisect between `low`, which fails, and `high`, which fits, both in `UNIT_BYTES`; return
-        the final `high` in bytes. `guess`, the limit that a soft limit reached, is tried first."""
+        """Bisect between `low`, which fails, and `high`, which fits; return the final `high` in
+        bytes. Arguments are in units of `UNIT_BYTES`; `guess`, unless None, is tried first."""
         while high - low > 1:
             is_guess = guess is not None
             probe = max(low + 1, min(guess, high - 1)) if guess is not None else (low + high) // 2
@@ -106,7 +106,7 @@ class LeastLimit:
         return limit in self._known or self._num_left > 0
 
     def _result_under(self, limit: int) -> tuple[bool, int]:
-        """Return and store (fits, reserved) of a replay; units of both are `UNIT_BYTES`."""
+        """Return (fits, reserved) of a replay, cached; sizes are in units of `UNIT_BYTES`."""
         if limit not in self._known:
             self._known[limit] = self._replay_under(limit)
         return self._known[limit]
@@ -130,7 +130,8 @@ class LeastLimit:
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
-    """Return the most bytes that any of `runs` needs; searches begin at `limit_bytes`."""
+    """Return the highest of the least limits of `runs` in bytes; searches start at
+    `limit_bytes`."""
     needs = 0
     for run in runs:
         is_sure = needs > limit_bytes or run.fits(limit_bytes)
@@ -140,7 +141,7 @@ def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
 
 
 def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
-    """Return the program of one rank as a run, with the steps and settings of `plan`."""
+    """Return the program of one rank as a run to replay, with steps and settings of `plan`."""
     settings = parse_settings(plan.alloc_conf)
     return Run(
         traced.program, plan.steps, plan.accumulate_grad_batches, settings,
@@ -149,9 +150,9 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
 
 
 class Scenario:
-    """A rank's run with one assumption, `timing`, on when blocks of several streams are freed.
+    """Run of one rank with an assumption, `timing`, on when blocks of several streams are freed.
 
-    `unlimited` is its replay without a limit, and `traced` has facts about the model of a plan.
+    `unlimited` is its replay without a limit; `traced` the plan's simulated run, None for a script.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Scenario:
 
     @property
     def traced(self) -> TracedPlan:
-        """The traced plan of this scenario."""
+        """The simulated run of this rank of the plan; scripts have none."""
         assert self._traced is not None, "a script has none"
         return self._traced
 
@@ -189,9 +190,9 @@ def _fits_and_bytes(result: Replayed) -> tuple[bool, int]:
 
 
 def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
-    """Return a scenario for each rank, `worst` and its `others`, and each of its free timings.
+    """Return a scenario for each simulated rank and each free timing that can occur in it.
 
-    The scenario that reserves the most is first.
+    The ranks are `worst` and its `others`. The scenario that reserves the most is first.
     """
     found: list[Scenario] = []
     for traced in (worst, *worst.others):
@@ -205,10 +206,10 @@ def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
 def verdict_over(
     scenarios: Sequence[Scenario], results: Sequence[Replayed], limit_bytes: int, spread_bytes: int
 ) -> Verdict:
-    """Return the verdict on a GPU, from `results`, those of each scenario under `limit_bytes`.
+    """Return the verdict on a GPU from `results`, the replay of each scenario under `limit_bytes`.
 
-    `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else `may`. Of the
-    limit, `spread_bytes` may be missing with another driver.
+    The verdict is `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else
+    `may`. Another driver can lower the limit by up to `spread_bytes`.
     """
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
@@ -238,7 +239,7 @@ def where_failed(step: int, site: Site) -> str:
 
 
 def describe_deferred_blocks(storages: StorageTable) -> str:
-    """Describe the blocks whose free depends on GPU timing; empty if there are none."""
+    """Describe the blocks whose free depends on GPU timing; "" if there are none."""
     words = []
     if storages.stashed:
         num_bytes = sum(storages.num_bytes[index] for index in storages.stashed)
@@ -262,7 +263,7 @@ def interval(values: Iterable[int], *, outside_bytes: int = 0) -> Interval:
 def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, Interval]:
     """Return the interval of peak bytes over `results`, by `allocated`, `reserved` and `process`.
 
-    The process has `outside_bytes` outside the allocator.
+    The process has `outside_bytes` outside the allocator, in addition to the reserved bytes.
     """
     reserved = [each.peak_reserved_bytes for each in results]
     return {
@@ -273,7 +274,7 @@ def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, I
 
 
 def phase_intervals(results: Sequence[Replayed]) -> tuple[Interval, ...]:
-    """Return the interval of the bytes allocated at each probe that all results reach."""
+    """Return the interval over `results` of the bytes at the end of each phase that all reach."""
     return tuple(
         interval(row.allocated_bytes for row in rows)
         for rows in zip(*(result.rows for result in results), strict=False)

@@ -29,7 +29,7 @@ MAX_ALL_RANKS_OF_FSDP = 4  # ranks of FSDP1 up to which all are traced; else the
 
 
 def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
-    """Run the `candidate_ranks` of `plan`; the rank that reserves the most is the first result."""
+    """Simulate the `candidate_ranks` of `plan`; the run that reserves the most is first."""
     first = rank_of(plan)
     traced = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
 
@@ -58,7 +58,7 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
 
 
 def run_rank(plan: TrainingPlan, gpu: Gpu, rank: Rank) -> TracedPlan:
-    """Run one rank, and add notes and the host memory of all ranks to its traced plan."""
+    """Simulate one rank of `plan`; add notes and the host memory of all ranks to the result."""
     traced = run_plan(plan, gpu, rank=rank)
     host_terms = tuple(_host_terms_of_ranks(plan, traced.host_terms))
     return replace(
@@ -86,7 +86,7 @@ def _host_terms_of_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[
 
 
 def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[str]:
-    """Yield the assumptions about a run of `rank` among several GPUs."""
+    """Yield the report's sentences on what is assumed in a run of `rank` among several GPUs."""
     yield (
         f"the figures are those of rank {rank} of {plan.world_size}, the one of those that differ"
         " that reserves most; the cache is emptied once more when the model has been wrapped"
@@ -103,11 +103,11 @@ _Traces = list[tuple[Gpu, TracedPlan, Calls]]
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
-    """Run `plan` on `gpu`, or return its cached run; of several ranks, the one that needs most.
+    """Simulate `plan` on `gpu`, or return its cached run.
 
-    `others` of the result are the other ranks. Plans that differ only in limits and steps share a
-    run. The run on a second chip is made from the calls on the first, if the plan makes the same
-    calls.
+    Of several ranks, the result is the one that reserves the most; its `others` are the other
+    ranks. Plans that differ only in limits and steps share a run. A run on a second kind of GPU is
+    converted from the run on the first, if the plan makes the same operator calls.
     """
     gpu = replace(
         gpu, name="", label="", source="", memory_bytes=UNLIMITED_BYTES, memory_range_bytes=None,
@@ -136,5 +136,5 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 @functools.lru_cache(maxsize=8)
 def _cached_traces(plan: TrainingPlan, release: TorchRelease) -> _Traces:
-    """Return the cached list of (GPU, traced plan, convolutions), to which `trace_plan` appends."""
+    """Return the cached list of (GPU, run, convolutions) to which `trace_plan` appends."""
     return []

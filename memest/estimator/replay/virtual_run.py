@@ -67,7 +67,7 @@ _REPLAY_KEYS: dict[str, Any] = {
 
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
-    """Return `plan` without the keys that do not affect its program, as a cache key."""
+    """Return `plan` reduced to what affects its program: a cache key that similar plans share."""
     plan = replace(plan, **_REPLAY_KEYS)
     if _is_whole(plan):
         return plan
@@ -87,12 +87,12 @@ def _num_run(plan: TrainingPlan) -> int:
 
 
 def _is_whole(plan: TrainingPlan) -> bool:
-    """Return whether every step has to be simulated: batches differ, or the plan validates."""
+    """Return whether every step has to be simulated: batches differ, or the plan has validation."""
     return plan.validates or bool(plan.lengths)
 
 
 def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
-    """Return the part of `plan` to simulate, and `num_ahead` of `run_plan` for the rest."""
+    """Return (part of `plan` to simulate, micro-batches per step that it omits: `num_ahead`)."""
     plan = canonical(plan)
     if _is_whole(plan):
         return plan, 0
@@ -136,7 +136,7 @@ class NoLines(ScriptLines):
 
 @dataclass(slots=True)
 class _Watch:
-    """Callbacks of the training loop, which collect what the traced plan consists of."""
+    """Callbacks of the training loop, which collect the parts of the result of `run_plan`."""
 
     virtual: VirtualGpu
     config: ModelConfig
@@ -152,7 +152,7 @@ class _Watch:
     geometry: LayerGeometry | None = None
 
     def _cut(self) -> int:
-        """End a `Span` of the call log; return the number of events logged so far."""
+        """End a section (`Span`) of the call log; return the number of allocator events so far."""
         mode = self.virtual.mode
         mode.memory.settle()
         if self.calls is not None:
@@ -161,7 +161,7 @@ class _Watch:
         return len(mode.memory.log.events)
 
     def training_starts(self) -> None:
-        """Record the start of training: the model is wrapped, the cache is empty."""
+        """Mark the end of the setup in the log: the model is wrapped and the cache is empty."""
         self.virtual.mode.attribution.has_started = True
         del self.virtual.mode.work.events[:]
         self.virtual.mode.work.has_host = False
@@ -175,14 +175,14 @@ class _Watch:
             mode.memory.label(tensor, MemKind.BUFFERS)
 
     def model_wrapped(self) -> None:
-        """Empty the cache and start the probes, if a strategy has wrapped the model."""
+        """Empty the cache and start recording phases, if a strategy has wrapped the model."""
         if self.job.plan.is_distributed:
             gc.collect()
             torch.cuda.empty_cache()
             self.job.recorder.start()
 
     def probe_read(self) -> None:
-        """Store the row that a probe has just read, with the number of events before it."""
+        """Store the row of bytes at the end of a phase, with the number of events so far."""
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
         if row.phase is Phase.AFTER_BACKWARD:
@@ -208,7 +208,7 @@ class _Watch:
 def without_gc() -> Iterator[None]:
     """Disable the garbage collector until the block ends, so that equal plans run equally.
 
-    Reference cycles that the run leaves, such as its model, are collected at its end.
+    Reference cycles that the run leaves, such as its model, are collected when the block ends.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -233,8 +233,8 @@ def run_plan(
         plan: plan to run.
         gpu: GPU whose kernels run.
         num_ahead: micro-batches of a step that are loaded and not run.
-        rank: rank of the plan's devices; None is the first.
-        records_calls: whether `calls` of the result has the calls of the run.
+        rank: rank to simulate; None is rank 0.
+        records_calls: whether operator calls are logged, in `calls` of the result.
     """
     config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
     seq_len = sequence_length(plan, config)
@@ -265,13 +265,13 @@ def run_plan(
 
 
 def logged_trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
-    """Run the shortened `plan` on `gpu`, and record its operator calls."""
+    """Simulate the `shortened` plan on `gpu`; the result includes a log of its operator calls."""
     plan, num_ahead = shortened(plan)
     return run_plan(plan, gpu, num_ahead=num_ahead, records_calls=True)
 
 
 def rank_of(plan: TrainingPlan) -> Rank:
-    """Return the first rank of `plan`."""
+    """Return rank 0 of `plan`, with the numbers of ranks in total and per host."""
     return Rank(world_size=plan.world_size, num_local=plan.devices)
 
 
@@ -301,9 +301,9 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
 def _repeating(
     job: Job, virtual: VirtualGpu, calls: CallRecorder | None
 ) -> AbstractContextManager[None]:
-    """Return a context in which later steps repeat the logged events of the first, not execute
-    them. Plans on several GPUs or with steps that differ execute all. `calls` records repeated
-    calls too."""
+    """Return a context in which steps after the first do not execute, but copy the first's log.
+    With a strategy for several GPUs, or if steps differ, all execute. Copied operator calls are
+    added to `calls`, unless it is None."""
     plan = job.plan
     if _is_whole(plan) or plan.is_distributed:
         return nullcontext()
@@ -327,9 +327,9 @@ def _environment_restored() -> Iterator[None]:
 
 @contextmanager
 def compiling_late() -> Iterator[None]:
-    """Postpone `torch.compile` of functions to their first call, until the block ends.
+    """Postpone compilation by `torch.compile` to the first call of a function, within the block.
 
-    bitsandbytes compiles host kernels at its import, which would import Inductor for a second.
+    bitsandbytes compiles host kernels at its import, which would import Inductor and take a second.
     """
     compile_: Any = torch.compile
 

@@ -62,7 +62,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """True if the plan fits under all free timings."""
+        """True if the plan fits in every simulated scenario of ranks and of GPU timing."""
         return self.verdict.verdict is Outcome.FITS
 
     @property
@@ -196,7 +196,7 @@ MAX_CALLS = 70_000  # operator calls of an answer's runs, 4 s; changed runs coun
 
 
 def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) -> Option | None:
-    """Return the single change of the least `Cost` with which `plan` fits `gpu`, or None.
+    """Return the one change of least `Cost` that makes `plan` fit `gpu`; None if none is found.
 
     `prediction` is that of `plan`, with a verdict for `gpu`. At most `MAX_CHANGES` changes are
     tried, and fewer for a long run (`MAX_CALLS`).
@@ -239,7 +239,7 @@ class _Search:
     _facts: ModelFacts | None = None
 
     def predict_current(self) -> tuple[Option, Prediction]:
-        """Return (option without changes, its prediction); the caller handles an error."""
+        """Predict the plan without changes; return (option, prediction) or raise its error."""
         self.num_predictions += 1
         import_libraries(self.plan.model_name, self.plan.loop, self.plan.trust_remote_code)
         found = None
@@ -323,7 +323,7 @@ class _Search:
         """Add plans that fit to `options`: single changes, then combinations of `techniques`.
 
         Raises:
-            _Spent: before the end; options found until then are there.
+            _Spent: the number of predictions is used up; `options` has those found so far.
         """
         for option in self._singles(techniques):
             options[option.plan] = option
@@ -346,7 +346,7 @@ class _Search:
                 yield option
 
     def _of_technique(self, technique: Technique, cost: Cost) -> Iterator[Option]:
-        """Yield the weakest of the technique's changes of this cost that fit."""
+        """Yield options of the technique's weakest change of `cost` that fits (see `_graded`)."""
         if technique.is_graded and technique.changes[0].cost is cost:
             yield from self._graded(technique)
         elif not technique.is_graded:
@@ -355,7 +355,7 @@ class _Search:
             yield from itertools.islice(fitting, 1)
 
     def _graded(self, technique: Technique) -> Iterator[Option]:
-        """Yield the weakest change of a technique that fits; if it is tight, also the next one."""
+        """Yield the weakest change that fits, then stronger ones up to one that is not tight."""
         mildest = self._weakest_fitting(technique, [])
         if mildest is None:
             return
@@ -368,7 +368,7 @@ class _Search:
                 return
 
     def _weakest_fitting(self, technique: Technique, others: Sequence[Change]) -> Change | None:
-        """Return the technique's weakest change that fits with `others`, or None, by bisection."""
+        """Return, by bisection, the technique's weakest change that fits with `others`, or None."""
         grades = list(technique.changes)
         while grades and (strongest := self.predict_with([*others, grades[-1]])) is None:
             grades.pop()  # an invalid grade, such as a text too short for its image
@@ -378,7 +378,7 @@ class _Search:
         return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
-        """Yield minimal sets of changes that fit; `cost` is that of the most expensive change."""
+        """Yield combined changes that fit, none of them needless; the most expensive has `cost`."""
         strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _costs(strongest)[-1] < cost:
             return
@@ -394,8 +394,7 @@ class _Search:
                     return
 
     def _minimized(self, chosen: Sequence[tuple[Technique, Change]]) -> Option:
-        """Return `chosen` without the changes that are not needed to fit, others as weak as
-        possible."""
+        """Return the option with the needed changes of `chosen`, each as weak as possible."""
         kept = list(chosen)
         by_cost = sorted(reversed(chosen), key=lambda pair: pair[1].cost, reverse=True)
         for technique, change in by_cost:
@@ -416,7 +415,8 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Return (technique, its strongest change up to `cost`), for optimizers at exactly `cost`."""
+    """Return (technique, its strongest change that costs at most `cost`) of each technique. A
+    change of the optimizer counts only if `cost` is `Cost.OPTIMIZER`; last resorts never count."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []

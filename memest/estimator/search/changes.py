@@ -25,7 +25,7 @@ class Cost(IntEnum):
     words: str  # text for users
 
     def __new__(cls, value: int, words: str) -> Self:
-        """Make a member with the number `value`, by which members are sorted, and a text."""
+        """Make a member from its number `value`, by which members are sorted, and a text."""
         made = int.__new__(cls, value)
         made._value_, made.words = value, words
         return made
@@ -102,9 +102,9 @@ def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> li
 
 
 def least_bytes(change: Change, traced: TracedPlan) -> int:
-    """Return a lower bound of the peak bytes with `change`, from the traced plan without it.
+    """Return a lower bound of the peak bytes with `change`, from the simulated run without it.
 
-    It is 0 for other number formats, quantised weights and shards.
+    It is 0, no bound, for other number formats, quantised weights and shards.
     """
     program, keys = traced.program, change.updates.keys()
     if change.cost <= Cost.TIME or keys == {"seq_len"}:
@@ -186,7 +186,7 @@ def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
 
 
 def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
-    """Yield every smaller micro-batch that divides the batch of a step, largest first."""
+    """Yield changes to each smaller micro-batch that divides a step's batch, largest first."""
     total = plan.batch_size * plan.accumulate_grad_batches
     for size in range(plan.batch_size - 1, 0, -1):
         if total % size == 0 and total // size <= 1 << 16:

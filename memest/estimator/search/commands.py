@@ -16,7 +16,7 @@ _STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}  # strategies without a name 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Facts about a model for advice, besides its prediction."""
+    """Facts about a model from which advice is written, such as the names of its modules."""
 
     class_name: str
     vision_modules: tuple[str, ...]  # names of the modules of the vision tower; empty without one
@@ -26,7 +26,7 @@ class ModelFacts:
 
 
 def predict_command(plan: TrainingPlan) -> str:
-    """Return the `memest predict` command of `plan`; its name and `trainer_options` have no flag.
+    """Return the `memest predict` command of `plan`, without keys that have no flag (`name`).
 
     >>> predict_command(TrainingPlan(model_name="gpt2", act_ckpt=True, gpu=("t4",)))
     'memest predict --model gpt2 --bs 1 --precision bf16-true --optim adamw --act-ckpt --gpu t4'

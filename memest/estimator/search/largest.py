@@ -84,7 +84,8 @@ class Largest:
 
 
 def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
-    """Return the largest value of `key` on each of `gpus`; GPUs of one chip share simulations."""
+    """Return, for each of `gpus`, the largest `batch_size` or `seq_len` (`key`) that fits it. GPUs
+    of one chip share simulations."""
     found = []
     all_series: dict[str, TraceSeries] = {}
     for gpu in gpus:
@@ -98,7 +99,7 @@ def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
 def peak_requested(program: Program, num_micro_batches: int) -> int:
     """Return the peak of allocated bytes in the steps, each request rounded to its block size.
 
-    No allocator reserves less. A third step, and a micro-batch in the middle, repeat another.
+    The peak reserved is at least as large. Left out are steps and micro-batches that repeat others.
     """
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
     num_played = len(program.steps[0])
@@ -135,7 +136,8 @@ class _Search:
         )
 
     def run(self) -> Largest:
-        """Search until simulated runs near the answer confirm it; otherwise simulate every size."""
+        """Search with interpolated programs until simulated runs near the answer confirm it;
+        otherwise simulate every size."""
         started = time.perf_counter()
         low = self._search()
         for _ in range(NUM_ANCHORS):
@@ -153,7 +155,7 @@ class _Search:
         return self._report(low, time.perf_counter() - started)
 
     def trial(self, value: int) -> Trial | None:
-        """Return the cached prediction at `value`; None if no plan with it is valid."""
+        """Return the cached result at the size `value`; None if the plan is invalid there."""
         if value not in self._trials:
             label = f"{self.plan.label}: {self.series.key} {value} on {self.gpu.name}"
             notify(Event(label=label, is_done=False, weight=0, total=0, task=value))
@@ -190,7 +192,7 @@ class _Search:
         return self._beyond(self._close_in(low, high))
 
     def _smallest(self) -> int:
-        """Return a value that fits, or minus the smallest value that is valid."""
+        """Return a first value that fits; if none fits, minus the smallest value that is valid."""
         if self._is_batch:
             tries = [2, 1]  # a batch of one often chooses other kernels, and is rarely the answer
         else:
@@ -210,8 +212,7 @@ class _Search:
         return allowed
 
     def _close_in(self, low: int, high: int) -> int:
-        """Narrow the range from `low`, which fits, to `high`, which does not; return the final
-        `low`."""
+        """Narrow `low`, which fits, and `high`, which does not, to neighbours; return `low`."""
         is_secant = True
         while high - low > 1:
             middle = (low + high) // 2
@@ -230,8 +231,7 @@ class _Search:
         return low
 
     def _secant(self, low: int, high: int) -> int:
-        """Return the value between `low` and `high` at which interpolated reserved bytes cross the
-        limit."""
+        """Return where reserved bytes, interpolated from `low` to `high`, reach the limit."""
         trials = (self.trial(low), self.trial(high))
         runs = (trial.scenarios[0].unlimited for trial in trials if trial is not None)
         below, above = (run.peak_reserved_bytes for run in runs)
@@ -240,7 +240,7 @@ class _Search:
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
-        """Return the largest value that fits among `value`, which does, and a few above it."""
+        """Return the largest value that fits: `value`, which does, or one of a few above it."""
         largest = value
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
@@ -256,8 +256,7 @@ class _Search:
         return largest
 
     def _is_confirmed(self, value: int) -> bool:
-        """Return whether simulated runs at the answer `value`, and above it, equal the
-        interpolated."""
+        """Return whether programs interpolated near the answer `value` equal simulated ones."""
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
         if not sizes or not self._is_batch:  # the next length often chooses other kernels
             sizes.append(abs(value))
@@ -315,7 +314,7 @@ class TechniqueRow:
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return {technique: plan values} of `plan` for each of `TECHNIQUES`, without ignored keys."""
+    """Return {technique: plan values}: `plan` with each of `TECHNIQUES`, without ignored keys."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():

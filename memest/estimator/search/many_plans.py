@@ -60,15 +60,14 @@ def _each(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | Meme
 def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """Return ((plan, prediction) pairs, (plan, error) pairs) for `plans` and their results
-    `found`."""
+    """Split `plans` and their results `found` into (plan, prediction) and (plan, error) pairs."""
     pairs = list(zip(plans, found, strict=True))
     predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
     return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]
 
 
 def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
-    """Return `error` with the name of the experiment in front of its message."""
+    """Return `error` with the name of `plan` in front of its message."""
     made = type(error)(f"experiment `{plan.label}`: {error}")
     made.hint = error.hint
     return made
@@ -95,7 +94,7 @@ def scale(
     values: Mapping[str, Any], *, strategies: Sequence[str], devices: Sequence[int],
     jobs: int | None = None,
 ) -> list[ScalingLine]:  # fmt: skip
-    """Predict the plan of `values` under each of `strategies` on each number of `devices`.
+    """Predict the plan with keys `values` under each of `strategies`, on each number of `devices`.
 
     A combination that contradicts itself, or that memest cannot model, is left out with a note.
 
@@ -129,7 +128,7 @@ def scale(
 
 
 def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
-    """Return the plan under `strategy` on `devices` GPUs, without keys of other strategies."""
+    """Return the plan of `values` with `strategy` on `devices` GPUs, without keys it ignores."""
     unread = _unread(values, strategy)
     kept = {key: value for key, value in values.items() if key not in unread}
     kept |= {"strategy": strategy, "devices": devices}
@@ -167,7 +166,7 @@ def _line(
 
 
 def kind_bytes(report: Prediction) -> dict[str, int]:
-    """Return the bytes allocated at the peak by kind, such as `gradients`, largest first."""
+    """Return the bytes allocated at the peak by kind, such as `grads`, largest first."""
     sizes: Counter[str] = Counter()
     for term in report.terms:
         sizes[term.kind] += term.num_bytes
@@ -177,8 +176,8 @@ def kind_bytes(report: Prediction) -> dict[str, int]:
 def constant_terms(line: ScalingLine) -> dict[str, int]:
     """Return the kinds of memory that more GPUs do not shrink, with their bytes, largest first.
 
-    Between the two largest numbers of GPUs, m and n, a kind of a bytes falls to b. It is constant
-    if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms.
+    Let a kind take a bytes on m GPUs and b bytes on n, the two largest numbers of GPUs. It is
+    constant if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms.
     """
     numbers = sorted(line.reports)
     if len(numbers) < 2:

@@ -33,8 +33,7 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 
 
 def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
-    """Return `trace(*args)`, the simulated run of a plan; `UnsupportedError` in a forked
-    process."""
+    """Call `trace(*args)`, which simulates a plan; `UnsupportedError` in a forked process."""
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
     return trace(*args)
@@ -62,7 +61,7 @@ class TraceSeries:
 
     @property
     def must_simulate(self) -> bool:
-        """True if each size has to be simulated, since a plan on several GPUs runs."""
+        """True if each size has to be simulated: the plan has a strategy for several GPUs."""
         return self.plan.is_distributed
 
     def at(self, value: int) -> TracedPlan:
@@ -70,7 +69,7 @@ class TraceSeries:
         return self.known(value) or self.trace(value)
 
     def known(self, value: int) -> TracedPlan | None:
-        """Return the program at `value` if it follows from runs that exist, else None."""
+        """Return the program at `value` if it needs no further simulated run, else None."""
         if value in self._traces:
             return self._traces[value]
         if value in self._covered:
@@ -79,7 +78,7 @@ class TraceSeries:
         return None
 
     def guess(self, value: int) -> TracedPlan:
-        """Return the program at `value`, if possible interpolated without a run that checks it."""
+        """Return the program at `value`: interpolated, unchecked, if possible; else simulated."""
         spacing = SPACING[self.key]
         traced = [v for v in self._traces if v > 1]
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
@@ -106,16 +105,16 @@ class TraceSeries:
         return all(interpolation.outcomes(other) != own for other in others)
 
     def forget_interpolations(self) -> None:
-        """Drop interpolations that turned out wrong; simulated runs stay cached."""
+        """Drop all interpolations, after one was wrong; simulated runs stay cached."""
         self._interpolations.clear()
         self._covered.clear()
 
     def cover(self, values: Iterable[int], *, queried: Iterable[int] | None = None) -> None:
         """Prepare and check interpolations, so that `at` simulates few of `values`.
 
-        Only values in `queried` are needed. Values are split where a kernel choice differs. A part
-        is interpolated from its first values if a simulated run at its last value agrees, else
-        halved.
+        Programs are needed at `queried` only (default: all). Values are split where a kernel choice
+        differs. A part is interpolated from its first values if a simulated run at its last value
+        agrees; else it is halved and tried again.
         """
         if self.must_simulate:
             return
@@ -126,8 +125,9 @@ class TraceSeries:
                 self._cover(run, wanted)
 
     def _cover_by_ends(self, run: Sequence[int], queried: set[int]) -> bool:
-        """Cover the `queried` sizes in `run` by simulating the first and the last; return False if
-        that fails. All must be multiples of the first, since padded sizes follow no polynomial."""
+        """Interpolate the `queried` sizes of the progression `run` from the first and the last of
+        them. Return False if that fails, or if one is no multiple of the first: padded sizes follow
+        no polynomial."""
         held = sorted(queried.intersection(run))
         is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
         if not is_few or any(value % held[0] for value in held):
@@ -147,7 +147,7 @@ class TraceSeries:
         """Return the interpolation from runs at `start`, `start + spacing` and so on, unchecked.
 
         Raises:
-            NotInterpolable: the samples do not make the same calls, or a strategy runs.
+            NotInterpolable: the runs differ in more than sizes, or the plan has several GPUs.
         """
         if self.must_simulate:
             raise NotInterpolable(f"`{self.plan.strategy}` is traced size by size")
@@ -211,11 +211,11 @@ SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
 
 
 class RelatedPlans:
-    """Programs of plans that differ in `key`, optimizer, checkpointing or number of micro-batches.
+    """Programs on `gpu` of plans that differ in `key`, optimizer, checkpointing or micro-batches.
 
-    They run on one `gpu`. `values` of `key` are needed; interpolations cover all `steps` of it.
-    With `accumulates`, a step has one or two micro-batches. Each further optimizer is simulated
-    once.
+    `values` are those of `key` in these plans; `steps` are all values that interpolations cover.
+    With `accumulates`, steps of one micro-batch are derived from steps of two. Each further
+    optimizer is simulated once.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class RelatedPlans:
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:
-        """Return the program of one or two micro-batches, both from one run of two."""
+        """Return the program of `plan`, from a run of two micro-batches if `accumulates`."""
         if not self.accumulates:
             return self._traced(plan)
         two = self._traced(replace(plan, accumulate_grad_batches=2))
@@ -258,8 +258,8 @@ class RelatedPlans:
         return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
-        """Return the step of the plan's optimizer, from runs of `plan` and of `lead` with another
-        one; None if they differ in more."""
+        """Return the step of the plan's optimizer, by comparing runs with it and with that of
+        `lead`. None if a run fails or the two differ in more."""
         own = getattr(plan, self.key)
         size = min((value for value in self.values if value > 1), default=own)
         short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)

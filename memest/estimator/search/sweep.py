@@ -151,12 +151,12 @@ def _range(key: str, item: str) -> range:
 def make_grid(
     base: Mapping[str, Any], varied: Mapping[str, Sequence[Any]], *, max_points: int = MAX_POINTS
 ) -> Grid:
-    """Return a plan for every combination of `varied` values, or the error if it is invalid.
+    """Return (varied values, plan or its error) for every combination of the values in `varied`.
 
     `base` has the other keys. The last key of `varied` changes fastest.
 
     Raises:
-        PlanError: there are more than `max_points`, or none of them is a plan.
+        PlanError: there are more than `max_points` combinations, or all of them are invalid.
     """
     count = math.prod(map(len, varied.values()))
     if count > max_points:
@@ -201,7 +201,7 @@ def sweep(
     """Predict every plan on each of its GPUs, in order.
 
     A plan that cannot be predicted gives points with an `error`. Points of plans in `known` are not
-    predicted again. `jobs` is the number of the engine's workers.
+    predicted again. `engine` names what runs the predictions, with `jobs` workers.
 
     Raises:
         MemestError: none of the plans can be predicted; the error is the first one's.
@@ -246,8 +246,9 @@ def _work(plan: TrainingPlan) -> tuple[bool, ...]:
 
 
 def _shared(key: str, plan: TrainingPlan) -> Any:
-    """Return a key that is equal for plans that share simulated runs: all but `key` and optimizer.
-    Plans without a value of `key`, which use the model's default, do not share runs with others."""
+    """Return a value that is equal for plans that can share simulated runs. They differ only in
+    name, optimizer and the field `key` (`batch_size` or `seq_len`), which is None in all or in
+    none. A plan with a strategy for several GPUs shares no run."""
     if plan.is_distributed:  # it shares no trace
         return id(plan)
     names = {field.name for field in fields(plan)} - {key, "optim", "name"}
@@ -257,8 +258,8 @@ def _shared(key: str, plan: TrainingPlan) -> Any:
 def _sweep_group(
     plans: Sequence[TrainingPlan], *, key: str, jobs: int
 ) -> list[list[SweepPoint] | MemestError]:
-    """Return the points of each plan, or its error. The plans differ in `key` and optimizer only,
-    so they share simulated runs (`_shared`)."""
+    """Return the points of each plan, or its error. The plans differ only in `key` and optimizer,
+    so they share simulated runs."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     given = [getattr(plan, key) for plan in plans]
@@ -285,8 +286,8 @@ MIN_PARALLEL_POINTS = 16  # number of points below which one process is as fast 
 def _replay_in_parallel(
     plans: Sequence[TrainingPlan], chips: "Mapping[Any, RelatedPlans]", jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
-    """Return the points of each plan, replayed in `jobs` forked processes, or None. A plan that
-    requires another simulated run has None, because autograd does not work after a fork."""
+    """Replay plans in `jobs` forked processes. Return the points of each plan, or None for one left
+    to the caller: a fork cannot simulate, as autograd fails there. `chips` has the runs by chip."""
     from memest.estimator.search.related_plans import MAY_TRACE
 
     found: list[list[SweepPoint] | None] = [None] * len(plans)
@@ -502,7 +503,7 @@ def _grid_label(plan: TrainingPlan) -> str:
 def _group(
     plans: Sequence[TrainingPlan], *, targets: Sequence[Gpu]
 ) -> list[Explored | MemestError]:
-    """Predict plans on `targets`; they differ in optimizer, checkpointing and batches only."""
+    """Predict plans that differ only in optimizer, checkpointing and batches, on `targets`."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     batches = list(dict.fromkeys(plan.batch_size for plan in plans))
@@ -512,7 +513,7 @@ def _group(
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
-    """Return equally spaced values that include `batches`, so that few runs cover them all."""
+    """Return sizes that include `batches`: equally spaced if there are many, for interpolation."""
     rest = sorted(set(batches) - {1})
     step = math.gcd(*rest) if rest else 1
     return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches
@@ -539,7 +540,7 @@ def point_of(
     """Return a plan's entry in an interactive page, from rows of its report.
 
     `terms` are the kinds of memory at the peak, `rows` the bytes at the end of each phase,
-    `verdicts` those by GPU.
+    `verdicts` those by GPU. `reserved_bytes` is the peak reserved without a limit.
     """
     kinds, words = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
@@ -558,7 +559,7 @@ def point_of(
 
 
 def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return ({kind: bytes}, {kind: explanation}) of `KINDS`, from report rows of a peak."""
+    """Sum the report rows of a peak by `KINDS`; return ({kind: bytes}, {kind: explanation})."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:

@@ -47,7 +47,8 @@ class ValueUnknown(Exception):
 
 
 class KnownValues:
-    """CPU copies of storages of meta tensors. Values missing here are looked up in `below`."""
+    """Values of meta tensors, as CPU copies of their storages. Values that are missing here are
+    looked up in `below`, if it is given."""
 
     def __init__(self, below: "KnownValues | None" = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
@@ -73,7 +74,7 @@ class KnownValues:
         self._copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value` known if it is small: a number such as a temperature or a gate."""
+        """Make `value` that of `tensor` if it is contiguous and small (`MAX_SHOWN_NUMEL`)."""
         if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
             with _disable_current_modes():
                 self.adopt(tensor, value.detach())
@@ -84,12 +85,11 @@ class KnownValues:
         self.guessed.add(storage_key(tensor))
 
     def storage_of(self, key: int) -> torch.UntypedStorage | None:
-        """Return the CPU storage with the values of the storage with `storage_key` `key`, or
-        None."""
+        """Return the CPU copy of the storage whose `storage_key` is `key`, or None without one."""
         return self._copies.get(key)
 
     def set_storage(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Make a CPU `storage` the values of the storage with this `storage_key`."""
+        """Make the CPU `storage` the values of the storage whose `storage_key` is `key`."""
         self._copies[key] = storage
 
     def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
@@ -103,20 +103,20 @@ class KnownValues:
         return self.is_known(tensor)
 
     def drop(self, key: int) -> None:
-        """Drop the known values of the storage with this `storage_key`."""
+        """Drop the known values of the storage whose `storage_key` is `key`."""
         self._copies.pop(key, None)
         self._lost.pop(key, None)
         self.guessed.discard(key)
         self.sources.pop(key, None)
 
     def forget(self, key: int) -> None:
-        """Drop values of a freed storage (`storage_key`), here and in the `KnownValues` above."""
+        """Drop the values of the freed storage `key`, also where this object is `below`."""
         self.drop(key)
         if self._above is not None:
             self._above.drop(key)
 
     def _lose(self, tensor: Tensor) -> None:
-        """Drop the known values of `tensor`, but not of the rest of its storage."""
+        """Drop the known values of `tensor`; those of the rest of a small storage stay."""
         key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self._copies:
             self.drop(key)
@@ -144,7 +144,7 @@ class KnownValues:
         return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is a meta tensor with values here, not in the `below` ones."""
+        """Return whether `tensor` is a meta tensor with a copy here; `below` is not searched."""
         return is_meta(tensor) and storage_key(tensor) in self._copies
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -171,7 +171,8 @@ class KnownValues:
     # --- compute
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` on known values, without the host's generator, or raise `ValueUnknown`."""
+        """Run the operator `func` on the known values of its arguments; raise `ValueUnknown` if one
+        is unknown. The state of the host's random generator does not change."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return self._compute(func, args, kwargs)
         generator = torch.default_generator
@@ -201,9 +202,9 @@ class KnownValues:
         return func(*cpu_args, **cpu_kwargs)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Compute known values of `out`, the result of an operator that ran on meta tensors.
+        """Run `func` on known values, and store the result as the values of `out`.
 
-        Nothing is known if the values of an argument are unknown.
+        `out` is the result on meta tensors. It gets no values if they depend on unknown ones.
         """
         is_mutable = func._schema.is_mutable
         first = args[0] if args else None
@@ -259,7 +260,8 @@ class KnownValues:
                 self.adopt_like(result, value)
 
     def _write_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Update values after an operator on a list; gradients are assumed to be finite."""
+        """Update known values after `func` has written to the tensors of a list, `args[0]`.
+        Gradients are assumed to be finite, so a check of them changes nothing."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return
         every = tensors_in((*args, *kwargs.values()))
@@ -289,7 +291,7 @@ class KnownValues:
         return num_bytes + sum(copy.nbytes() for copy in self._copies.values()) <= MAX_TOTAL_BYTES
 
     def adopt_like(self, result: Tensor, value: Tensor) -> None:
-        """Make `value` the known value of `result`, with its strides, if the shapes are equal."""
+        """Make `value` the values of `result`, stored with its strides, if the shapes are equal."""
         if value.shape != result.shape:
             return
         num_items = result.untyped_storage().nbytes() // result.element_size()
@@ -300,8 +302,8 @@ class KnownValues:
 
 
 def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:
-    """Return the flags of each element's first byte; `flags` has one flag per byte of the
-    storage."""
+    """Return a view of `flags` in the shape of `tensor`: the flag of each element's first byte.
+    `flags` has one flag per byte of the tensor's storage."""
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * item)
@@ -314,7 +316,7 @@ def _is_view_in_place(func: Any) -> bool:
 
 
 def materialise(values: Any) -> Any:
-    """Return meta tensors like the CPU tensors in `values`."""
+    """Return `values` with an empty meta tensor in place of each CPU tensor."""
     return map_tensors(lambda t: torch.empty_like(t, device="meta"), values)
 
 
@@ -332,7 +334,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """Return the result of a test for infinity or NaN; None for other operators.
+    """Return the result of `func`, for all elements, if it tests for infinity or NaN; else None.
 
     Activations are assumed to be finite.
     """
@@ -351,7 +353,8 @@ COMPARISONS = operators("gt.Tensor ge.Tensor lt.Tensor le.Tensor")
 def compared_with_infinity(
     func: Any, args: tuple[Any, ...], values: KnownValues, shape: torch.Size
 ) -> Tensor | None:
-    """Return a comparison of unknown, finite numbers with infinities; None for other calls."""
+    """Return the result, of shape `shape`, if `func` compares unknown numbers with infinities; else
+    None. Unknown numbers are assumed to be finite."""
     if func not in COMPARISONS:
         return None
     known = list(map(values.value_of, args))

@@ -12,7 +12,7 @@ from memest.packages import is_in_packages
 
 
 class ScriptLines:
-    """Finds the innermost frame of the script's own code.
+    """Finder of the running line of the user's script, by its innermost stack frame.
 
     Code in `roots`, or outside of the Python installation, is the script's. Frames of torch,
     libraries and memest are skipped.
@@ -30,7 +30,7 @@ class ScriptLines:
         self._names: dict[str, str] = {}
 
     def frame(self, frame: FrameType | None = None) -> FrameType | None:
-        """Return the innermost frame of the script's code, searched from `frame` outwards."""
+        """Return the innermost frame of the script, from `frame` outwards; None without one."""
         frame = frame or sys._getframe(1)
         is_users = self._is_users
         found: FrameType | None = frame

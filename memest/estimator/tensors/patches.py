@@ -44,7 +44,7 @@ def refusing(what: str, hint: str = _WITHOUT) -> Callable[..., Any]:
 
 @contextmanager
 def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value`, until the block ends."""
+    """Set the attribute `name` of `owner` to `value` until the block ends."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -61,28 +61,29 @@ class Patches:
         self._afterwards: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name` to `value`."""
+        """Set the attribute `name` of `owner` to `value`; `undo` restores it."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         if isinstance(owner, type) and isinstance(value, FunctionType):
             value.__name__ = name  # Dynamo recognizes methods of tensors by it
         _restore(owner, name, value)
 
     def set_all(self, values: Mapping[str, Any], *owners: Any) -> None:
-        """Replace each name in `values` on each of `owners`."""
+        """Set the attributes {name: value} of `values` on each of `owners`."""
         for name, value in values.items():
             for owner in owners:
                 self.set(owner, name, value)
 
     def set_methods(self, functions: Any, *owners: Any, prefix: str = "") -> None:
-        """Replace functions of `owners` by the public methods of `functions` with the same names.
+        """Replace functions of `owners` by the public methods of the object `functions`.
 
-        `prefix` is the part of the owners' names that the methods lack.
+        The method `name` replaces the function called `prefix + name`.
         """
         for name in [name for name in vars(type(functions)) if not name.startswith("_")]:
             self.set_all({prefix + name: getattr(functions, name)}, *owners)
 
     def wrap(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorate a function to replace `owner.name`; it gets the original as first argument."""
+        """Return a decorator: the decorated function replaces the attribute `name` of `owner`, and
+        gets the original as first argument."""
         original = getattr(owner, name)
         is_static = isinstance(getattr_static(owner, name), staticmethod)
 
@@ -97,7 +98,8 @@ class Patches:
         return decorate
 
     def within(self, owner: Any, name: str, context: Callable[..., Any]) -> None:
-        """Wrap `owner.name` to run within `context(*args)`, of its positional arguments."""
+        """Make the function `name` of `owner` run within the context manager `context(*args)`, made
+        from its positional arguments."""
 
         @self.wrap(owner, name)
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +107,7 @@ class Patches:
                 return original(*args, **kwargs)
 
     def set_item(self, owner: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        """Set `owner[key]` to `value`."""
+        """Set `owner[key]` to `value`; `undo` restores it."""
         before = owner.get(key, _ABSENT)
         owner[key] = value
         self.on_undo(
@@ -135,7 +137,7 @@ class Patches:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore the originals within the block."""
+        """Restore the originals until the block ends."""
         current = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in self._before]
         for owner, name, before in reversed(self._before):
             _restore(owner, name, before)

@@ -1,7 +1,8 @@
-"""Place of a tensor: the device that the script sees, and the device that memest sees.
+"""Place of a tensor: its device in a real run, and the device on which torch has it here.
 
 Tensors of the virtual GPU, and host tensors without values, are meta tensors. `Tensor.device` and
-related attributes return the device of a real run to the script, and the true one within the mode.
+related attributes return the device of a real run to the script. Inside the dispatch mode they
+return the true one.
 """
 
 import os
@@ -26,7 +27,7 @@ _Device = torch.device  # torch's own class, also while another class replaces i
 
 
 class _Gpu:
-    """Device and number of the virtual GPUs in this process."""
+    """Device of this process's virtual GPU, and the number of GPUs that `torch.cuda` reports."""
 
     device = torch.device("cuda", 0)  # device of GPU tensors; the index is the local rank
     num_visible = 1  # GPUs that `torch.cuda.device_count()` returns
@@ -43,7 +44,7 @@ _is_cuda_in_c: Callable[[Any], bool] = vars(torch._C.TensorBase)["is_cuda"].__ge
 
 
 def operators(names: str) -> frozenset[Any]:
-    """Return overloads of aten named in a text, such as "sum sum.dim_IntList"."""
+    """Return the overloads of aten operators that `names` lists, such as "sum sum.dim_IntList"."""
     pairs = (f"{name}.default".split(".") for name in names.split())
     return frozenset(getattr(getattr(torch.ops.aten, name), form) for name, form, *_ in pairs)
 
@@ -80,7 +81,8 @@ def is_on_real_gpu(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the plain tensor inside a wrapper subclass (the first one), else `tensor`."""
+    """Return the tensor inside `tensor` if it is of a wrapper subclass, such as a DTensor; else
+    `tensor`. Of several inner tensors, it is the first."""
     while type(tensor) not in PLAIN:
         inner = getattr(tensor, "_local_tensor", None)
         parts: Any = getattr(tensor, "__tensor_flatten__", None)
@@ -94,7 +96,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def true_device(tensor: Tensor) -> torch.device:
-    """Return the device of `tensor` in torch's C++, `meta` without data."""
+    """Return the device of `tensor` according to torch's C++: `meta` if it has no data."""
     return _without_torch_function(_device_in_c, tensor)
 
 
@@ -106,7 +108,9 @@ def _parsed(device: Any) -> torch.device | None:
 
 
 def resolve(device: Any) -> Any:
-    """Return this process's GPU for `"cuda"` or its index; any other value unchanged.
+    """Return the `torch.device` of this process's GPU if `device` is `"cuda"` or the GPU's index.
+
+    Devices of other types, and values that are no device, are returned unchanged.
 
     Raises:
         RuntimeError: a GPU that this process does not have, with torch's message.
@@ -148,7 +152,7 @@ class Place(Enum):
 
 
 class _Inside(threading.local):
-    """Thread-local flags: what the dispatch mode and torch are doing."""
+    """Flags of the current thread: which code of the dispatch mode and of torch is running."""
 
     depth = 0  # number of nested calls of the mode; above 0 the mode's own code runs
     composite = False  # True while C++ makes tensors that are on the GPU, like those given to it
@@ -191,7 +195,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def sample_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments; of a list above 8 only its first and last."""
+    """Return the tensors among the arguments; of more than 8 in a list, the first and the last."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -210,7 +214,7 @@ _MAKERS = {
 
 
 def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
-    """Return `out`, a result of `func` on the GPU, unchanged.
+    """Check that `out`, a result of `func` on the GPU, is dense, and return it unchanged.
 
     Raises:
         UnsupportedError: it is sparse or nested; `where` returns the script's line.
@@ -230,7 +234,7 @@ def refused(func: Any, kind: str, line: str) -> UnsupportedError:
 
 
 def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
-    """Make creation of nested or block-sparse GPU tensors raise; `where` returns the line."""
+    """Make creation of nested or block-sparse GPU tensors fail, with the line from `where`."""
     for owner, names in _MAKERS.items():
         for name in names:
             full = f"{owner.__name__}.{name}"
@@ -255,7 +259,8 @@ def _make_on_host(
 def local_foreach(
     mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a `_foreach` operator on equally sharded DTensors; `NotImplemented` for other calls."""
+    """Run a `_foreach` operator on the local parts of DTensors that are sharded alike. Return the
+    results as DTensors, None if there are none, or `NotImplemented` for any other call."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_") or name in FOREACH_REDUCTIONS or kwargs:
         return NotImplemented
@@ -279,7 +284,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
-    """Return whether all `tensors` are DTensors with equal mesh, placements and shape."""
+    """Return whether all are DTensors of one mesh, shape and placements, none of them partial."""
     specs = [getattr(tensor, "_spec", None) for tensor in tensors]
     first = specs[0]
     if first is None or any(p.is_partial() for p in first.placements):

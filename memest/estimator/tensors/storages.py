@@ -22,7 +22,7 @@ class MemKind(StrEnum):
 
 
 class FreeTiming(Enum):
-    """Time at which deferred blocks are freed, which depends on the speed of the GPU."""
+    """Assumed time at which blocks that another stream or a collective uses are freed."""
 
     LATEST = "at the latest moment"
     IMMEDIATE = "immediately"
@@ -42,7 +42,7 @@ RETURNED = -(1 << 40)  # largest event that encodes the return of a deferred blo
 
 
 def return_of(index: int) -> int:
-    """Convert a storage id to the event of its block's deferred free, or back; see `free_of`."""
+    """Convert a storage id to the event that frees its deferred block, or this event to the id."""
     return RETURNED - index
 
 
@@ -90,7 +90,7 @@ class StorageTable:
     """Storages sized by the GPU, by id: share of the GPU's memory, and bytes to subtract."""
 
     def on(self, gpu_bytes: int) -> "StorageTable":
-        """Return the table for a GPU with `gpu_bytes`: storages in `shares` get another size."""
+        """Return the table for a GPU with `gpu_bytes`, on which the sizes in `shares` depend."""
         if not self.shares:
             return self
         sizes = list(self.num_bytes)
@@ -119,7 +119,7 @@ class StorageTable:
         return index
 
     def forget(self, index: int) -> None:
-        """Allow `add` to use the id of a freed storage again."""
+        """Allow `add` to use the id `index` of a freed storage again."""
         self.streams.pop(index, None)
         self.deferred.discard(index)
         self.stashed.discard(index)

@@ -1,1 +1,1 @@
-"""torch with a GPU: tensor methods, `torch.cuda`, files, process groups."""
+"""Parts of torch that a virtual GPU replaces: tensors, `torch.cuda`, files, process groups."""

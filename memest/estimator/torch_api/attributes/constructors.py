@@ -23,7 +23,7 @@ _DTYPES = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _T
 
 
 class LegacyTensor:
-    """Type such as `torch.cuda.FloatTensor`: constructs tensors, names a dtype, has instances."""
+    """Replacement of a type such as `torch.cuda.FloatTensor`, in calls and in `isinstance`."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -42,7 +42,7 @@ class LegacyTensor:
 
 
 def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what a legacy constructor makes of sizes, a `torch.Size`, a tensor or data."""
+    """Return the tensor that a legacy constructor makes from `args`: sizes, a tensor or data."""
     given = args[0] if len(args) == 1 else None
     if given is None or isinstance(given, int | torch.Size):
         sizes = given if isinstance(given, torch.Size) else args or (0,)
@@ -78,7 +78,7 @@ def _install_legacy(patches: Patches) -> None:
 
 
 def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
-    """Return the dtype of `kind`, a `LegacyTensor` or its name; None for other values."""
+    """Return the dtype of `kind`, a `LegacyTensor` or the name of one; None for other values."""
     if isinstance(kind, LegacyTensor):
         return kind.dtype
     is_name = isinstance(kind, str) and kind.startswith(_PREFIX)
@@ -86,7 +86,7 @@ def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
 
 
 def _install_default(patches: Patches) -> None:
-    """Install `torch.set_default_tensor_type`; undo resets the default device."""
+    """Make `torch.set_default_tensor_type` take GPU types; undo resets the default device."""
     set_type = torch.set_default_tensor_type
     make: Any = Tensor.__new__
     is_on_gpu = False
@@ -177,7 +177,7 @@ def _with_device(function: Constructor) -> Constructor:
 
 
 def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    """Call a factory of compressed matrices, with its parts moved to the device first."""
+    """Call `function`, a factory of compressed matrices, with its tensors moved to `device`."""
     device = device if device is not None else _default_device()
     if device is None:
         return function(*args, **kwargs)

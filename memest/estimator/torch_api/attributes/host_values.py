@@ -22,7 +22,7 @@ OnHost = Callable[[Tensor], Tensor]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make reads of tensors without data return known values or guesses; guesses are counted."""
+    """Make reads of tensors without data return known values, or guesses, which are counted."""
 
     def on_host(tensor: Tensor) -> Tensor:
         """Return a tensor with data: the known or guessed values of `tensor`."""
@@ -46,7 +46,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Call `read(tensor)` under the dispatch modes, which `internal_new_from_data` turns off."""
+    """Call `read(tensor)` under dispatch modes that `internal_new_from_data` has turned off."""
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
         return read(tensor)
     for key in _MODES:
@@ -74,7 +74,7 @@ def _install_numbers(patches: Patches) -> None:
 
 
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace `tensor[index]` and `tensor[index] = number`.
+    """Replace `tensor[index]` and `tensor[index] = number`, so that they allocate as on a GPU.
 
     For a GPU tensor torch puts the number into a host tensor, else into one on the tensor's device.
     An index that is a list becomes a tensor (`THPVariable_getitem` and `THPVariable_setitem` of
@@ -103,7 +103,7 @@ def _install_items(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
-    """Return `index` with lists of integers as tensors on `device`, whose values are known."""
+    """Return `index` with each list of integers or NumPy array in it as a tensor on `device`."""
     if isinstance(index, tuple):
         return tuple(_with_positions(each, device, memory) for each in index)
     is_list = isinstance(index, list) and bool(index) and all(isinstance(i, int) for i in index)

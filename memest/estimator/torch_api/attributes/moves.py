@@ -1,4 +1,4 @@
-"""`Tensor.to` and related methods, which move a tensor to the script's device; parameters."""
+"""Moves of tensors and parameters between host and virtual GPU, as by `Tensor.to`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +51,7 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
         """Create a wrapper subclass of GPU tensors on the meta device, like its inner tensors.
 
         Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
-        stream, and the engine the device's context. `device` is that of the first inner tensor.
+        stream, and the engine the device's context. Its `device` is that of the first inner tensor.
         """
         where = kwargs.get("device")
         if where is not None and hasattr(cls, "__tensor_flatten__"):
@@ -109,7 +109,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _address_of(mode: CudaSimMode, key: int) -> int:
-    """Return the address of the storage with this `storage_key`: of its GPU block, else the key."""
+    """Return the address of a storage: of its block on the GPU, else `key`, its `storage_key`."""
     return mode.memory.address_of(key) if key in mode.memory.live else key
 
 
@@ -145,7 +145,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_parse_to(patches: Patches) -> None:
-    """Make `Module.to` accept a device number, or a tensor of the virtual GPU to match."""
+    """Make `Module.to` accept a device number, or a GPU tensor whose device and dtype it takes."""
 
     @patches.wrap(torch._C._nn, "_parse_to")
     def parse(parse_to: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
 
 
 def _install_data(patches: Patches, mode: CudaSimMode) -> None:
-    """Allow `tensor.data = value` if only one of the two has data."""
+    """Allow `tensor.data = value` if only one of the two tensors has data."""
     data_of: Any = vars(torch._C.TensorBase)["data"]
     swap_tensors: Any = torch.utils.swap_tensors
 
@@ -314,7 +314,7 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
-    """Convert an assigned `grad` to one with or without data, as its host weight has.
+    """Make an assigned `grad` have data if its host weight has data, and none otherwise.
 
     A gradient on another device is refused with the message of `check_and_update_grad`
     (torch/csrc/autograd/python_variable.cpp).
@@ -335,7 +335,7 @@ def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
-    """Return `grad` of a host weight, made with or without data as the weight is."""
+    """Return `grad`, or a converted copy if only one of it and the host `weight` has data."""
     part, has_no_data = placement.local_part(grad), is_meta(placement.local_part(weight))
     if is_meta(part) == has_no_data or mode.host.place(placement.local_part(weight)) is Place.META:
         return grad

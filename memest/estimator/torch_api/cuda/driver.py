@@ -109,7 +109,7 @@ class Cudart:
 
 
 def _install_comm(patches: Patches) -> None:
-    """Make scatter, broadcast and gather of `torch.nn.parallel.comm` accept one device."""
+    """Make scatter, broadcast and gather of `torch.nn.parallel.comm` accept one device only."""
 
     def on_one(send: Callable[[Any], Any]) -> Callable[..., list[Any]]:
         def send_to(tensors: Any, devices: Sequence[int], *options: Any) -> list[Any]:
@@ -151,7 +151,7 @@ DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was meas
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make `torch.cuda` report the GPU of `mode` as its only one."""
+    """Make `torch.cuda` report the virtual GPU of `mode` instead of the devices of the driver."""
     patches.set(torch, "device", device)
     answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
     found = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
