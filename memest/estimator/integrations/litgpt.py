@@ -21,7 +21,7 @@ OFFER = (
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Suggest a dummy checkpoint if LitGPT finds none; refuse Thunder."""
+    """Add a hint about dummy checkpoints if LitGPT finds no checkpoint; refuse `thunder.jit`."""
 
     def after_utils(module: ModuleType) -> None:
         @wrap_everywhere(patches, module, "check_valid_checkpoint_dir")

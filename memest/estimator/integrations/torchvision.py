@@ -1,6 +1,6 @@
-"""CUDA kernels of torchvision 0.26 (`torchvision/csrc/ops/cuda`): NMS, pooling, deformation.
+"""CUDA kernels of torchvision 0.26: NMS, RoI pooling and deformable convolution.
 
-They decide above autograd: autocast runs them in float32, and NMS calls operators of torch.
+Sources: `torchvision/csrc/ops/cuda`. Under autocast the kernels run in float32.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _after(module: ModuleType) -> None:
 
 
 def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Guess that unknown labels have as many positives as a detector's sampler can select."""
+    """Guess unknown labels of a detector's sampler: as many positives as the sampler can select."""
 
     @patches.wrap(module.BalancedPositiveNegativeSampler, "__call__")
     def sample_guessed(sample: Any, self: Any, matched_idxs: list[Tensor]) -> Any:
@@ -67,7 +67,7 @@ def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> N
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Run the operators of `nms_kernel`, as if no box were suppressed."""
+    """Return indices of all boxes by score, none suppressed; run the operators of `nms_kernel`."""
     if torch.is_autocast_enabled("cuda"):
         boxes, scores = boxes.float(), scores.float()
     count = boxes.shape[0]
@@ -86,7 +86,7 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
 
 
 def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
-    """Run an operator in float32 under autocast, and cast the result back (csrc/ops/autocast)."""
+    """Run `then`; under autocast in float32, and cast the result back (csrc/ops/autocast)."""
     if not torch.is_autocast_enabled("cuda"):
         return then(image, *args)
     wide = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]
@@ -97,13 +97,13 @@ MAX_IMAGES = 32  # `kMaxParallelImgs` of deform_conv2d_kernel.cu: most images of
 
 
 def _num_images(batch: int) -> int:
-    """Return how many images one product has: the largest divisor of `batch` up to `MAX_IMAGES`."""
+    """Return the images of one product: the largest divisor of `batch` up to `MAX_IMAGES`."""
     return max(n for n in range(1, MAX_IMAGES + 1) if batch % n == 0)
 
 
 def _columns(x: Tensor, weight: Tensor, offset: Tensor, groups: int) -> Tensor:
-    """Return an empty im2col matrix for a block of images: (`groups`, position in kernel, pixel).
-    Pixels are those of `offset`, the offsets of the sampled positions."""
+    """Return an empty im2col matrix for one block of images. Its shape is (`groups`, channels of a
+    group * elements of the kernel, output pixels). `offset` has the output's height and width."""
     positions = x.shape[1] // groups * weight.shape[2] * weight.shape[3]
     return x.new_empty((groups, positions, _num_images(len(x)) * offset[0, 0].numel()))
 
@@ -111,7 +111,8 @@ def _columns(x: Tensor, weight: Tensor, offset: Tensor, groups: int) -> Tensor:
 def _deform_conv2d(
     x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *args: Any
 ) -> Tensor:
-    """Run `deform_conv2d_forward_kernel`: a product for each block of images and group."""
+    """Run `deform_conv2d_forward_kernel`: a matrix product for each group of each block of images.
+    `args` are the operator's further arguments; number 6 is the number of groups."""
     x, offset, weight, mask, bias = (t.contiguous() for t in (x, offset, weight, mask, bias))
     groups, images, size = args[6], _num_images(len(x)), offset.shape[2:]
     out = x.new_zeros((len(x) // images, images, len(weight), *size))

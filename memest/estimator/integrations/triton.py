@@ -82,7 +82,7 @@ class Constexpr:
 
 
 class KernelInterface:
-    """Kernel that is launched by `kernel[grid](...)`; `fn` is a function or another kernel."""
+    """Stub of a kernel that `kernel[grid](...)` launches; `fn` is a function or another kernel."""
 
     def __init__(self, fn: Any = None, **options: Any) -> None:
         self.fn = fn
@@ -91,7 +91,7 @@ class KernelInterface:
         vars(self).update(options)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing in place of a launch."""
+        """Do nothing in place of a kernel launch."""
 
     warmup = run
 
@@ -138,7 +138,7 @@ class Config:
 
 
 class Autotuner(KernelInterface):
-    """Stub of the result of `triton.autotune`, which times all configs for new arguments."""
+    """Stub of the kernel that `triton.autotune` returns; configs are timed for new arguments."""
 
     def __init__(self, fn: Any, configs: Sequence[Config], **options: Any) -> None:
         super().__init__(fn)
@@ -150,7 +150,7 @@ class Autotuner(KernelInterface):
         self.best_config = self.configs[0]
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Time all configs if values of `keys` or dtypes are new; then launch nothing."""
+        """Time all configs if dtypes or values of `keys` arguments are new; launch nothing."""
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         types = [str(value.dtype) for value in given.values() if hasattr(value, "dtype")]
         kind = (*(given[name] for name in self.keys if name in given), *types)
@@ -162,7 +162,7 @@ class Autotuner(KernelInterface):
 
 
 class Heuristics(KernelInterface):
-    """Stub of the result of `triton.heuristics`."""
+    """Stub of the kernel that `triton.heuristics` returns; the heuristics are not computed."""
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -173,12 +173,13 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any) -> Any:
-    """Return a decorator that makes an `Autotuner` of `configs`; `key` names arguments."""
+    """Return a decorator that makes an `Autotuner` of `configs`, which are timed for each new
+    combination of values of the arguments named in `key`."""
     return lambda fn: Autotuner(fn, configs, key=key, **options)
 
 
 def heuristics(values: dict[str, Any]) -> Any:
-    """Return a decorator that makes a `Heuristics`; `values` has functions by argument."""
+    """Return a decorator that makes a `Heuristics`; `values` maps argument names to functions."""
     return lambda fn: Heuristics(fn, values=values)
 
 
@@ -220,7 +221,8 @@ class _TensorDescriptor:
 
 
 def _each_as(make: Callable[[str], Any], known: Container[str] | None = None) -> Any:
-    """Return a module's `__getattr__`: `make(name)` for each name, or for names in `known`."""
+    """Return a module's `__getattr__`, which returns `make(name)`. It raises `AttributeError` for
+    names outside `known`, or by default for names that begin with two underscores."""
 
     def look_up(name: str) -> Any:
         if name.startswith("__") if known is None else name not in known:
@@ -273,10 +275,10 @@ def _contents(driver: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """Installed package that `importlib.metadata.version("triton")` finds."""
+    """Metadata of the stub, which `importlib.metadata.version("triton")` finds."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return the metadata; there are no other files."""
+        """Return the metadata if `filename` is `METADATA`, else None: there are no other files."""
         if filename != "METADATA":
             return None
         return f"Metadata-Version: 2.1\nName: triton\nVersion: {VERSION}\n"
@@ -287,9 +289,9 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class Finder(StubFinder, importlib.metadata.DistributionFinder):
-    """Provides the stub to `import triton`.
+    """Import finder that loads the stub for `import triton`.
 
-    `driver(target_class)` returns `triton.runtime.driver.active`.
+    `driver` is a function from the class `GPUTarget` to the object `triton.runtime.driver.active`.
     """
 
     def __init__(self, driver: Callable[[Any], Any]) -> None:
@@ -310,7 +312,7 @@ class Finder(StubFinder, importlib.metadata.DistributionFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        """Yield the distribution of `triton` alone."""
+        """Yield the stub's metadata if `context` names `triton` or no package."""
         if context is None or context.name in (None, "triton"):
             yield _Distribution()
 
@@ -321,7 +323,7 @@ CLEARED_BYTES = 256 * 2**20
 
 
 def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
-    """Return `triton.runtime.driver.active`, as of the virtual GPU.
+    """Return a replacement of `triton.runtime.driver.active` that describes the virtual GPU.
 
     `target` is Triton's class of a compile target: (backend, architecture, warp size).
     """
@@ -357,7 +359,7 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
 
 
 def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `fn` twice, as `triton.testing.do_bench` does; return a constant time."""
+    """Run `fn` without and with the array that clears the L2 cache; return a constant time, ms."""
     fn()
     cleared = torch.empty(CLEARED_BYTES, dtype=torch.uint8, device="cuda")
     found = do_bench_cudagraph(fn, **kwargs)
@@ -368,7 +370,7 @@ def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
 def do_bench_cudagraph(
     fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs: Any
 ) -> Any:
-    """Run `fn` once; return a constant time, or one for each of `quantiles`."""
+    """Run `fn` once; return a constant time in ms, or a list of it for each of `quantiles`."""
     fn()
     return MILLISECONDS if quantiles is None else [MILLISECONDS] * len(quantiles)
 
@@ -377,7 +379,7 @@ _BENCHES = {"do_bench": do_bench, "do_bench_cudagraph": do_bench_cudagraph}
 
 
 def _renew(patches: Patches) -> None:
-    """Update Inductor modules that were imported without Triton with the stub's names."""
+    """Give Inductor modules that were imported without Triton the stub's names."""
     compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
     if compat is None or hasattr(compat.triton, "Config"):
         return
@@ -395,7 +397,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Make Triton's launches do nothing, and provide a stub if Triton is not installed."""
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        """Record the kernel's work in the log in place of a launch."""
+        """Record the estimated work of `kernel` in place of a launch."""
         given = (*args, *kwargs.values())
         mode.work.add(fused_work(value for value in given if isinstance(value, Tensor)))
 

@@ -51,10 +51,10 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class Engine:
-    """GPU memory of one engine: its weights, and the rest of its share of the GPU.
+    """GPU memory of one vLLM engine: the model's weights and the KV cache.
 
-    `share` is `gpu_memory_utilization`. `weights_bytes` is 0 if unknown. `cache_bytes` is the size
-    of the KV cache, or None for the rest.
+    `share` is `gpu_memory_utilization`, a fraction of the GPU's memory. `weights_bytes` is 0 if
+    unknown. `cache_bytes` is the KV cache's size; None: the share without the weights.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Engine:
         self._offloaded: Tensor | None = None
 
     def take(self, tags: Iterable[str]) -> None:
-        """Allocate the memory of `tags` (weights, KV cache), unless it is allocated."""
+        """Allocate the memory of each of `tags` (`weights`, `kv_cache`) that is not allocated."""
         for tag in tags:
             if tag not in self._held and (num_bytes := self._size(tag)):
                 self._held[tag] = self._allocate(tag, num_bytes)
@@ -100,7 +100,7 @@ class Engine:
                     storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
 
     def sleep(self, level: int) -> None:
-        """Free the GPU memory; at `level` 1 the weights move to pinned memory of the host."""
+        """Free all GPU memory; only at `level` 1 the weights are copied to pinned host memory."""
         weights = self._held.get(WEIGHTS)
         if level == 1 and weights is not None:
             num_items = weights.numel() // torch.float16.itemsize
@@ -179,11 +179,11 @@ class LLM:
             self.mode.notes.add("`vllm.LLM.sleep` frees nothing without `enable_sleep_mode`")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory of `tags` again; by default weights and KV cache."""
+        """Allocate the memory of `tags` again; by default `weights` and `kv_cache`."""
         self._engine.take(tags or (WEIGHTS, KV_CACHE))
 
     def collective_rpc(self, method: Any, *args: Any, **others: Any) -> list[None]:
-        """Do nothing: a worker's `method`, such as `reload_weights`, reuses the memory."""
+        """Return [None]: a worker's `method`, such as `reload_weights`, allocates no memory."""
         if not isinstance(method, str):
             raise UnsupportedError("a function for vLLM's workers cannot be simulated")
         return [None]
@@ -201,7 +201,7 @@ class LLM:
     def generate(
         self, prompts: Any = None, sampling_params: Any = None, *args: Any, **others: Any
     ) -> list[Any]:
-        """Return for each prompt `n` completions of `max_tokens` tokens."""
+        """Return `n` completions of `max_tokens` tokens for each prompt, by `sampling_params`."""
         given = others["prompt_token_ids"] if prompts is None else prompts
         is_one = isinstance(given, str | Mapping) or (given and isinstance(given[0], int))
         rows = [given] if is_one else list(given)
@@ -245,8 +245,8 @@ class LLM:
 
 
 def _completion(index: int, token: int, length: int, logprobs: int | None) -> Any:
-    """Return completion number `index`: `length` tokens, all `token`, with vLLM's log
-    probabilities. `logprobs` is their number for each token, or None."""
+    """Return completion number `index`: `length` tokens with the id `token`, and log probabilities.
+    `logprobs` is the requested number of log probabilities per token; None leaves them out."""
     rows = None
     if logprobs is not None:
         found = {token + i: SimpleNamespace(logprob=-1.0, rank=i + 1) for i in range(logprobs + 1)}
@@ -258,7 +258,7 @@ def _completion(index: int, token: int, length: int, logprobs: int | None) -> An
 
 
 def files_bytes(model: str) -> int | None:
-    """Return bytes of a model's weight files, in a folder or the Hub's cache; None if missing."""
+    """Return bytes of the weights of `model`, a folder or cached Hub name; None if missing."""
     folder = Path(model) if model else None
     if folder is not None and not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -272,7 +272,7 @@ def files_bytes(model: str) -> int | None:
 
 
 class Finder(StubFinder):
-    """Provides the vLLM stub to the script and TRL; to all code if vLLM is installed."""
+    """Import finder of the vLLM stub: for the script and TRL, or if vLLM is installed, for all."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
@@ -289,7 +289,8 @@ class Finder(StubFinder):
         }
 
     def serves(self, fullname: str) -> bool:
-        """Return whether the script or TRL imports vLLM or a module of it."""
+        """Return whether `fullname` is vLLM or a module of it, and its importer gets the stub.
+        Without an installed or imported vLLM, only the script and TRL get it."""
         if fullname.partition(".")[0] != "vllm":
             return False
         if self._is_installed or "vllm" in sys.modules:

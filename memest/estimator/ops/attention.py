@@ -139,10 +139,9 @@ def _can_use_flash(call: _Call) -> bool:
 
 
 def _can_use_efficient(call: _Call) -> bool:
-    """Return whether the efficient kernel takes the call: `can_use_mem_efficient_attention`. Head
-    widths are multiples of 8 in half and 4 in float32: `check_head_dim_size_mem_efficient` with
-    `minimum_gemm_alignment`. Capability 7.x has tensor cores for half only, and no minimum
-    otherwise."""
+    """Return whether the efficient kernel accepts the call: `can_use_mem_efficient_attention`. Head
+    widths must be multiples of 8 in half precision (from capability 7.0) and of 4 in float32 (from
+    8.0): `check_head_dim_size_mem_efficient` with `minimum_gemm_alignment`."""
     if not (
         torch._C._get_mem_efficient_sdp_enabled()
         and (5, 0) <= call.gpu.capability <= _NEWEST
@@ -172,7 +171,8 @@ def _cudnn_takes_shapes(call: _Call) -> bool:
 
 
 def _cudnn_takes_mask(call: _Call) -> bool:
-    """Return whether the mask has no gradient and 2 or 4 dimensions: `check_attn_mask_shape`."""
+    """Return whether cuDNN accepts the mask: None, or one with 2 or 4 dimensions that broadcasts
+    and has no gradient (`check_attn_mask_shape`)."""
     mask = call.attn_mask
     if mask is None:
         return True
@@ -183,8 +183,8 @@ def _cudnn_takes_mask(call: _Call) -> bool:
 
 
 def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
-    """Return whether the call passes the checks that all fused kernels share. They are
-    `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
+    """Return whether `call` passes the checks that all fused kernels share; `backend` accepts
+    `dtypes`. They are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
     `check_nonzero_sequence_lengths_dense`, `check_last_dim_stride_equals_1_dense` with the mask,
     `check_batch_size_and_num_heads_dense` and the check of grouped heads. The efficient kernel
     accepts neither grouped heads nor a last stride other than 1 in heads of width 1."""
@@ -246,7 +246,7 @@ def scaled_dot_product_attention(
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
-    """Return whether a tensor requires a gradient; the mask is ignored (`input_requires_grad`)."""
+    """Return whether autograd is on and a tensor requires a gradient (`input_requires_grad`)."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -270,7 +270,7 @@ def _additive_mask(
 
 
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the mask expanded to (B, H, L, S), rows aligned to 8 elements (`preprocess_mask`). A
+    """Return the mask expanded to (B, H, L, S); rows begin at multiples of 8 (`preprocess_mask`). A
     mask with other strides is copied into one that is 1 to 8 elements wider, and sliced back."""
     aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
     if not aligned:
@@ -287,8 +287,8 @@ def math_attention(
 ) -> Tensor:  # fmt: skip
     """Run attention as matrix products and a softmax: `_scaled_dot_product_attention_math`.
 
-    Half precision is computed in float32. Under a dispatch mode the mask is added out of place
-    (`areAnyTensorSubclassLike`), with one more B x H x L x S buffer.
+    Half precision is computed in float32. The mask is added in place. Under a dispatch mode, torch
+    itself would add it into one more B x H x L x S buffer (`areAnyTensorSubclassLike`).
     """
     dtype = query.dtype
     query_acc, key_acc, value_acc = query, key, value
@@ -337,7 +337,8 @@ Measured with cuDNN 9.19 on an H200, the same in every case; no source is public
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes of one attention call: batch, heads, tokens and head widths."""
+    """Sizes of one attention call (batch B, query heads H, key heads K, query tokens L, key tokens
+    S, head width E, width V of the values) and the bytes of an element."""
 
     B: int
     H: int
@@ -364,7 +365,7 @@ class _Shape:
 
 
 def _tokens_first(tensor: Tensor) -> bool:
-    """Return whether memory has the order (B, tokens, heads, width) of flash and efficient."""
+    """Return whether `tensor`, (B, heads, tokens, width), is stored with tokens before heads."""
     return tensor.transpose(1, 2).is_contiguous()
 
 
@@ -372,8 +373,8 @@ def _tokens_first(tensor: Tensor) -> bool:
 
 
 def _dropout_offset(count: int, dropout_p: float) -> int:
-    """Return how far dropout of `count` numbers advances the generator's offset; 0 without
-    dropout."""
+    """Return by how much dropout of `count` numbers advances the random generator's offset; 0 if
+    `dropout_p` is 0."""
     return round_up(count, DRAWS) if dropout_p else 0
 
 
@@ -411,8 +412,8 @@ def rounded_head_width(E: int) -> int:
 
 def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> list[int]:
     """Return [bytes of logsumexps, bytes of outputs] of all splits of the keys; [] without a split.
-    B, H, L, S, E: batch, heads, queries, keys, head width. The number of splits is the least with
-    85 % of the best use of the GPU (`num_splits_heuristic`)."""
+    B, H, L, S, E: batch, heads, queries, keys, head width. The least number of splits is taken
+    whose use of the multiprocessors is at least 85 % of the best (`num_splits_heuristic`)."""
     key_blocks = ceil_div(S, 256 if E <= 64 else 128 if E <= 128 else 64)
     query_blocks, slots = B * H * ceil_div(L, 64), gpu.num_sms * 2
     if query_blocks >= 0.8 * slots:
@@ -451,14 +452,13 @@ def _flash_gradients(c: KernelCall, rows: int, E: int, grouped_bytes: int) -> Ev
 
 
 def _packs_texts(c: KernelCall) -> bool:
-    """Return whether a call is of packed texts, (tokens, H, E) one after another, without
-    dropout."""
+    """Return whether sequences are packed, (tokens, H, E) without padding, without dropout."""
     return c.cum_seq_q is not None and not c.dropout_p
 
 
 @registry.requests("_flash_attention_forward", modelled=_packs_texts)
 def packed_forward(c: KernelCall) -> Events:
-    """Requests of `mha_varlen_fwd`: output, logsumexp, 16 random bytes, 8 unused."""
+    """Requests of `mha_varlen_fwd`: output, logsumexp, 16 B of random state, 8 unused bytes."""
     return outputs({0: c.query.nbytes, 1: c.out[1].nbytes, 2: 16, 3: 8})
 
 
@@ -499,9 +499,9 @@ def efficient_forward(c: KernelCall) -> Events:
 def efficient_backward(c: KernelCall) -> Events:
     """Allocations of `_efficient_attention_backward`: gradients, row sums, workspace.
 
-    Row sums are those of grad_out * out. A bias gradient has rows padded to 16. Half kernels
-    compute the row sums. Before a float32 kernel, torch runs a product, a sum and a transposed
-    copy.
+    A bias gradient has rows padded to 16. The row sums are those of grad_out * out. Kernels of half
+    precision compute them. Before a float32 kernel, torch does, by a product, a sum and a
+    transposed copy.
     """
     shape, bias = _Shape.of(c), c.attn_bias
     is_half, width = c.query.dtype in _HALF, max(shape.E, shape.V)
@@ -550,10 +550,10 @@ kernel_backward.h, compiled with CUTLASS 4.2.
 def _efficient_tile(
     dtype: torch.dtype, width: int, has_dropout: bool, gpu: Gpu
 ) -> tuple[int, int, bool]:
-    """Return (queries per tile, keys per tile, True if gradients are staged) of a backward kernel.
-    `dispatch_cutlassB` runs its first kernel that supports `width` and fits the shared memory.
-    Staged gradients are accumulated in global memory: half kernels whose registers are too few for
-    the width do that (not `kOutputInRF`)."""
+    """Return (queries per tile, keys per tile, True if gradients are staged) of the backward
+    kernel, the first of `dispatch_cutlassB` that supports heads of `width` and fits the shared
+    memory. Staged gradients are accumulated in global memory: half kernels whose registers are too
+    few for the width do that (not `kOutputInRF`)."""
     is_half = dtype in _HALF
     is_small = gpu.multiprocessor.block_shared_kib == _LEAST_SHARED_KIB
     max_width = 128 if width <= 128 else 65536
@@ -573,9 +573,9 @@ def _efficient_tile(
 
 
 def cudnn_output(args: Args, out: Any) -> Any:
-    """Return `out` with the strides of the query (`alloc_with_matching_layout`).
+    """Return the results `out`, the first with the strides of a query of its shape.
 
-    The meta kernel of torch 2.6 returns a contiguous output, while CUDA's kernel does not.
+    CUDA's kernel returns these strides (`alloc_with_matching_layout`), torch 2.6 on meta does not.
     """
     query, (first, *rest) = args[0], out
     is_alike = query.shape == first.shape
@@ -626,13 +626,13 @@ def cudnn_backward(c: KernelCall) -> Events:
 
 @registry.requests("_safe_softmax")
 def safe_softmax(c: KernelCall) -> Events:
-    """Allocations of `_safe_softmax` (attention.cpp): result, bools per element and row, a zero."""
+    """Allocations of `_safe_softmax` (attention.cpp): result, bools by element and row, a zero."""
     rows = c.out.numel() // max(1, c.out.size(c.dim))
     return c.outputs() + passing(c.out.numel(), rows, c.out.itemsize)
 
 
 def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise `RuntimeError` if dtypes differ: `validate_sdpa_input` (transformers/attention.cpp)."""
+    """Raise torch's `RuntimeError` for dtypes that do not agree (`validate_sdpa_input`)."""
     types = [tensor.dtype for tensor in (query, key, value)]
     if len(set(types)) > 1:
         first, second, third = map(cpp_type, types)
@@ -691,7 +691,7 @@ def forward(c: KernelCall) -> Events:
 
 @registry.requests(BACKWARD)
 def backward(c: KernelCall) -> Events:
-    """Allocations of flash-attn's backward after its outputs.
+    """Allocations of flash-attn's backward: copies, gradients, and these buffers.
 
     With L' = L rounded up to 128 for each of B rows, or N + 128 * B in all, and E' = E rounded up
     to 32 (to 64 above 128):

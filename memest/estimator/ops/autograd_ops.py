@@ -1,4 +1,4 @@
-"""Decisions above autograd that torch makes for CUDA tensors: autocast, dropout, attention.
+"""Decisions that torch makes for CUDA tensors before autograd: autocast, dropout, attention.
 
 torch decides these in C++ by `tensor.is_cuda()`, which is false for a meta tensor. Here the same
 decisions are kernels on a dispatch key in front of autograd: `AutocastIPU`, whose backend no longer
@@ -52,7 +52,7 @@ _CUDA = "cuda"  # the device whose autocast state counts
 
 
 def follow_autocast(patches: Patches) -> None:
-    """Record whether the script is in `torch.autocast`, which a dispatch mode turns off."""
+    """Make torch record whether the script is in `torch.autocast`; dispatch modes disable it."""
 
     def set_enabled(*args: Any) -> None:
         torch._C.set_autocast_enabled(*args)
@@ -69,8 +69,8 @@ def follow_autocast(patches: Patches) -> None:
 
 
 def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Dispatch a higher-order operator by its `key`; cast its tensors where CUDA's autocast
-    would."""
+    """Dispatch the higher-order operator `self` by its dispatch `key`; cast its tensors where
+    CUDA's autocast would."""
     if key != _KEY:
         mode = _get_current_dispatch_mode() if key == _PYTHON else None
         # torch 2.8 and older have no rule for an operator in a mode
@@ -88,12 +88,12 @@ def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) ->
 
 
 def is_in_autocast() -> bool:
-    """Return whether the script is in `torch.autocast`, also within an operator."""
+    """Return whether the script is in `torch.autocast`, even where a dispatch mode disables it."""
     return INSIDE.autocast_block
 
 
 class CastCache:
-    """Casts of leaf weights, which `torch.autocast` caches until its outermost context ends.
+    """Cache of casts of leaf weights; `torch.autocast` empties it when its outermost context ends.
 
     Mirrors `cached_cast` of ATen/autocast_mode.cpp (torch 2.11): a float32 leaf with
     `requires_grad` is cast once, and in inference mode at each use.
@@ -134,7 +134,7 @@ CASTS = CastCache()
 
 @contextlib.contextmanager
 def decisions_of(gpu: Gpu) -> Iterator[None]:
-    """Make meta tensors take the paths of CUDA tensors on `gpu` above autograd, in the block."""
+    """Make meta tensors in the block take the paths of CUDA tensors on `gpu` above autograd."""
     _register_once()
     _active_gpu.append(gpu)
     try:
@@ -146,7 +146,7 @@ def decisions_of(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decisions_again() -> Iterator[None]:
-    """Enable `decisions_of` again within the block, since a dispatch mode has disabled it."""
+    """Enable `decisions_of` again within the block, where a dispatch mode has disabled it."""
     was_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
     was_on = torch.is_autocast_enabled(_CUDA)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
@@ -160,7 +160,7 @@ def decisions_again() -> Iterator[None]:
 
 
 class Next:
-    """The operator's next kernel. A rule above autograd calls `Next` to continue the dispatch."""
+    """Next kernel of an operator in dispatch order. A rule above autograd calls it to continue."""
 
     __slots__ = ("_keyset", "_op")
 
@@ -169,13 +169,13 @@ class Next:
         self._keyset = keyset
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next kernel; under `vmap`, which passes no key set, the decomposition."""
+        """Run the next kernel. Under `vmap`, which passes no key set, run the decomposition."""
         if self._keyset is None:
             return self._op._op_dk(_COMPOSITE, *args, **kwargs)
         return self._op.redispatch(self._keyset & _BELOW, *args, **kwargs)
 
     def below_autograd(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator without its own autograd node."""
+        """Run the operator below autograd, so that autograd records no node for it."""
         keyset = self._keyset & _BELOW & torch._C._after_autograd_keyset
         return self._op.redispatch(keyset, *args, **kwargs)
 
@@ -219,7 +219,8 @@ def _register_once() -> None:
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a kernel above autograd for `op`: `decide` for GPU tensors, torch's own for others."""
+    """Return a kernel for `op` that runs before autograd's. For GPU tensors it calls `decide`, if
+    given, with `Next` as first argument; for others it runs torch's own kernel."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_on_gpu(args):
@@ -236,9 +237,9 @@ NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "t
 
 
 def _on_one_device(op: OpOverload, args: Args) -> Args:
-    """Make host arguments tensors without data, if another argument of the host has no data. C++
-    compares the devices of all tensors before it decomposes `op`. Integer lengths keep their
-    data."""
+    """Return `args` with data of host tensors removed, if one host tensor has none. C++ compares
+    the devices of all tensors before it decomposes `op`. Integer tensors, which are lengths, keep
+    their data except in `take_along_dim`."""
     first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
     if first is None:
         return args
@@ -340,7 +341,7 @@ def _to_float32_result(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, dict[s
 
 
 def _refuse(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    """Call torch's GPU kernel `binary_cross_entropy_banned`, which raises."""
+    """Raise torch's `binary_cross_entropy_banned` error on a GPU; else return (args, kwargs)."""
     return op._op_dk(_AUTOCAST, *args, **kwargs) if _is_on_gpu(args) else (args, kwargs)
 
 

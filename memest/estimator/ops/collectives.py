@@ -23,7 +23,7 @@ SUMS = "values of collectives are those of sums: this torch does not expose the 
 
 
 def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Fill the outputs of `func`, an operator of `c10d`, and return its result."""
+    """Simulate `func`, an operator of `c10d`: set the values of its outputs, return its results."""
     given = arguments_by_name(func, args, kwargs)
     tensors = list(tensors_in(given.values()))
     name = func._schema.name.removeprefix("c10d::")
@@ -52,9 +52,9 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
-    """Return NCCL's messages in a collective, each as (other rank, True if this rank sends).
-    `torch::cuda::nccl::all2all`, `gather` and `scatter` of torch 2.11
-    (torch/csrc/cuda/nccl.cpp)."""
+    """Return the messages by which NCCL runs a gather, scatter or all-to-all; [] for other `func`.
+    A message is (other rank, True if this rank sends). `torch::cuda::nccl::all2all`, `gather` and
+    `scatter` of torch 2.11 (torch/csrc/cuda/nccl.cpp)."""
     name = func._schema.name.removeprefix("c10d::")
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     if name.startswith("alltoall"):
@@ -68,7 +68,7 @@ def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
 
 
 def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
-    """Allocate and free the flat tensor into which NCCL gathers `outputs` of one size.
+    """Allocate and free the flat tensor into which NCCL gathers each list of tensors of equal size.
     `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11."""
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
@@ -129,9 +129,9 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 
 
 def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
-    """Send or receive one tensor; the other rank is simulated at the same time. A receive of
-    integers blocks until the message arrives, since a script may read them. A message of a rank to
-    itself does not block."""
+    """Run `send` or `recv_` of one tensor; the other rank is simulated at the same time. A receive
+    of integers blocks until the message arrives, since a script may read them. A message of a rank
+    to itself does not block."""
     if name == "recv_any_source_":
         return  # the source is not known
     group = _group(args)
@@ -161,7 +161,7 @@ def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
-    """Store `value` in `tensor`; return False if it is None or has another shape or dtype."""
+    """Store `value` in `tensor`; return False if `value` is None or has another shape or dtype."""
     fits = value is not None and value.shape == tensor.shape and value.dtype == tensor.dtype
     if fits:
         _set(mode, tensor, value)
@@ -169,7 +169,8 @@ def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
 
 
 def _fill_flat(mode: SimMode, output: Tensor, given: Tensor, factor: int) -> None:
-    """Set the value of a flat gather (repeated input) or reduce-scatter (own part * `factor`)."""
+    """Set the value of `output` of a flat collective: for a gather `given` repeated, for a
+    reduce-scatter the first part of `given` times `factor`."""
 
     def parts(value: Tensor) -> Tensor:
         flat, count = value.reshape(-1), output.numel()
@@ -190,7 +191,7 @@ def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> Non
 def _store(
     mode: SimMode, output: Tensor, given: Tensor | None, made: Callable[[Tensor], Tensor]
 ) -> None:
-    """Set `made(value)` as the value of `output`, if the value of `given` is known or guessed."""
+    """Set `output` to `made(value)` for the known or guessed value of `given`, if there is one."""
     known = None if given is None else mode.values.value_of(given)
     if known is not None:
         _set(mode, output, made(known))
@@ -203,7 +204,7 @@ def _store(
 
 
 def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
-    """Write `value` to `output`: as data on the host, as known values on the GPU."""
+    """Write `value` to `output`: as data of a host tensor, or as known values of a GPU tensor."""
     if not is_meta(output):
         output.copy_(value.reshape(output.shape))
         return
@@ -215,7 +216,7 @@ def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
 
 
 def _factor(mode: SimMode, args: Args) -> int:
-    """Return what a reduction over equal ranks multiplies by: the world size for a sum, else 1."""
+    """Return the factor of a reduction over equal inputs: the group's size for a sum, else 1."""
     for op in args[2:]:
         if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
             what: Any = op

@@ -56,7 +56,7 @@ ANY_KERNELS = Kernels()
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Size of cuDNN's workspace for one direction of a convolution."""
+    """Size of cuDNN's workspace for a convolution's output, input gradient or weight gradient."""
 
     num_bytes: int
     is_by_library: bool  # the installed cuDNN returned the size; otherwise it is an estimate
@@ -100,7 +100,8 @@ def _version(number: int) -> str:
 def workspace(
     shapes: ConvolutionShapes, direction: str, gpu: Gpu, kernels: Kernels = ANY_KERNELS
 ) -> Workspace:
-    """Return the workspace of a convolution; `direction` is "forward", "input" or "weight"."""
+    """Return the workspace of a convolution's output (`direction` "forward") or of the gradient of
+    its "input" or "weight". `kernels` restricts the kernels that cuDNN may choose."""
     if (installed := installed_for(gpu)) is not None:
 
         def first() -> Answer:
@@ -167,12 +168,13 @@ class Answers:
 
     @staticmethod
     def key(shapes: ConvolutionShapes, *settings: object) -> str:
-        """Return the cache key of a convolution and further `settings`: a hash of 16 letters."""
+        """Return the cache key of a convolution and further `settings`: a hash of 16 hex digits."""
         text = repr((shapes, settings)).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
     def find(self, asked: tuple[Any, ...], compute: Callable[[], Answer]) -> Answer:
-        """Return the result for `asked`, cached or by `compute`; () if cuDNN refuses the call."""
+        """Return the result for `asked`, the arguments of `key`: the cached one, or that of
+        `compute()`. () stands for a convolution for which cuDNN has no plan."""
         key = self.key(*asked)
         if key not in self.stored:
             answer: Answer = ()
@@ -182,7 +184,7 @@ class Answers:
         return self.stored[key]
 
     def put(self, key: str, answer: Answer) -> None:
-        """Cache the result `answer` under `key`; () records that cuDNN refuses the call."""
+        """Cache the result `answer` under `key`; () records that cuDNN has no plan for the call."""
         self.stored[key] = answer
         self._num_new += 1
         if self._num_new >= WRITE_EVERY:
@@ -226,7 +228,7 @@ def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
 
 
 def _shapes_of(c: KernelCall, output: Tensor) -> ConvolutionShapes:
-    """Return the convolution of the call `c` for cuDNN; `output` is its result, or its gradient."""
+    """Return the shapes of `c` as cuDNN gets them; `output` is the result or its gradient."""
     tensor, weight = c.input, c.weight
     if c.transposed:
         tensor, output = output, tensor
@@ -268,7 +270,8 @@ def is_native(c: ConvolutionShapes) -> bool:
 
 
 def _copies_first(c: ConvolutionShapes, transposed: bool) -> bool:
-    """Return whether the weight is copied before the result is allocated (DepthwiseConv2d.cu)."""
+    """Return whether the weight is copied before the result is allocated, as by torch's own kernel
+    for 1-d and 2-d depthwise convolutions (DepthwiseConv2d.cu)."""
     return is_native(c) and not transposed and len(c.tensor) < 5
 
 
@@ -288,8 +291,8 @@ def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
 
 
 def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
-    """Return the workspace of `direction` (forward, input, weight); 0 bytes for torch's own
-    kernels."""
+    """Return the workspace of `direction` (forward, input, weight); 0 bytes if cuDNN does not run
+    `c`, or not with a known workspace."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_by_library=_is_without_cudnn(c))
     cudnn = torch.backends.cudnn
@@ -308,7 +311,7 @@ _RECORDED: list[Calls] = []
 
 @contextmanager
 def recorded_calls() -> Iterator[Calls]:
-    """Yield a set that collects the convolutions by cuDNN within the block."""
+    """Yield a set of the block's convolutions by cuDNN, as (shapes, direction, kernels)."""
     calls: Calls = set()
     _RECORDED.append(calls)
     try:
@@ -332,7 +335,7 @@ def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
 
 
 def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
-    """Allocations by which `cudnn.benchmark`, if on, times one `direction` at a first call."""
+    """Allocations by which `cudnn.benchmark` times plans at a first call; [] if it is off."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
         return []
     for calls in _RECORDED:
@@ -341,7 +344,8 @@ def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
 
 
 def _directions(c: KernelCall) -> tuple[str, str]:
-    """Return ("forward", "input") for output and input's gradient; a transposed call swaps them."""
+    """Return cuDNN's directions of the call's output and input gradient: ("forward", "input"),
+    swapped for a transposed convolution."""
     return ("input", "forward") if c.transposed else ("forward", "input")
 
 
@@ -417,8 +421,8 @@ def convolution_backward(c: KernelCall) -> Events:
 
     Input and incoming gradient are copied if they have another memory format (Convolution.cpp). The
     copies are freed after both gradients are computed. A copied 1-d input stays until the function
-    returns. A gradient with gaps is copied for each of both results, and the weight for the input's
-    gradient (`cudnn_convolution_backward` of ConvShared.cpp).
+    returns. `cudnn_convolution_backward` of ConvShared.cpp copies an incoming gradient with gaps
+    for each result, and the weight for the input's gradient.
     """
     grad, tensor, weight, wanted = c.grad_output, c.input, c.weight, c.output_mask
     shapes = _shapes_of(c, grad)
@@ -477,7 +481,7 @@ def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:
 
 @registry.above_autograd("_convolution_double_backward", vmap_key=registry.UNDER_VMAP)
 def double_backward(then: Next, *args: Any) -> Any:
-    """Compute the double backward of a convolution, whose convolutions get contiguous weights.
+    """Run the double backward `then` of a convolution, with contiguous weights in its convolutions.
 
     `_convolution_double_backward` of native/Convolution.cpp calls `contiguous()` if `is_cuda()`.
     Left out: copies of first factors, which the convolution makes later.
@@ -488,5 +492,5 @@ def double_backward(then: Next, *args: Any) -> Any:
 
 @registry.above_autograd("convolution")
 def in_double_backward(then: Next, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    """Make the weight contiguous if `_convolution_double_backward` calls this convolution."""
+    """Run `then`, a convolution; in a double backward the weight is made contiguous first."""
     return then(x, weight.contiguous() if INSIDE.double_backward else weight, *options)

@@ -33,7 +33,7 @@ WITH_A_NUMBER = {
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return (func, args); an overload of `WITH_A_NUMBER` gets a number for its host tensor."""
+    """Return (func, args); operators in `WITH_A_NUMBER` get a number for a 0-d host tensor."""
     if func not in WITH_A_NUMBER or is_meta(args[2]):
         return func, args
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())
@@ -43,13 +43,13 @@ COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")  # move gradients to 
 
 
 def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
-    """Return a call of `aten::to.device` as (`to.dtype_layout`, positional, keyword arguments)."""
+    """Return a call of `aten::to.device` as one of `to.dtype_layout`: (operator, args, kwargs)."""
     given = registry.arguments_by_name(aten.to.device, args, kwargs)
     return aten.to.dtype_layout, (given.pop("self"),), given
 
 
 def awaited_device() -> torch.device | None:
-    """Return the device on which autograd's running copy node must return a gradient, or None."""
+    """Return the device to which autograd's running copy node moves a gradient, else None."""
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in COPIES_BACKWARD:
         return None
@@ -58,7 +58,9 @@ def awaited_device() -> torch.device | None:
 
 
 def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
-    """Run `copy_` or `_to_copy` from GPU to host; return a tensor with known values or no data."""
+    """Run `copy_` or `_to_copy` from GPU to host. The result has the source's values if they are
+    known or guessed. Else `copy_` leaves its target unchanged, and `_to_copy` returns a tensor
+    without data, or zeros for a gradient that autograd moves to the host."""
     is_copy_ = func is aten.copy_.default
     source: Tensor = args[1] if is_copy_ else args[0]
     # a parameter has no data on the host, as none of a model built there has
@@ -84,7 +86,7 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
 
 @registry.requests("roll")
 def roll(c: KernelCall) -> Events:
-    """Allocations of `roll_common` (TensorTransformations.h): a copy per dim, freed at the end."""
+    """Allocations of `roll_common` (TensorTransformations.h): one result per dim, the last kept."""
     copies, size, num_dims = contiguous_copy(c.self), c.out.nbytes, len(c.dims)
     if num_dims < 2:
         return around(copies, c.outputs())
@@ -125,7 +127,7 @@ register(
 
 @registry.above_autograd("_pad_packed_sequence combinations pad_sequence vander")
 def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a composite operator so that tensors it makes in C++ are on the device of `given`."""
+    """Run `then`, a composite operator; put tensors that it makes in C++ on `given`'s device."""
     with setting(INSIDE, "composite", True):
         return then(given, *args, **kwargs)
 
@@ -151,8 +153,8 @@ def split_with_sizes_copy(c: KernelCall) -> Scratch:
     """Allocations of `split_with_sizes_copy.out`: 8 * (4 * splits + 1 + blocks) bytes of indices.
 
     They are address, size and first block of each split, and the split of each block. If blocks
-    would fill more than two waves of the GPU, each block copies more. Half of that factor (its
-    square root) is more chunks per block, the rest more bytes per thread.
+    would fill more than two waves of the GPU, each block copies more by a factor. Its square root
+    multiplies the chunks of a block, and also the bytes per thread.
     """
     source, targets = c.self, c.get("out") or ()
     is_fast = source.is_contiguous() and all(
@@ -192,7 +194,7 @@ def chunk_cat_mixed(c: KernelCall) -> Scratch:
     """Allocations of `fsdp::chunk_cat_mixed_dtype`; with one dtype, those of `_chunk_cat.out`.
 
     With contiguous bfloat16 and float32 tensors and a float32 output, the index tensor has two
-    int64 fewer. Other tensors whose dtype is not the output's are cast first.
+    int64 fewer. In all other cases, tensors whose dtype is not the output's are cast first.
     """
     target, (table,) = c["out"], chunk_cat(c).before
     others = [tensor for tensor in c.tensors if tensor.dtype != target.dtype]
@@ -210,9 +212,10 @@ if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in dis
 
 
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
-    """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, in their order.
+    """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, as allocated.
 
-    A source with other strides is made contiguous first. Only a non-blocking copy casts on the GPU.
+    A non-blocking copy casts on the GPU. Then a source that is not contiguous is made contiguous,
+    unless it is dense and keeps its dtype and strides.
     """
     if func is aten.copy_.default:
         target, source = args[0], args[1]
@@ -233,7 +236,7 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
     """Return the bytes of the GPU temporary of a copy from the host to `target`; 0 without one.
 
-    The host casts in a copy that `is_waited_for`, else the GPU. The GPU converts strides.
+    A copy that `is_waited_for` casts on the host, others on the GPU. The GPU converts strides.
     """
     is_alike = target.stride() == source.stride() and is_dense(target)
     if target.dtype == source.dtype:

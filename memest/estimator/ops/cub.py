@@ -29,7 +29,7 @@ def _aliased(*sizes: int) -> int:
 
 
 def _states(num_items: int, tile: int, state_bytes: int) -> int:
-    """Return bytes: `state_bytes` for each `tile` items (`tile_state_allocation_size`)."""
+    """Return the bytes of a scan's states: `state_bytes` for each `tile` items, with padding."""
     return (ceil_div(num_items, tile) + _TILE_PADDING) * state_bytes
 
 
@@ -149,7 +149,7 @@ def thrust_unique_by_key_bytes(num_items: int, gpu: Gpu) -> int:
 def sum_storage_bytes(num_items: int, num_threads: int) -> int:
     """Bytes of `DeviceReduce::Sum` to int32 (dispatch_reduce.cuh): a partial sum for each block.
 
-    A block has 256 threads with 16 values each. One block needs no storage. Otherwise the number of
-    blocks is five times what the GPU runs at once (`subscription_factor`); it runs `num_threads`.
+    A block has 256 threads with 16 values each. One block needs no storage. Otherwise there are
+    five times the blocks that the GPU's `num_threads` run at once (`subscription_factor`).
     """
     return 1 if num_items <= 256 * 16 else _aliased(num_threads // 256 * 5 * 4)

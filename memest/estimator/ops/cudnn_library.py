@@ -97,7 +97,7 @@ DESCRIPTOR_BYTES = 544  # size of a descriptor of device properties in cuDNN 9.1
 
 
 class CudnnError(Exception):
-    """cuDNN returned an error status, or a GPU's properties are not known."""
+    """Error of cuDNN: a call returned an error status, or a GPU's properties are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An engine configuration that cuDNN offers for a convolution."""
+    """Engine configuration that cuDNN offers for a convolution."""
 
     workspace_bytes: int  # bytes that the plan requests
     notes: frozenset[int]  # numerical notes of its engine
@@ -126,7 +126,8 @@ class Plan:
 
 @cache
 def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return (JSON text of cuDNN's device properties, cluster sizes) of a GPU; None if unknown."""
+    """Return (JSON text of cuDNN's device properties, figures of thread block clusters) of `gpu`.
+    None stands for an unknown GPU, () for no known figures."""
     known = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
     if gpus.split_mig(gpu) is not None:
         return _instance_properties(gpus.find_gpu(gpu))
@@ -142,7 +143,7 @@ def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
-    """Return `device_properties` of the MIG instance `gpu`; cluster sizes are empty: unknown."""
+    """Return `device_properties` of the MIG instance `gpu`, with () for unknown cluster figures."""
     found = device_properties(gpus.find_gpu(gpu.whole).chip)
     if found is None:
         return None
@@ -153,7 +154,7 @@ def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield folders that may hold cuDNN: the configured one, NVIDIA's wheels, conda's folder."""
+    """Yield folders that may hold cuDNN: that of `FOLDER`, or of NVIDIA's wheels and conda."""
     given = os.environ.get(FOLDER)
     for place in [given] if given else sys.path:
         if (folder := Path(place or ".", "nvidia", "cudnn", "lib")).is_dir():
@@ -176,7 +177,7 @@ def _has_cublaslt(folder: Path) -> bool:
 
 
 class Library:
-    """Calls of cuDNN's backend API. Not thread-safe."""
+    """Loaded cuDNN, which lists a convolution's plans without a GPU. A lock serializes calls."""
 
     def __init__(self, loaded: Any) -> None:
         self._library = loaded
@@ -191,7 +192,8 @@ class Library:
         return device_properties(gpu.chip) is not None
 
     def is_measured(self, gpu: gpus.Gpu) -> bool:
-        """Return whether plans for `gpu` were measured, or cannot depend on cluster sizes."""
+        """Return whether plans for `gpu` are reliable. They are before Hopper, and from Hopper on
+        if cluster figures are known and this cuDNN was compared with a GPU."""
         found = device_properties(gpu.chip)
         has_clusters = found is not None and bool(found[1])
         return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
@@ -205,13 +207,19 @@ class Library:
     def first_plan(
         self, shapes: ConvolutionShapes, direction: str, gpu: str, kernels: Kernels
     ) -> Plan | None:
-        """Return the first plan that `kernels` allow, or None; `CudnnError` if none is possible."""
+        """Return the first plan that `kernels` allow, in cuDNN's order; None if there is none.
+
+        `direction` is "forward", or "input" or "weight" for its gradient; `gpu` names a chip.
+
+        Raises:
+            CudnnError: cuDNN returned an error, or the properties of `gpu` are not known.
+        """
         with self._lock, self._descriptors():
             plans = self._plans(shapes, direction, gpu)
             return next((plan for plan in plans if plan.is_allowed(kernels)), None)
 
     def all_plans(self, shapes: ConvolutionShapes, direction: str, gpu: str) -> list[Plan]:
-        """Return all plans in `direction` (forward, input, weight); raises like `first_plan`."""
+        """Return all plans in cuDNN's order; arguments and errors as of `first_plan`."""
         with self._lock, self._descriptors():
             return list(self._plans(shapes, direction, gpu))
 
@@ -238,12 +246,12 @@ class Library:
         return self._properties[gpu]
 
     def _write_clusters(self, made: Any, text: str, clusters: Sequence[int]) -> None:
-        """Write `clusters` into the device properties of cuDNN's descriptor `made`.
+        """Write the figures `clusters` into `made`, cuDNN's descriptor of device properties.
 
-        The properties, whose JSON is `text`, stay as they are if the memory has another layout.
+        The numbers of the JSON `text` mark their place; without a match nothing is written.
 
         Raises:
-            CudnnError: a measured release of cuDNN has another layout.
+            CudnnError: a measured release of cuDNN has another memory layout.
         """
         properties = json.loads(text)
         values = struct.pack(f"{CLUSTER_INTS}i", *clusters)
@@ -371,8 +379,8 @@ class Library:
 
 
 def _lines(message: int) -> Iterator[bytes]:
-    """Yield the lines of the log message at an address; each ends with a zero byte, the last with
-    two."""
+    """Yield the lines of the log message at address `message`. Each ends with a zero byte, the last
+    with two."""
     while line := ctypes.string_at(message):
         yield line
         message += len(line) + 1
@@ -381,8 +389,8 @@ def _lines(message: int) -> Iterator[bytes]:
 def _on_a_gpu(
     engine: int, reasons: bytes, shapes: ConvolutionShapes, direction: str, gpu: str
 ) -> Iterator[Plan]:
-    """Yield the plan of a rejected `engine`, if its only reason in the log is that there is no
-    GPU."""
+    """Yield the plan of an `engine` that cuDNN rejected, if the log's `reasons` and the shapes show
+    that a GPU would accept it."""
     if engine == FOURIER_ENGINES[direction]:
         if cudnn_rules.is_fourier(shapes, direction):
             yield Plan(cudnn_rules.fourier_bytes(shapes, direction), frozenset({FOURIER}))
@@ -404,7 +412,7 @@ def _array(of_type: int, values: Sequence[Any]) -> Any:
 
 @cache
 def library() -> Library | None:
-    """Return the installed cuDNN; None if it is missing or cannot plan for other GPUs."""
+    """Return the installed cuDNN; None if missing, older than 9.8 or turned off by `FOLDER`."""
     if os.environ.get(FOLDER) == "0":
         return None
     for folder in _folders():

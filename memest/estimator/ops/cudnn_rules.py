@@ -31,10 +31,10 @@ MOST_SIDE = 256  # most pixels of a padded image's side that is transformed as a
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionShapes:
-    """One convolution as cuDNN runs it; a transposed one is the input gradient of a plain one.
+    """Shapes of one convolution as cuDNN gets it.
 
-    `tensor` (N, C, ...), `weight` (O, C / groups, ...) and `output` (N, O, ...) are those of the
-    plain convolution.
+    A transposed convolution has the shapes of the ordinary one whose input gradient it computes.
+    `tensor` (N, C, ...) is the input, `weight` (O, C / groups, ...), `output` (N, O, ...).
     """
 
     tensor: tuple[int, ...]
@@ -49,7 +49,7 @@ class ConvolutionShapes:
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Number of samples, input channels and output channels."""
+        """Numbers of samples, input channels and output channels."""
         return self.tensor[0], self.tensor[1], self.output[1]
 
     @property
@@ -74,13 +74,13 @@ class ConvolutionShapes:
 
     @property
     def is_plane(self) -> bool:
-        """True for a 2-d convolution with stride and dilation 1."""
+        """True for a 1-d or 2-d convolution with stride and dilation 1."""
         return len(self.tensor) <= 4 and {*self.stride, *self.dilation} == {1}
 
 
 def planar(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
-    """Return `extents` with two dimensions at least: `fill` is put in front of one, as torch
-    does."""
+    """Return `extents` (one per dimension), with `fill` put first if there is only one: torch runs
+    1-d convolutions as 2-d."""
     return extents if len(extents) > 1 else (fill, *extents)
 
 
@@ -92,8 +92,8 @@ def is_product(c: ConvolutionShapes) -> bool:
 def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS) -> int:
     """Return the workspace of a convolution that is a matrix product by cuBLASLt (13.1).
 
-    The gradient of the weight sums over samples and pixels. Each partial sum has C * O
-    accumulators:
+    Only `direction` "weight", whose gradient sums over samples and pixels, has one. Each partial
+    sum has C * O accumulators:
 
         channels first: one partial sum for each sample
         channels last:  as many as fill the GPU with tiles of 128 x 128, if each sums enough
@@ -148,7 +148,7 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
 
         36 * 4 * (tiles * N * (C + O) + C * O) * min(groups, 8)
 
-    In channels-last, channels-first copies of the operands are made first.
+    In channels-last it also holds channels-first copies of the operands.
     """
     samples, inputs, outputs = c.channels
     inputs, outputs = inputs // c.groups, outputs // c.groups
@@ -163,10 +163,10 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
 def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
     """Return whether cuDNN's Fourier engines accept a convolution.
 
-    They have no dilation and up to two dimensions. Only the gradient of the input may have a
-    stride. In tiles, both sides of the window exceed 1. A whole image has at most 256 pixels a side
-    with its padding (`CUDNN_CONVOLUTION_FWD_ALGO_FFT` and `BWD_FILTER_ALGO_FFT` of cuDNN's API
-    reference).
+    They accept float32 or float16 in one or two dimensions without dilation. Only in direction
+    `input` (the input's gradient) they accept strides; without one, both sides of the window exceed
+    1. In others the padded image has at most 256 pixels a side (`CUDNN_CONVOLUTION_FWD_ALGO_FFT`
+    and `BWD_FILTER_ALGO_FFT` of cuDNN's API reference).
     """
     is_flat = len(c.tensor) <= 4 and {*c.dilation} == {1}
     if c.dtype not in (torch.float32, torch.float16) or not is_flat:
@@ -184,8 +184,8 @@ def _padded_side(c: ConvolutionShapes) -> int:
 def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Return the workspace of a convolution by Fourier transforms.
 
-    A plane becomes `s * (s / 2 + 1)` complex float32, where s is the padded image's side as a power
-    of two, at least 16. The transforms are stored twice, in addition to the kernel's own result:
+    A channel's plane becomes `s * (s / 2 + 1)` complex float32, where s is the padded image's side
+    as a power of two, at least 16. Transforms are stored twice, `weight` or `output` in float32:
 
         forward  weight + 2 * max(C * O + N * C, N * O) planes
         weight   output + 2 * max(C * O, N * (C + O)) planes
@@ -194,7 +194,7 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
 
         input    min(tiles, 2) * N * (C + O) + C * O planes
 
-    In channels-last, channels-first copies of the operands are made first. Of several groups, up to
+    In channels-last it also holds channels-first copies of the operands. Of several groups, up to
     eight are computed at a time, each with copies of its operands.
 
     Evidence: 761 convolutions with groups or strides under `cudnn.benchmark` on an H100. Groups
@@ -283,6 +283,6 @@ def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def _rearranged_bytes(c: ConvolutionShapes) -> int:
-    """Return bytes of copies of input, output and weight in the other memory format."""
+    """Return the bytes of copies of input, output and weight in another memory format."""
     elements = prod(c.tensor) + prod(c.output) + prod(c.weight)
     return elements * c.dtype.itemsize + HEADER_BYTES

@@ -98,7 +98,7 @@ register(
 
 def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
     def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute a float32 softmax of float16 input in one kernel, without a cast: SoftMax.cpp."""
+        """Run softmax: from float16 to float32 in one kernel (SoftMax.cpp), else by `then`."""
         if x.dtype is torch.float16 and dtype is torch.float32:
             return kernel(x, dim, True)
         return then(x, dim, dtype)
@@ -113,7 +113,7 @@ for _name in ("softmax", "log_softmax"):
 
 @registry.above_autograd("mish_backward")
 def mish_backward(then: Next, grad: Tensor, x: Tensor) -> Tensor:
-    """Run CUDA's single kernel; on other devices autograd decomposes `mish_backward`."""
+    """Run `then` below autograd, as one kernel; on other devices autograd decomposes it."""
     return then.below_autograd(grad, x)
 
 
@@ -132,8 +132,8 @@ def observe_and_quantize(
     scale: Tensor, zero_point: Tensor, averaging_const: float, quant_min: int, quant_max: int,
     channel: int, per_row: bool = False, symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run `fused_moving_avg_obs_fake_quant_cuda`: minimum and maximum, then quantized values.
-    Return them and the mask of values in range."""
+    """Run `fused_moving_avg_obs_fake_quant_cuda`: minimum and maximum of `x`, then fake
+    quantization. Return (quantized values, mask of the values in range)."""
     contiguous = x.contiguous()
     if not per_row:
         torch.aminmax(contiguous)

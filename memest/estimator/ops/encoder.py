@@ -23,14 +23,14 @@ from memest.estimator.tensors.placement import CPU, on_gpu
 
 
 class Packed(Tensor):
-    """Rows of a nested tensor without padding; `padded_shape` is (batch, steps, width)."""
+    """Stub of a nested tensor, its rows without padding; `padded_shape`: (batch, steps, width)."""
 
     padded_shape: torch.Size
     is_nested = True
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to_padded_tensor(self, padding: float, output_size: Any = None) -> Tensor:
-        """Return a padded tensor; allocate and free the sizes of the rows on the GPU."""
+        """Return an empty padded tensor; allocate and free the table of row sizes on the GPU."""
         made = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
         _pass(4 * (3 * self.padded_shape[0] + 1))
         return made
@@ -80,7 +80,7 @@ def install(patches: Patches, mode: SimMode) -> None:
 
 
 def _follow_masks(patches: Patches, mode: SimMode) -> None:
-    """Give the mask that torch.nn makes from a padding mask its values, if those are known."""
+    """Make torch.nn keep known values when it converts a padding mask to a float mask."""
     canonical = F._canonical_mask
 
     # Dynamo guards on the defaults of the original, so the replacement has them too
@@ -125,16 +125,16 @@ def _bytes(num_bytes: int) -> Tensor:
 
 
 def _pass(*sizes: int) -> None:
-    """Allocate temporaries of these sizes in order, then free them in reverse."""
+    """Allocate temporaries of these bytes in order, then free them in reverse order."""
     held = [_bytes(n) for n in sizes]
     while held:
         held.pop()
 
 
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Allocate what CUDA needs to find each row's first masked position; return what stays. The
-    kernel adds a column to the mask, casts to int32 and searches. The comparison needs two int64
-    tensors of the mask's size, one of which stays."""
+    """Allocate what CUDA needs to find each row's first masked position; return the tensors that
+    stay. The kernel adds a column to the mask, casts to int32 and searches. The comparison needs
+    two int64 tensors of the mask's size, one of which stays."""
     batch, steps = mask.shape
     column = _bytes(batch)
     wider = _bytes(batch * (steps + 1))
@@ -152,7 +152,7 @@ def _attention(
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run `native_multi_head_attention_cuda`; return its output, and weights or None."""
+    """Run `native_multi_head_attention_cuda`; return (output, attention weights or None)."""
     x = query.as_subclass(Tensor) if isinstance(query, Packed) else query
     batch, steps, width = x.shape
     head = width // num_heads

@@ -49,7 +49,7 @@ def _largest_prime(n: int) -> int:
 
 
 def _convolved(n: int) -> int:
-    """Return the length for `n` points in Bluestein's method: without prime factors above 5."""
+    """Return the padded length of `n` points in Bluestein's method: no prime factor exceeds 5."""
     length = 2 * n - 1
     while _largest_prime(length) > 5:
         length += 1
@@ -66,7 +66,7 @@ def _is_split(n: int, item: int = 16) -> bool:
 
 def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
     """Return cuFFT's workspace for `batch` complex transforms of `n` points of `item` bytes. `kind`
-    is a key of `SHARES`."""
+    is "fft", or "fft by strides" if the transformed dimension is not contiguous."""
     if item == 8 and n in SHARES[kind]:
         return n * item * batch * (SHARES[kind][n] == "a")
     if _is_convolved(n, item):
@@ -79,7 +79,8 @@ def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
 
 def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
     """Return cuFFT's workspace of `batch` transforms of `n` real points to n // 2 + 1, or back.
-    `item` is the bytes of a complex number, `kind` a key of `SHARES`."""
+    `item` is the bytes of a complex number. `kind` is "rfft" or "irfft", also with " by
+    strides"."""
     share = SHARES[kind].get(n, "") if item == 8 else ""
     if share and share in "-hg":
         return {"-": 0, "h": n // 2, "g": n // 2 + 1}[share] * item * batch

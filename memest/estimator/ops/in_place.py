@@ -30,11 +30,11 @@ def in_nodes(
     more: Args = (),
     is_possible: Callable[..., bool] | None = None,
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
-    """Return a rule `(func, args) -> (func, args)` for what autograd runs in place without a mode.
+    """Return a rule for operators that autograd runs in place without a dispatch mode.
 
-    `nodes` are names of autograd nodes whose formulas call `func`. The rule returns `instead`, by
-    default the in-place overload, with the further arguments `more`. `is_possible(*args)` returns
-    whether a call can run in place.
+    `rule(func, args)` returns (func, args), changed if an autograd node named in `nodes` is
+    running. The new operator is `instead`, by default the in-place overload, with the further
+    arguments `more`. `is_possible(*args)` returns whether a call can run in place.
     """
     names = nodes.split()
 
@@ -51,10 +51,10 @@ def in_nodes(
 
 
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
-    """Return (`aten.add_`, args) for a sum of two gradients that autograd computes in place.
-    `InputBuffer` does so if the first one is dense and has no other owner
-    (`can_accumulate_inplace`). The formulas of a Cholesky decomposition's gradient and of a
-    convolution's second gradient have sums too. Left out: the sum of two gradients of one matrix
+    """Return (`aten.add_`, args) for a sum of two gradients that autograd computes in place, else
+    (func, args). `InputBuffer` does so if the first one is dense and has no other owner
+    (`can_accumulate_inplace`). Sums in the gradient of a Cholesky decomposition and in the second
+    gradient of a convolution are no such sums. Left out: the sum of two gradients of one matrix
     (`cholesky_backward`)."""
     if torch.is_grad_enabled() or INSIDE.double_backward or not _are_alike(*args):
         return func, args
@@ -69,7 +69,7 @@ register("add.Tensor", in_backward=_sum_of_gradients)
 
 
 def _are_alike(left: Any, right: Any) -> bool:
-    """Return whether two summands have the shape and dtype of one tensor's gradients."""
+    """Return whether both summands are meta tensors of the same shape and dtype."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return False
     is_meta = left.device.type == right.device.type == "meta"
@@ -77,7 +77,7 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:
-    """Return the reference counts of the tensor and of its storage, references here included."""
+    """Return (references to the tensor, references to its storage), those of this call included."""
     storage = tensor.untyped_storage()
     held = torch._C._storage_Use_Count(storage._cdata)
     return tensor._use_count(), held  # type: ignore[attr-defined]
@@ -87,8 +87,7 @@ def _owners(tensor: Tensor) -> tuple[int, int]:
 def owners_of_a_sole_gradient() -> tuple[int, int]:
     """Return `_owners` of a gradient whose only owner is autograd's input buffer.
 
-    Releases of torch differ, so a small backward measures it: `x` has the gradients of two
-    products.
+    Releases of torch differ, so it is measured in a small backward that sums two gradients of `x`.
     """
     watch = _WatchSums()  # type: ignore[no-untyped-call]
     leaf = torch.empty(2, device="meta", requires_grad=True)
@@ -99,7 +98,7 @@ def owners_of_a_sole_gradient() -> tuple[int, int]:
 
 
 class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records the reference counts of gradients that autograd sums."""
+    """Dispatch mode that stores `_owners` of the first summand of autograd's last sum."""
 
     owners = (0, 0)
 

@@ -46,7 +46,7 @@ op(
 
 
 def is_a_row(tensor: Tensor) -> bool:
-    """Return whether `tensor.reshape(-1)` is a view."""
+    """Return whether `tensor.reshape(-1)` is a view and not a copy."""
     sides = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
     return tensor.numel() == 0 or all(
         outer == size * inner for (_, outer), (size, inner) in pairwise(sides)
@@ -150,8 +150,8 @@ def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
     """Allocations of a gradient by sorted indices: sort, runs of equal indices, partial sums. The
-    number of runs is an upper bound that does not depend on the indices' values. `num_rows` are the
-    weight's, `copies` the bytes of contiguous copies."""
+    number of runs is an upper bound that does not depend on the indices' values. The weight has
+    `num_rows` rows; `copies` are the bytes of contiguous copies."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES
@@ -201,9 +201,9 @@ register(
     modelled=lambda c: not c.scale_grad_by_freq and not c.sparse and c.indices.numel() > 0,
 )
 def embedding_bag_backward(c: KernelCall) -> Events:
-    """Allocations of `_embedding_bag_backward` (EmbeddingBag.cu): of sorted indices, or none.
+    """Allocations of `_embedding_bag_backward` (EmbeddingBag.cu): those of `_sorted_gradient`.
 
-    The gradient of a maximum sorts nothing.
+    The gradient of a maximum sorts no indices: it takes a contiguous copy and the result.
     """
     grad, copies = c.grad, contiguous_copy(c.grad)
     if c.mode == _MAXIMUM:
@@ -236,7 +236,7 @@ def _selection(mask: Tensor, positions: Events, gpu: Gpu) -> Events:
     shaped_by=lambda args: (),
 )
 def masked_scatter_backward(c: KernelCall) -> Events:
-    """Allocations of `masked_scatter_backward`: the selected gradient, and zeros up to `out`.
+    """Allocations of `masked_scatter_backward`: the selected gradient, and zeros that fill `out`.
 
     In TensorAdvancedIndexing.cpp `masked_select` expands the mask, finds the positions of its true
     entries (one int64 for each of its dimensions) and gathers. If the mask is unknown, the whole
@@ -306,10 +306,10 @@ op(
 def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
     """Return (func, args) as CUDA runs an indexing: indices on the GPU, masks as positions.
 
-    If values accumulate, host indices stay there: `_sorted_events` copies their products.
+    If values accumulate, host indices stay on the host: `_sorted_events` copies their products.
     `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask. `masked_select` is
-    `index` by the mask (cuda/IndexKernel.cpp). A number written through one mask is filled in
-    (`canDispatchToMaskedFill`). The call is unchanged where a mask is not known.
+    `index` by the mask (cuda/IndexKernel.cpp). A call that writes one number through a mask
+    (`canDispatchToMaskedFill`), or that needs neither change, is returned unchanged.
     """
     is_select = func is aten.masked_select.default
     source, indices = args[0], args[1]
@@ -405,7 +405,7 @@ register("masked_select", shaped_by=lambda args: args[1:])
 
 @registry.above_autograd("one_hot")
 def one_hot(then: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
-    """Scatter ones into zeros, as CUDA does; on meta torch compares instead (native/Onehot.cpp)."""
+    """Scatter ones into zeros, as CUDA does; on meta torch would compare instead (Onehot.cpp)."""
     if not classes.numel():
         return then(classes, num_classes)
     if num_classes == -1:

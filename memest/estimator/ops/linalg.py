@@ -62,7 +62,7 @@ class _Matrices:
 
     @property
     def is_factored_by_cublas(self) -> bool:
-        """True if `getrfBatched` runs: many matrices of 16 columns, or a few of 128, at most."""
+        """True if `getrfBatched` runs: a batch of up to 16 columns, or up to 8 with up to 128."""
         return not self.is_single and (self.n <= 16 or (self.n <= 128 and self.batch <= 8))
 
     def is_solved_in_a_loop(self, num_right: int) -> bool:
@@ -91,8 +91,8 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
 def _row(
     names: str, about: str, then: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
-    """Register `names`, operators of linalg; `then(call, matrices)` returns the events after the
-    outputs. `about` describes the allocations."""
+    """Register the memory of `names`, operators of linalg. `then(call, matrices)` returns the
+    events after the outputs; `about` describes them. `parts` are further arguments of `op`."""
     op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_is_measured, **parts)
 
 
@@ -271,7 +271,8 @@ def _lu(a: _Matrices) -> Events:
 
 
 def _lu_solve(a: _Matrices, num_right: int) -> Events:
-    """Allocations of `lu_solve_kernel`, for `num_right` columns: cuBLAS, a loop, or two systems."""
+    """Allocations of `lu_solve_kernel` for `num_right` right-hand sides: pointers of cuBLAS, a loop
+    over matrices, or two triangular systems."""
     if a.is_solved_in_a_loop(num_right):
         return passing(INFO)
     if a.n <= (16 if a.n == num_right else 64):
@@ -338,7 +339,7 @@ def eigvals_requests(c: KernelCall) -> Events:
 
 
 def _geev(a: _Matrices) -> Events:
-    """Allocations of cuSOLVER's `geev`: column-major copies, and a workspace right to 512 bytes."""
+    """Allocations of cuSOLVER's `geev`: a column-major copy, and a workspace right to 512 bytes."""
     n = a.n
     work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
     if n <= 128:
@@ -430,8 +431,8 @@ registry.register(
 def matrix_exp(a: Tensor) -> Tensor:
     """Run `mexp` of LinearAlgebra.cpp with its polynomial of the highest degree for all matrices.
 
-    The host reads norms to group matrices by degree. One squaring is assumed, since the powers
-    before it need more memory.
+    The host reads norms to group matrices by degree. One squaring is assumed; the powers computed
+    before it take more memory.
     """
     n = a.shape[-1]
     if n <= 1:
@@ -447,7 +448,7 @@ def matrix_exp(a: Tensor) -> Tensor:
 
 
 def _scaled_exp(a: Tensor, norms: Tensor) -> Tensor:
-    """Run `compute_T18_scale_square`: the exponential of matrices `a` with these `norms`."""
+    """Run `compute_T18_scale_square`: the exponential of matrices `a` with the 1-norms `norms`."""
     scales = (norms / 3.01).log2().ceil().clamp(min=0)
     terms = _taylor(a * torch.pow(2, -scales).view(-1, 1, 1))
     order = scales.sort(0).indices
@@ -480,16 +481,16 @@ def up(count: int) -> int:
 
 
 def geqrf_bytes(n: int, item: int) -> int:
-    """Return the workspace of `geqrf` (QR) of `n` columns, `item` bytes a number, for any rows."""
+    """Return the workspace of `geqrf` (QR) for any rows and `n` columns of `item`-byte numbers."""
     return item * (1024 * max(n, 256) + 524288) + 128
 
 
 def eigh_bytes(n: int, item: int, batch: int) -> int:
     """Return the workspace of one call of the eigenvalue solver that torch selects.
 
-    It is of n x n matrices with numbers of `item` bytes. The solver is Jacobi's in float32 for 32
-    to 512 columns, except in batches of 32. Otherwise it is divide and conquer, for all matrices at
-    once up to 32 columns.
+    The `batch` matrices are n x n, with numbers of `item` bytes. The solver is Jacobi's in float32
+    for 32 to 512 columns, except for a batch with 32. Otherwise it is divide and conquer; one call
+    takes all matrices if they have at most 32 columns.
     """
     if item == 4 and 32 <= n <= 512 and (batch == 1 or n > 32):
         blocks = ceil_div(n, BLOCK)

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
-    """Return (bytes of the loss of each element, temporaries of its sum over all elements)."""
+    """Return (bytes of all elementwise losses, bytes of the temporaries of their sum)."""
     shape: Any = torch.broadcast_shapes(c.self.shape, c.target.shape)  # type: ignore[no-untyped-call]
     loss = torch.empty(shape, dtype=c.out.dtype, device="meta")
     return loss.nbytes, sum_bytes(loss, (), loss.dtype, c.gpu)
@@ -35,8 +35,8 @@ def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
 def _reduced_loss(
     names: str, about: str, made: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
 ) -> None:
-    """Register `names`, losses with a mean or sum. `made(call, *_elements(call))` returns
-    temporaries; `about` describes them."""
+    """Register the memory of the losses `names` if reduced to a mean or sum: the temporaries that
+    `made(call, *_elements(call))` returns. `about` describes them."""
 
     def rule(c: KernelCall) -> Scratch:
         return made(c, *_elements(c)) if c.reduction else Scratch()
@@ -78,7 +78,7 @@ def bce_with_logits(c: KernelCall) -> Events:
 
 
 def _is_reduced(c: KernelCall) -> bool:
-    """Return whether a loss of several samples is a mean or a sum."""
+    """Return whether a loss of several samples is reduced to a mean or a sum."""
     return bool(c.reduction) and c.self.dim() > 1
 
 
@@ -171,9 +171,9 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
-    """Return whether autograd computes `left * right` and similar operations in place. That is
-    impossible if the result has another shape than `left`, as with `pos_weight` and a target of
-    more dimensions."""
+    """Return whether autograd writes `left * right`, or a difference or quotient, into `left`. It
+    does so if the backward is not recorded and the result has the shape of `left`. A `pos_weight`
+    gives another shape with a target of more dimensions."""
     if torch.is_grad_enabled():
         return False
     if not isinstance(right, Tensor):
@@ -201,8 +201,9 @@ register(
 def _goes_to_cudnn(
     batch: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int]
 ) -> bool:
-    """Return whether cuDNN computes a CTC loss with blank 0 (`_use_cudnn_ctc_loss`); `lengths` are
-    the inputs'."""
+    """Return whether cuDNN computes a CTC loss with blank 0 (`_use_cudnn_ctc_loss`). It takes
+    float32 log probabilities `batch` and short 1-d int32 `targets` on the host. `lengths` must all
+    equal the number of steps."""
     is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
     is_fit = {*lengths} == {len(batch)} and all(
         size < 256 and size <= len(batch) for size in target_lengths
@@ -217,7 +218,7 @@ def ctc_loss(
 ) -> Tensor:  # fmt: skip
     """Run cuDNN's kernel of `ctc_loss` where CUDA would, else torch's own kernel.
 
-    `ctc_loss_impl` of LossCTC.cpp makes the zero before the losses are compared.
+    For `zero_infinity`, LossCTC.cpp makes a zero before it compares the losses with infinity.
     """
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
     of_gpu: Any = {"dtype": batch.dtype, "device": "cuda"}
@@ -243,7 +244,7 @@ def ctc_loss(
 def ctc_loss_of_tensors(
     then: Next, log_probs: Tensor, targets: Tensor, *lengths_and_options: Any
 ) -> Tensor:
-    """Run `ctc_loss` with lengths in tensors."""
+    """Run `ctc_loss` for an overload that has the lengths in tensors."""
     lengths, target_lengths, *options = lengths_and_options
     return ctc_loss(then, log_probs, targets, lengths.tolist(), target_lengths.tolist(), *options)
 

@@ -93,9 +93,9 @@ def _is_fused(c: KernelCall) -> bool:
     modelled=lambda c: not _is_fused(c) or c.gpu.capability == _RECORDED,
 )
 def grouped_mm(c: KernelCall) -> Scratch:
-    """Allocations of a grouped product: tables of the fused kernel, or of an `mm` per group.
+    """Allocations of a grouped product: two tables of the fused kernel; none for a loop of `mm`.
 
-    A table has pointers, strides and sizes of each of G groups, another one descriptors::
+    One table has pointers, strides and sizes of each of G groups, the other has descriptors::
 
         3 * 8 * round_up(G, 2) + 12 * G + 3 * 8 * G
         4 * 128 * multiprocessors
@@ -110,7 +110,7 @@ def grouped_mm(c: KernelCall) -> Scratch:
 
 @registry.refuse("addmm addmm_")
 def refuse_addmm(c: KernelCall) -> str:
-    """Return torch's error text if dtypes of summand and factors differ (cuda/Blas.cpp)."""
+    """Return the error text for dtypes that `addmm` refuses (cuda/Blas.cpp), else an empty one."""
     right = c.mat2.dtype
     for name, dtype in (("self", c.self.dtype), ("mat1", c.mat1.dtype)):
         if dtype != right:
@@ -131,9 +131,10 @@ register("baddbmm", refuse=expects(1, 2, "baddbmm_cuda"))
 
 @registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)
 def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run `linear`. If the input is not contiguous, the bias is added in place to the product.
+    """Run `linear`. To the product of a non-contiguous batch, the bias is added in place.
 
-    torch takes another path under a dispatch mode (`isTensorSubclassLike`, native/Linear.cpp).
+    `then` would add it out of place, as torch does under a dispatch mode (`isTensorSubclassLike`,
+    native/Linear.cpp).
     """
     if bias is not None and x.dim() > 2 and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
@@ -173,7 +174,7 @@ for _names, _product in (
 
 @registry.result("_scaled_mm.out")
 def scaled_product(c: KernelCall) -> Tensor:
-    """Return the preallocated `out`, resized as the product; this overload has no meta kernel."""
+    """Return `out`, resized to the product's shape; this overload has no meta kernel."""
     out: Tensor = c["out"]
     others = {name: value for name, value in c.items() if name != "out"}
     return out.resize_(aten._scaled_mm.default(**others).shape)
@@ -270,7 +271,7 @@ A thread's handle has one workspace per stream (`cublas_handle_stream_to_workspa
 
 
 class CublasWorkspaces:
-    """Records which threads and streams of a process have a cuBLAS workspace on one GPU.
+    """Record of the threads and streams of a process that have a cuBLAS workspace on one GPU.
 
     The environment is read at the first call, as torch does.
     """
@@ -332,9 +333,9 @@ def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
 def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether the call runs in cuBLASLt, which adds the bias in its epilogue.
     `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
-    contiguous matrix, the second factor has rows and columns, and the summand is a contiguous row.
-    With a fused activation it may be a matrix. One row called cuBLASLt on an H200 (torch
-    2.11.0)."""
+    contiguous matrix, the second factor has several rows and columns, and the summand is a
+    contiguous row. With a fused activation it may be a matrix. One row called cuBLASLt on an H200
+    (torch 2.11.0)."""
     if not product.fused or product.fused == "scaled":
         return bool(product.fused)
     bias, (left, right) = args[0], _factors(product, args)
@@ -382,7 +383,7 @@ def _matrix_has_unit_stride(tensor: Tensor) -> bool:
 
 def _batch_fits(tensor: Tensor, *, fast: int) -> bool:
     """Return whether cuBLAS reads the batch without a copy: `prepare_batch_matrix_for_cublas`.
-    `fast` is the dim that is contiguous when the factor needs no transposition."""
+    `fast` is the dimension that is contiguous when the factor needs no transposition."""
     sizes, strides, leading = tensor.shape, tensor.stride(), 3 - fast
     if strides[fast] == 1 and strides[leading] >= max(1, sizes[fast]):
         return True

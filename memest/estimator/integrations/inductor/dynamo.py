@@ -27,7 +27,7 @@ BROKEN = "`torch.compile` broke a graph where it breaks none on a GPU: {why}"
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Make Dynamo compile code that runs on the virtual GPU."""
+    """Patch Dynamo, once it is imported, to compile code that runs on the virtual GPU."""
     modules = mode.attribution.modules
 
     def after_import(dynamo: Any) -> None:
@@ -48,7 +48,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
         @patches.wrap(dynamo.exc.Unsupported, "__init__")
         def init_and_warn(init: Any, self: Any, msg: str, *args: Any, **kwargs: Any) -> None:
-            """Create a graph break's error; add a warning if memest's code is the cause."""
+            """Run `init`, a graph break's `__init__`; warn first if memest's code is the cause."""
             line = next((line for line in msg.splitlines() if "memest.estimator" in line), None)
             if line is not None and "_install_steps" not in line:  # the step within is one graph
                 mode.guesses.warn(BROKEN.format(why=line.strip()[:200]))
@@ -63,7 +63,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
-    """Trace a `flex_attention` score function with fake tensors, also in eager mode."""
+    """Make `flex_attention` trace its score function with fake tensors, also in eager mode."""
 
     @patches.wrap(flex, "create_fw_bw_graph")
     def create_graphs(create: Any, *args: Any) -> Any:
@@ -79,7 +79,7 @@ def _install_flex(patches: Patches, mode: CudaSimMode, flex: Any) -> None:
 
 
 def _install_autograd(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
-    """Let compiled autograd trace a backward as on a GPU: its stack is closed after the trace."""
+    """Let compiled autograd trace a backward without dispatch modes and memest's hooks."""
     instance = dynamo.compiled_autograd.AutogradCompilerInstance
 
     @patches.wrap(instance, "begin_capture")
@@ -91,7 +91,7 @@ def _install_autograd(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
 
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
-    """Compile frames as on a GPU; a frame that fails only here runs eagerly, with a warning."""
+    """Compile Python frames as on a GPU; run a frame that fails only here eagerly, and warn."""
     from torch._dynamo import exc
 
     convert_frame = dynamo.convert_frame
@@ -173,7 +173,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
 
 
 def _install_device(patches: Patches, module: Any) -> None:
-    """Replace functions of `torch.cuda` that Dynamo's device interface has copied."""
+    """Replace functions of `torch.cuda` that Dynamo's device interface, in `module`, has copied."""
     patches.set(module, "caching_worker_device_properties", {})  # cached for an earlier GPU
     interface = module.CudaInterface
     replacements = {original: made for made, original in patches.originals().items()}
