@@ -35,7 +35,7 @@ _OPTIONS = {
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register `%%memest`; IPython calls this at `%load_ext memest`."""
+    """Register the cell magic `%%memest` in IPython's `shell`; `%load_ext memest` calls this."""
     shell.register_magic_function(_Magic(shell), "cell", "memest")
 
 
@@ -65,7 +65,10 @@ class _Magic:
         self.left: dict[str, Any] = {}  # of earlier cells, whose GPU no longer exists
 
     def __call__(self, line: str, cell: str) -> CellReport | None:
-        """Run `cell` on a virtual GPU; `line` is `[GPU] [--memory-limit 20GiB] [--max-steps 3]`."""
+        """Run `cell` on a virtual GPU; `line` is `[GPU] [--memory-limit 20GiB] [--max-steps 3]`.
+
+        Returns None, after a message, if the cell is refused or does not use the GPU.
+        """
         try:
             session = _session(line)
             self._check(cell)
@@ -95,7 +98,8 @@ class _Magic:
                 self.left[name] = value
 
     def _check(self, cell: str) -> None:
-        """Raise if `cell` uses objects on the real GPU, or on an earlier cell's virtual GPU."""
+        """Raise an `UnsupportedError` if `cell` has a top-level `await`, or tensors of other GPUs.
+        Other GPUs are the real one, and the virtual one of an earlier cell."""
         namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
         if _awaits(source):
             raise UnsupportedError(
@@ -137,7 +141,7 @@ def _session(line: str) -> Session:
 
 
 def _awaits(source: str) -> bool:
-    """Return whether `source`, a cell, awaits outside of a function, as IPython allows."""
+    """Return whether the cell `source` has `await` outside of a function, as IPython allows."""
     try:
         code = compile(source, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except SyntaxError:  # the shell prints it
@@ -146,7 +150,7 @@ def _awaits(source: str) -> bool:
 
 
 def _names(source: str, namespace: dict[str, Any]) -> set[str]:
-    """Return names of `namespace` that the cell `source` uses, also in functions that it calls."""
+    """Return the keys of `namespace` that the cell `source` uses, also inside functions it uses."""
     try:
         cell = compile(source, "<cell>", "exec")
     except SyntaxError:  # the shell prints it
@@ -199,7 +203,7 @@ def _key(tensor: torch.Tensor) -> int | None:
 
 @contextmanager
 def _quiet_at_the_limit(shell: Any) -> Iterator[None]:
-    """Print no traceback when `--max-steps` ends the cell."""
+    """Suppress, in a `with` block, the traceback of a cell that `--max-steps` ends."""
     show = shell.showtraceback
 
     def showtraceback(*args: Any, **kwargs: Any) -> None:

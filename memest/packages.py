@@ -32,7 +32,7 @@ _OURS = ("memest", "importlib", "runpy", "__main__")
 
 
 def require(*packages: str) -> None:
-    """Raise an `UnsupportedError` unless `packages` are installed; nothing is imported."""
+    """Raise an `UnsupportedError` unless all `packages` are installed; import none of them."""
     for package in packages:
         if not is_installed(package):
             hint = how_to_install(package)
@@ -47,15 +47,15 @@ def require(*packages: str) -> None:
 def is_in_packages(path: str | Path) -> bool:
     """Return whether a file or folder is inside a folder of installed packages.
 
-    Debian's Python has `dist-packages`, also in NVIDIA's containers.
+    Such a folder is `site-packages` or, in Debian's Python, `dist-packages`.
     """
     return not _FOLDERS.isdisjoint(Path(path).parts)
 
 
 def broken_package(error: BaseException) -> tuple[str, str] | None:
-    """Return (message, hint) for an `error` that an installed package raised at its import.
+    """Return (message, hint) for an `error` raised while an installed package was imported.
 
-    None if the package's import statement was not running.
+    None if it was raised outside of such an import.
     """
     modules = [
         str(frame.f_globals.get("__name__"))
@@ -73,13 +73,13 @@ def _again(package: str) -> str:
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs `package`, an optional one."""
+    """Return the command that installs the optional `package`."""
     extra = EXTRAS.get(package, "validate")
     return _BY_NAME.get(package, f"pip install 'memest-gpu[{extra}]'")
 
 
 def with_nvml(read: Callable[[Any], T]) -> T | None:
-    """Return `read(pynvml)`, called between init and shutdown; None if NVML is not available."""
+    """Return `read(pynvml)`, called while NVML is initialised; None if NVML is missing or fails."""
     try:
         import pynvml
     except ImportError:
@@ -95,7 +95,7 @@ def with_nvml(read: Callable[[Any], T]) -> T | None:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether `package` can be imported, without importing it."""
+    """Return whether `package` is installed, without importing it."""
     with suppress(ModuleNotFoundError):  # the package of a submodule
         return importlib.util.find_spec(package) is not None
     return False

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Open the virtual GPU of a marked test before its other fixtures of function scope."""
+    """Request the fixture `virtual_gpu` for a marked test, before others of function scope."""
     names = getattr(item, "fixturenames", None)
     if names is None or item.get_closest_marker("gpu_memory") is None:
         return
@@ -58,7 +58,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
-    """A virtual GPU for the test: named by its mark, by `[tool.memest]`, or the default."""
+    """A virtual GPU for the test: that of its mark, else of `[tool.memest]`, else the default."""
     from memest.errors import MemestError
     from memest.run.session import virtual_gpu as simulate
     from memest.units import parse_bytes
@@ -77,7 +77,7 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
 
 
 def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
-    """Return (memory limit, GPU) of a test: each from its mark, from the project, or empty."""
+    """Return (memory limit, GPU) of a test, each from its mark, else the project, else ""."""
     from memest.project import find_project
 
     mark, project = item.get_closest_marker("gpu_memory"), find_project(item.config.rootpath)
@@ -94,7 +94,7 @@ def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Check the peak of a test that passed on a virtual GPU."""
+    """Run a test; fail it if its peak on the virtual GPU is too high."""
     try:
         result = yield
     except BaseException:
@@ -113,7 +113,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
-    """Yield the reasons for which a test fails by its peak, and record the peak."""
+    """Yield lines on why the peak in `report` fails the test, if it does, and record the peak."""
     from memest.report import StoredPeak, read_as
     from memest.report.difference import changes, grown, other_versions, peaks_text
     from memest.units import format_bytes, parse_bytes
@@ -172,7 +172,7 @@ def _held(report: "RunReport") -> list[str]:
 
 
 def _stored(config: pytest.Config) -> dict[str, Any]:
-    """Return the stored peaks by test, read from the file at the first call."""
+    """Return the stored peaks by id of the test; the first call reads the file."""
     if _STORED not in config.stash:
         path = config.rootpath / PEAKS
         try:
@@ -187,7 +187,7 @@ def _stored(config: pytest.Config) -> dict[str, Any]:
 
 
 class _Collector:
-    """Collects the peaks and notes of tests, in the controller process if xdist runs."""
+    """Collector of the peaks and notes of tests, in the controller process if xdist runs."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -195,7 +195,7 @@ class _Collector:
         self.notes: dict[str, int] = {}  # note -> number of tests
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Store the peak and the note that `_faults` recorded in a test."""
+        """Collect the peak and the note that `_faults` recorded in a test."""
         if report.when != "call":
             return
         for name, value in report.user_properties:
@@ -205,7 +205,7 @@ class _Collector:
                 self.notes[str(value)] = self.notes.get(str(value), 0) + 1
 
     def pytest_sessionfinish(self) -> None:
-        """Write the collected peaks to the file; peaks of tests that did not run stay."""
+        """Write the collected peaks for `--memest-update`; peaks of tests that did not run stay."""
         if not (self.config.getoption("memest_update") and self.peaks):
             return
         from memest.writing import write_whole

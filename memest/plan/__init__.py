@@ -1,4 +1,4 @@
-"""The training request: its keys, its checks, and the files that hold one."""
+"""Training plans, which describe a fine-tune: their keys, their checks and their files."""
 
 from memest.plan.training_plan import TrainingPlan
 

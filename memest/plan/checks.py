@@ -1,4 +1,4 @@
-"""Checks of a plan: types and ranges from the key rows, and keys that contradict each other."""
+"""Checks of a plan: the type and range of each key's value, and keys that contradict each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ WORDS: Mapping[str, tuple[str, str]] = read_table(__file__, "checks.json")
 
 
 def check(plan: TrainingPlan, rows: Rows) -> None:
-    """Raise a `PlanError` if a value of `plan` does not exist or contradicts another key."""
+    """Raise a `PlanError` if a value of `plan` is not allowed or contradicts another key. `rows`
+    has the type and the allowed values of each key, by its name."""
     for row in rows.values():
         _check_type(row, getattr(plan, row.name))
     for row in rows.values():

@@ -1,7 +1,7 @@
-"""Keys of a training plan, such as `batch_size`, a row each: accepted values, flags, other names.
+"""Keys of a training plan, such as `batch_size`: accepted values, command-line flags, other names.
 
-`keys.json` has the rows by section; their types and defaults are those of `TrainingPlan`. The
-checks, the options of the command line, the inverse command and docs/plan.md are made from them.
+`keys.json` has a row for each key, by section; types and defaults are those of `TrainingPlan`.
+The checks, command-line options, the command for a plan and docs/plan.md are made from them.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 def read_lengths(value: Any) -> tuple[int, ...]:
-    """Return the numbers in `value`: a list, a text such as `512,96`, or a file: JSON, or one per
-    line.
+    """Return the sequence lengths, in tokens, that `value` gives.
+
+    `value` is a list, a text such as `512,96`, or the path of a file: JSON, or a number per line.
 
     Raises:
-        PlanError: it is none of these, or a number is not positive.
+        PlanError: it is none of these, or a length is not a positive whole number.
     """
     items = value
     if isinstance(value, str | Path):
@@ -98,7 +99,8 @@ def read_lengths(value: Any) -> tuple[int, ...]:
 
 
 def steps_of(lengths: tuple[int, ...], num_micro_batches: Any) -> int:
-    """Return how many steps of `num_micro_batches` the `lengths` are enough for; at least 1."""
+    """Return how many optimizer steps `lengths`, one per micro-batch, are enough for; at least 1. A
+    step has `num_micro_batches`."""
     is_count = isinstance(num_micro_batches, int) and num_micro_batches > 0
     return max(1, len(lengths) // (num_micro_batches if is_count else 1))
 
@@ -116,7 +118,7 @@ def _numbers(text: str) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Range of a number, and the hint of the error for a value outside."""
+    """Allowed range of a number, and the hint of the error for a value outside of it."""
 
     low: float = float("-inf")
     high: float = float("inf")
@@ -125,14 +127,14 @@ class Bounds:
     without_high: bool = False
 
     def hold(self, value: float) -> bool:
-        """Return whether `value` is in the range; NaN is not."""
+        """Return whether `value` is in the range; False for NaN."""
         above = value > self.low if self.without_low else value >= self.low
         return above and (value < self.high if self.without_high else value <= self.high)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Condition that must hold for a key with another value than its default."""
+    """Condition for a key to differ from its default, such as adapters for `lora_bias`."""
 
     is_met: Callable[[TrainingPlan], bool]
     error: str  # message, with `{key}` and `{strategy}`
@@ -183,28 +185,28 @@ class Key:
 
     @property
     def is_switch(self) -> bool:
-        """True if the flag takes no value."""
+        """True if the key is a boolean, whose flag takes no value."""
         return self.type.startswith("bool")
 
     @property
     def is_repeated(self) -> bool:
-        """True if the flag is given once for each of several names."""
+        """True if the key is a list of names, each of which repeats the flag."""
         return self.type == "tuple[str, ...]"
 
     @property
     def is_mapping(self) -> bool:
-        """True if the key holds names with values."""
+        """True if the key's value is a mapping from names to values."""
         return self.type == "tuple[tuple[str, Any], ...]"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The command-line flag; of a switch also the flag that turns it off."""
+        """The command-line flag; for a switch two flags, which turn it on and off."""
         on, _, off = self.flag.partition("/")
         return (on, off or f"--no-{on[2:]}") if self.is_switch else (on,)
 
     @property
     def help_text(self) -> str:
-        """`help` with `{choices}` replaced by the values of the key."""
+        """Help of the flag: `help` with `{choices}` replaced by the accepted values."""
         return self.help.replace("{choices}", ", ".join(self.choices))
 
     def read(self, value: Any) -> Any:
@@ -221,7 +223,7 @@ class Key:
         return value
 
     def words(self, value: Any) -> list[str]:
-        """Return command-line arguments that set the key to `value`, as a plan's `to_dict` has."""
+        """Return command-line arguments that set the key to `value`, in the form of `to_dict`."""
         if self.is_switch:
             return [self.flags[0 if value else 1]]
         if self.is_repeated:
@@ -236,7 +238,7 @@ class Key:
 
 
 def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
-    """Return the rows of `keys.json` by name of the key, in the order of the fields of `plan`."""
+    """Return the keys in `keys.json` by name, in the order of the fields of the class `plan`."""
     table: Mapping[str, Mapping[str, dict[str, Any]]] = read_table(__file__, "keys.json")
     rows = {name: _read(section, **rows[name]) for section, rows in table.items() for name in rows}
     return {
@@ -251,10 +253,10 @@ def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
 def _read(
     section: str, *, need: str = "", choices: str = "", bounds: Any = None, **rest: Any
 ) -> Key:
-    """Return a row of `keys.json`.
+    """Return the `Key` for a row of `keys.json` in `section`; `rest` are its other fields.
 
-    `choices` is a constant of this module, `need` a name of `NEEDS`. Two numbers as `bounds` are
-    those of whole numbers, where a value above the second is a typing error.
+    `choices` is the name of a constant of this module, `need` a key of `NEEDS`. `bounds` are fields
+    of `Bounds`, or a list for whole numbers: lowest, highest, optional end of the hint.
     """
     if isinstance(bounds, list):
         low, high, *more = bounds
@@ -268,10 +270,12 @@ def _read(
 
 
 def read_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the (name, value) pairs in `value`: a mapping, pairs, or text as `amsgrad=true,eps=1`.
+    """Return the (name, value) pairs in `value`, the options given for the plan's key `name`.
+
+    `value` is a mapping, a list of pairs, or text such as `amsgrad=true,eps=1`.
 
     Raises:
-        PlanError: it is none of these, or a value is not plain.
+        PlanError: it is none of these, or an option is not a boolean, number, text or None.
     """
     hint = "write `name: value` lines, or `name=value` separated by commas"
     if isinstance(value, str):

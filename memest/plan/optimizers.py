@@ -1,4 +1,4 @@
-"""Optimizers of plans, one row each, from which measured runs and predictions make them.
+"""Optimizers that plans can name, and the classes that measured runs and predictions construct.
 
 A plan may also name a class of `torch.optim` or `bitsandbytes.optim` by its own name (`AdamW`,
 `bitsandbytes.optim.Lion8bit`), and by the spelling of `TrainingArguments` (`adamw_torch_fused`).
@@ -19,7 +19,7 @@ TORCH, BITSANDBYTES, DEEPSPEED = "torch", "bitsandbytes", "deepspeed"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """An optimizer that plans can name; it is made by `class_name(params, lr=..., **options)`."""
+    """An optimizer that plans can name, constructed by `class_name(params, lr=..., **options)`."""
 
     library: str
     class_name: str
@@ -28,17 +28,17 @@ class OptimizerRow:
 
     @property
     def has_momentum(self) -> bool:
-        """True if `momentum` is an option."""
+        """True if the class has the option `momentum`."""
         return self.class_name.rstrip("0123456789bit") in ("SGD", "RMSprop", "LARS", "Muon")
 
     @property
     def needs_momentum(self) -> bool:
-        """True if it requires momentum (bitsandbytes 0.50, `optim/sgd.py`, `lars.py`)."""
+        """True if `momentum` may not be 0 (bitsandbytes 0.50, `optim/sgd.py`, `lars.py`)."""
         return self.library == BITSANDBYTES and self.class_name.startswith(("SGD", "LARS"))
 
     @property
     def has_nesterov(self) -> bool:
-        """True if `nesterov` is an option."""
+        """True if the class has the option `nesterov`."""
         return self.library == TORCH and self.class_name in ("SGD", "Muon")
 
 
@@ -66,11 +66,13 @@ _ALIASES |= _TABLE["aliases"]
 
 
 def optimizer_name(given: str) -> str:
-    """Return the name in `OPTIMIZERS` of the optimizer `given` by any of its names.
+    """Return the key in `OPTIMIZERS` of the optimizer that `given` names.
+
+    `given` is this key, the name of a class, or a name of `TrainingArguments`.
 
     Raises:
         PlanError: no optimizer has this name.
-        UnsupportedError: it exists, but not for plans.
+        UnsupportedError: the optimizer exists, but plans do not support it.
     """
     if given in OPTIMIZERS:
         return given

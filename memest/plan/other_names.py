@@ -1,4 +1,4 @@
-"""Names of keys in Lightning and `TrainingArguments`.
+"""Names that Lightning and `TrainingArguments` of transformers have for the keys of plans.
 
 Source: transformers 5.17, training_args.py; Lightning 2.6, pytorch/trainer/trainer.py.
 """
@@ -27,23 +27,23 @@ _CUDA = ("gpu", "cuda", "auto", None)
 
 
 def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
-    """Return all names that `read_other_names` reads, ignores or refuses."""
+    """Return all names that `read_other_names` converts, ignores or refuses, for keys `rows`."""
     return _OTHERS | {*_same(rows), "accelerator"}
 
 
 def _same(rows: Mapping[str, Key]) -> dict[str, str]:
-    """Return plan keys by names of `TrainingArguments` with the same meaning."""
+    """Map each name of `TrainingArguments` to the plan key, of `rows`, with the same meaning."""
     return {other: name for name, row in rows.items() for other in row.other_names}
 
 
 def read_other_names(
     values: Mapping[str, Any], rows: Mapping[str, Key]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return (`values` by names of plan keys, notes on what was assumed to convert them).
+    """Return (`values` with other libraries' names replaced by plan keys, notes on assumptions).
 
     Raises:
-        PlanError: a value contradicts another, or requests anything except a CUDA GPU.
-        UnsupportedError: a name touches memory, and plans do not support it.
+        PlanError: two values contradict each other, or the device is not a CUDA GPU.
+        UnsupportedError: a setting affects memory, and plans do not support it.
     """
     found = dict(values)
     assumed: list[str] = []

@@ -1,4 +1,4 @@
-"""Text and YAML of files that users name, which may be devices, pipes or malicious."""
+"""Reading of text and YAML from paths of users, which may be devices, pipes or malicious files."""
 
 import json
 import os
@@ -17,15 +17,15 @@ _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Unix, Wind
 
 
 def read_table(module: str, name: str) -> Any:
-    """Return the JSON file `name` from the folder of a module, whose `__file__` is `module`."""
+    """Return the content of the JSON file `name` in the folder of the Python file `module`."""
     return json.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:
-    """Return the text of a regular file or a pipe of at most `max_bytes`; `what` is for the hint.
+    """Return the text of the regular file or pipe `path`; error hints call its content `what`.
 
     Raises:
-        PlanError: it cannot be read, is too large, is not text, or is a device or a folder.
+        PlanError: it cannot be read, is larger than `max_bytes`, not text, a device or a folder.
     """
     hint = f"name a file of {what}"
     try:
@@ -67,10 +67,10 @@ def _read(descriptor: int, max_bytes: int) -> bytes:
 
 
 def parse_yaml(text: str, path: Path) -> Any:
-    """Return the values of a YAML or JSON text, or of TOML if the path ends with `.toml`.
+    """Return the values in `text`: YAML or JSON, or TOML if its file's `path` ends with `.toml`.
 
     Raises:
-        PlanError: it is none of them, or its aliases make it larger than `MAX_NODES`.
+        PlanError: it is not valid, or has more than `MAX_NODES` values with YAML aliases expanded.
     """
     if path.suffix == ".toml":
         import tomllib
@@ -108,7 +108,9 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """Return the number of values in a YAML node; too many if the node is `above` itself."""
+    """Return the number of values in a YAML `node`, with aliases expanded. `known` has the sizes of
+    nodes counted before, by id; `above` has the ids of the node's parents. A node inside itself
+    counts as more than `MAX_NODES`."""
     if id(node) in above:
         return MAX_NODES + 1
     if id(node) not in known:

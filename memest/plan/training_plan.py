@@ -1,4 +1,4 @@
-"""`TrainingPlan`: the whole request, and the files that hold plans.
+"""`TrainingPlan`, the description of a fine-tune to predict, and the files that hold plans.
 
 The comment or docstring of a key is its text in docs/plan.md, which `python scripts/regenerate.py`
 writes. The rest of its row is in `keys.json`.
@@ -21,10 +21,10 @@ from memest.plan.reading import parse_yaml, read_limited
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """The request for one fine-tune, with the keys of Lightning.
+    """Description of a fine-tune to predict or to measure; its fields are the keys of plan files.
 
     Raises:
-        PlanError: a value does not exist, is out of range, or contradicts another.
+        PlanError: a value is not allowed, or contradicts another.
     """
 
     model_name: str  # Bundled model, folder or file with a Hugging Face config, or Hub id
@@ -175,7 +175,7 @@ class TrainingPlan:
 
     @property
     def is_ddp(self) -> bool:
-        """True if every GPU holds the whole model and gradients are summed in buckets."""
+        """True if DDP runs: every GPU holds the whole model and gradients are summed in buckets."""
         return self.strategy.startswith("ddp") or (self.strategy == "auto" and self.world_size > 1)
 
     @property
@@ -185,42 +185,42 @@ class TrainingPlan:
 
     @property
     def is_deepspeed(self) -> bool:
-        """True if DeepSpeed shards the training state."""
+        """True if DeepSpeed shards optimizer state, gradients or parameters: ZeRO stages 1 to 3."""
         return self.strategy.startswith("deepspeed")
 
     @property
     def offloads(self) -> bool:
-        """True if the optimizer state is in host memory."""
+        """True if DeepSpeed keeps the optimizer state in host memory."""
         return self.strategy.endswith("_offload")
 
     @property
     def is_distributed(self) -> bool:
-        """True if any strategy except Lightning's single-device one runs."""
+        """True if the strategy is DDP, FSDP or DeepSpeed, even on one GPU."""
         return self.is_ddp or self.is_fsdp or self.is_deepspeed
 
     @property
     def world_size(self) -> int:
-        """GPUs over all nodes."""
+        """Number of GPUs over all nodes."""
         return self.devices * self.num_nodes
 
     @property
     def validates(self) -> bool:
-        """True if the plan runs validations."""
+        """True if the plan has batches of validation."""
         return self.limit_val_batches > 0
 
     @property
     def uses_adapters(self) -> bool:
-        """True if only adapters are trained."""
+        """True if low-rank adapters are trained on a frozen model, by LoRA or QLoRA."""
         return self.use_lora or self.use_qlora
 
     @property
     def loads_quantized(self) -> bool:
-        """True if weights are quantised while they are loaded."""
+        """True if QLoRA quantises weights while they are loaded, not on the GPU afterwards."""
         return self.use_qlora and self.quant_load == keys.FROM_PRETRAINED
 
     @property
     def kbit_checkpoints(self) -> bool:
-        """True if `prepare_model_for_kbit_training` turns activation checkpointing on."""
+        """True if peft's `prepare_model_for_kbit_training` turns activation checkpointing on."""
         return self.use_qlora and self.kbit_ckpt is not False
 
     @property
@@ -230,37 +230,37 @@ class TrainingPlan:
 
     @property
     def clip_norm(self) -> float | None:
-        """`gradient_clip_val` of the plan, or the default of its loop."""
+        """`gradient_clip_val`, or else the default of the training loop; None if neither is set."""
         default = PLAN_KEYS["gradient_clip_val"].in_loops.get(self.loop)
         return default if self.gradient_clip_val is None else self.gradient_clip_val
 
     @property
     def is_padded(self) -> bool:
-        """`padded` with its default applied."""
+        """True if batches have padded rows: `padded`, or by default if `batch_size` is above 1."""
         return self.batch_size > 1 if self.padded is None else self.padded
 
     @property
     def label(self) -> str:
-        """Name of the plan in reports."""
+        """Name of the plan in reports: `name`, or else `model_name`."""
         return self.name or self.model_name
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values, for JSON; `from_dict` reads it back."""
+        """Return the plan as JSON values by key, which `from_dict` reads back."""
         values = {name: getattr(self, name) for name in PLAN_KEYS}
         values |= {name: dict(values[name]) for name in _MAPPINGS}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> TrainingPlan:
-        """Make a plan from a lab config dictionary.
+        """Make a plan from the keys and values of a training config.
 
         Args:
-            values: keys of `TrainingPlan`; those of a lab config that do not affect memory are
-                ignored.
-            overrides: values that win over `values`, except None.
+            values: plan keys, or names of Lightning and `TrainingArguments`. Settings that do not
+                affect memory, such as `lr`, are ignored.
+            overrides: values by plan key that replace those of `values`; None replaces nothing.
 
         Raises:
-            PlanError: a key does not exist, or a value is of the wrong kind.
+            PlanError: a key does not exist, or a value is not allowed.
         """
         if not isinstance(values, Mapping):
             raise PlanError(
@@ -296,15 +296,15 @@ _MAPPINGS = tuple(name for name, row in PLAN_KEYS.items() if row.is_mapping)
 
 
 def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
-    """Return the plan in a lab config; `overrides` win; `PlanError` if it holds no valid plan."""
+    """Return the plan in a file, its values replaced by `overrides`; `PlanError` if invalid."""
     return TrainingPlan.from_dict({**_read_mapping(path), **overrides})
 
 
 def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
-    """Return the plans of a suite, in its order, with `overrides` in place of their keys.
+    """Return the plans in the file `path` in order, each with values replaced by `overrides`.
 
-    A suite is a mapping: optional `defaults`, then `experiments`, a list of plans with a `name`
-    each.
+    The file is a mapping: optional `defaults` of all plans, then `experiments`, a list of plans
+    with a `name` each.
 
     Raises:
         PlanError: the file cannot be read, or an experiment is invalid or not unique by name.
@@ -335,7 +335,7 @@ def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
 
 
 def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> str:
-    """Return the checked name in `values`, experiment `number`, and add it to `names`."""
+    """Return the checked name of experiment `number`, from `values`, and add it to `names`."""
     if not isinstance(values, dict):
         raise PlanError(
             f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`"

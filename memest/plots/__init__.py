@@ -1,4 +1,4 @@
-"""Charts: functions from reports to a matplotlib figure, and `save` to write it.
+"""Charts: functions that draw reports as matplotlib figures, and `save`, which writes a figure.
 
     from memest.plots import plot_phases, save
 

@@ -36,8 +36,8 @@ def plot_largest_batch(
 ) -> Figure:  # fmt: skip
     """Draw the largest batch that fits `gpu`, by row (such as a model) and column of `table`.
 
-    0 is a model that does not fit at all, None a combination that does not exist. The subtitle has
-    `remarks`.
+    0 is a model that does not fit at all, None a combination that does not exist. `remarks` are
+    texts for the subtitle.
 
     Raises:
         PlanError: the table is empty.
@@ -72,7 +72,7 @@ def plot_fits(
     verdicts: Mapping[tuple[str, str], Verdict], *, across: str, gpu: str, dark: bool = False,
     remarks: Sequence[str] = (),
 ) -> Figure:  # fmt: skip
-    """Draw the verdicts of a sweep by (row, column); `across` names the columns.
+    """Draw the verdicts of a sweep by (row, column); `across` is the setting of the columns.
 
     A cell that fits is coloured by the share of the GPU that it needs. The subtitle has `remarks`.
 
@@ -190,7 +190,7 @@ def _draw_cell(panel: Panel, place: tuple[int, int], cell: _Cell, size: float) -
 
 
 def _write_columns(panel: Panel, columns: Sequence[str]) -> None:
-    """Write `columns`, their heads, on two lines if needed; skip some if columns are narrow."""
+    """Write the heads `columns` over the table: on two lines if needed, only some if too narrow."""
     wide = panel.per_x
     heads = [_wrapped(column, wide - 0.06) for column in columns]
     widest = max(text_width(line, style.TICK) for head in heads for line in head)

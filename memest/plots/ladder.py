@@ -25,7 +25,7 @@ UNKNOWN = "unknown"  # kind of the need beyond a failure, whose contents were no
 
 
 def peak_parts(report: Prediction) -> dict[str, int]:
-    """Return bytes at the peak by the kinds of `KINDS`; they add up to the peak allocated."""
+    """Return the allocated bytes at the peak, by the kinds of memory in `style.KINDS`."""
     parts = dict.fromkeys(style.KINDS, 0)
     for term in report.terms:
         parts[term.kind if term.kind in parts else "rest"] += term.num_bytes
@@ -33,9 +33,9 @@ def peak_parts(report: Prediction) -> dict[str, int]:
 
 
 def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[str, int]:
-    """Return the parts of a report's `needs_bytes` by kind of memory, with the cache; they add up.
+    """Return `report.needs_bytes` split by kind of memory; cached blocks are one part.
 
-    `unlimited` is the same plan on a GPU that holds it, for a plan that does not fit. Without it,
+    For a plan that does not fit, `unlimited` is its prediction on a GPU that holds it. Without it,
     bytes beyond the failure are `UNKNOWN`.
     """
     is_oom = report.verdict is Outcome.OOM
@@ -48,10 +48,10 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
 
 
 def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
-    """Return the verdict's word on a GPU that can reserve `limit_bytes`; `?` if unknown.
+    """Return the verdict's word on a GPU with the label `gpu`, which can reserve `limit_bytes`.
 
-    The word is that of a stored verdict with this limit. Without one, the run fits if the limit is
-    at least its peak reserved, and is OOM if the limit is below its peak allocated.
+    The word is that of a stored verdict on this GPU or limit. Without one, it is `fits` if the
+    limit is at least the peak reserved, `OOM` if it is below the peak allocated, else `?`.
     """
     for name, verdict in report.verdicts.items():
         is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")
@@ -73,8 +73,8 @@ _ROW = 0.62  # largest height of a row, inches
 
 
 class _Layout:
-    """Sizes of type in points and of the chart in inches, which fit all rows and columns. `gpus`
-    are names and limits in ascending order; `drawn` are those with a line."""
+    """Font sizes in points, and sizes of the chart in inches, at which all rows and columns fit.
+    `gpus` are (name, limit in bytes), ascending; those in `drawn` have a line in the chart."""
 
     def __init__(
         self, reports: Sequence[Prediction], words: Sequence[tuple[str, str]],
@@ -108,10 +108,10 @@ def plot_ladder(
     reports: Sequence[Prediction], *, limits: Mapping[str, int], dark: bool = False,
     unlimited: Mapping[str, Prediction] | None = None, suite: str = "",
 ) -> Figure:  # fmt: skip
-    """Draw every experiment as a stacked bar of its need, against the lines of the GPUs.
+    """Draw the memory each experiment needs as a stacked bar, against lines of the GPUs' limits.
 
-    `limits` are the bytes that the allocator can reserve on each GPU. `unlimited` has predictions
-    of experiments that do not fit, by name, on a GPU that holds them. `suite` is for the subtitle.
+    `limits` are the bytes that the allocator can reserve, by GPU. `unlimited` has predictions of
+    experiments that do not fit, by name, on a GPU that holds them. `suite` is for the subtitle.
 
     Raises:
         PlanError: there is no report.
@@ -148,7 +148,7 @@ def plot_ladder(
 
 
 def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
-    """Return (name of an experiment, its settings that are not the same in all `reports`)."""
+    """Return (name of an experiment, text of its settings); tokens only if `reports` differ."""
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
     first = re.sub(r"\W|_", "", report.name.split()[0] if report.name.split() else "").casefold()
@@ -160,13 +160,13 @@ def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]
 
 
 def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:
-    """Return the largest font size, from `least` to `size`, at which the longest text fits."""
+    """Return the largest font size, from `least` to `size`, at which `texts` fit their column."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
     return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
 
 
 def _own_limit(report: Prediction, layout: _Layout) -> float | None:
-    """Return the limit of the report's GPU in GiB; None if the run fits there."""
+    """Return the limit in GiB of the report's GPU if the run is out of memory there, else None."""
     if report.verdict is not Outcome.OOM:
         return None
     if report.gpu in report.verdicts:
@@ -214,7 +214,7 @@ def _draw_bar(
 
 
 def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
-    """Draw a frame and strokes over the bar of `row`, from the GPU's `limit` to `end`, in GiB."""
+    """Frame and hatch the part of the bar in `row` from the GPU's `limit` to `end`, in GiB."""
     theme = panel.theme
     start = min(limit, end)
     if end <= start:
@@ -228,8 +228,9 @@ def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
 def _limit_labels(
     gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """Return (text, middle in GiB, level) of each GPU's label, at the lowest level with room. The
-    axis ends at `edge` GiB and has `per_gib` inches per GiB."""
+    """Return (text, middle in GiB, level) for each of `gpus`, (name, limit in bytes). The level is
+    the lowest line of text with room, from 0 on. The axis ends at `edge` GiB and has `per_gib`
+    inches per GiB."""
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:
@@ -243,7 +244,7 @@ def _limit_labels(
 
 
 def _draw_columns(panel: Panel, reports: Sequence[Prediction], layout: _Layout) -> None:
-    """Write the needs as numbers, then a column per GPU: fits, tight, OOM, or ? where unknown."""
+    """Write each need in GiB, then a column per GPU: fits, tight, may, OOM, or ? where unknown."""
     right = panel.width + _TOTAL - 0.1
     _write_head(panel, "needs", right, align="right")
     for row, report in enumerate(reports):

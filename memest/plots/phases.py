@@ -21,7 +21,7 @@ FAR_LIMIT = 2.2  # a limit above this many times the highest bar is named at the
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One bar of the chart: a row of the report, or a mark for a row that is missing."""
+    """One bar of the chart: the figures of a phase, or a mark for a phase without figures."""
 
     report: Report
     row: PhaseRow | None
@@ -30,7 +30,8 @@ class Column:
 
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
-    """Return a bar per phase of a micro-batch of `step`; an OOM run has a mark where it failed."""
+    """Return a bar for each phase of `micro_batch` in `step`, both counted from 0. If the run is
+    out of memory, the first phase without figures gets a mark."""
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
@@ -44,9 +45,9 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
 
 
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
-    """Return (step, micro-batch) to draw: the last of step 1, whose optimizer has its state.
+    """Return (step, micro-batch) to draw, from 0: the last of step 1, where optimizer state exists.
 
-    A run of one step gives step 0, a run out of memory its failed micro-batch.
+    A run of one step gives step 0. A run out of memory gives the micro-batch that failed.
     """
     failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
     if failed:
@@ -62,8 +63,8 @@ def plot_phases(
 ) -> Figure:  # fmt: skip
     """Draw params, gradients, optimizer state and activations at the four phases of a step.
 
-    The dashed outline is the highest allocation since the phase before. Predicted and measured
-    bars are side by side. `gpu_limit_bytes` is the allocator's limit.
+    Bars of `predicted` and `measured` are side by side; one of them may be None. The dashed outline
+    is the highest allocation since the phase before. `gpu_limit_bytes` is the allocator's limit.
     """
     reports: list[Report] = [r for r in (predicted, measured) if r is not None]
     if not reports:
@@ -153,7 +154,7 @@ def _draw_column(
 
 
 def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str) -> None:
-    """Hatch a bar of `width` at `x` up to the failed request, or write that there is no phase."""
+    """Hatch a bar at `x` up to the bytes at the failure, or write that the phase has no figures."""
     theme = panel.theme
     reached = column.failed_at_bytes / GIB
     if not reached:  # in a run that fits, this micro-batch has no optimizer step
@@ -173,8 +174,8 @@ def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str
 def _draw_limit(
     panel: Panel, report: Report, limit_bytes: int, tops: Sequence[int], *, is_far: bool
 ) -> None:
-    """Draw the line of `limit_bytes`, with its name over the side whose bars are lower. `tops` are
-    the heights of the bars in bytes. With `is_far`, the line is above the chart."""
+    """Draw the line of `limit_bytes`, with its name on the side of the chart that has lower bars.
+    `tops` are the heights of the bars in bytes. If `is_far`, only the name is drawn."""
     capped = ", capped" if report.plan.get("memory_limit") else ""
     text = f"usable on {gpu_label(report.gpu)}{capped}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"

@@ -1,4 +1,4 @@
-"""Charts of several GPUs, over their number or by rank, and of allocator settings over steps."""
+"""Charts of memory over the number of GPUs, by rank, and over steps by allocator setting."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -40,9 +40,9 @@ _FAMILIES = {
 
 
 def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
-    """Return matplotlib's style of a strategy's line; styles differ also without colour.
+    """Return matplotlib's style for the line of a `strategy`; styles differ also without colour.
 
-    Lines of offload, and of DDP's search for unused parameters, are dashed and hollow.
+    Lines with offload, or with DDP's search for unused parameters, are dashed with hollow markers.
     """
     base = strategy.removesuffix("_offload").removesuffix("_find_unused_parameters_true")
     color, marker = _FAMILIES[base]
@@ -55,13 +55,13 @@ def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
 
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
-    """Return the bytes of kinds of memory that more GPUs do not shrink, if large enough to draw."""
+    """Return bytes by kind of memory that more GPUs do not shrink, if above 1 % of the peak."""
     least = _MIN_SHARE * _last(line).peak_allocated_bytes
     return {kind: size for kind, size in constant_terms(line).items() if size > least}
 
 
 def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
-    """Draw a line per strategy: bytes needed per GPU over the number of GPUs, in powers of two.
+    """Draw a line per strategy: bytes needed per GPU over the number of GPUs, both on log scales.
 
     A cross marks a verdict other than `fits`. At the right are each strategy's need on the largest
     number of GPUs, and the kinds of memory that more GPUs do not shrink.
@@ -89,7 +89,7 @@ def _last(line: ScalingLine) -> Prediction:
 
 
 def _limits(lines: Sequence[ScalingLine]) -> list[int]:
-    """Return the allocator's different limits, ascending; libraries may use more on more GPUs."""
+    """Return the allocator's limits in bytes, each once, ascending; more GPUs may lower them."""
     reports = [report for line in lines for report in line.reports.values()]
     return sorted({report.verdicts[report.gpu].limit_bytes for report in reports})
 
@@ -112,7 +112,7 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
 
 
 def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
-    """Return matplotlib's style of a cross by `word` of verdict, for those other than `fits`."""
+    """Return matplotlib's style of a cross for each verdict's word in `lines` other than `fits`."""
     words = {report.word for line in lines for report in line.reports.values()}
     shape = {"marker": "x", "markersize": 15, "markeredgewidth": 3.2}
     return {word: {"color": color, **shape} for word, color in theme.fills.items() if word in words}
@@ -136,7 +136,7 @@ def _draw_line(panel: Panel, line: ScalingLine) -> None:
 
 
 def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
-    """Draw the GPU's limit line, with its name over or under it if no strategy is there."""
+    """Draw the GPU's limit line, with its name where the fewest lines of strategies are."""
     points: list[tuple[float, float]] = []
     for line in lines:
         ends = panel.inches((n, r.needs_bytes / GIB) for n, r in line.reports.items())
@@ -146,7 +146,7 @@ def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
-    """Write each strategy's name and figures next to the end of its line, where there is room."""
+    """Write each strategy's name and need next to the end of its line, without overlap."""
     width, height = panel.width, panel.height
     ends = panel.inches((max(line.reports), _last(line).needs_bytes / GIB) for line in lines)
     block = min(_BLOCK, height / len(lines))
@@ -168,7 +168,7 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _stays(line: ScalingLine) -> str:
-    """Return the largest kinds of memory that more GPUs do not shrink, cut to the column."""
+    """Return as text the largest kinds of memory that more GPUs do not shrink, as many as fit."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])
@@ -178,7 +178,7 @@ def _stays(line: ScalingLine) -> str:
 
 
 def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
-    """Return ascending positions near `ends`, at least `gap` apart, from `gap` / 2 up to `height`.
+    """Return positions near the ascending `ends`, at least `gap` apart, from `gap` / 2 to `height`.
 
     >>> spread([1.0, 1.1, 4.0], 0.5, 5.0)
     [1.0, 1.5, 4.0]
@@ -195,7 +195,7 @@ def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
 
 
 def subtitle_of(report: Prediction) -> str:
-    """Return a description of the plan without the number of GPUs."""
+    """Return the subtitle of a chart: the report's plan without strategy and number of GPUs."""
     plan = {**report.plan, "devices": 1, "strategy": "auto"}
     return plan_line(replace(report, plan=plan), "per GPU, predicted")
 
@@ -237,7 +237,7 @@ _MAX_NUMBERED = 24  # bars with room for a number under each
 
 
 def stack_of(report: Prediction) -> dict[str, int]:
-    """Return the bytes of each kind of memory in `STACK`; they add up to the peak allocated."""
+    """Return the allocated bytes at the peak by the kinds of memory in `STACK`."""
     parts = dict.fromkeys(STACK, 0)
     for kind, size in kind_bytes(report).items():
         parts[kind if kind in parts else "rest"] += size
@@ -275,7 +275,8 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
 
 
 def _bar(report: Prediction) -> dict[str, int]:
-    """Return the parts of a bar up to the need: the peak by kind, and the cache or the rest."""
+    """Return the bytes by part of a bar, which ends at the need. The parts are the peak by kind,
+    and then cached blocks, or the need beyond a failure."""
     parts = stack_of(report)
     more = max(0, report.needs_bytes - sum(parts.values()))
     is_oom = report.verdict is Outcome.OOM
@@ -285,8 +286,8 @@ def _bar(report: Prediction) -> dict[str, int]:
 def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:
     """Draw the peak of each rank: allocated, cached by the allocator, and outside of it.
 
-    The outline goes up to the highest figure over the free timings. `limit_bytes` is the memory of
-    the GPU.
+    The outline goes up to the peak if blocks used by two streams are freed at the least favourable
+    time. `limit_bytes` is the memory of the GPU.
     """
     rows = report.ranks
     highest = max(map(_highest, rows))
@@ -313,8 +314,8 @@ def _stacked(
     parts: Mapping[tuple[str, str], Sequence[int]], under: Iterable[str], limit_bytes: int,
     limit_name: str,
 ) -> Chart:  # fmt: skip
-    """Return a chart of stacked bars: bytes in `parts` by (name, colour), texts `under` the bars,
-    and the line `limit_name`."""
+    """Return a chart of stacked bars: bytes in `parts` by (name, colour), a text `under` each bar.
+    `limit_name` labels the line at `limit_bytes`; 0 draws no line."""
     series = (
         Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
         for (name, color), sizes in parts.items()
@@ -342,10 +343,10 @@ _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":
 def plot_fragmentation(
     report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
 ) -> Figure:
-    """Draw reserved GiB over the steps, a line for each of `runs`: settings of the allocator.
+    """Draw reserved GiB over optimizer steps, a line for each of `runs`: settings of the allocator.
 
     Thick lines are under the limit `gpu_limit_bytes`, thin ones without a limit. A cross is a step
-    that runs out of memory. The area under the lines is the memory in use under the first setting.
+    that runs out of memory. The area is the memory in use under the first setting.
 
     Raises:
         PlanError: there is no run.
@@ -380,7 +381,7 @@ def plot_fragmentation(
 
 
 def _reason(run: Growth, limit_bytes: int) -> str:
-    """Return two lines of text on `run`: how it stays under `limit_bytes`, and how it ends."""
+    """Return text on when `run` exceeds `limit_bytes` and how it ends; empty if it never does."""
     over = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
     if over is None:
         return ""
@@ -427,7 +428,7 @@ def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) ->
 def _draw_step_limit(
     panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int
 ) -> None:
-    """Draw the line of `limit_bytes`, if it is on the axes, labelled where few `runs` are."""
+    """Draw the line of `limit_bytes` if it is on the axes, with its name where few curves are."""
     top = panel.axes.get_ylim()[1]
     if limit_bytes / GIB > top:
         return
@@ -438,7 +439,7 @@ def _draw_step_limit(
 
 
 def _draw_step_column(panel: Panel, runs: Sequence[Growth]) -> None:
-    """Write each setting next to the end of its line, where there is room."""
+    """Write each setting and its highest reserved GiB next to the end of its line."""
     width, height = panel.width, panel.height
     top = panel.axes.get_ylim()[1]
     order = sorted(range(len(runs)), key=lambda i: runs[i].reserved[-1])

@@ -68,7 +68,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
 
 
 def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float) -> None:
-    """Draw a square panel up to `end` GiB: allocated memory for `index` 0, reserved for 1."""
+    """Draw predicted over measured peaks up to `end` GiB: allocated at `index` 0, reserved at 1."""
     theme = canvas.theme
     quantity = _QUANTITIES[index]
     low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
@@ -141,7 +141,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
 
 
 def _reach(worst: float) -> tuple[float, float]:
-    """Return (half the axis, its tick) in per cent, both beyond the error `worst`.
+    """Return (end of the errors' axis, tick distance) in per cent, for the largest error `worst`.
 
     >>> _reach(0.1), _reach(1.32), _reach(7.0)
     ((0.6, 0.5), (2.0, 2.0), (10.0, 10.0))
@@ -174,7 +174,8 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
 
 
 def _both(pair: Pair, quantity: str) -> tuple[int, int]:
-    """Return `quantity` (predicted, measured); of an interval, the value nearest the measured."""
+    """Return (predicted, measured) bytes of the field `quantity`. A prediction that is an interval
+    gives its value nearest to the measured one."""
     predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
     found = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
     if found is not None and found.low_bytes < found.high_bytes:

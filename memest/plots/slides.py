@@ -19,7 +19,7 @@ _AXIS, _NAMES, _AT_LEFT = 1.2, 1.2, 4.6  # inches: numbers of an axis, names bel
 
 
 def colors_of(theme: Theme) -> Mapping[str, str]:
-    """Return the colours of the series of a lecture's charts, by `Series.color`."""
+    """Return the colour of each part of a lecture's bars, by its name in `Series.color`."""
     is_dark = theme.ink > theme.background
     more, less = theme.kinds["grads"], theme.kinds["gathered"]
     return {
@@ -41,7 +41,7 @@ def pdf_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
 
 
 def draw_slide(each: Slide, *, dark: bool, remark: str = "") -> Figure:
-    """Draw a slide with its title and chart, and the text `remark` over the chart."""
+    """Draw the slide `each`: its title, its chart, and the text `remark` over the chart."""
     chart = each.chart
     left, bottom = (_AXIS, _NAMES + 0.1) if chart.is_upright else (_AT_LEFT, 1.1)
     width, height = style.WIDTH - left - 0.5, style.HEIGHT - 2.2 - bottom

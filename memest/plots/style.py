@@ -78,7 +78,7 @@ def wrapped(text: str, size: float, inches: float) -> str:
 
 
 def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str], float]:
-    """Return (wrapped `texts`, largest font size) for `inches` of width and `tall` of height."""
+    """Return (wrapped `texts`, largest font size) such that each fits `inches` by `tall` inches."""
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
         found = [wrapped(text, size, inches) for text in texts]
         lines = [text.split("\n") for text in found]
@@ -143,7 +143,7 @@ class Theme:
         return {"OOM": self.ink, **VERDICTS}
 
     def box(self, pad: float = 1.0) -> dict[str, Any]:
-        """Return the background box of a text; `pad` in points."""
+        """Return matplotlib's `bbox` that hides what is behind a text; `pad` in points."""
         return {"facecolor": self.background, "edgecolor": "none", "pad": pad}
 
     def key(self, color: str, label: str) -> Patch:
@@ -162,7 +162,7 @@ LIGHT, DARK = (Theme(**colors) for colors in read_table(__file__, "themes.json")
 
 @contextmanager
 def plain_matplotlib(settings: Mapping[Any, Any]) -> Iterator[None]:
-    """Run matplotlib with its defaults and `settings`, ignoring the user's configuration."""
+    """Set matplotlib's defaults and `settings` in a `with` block, without the user's settings."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(settings)
@@ -191,12 +191,12 @@ class Panel:
         return self.height / (high - low)
 
     def inches(self, points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Convert `points` from (x, y) on the axes' scales to inches from the axes' lower left."""
+        """Convert `points`, (x, y) in data coordinates, to inches from the axes' lower left."""
         to_shares = self.axes.transData + self.axes.transAxes.inverted()
         return [(x * self.width, y * self.height) for x, y in to_shares.transform(list(points))]
 
     def write(self, x: float, y: float, text: str, **style: Any) -> None:
-        """Write `text`, vertically centred at `y`; inches from the axes' lower left corner."""
+        """Write `text` at (`x`, `y`) in inches from the axes' lower left, centred at `y`."""
         style = {"va": "center_baseline", **style}
         self.axes.text(
             x / self.width, y / self.height, text, transform=self.axes.transAxes, clip_on=False,
@@ -231,7 +231,7 @@ class Panel:
         )  # fmt: skip
 
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
-        """Draw a GPU's line at `limit` on the y axis, `text` over or under it, right or left."""
+        """Draw a line at `limit` on the y axis, with `text` over or under its right or left end."""
         axes = self.axes
         axes.axhline(limit, color=self.theme.ink, linewidth=3.0, zorder=3, gid="limit")
         axes.annotate(
@@ -263,11 +263,11 @@ class Panel:
         self.draw_limit(limit_bytes / GIB, text, is_right=is_right, is_over=is_over)
 
     def fill(self, box: Box, **style: Any) -> None:
-        """Draw a rectangle over `box`; `style` is for matplotlib's `Rectangle`."""
+        """Draw the rectangle `box` in data coordinates; `style` is for matplotlib's `Rectangle`."""
         self.axes.add_patch(Rectangle(box[:2], *box[2:], **style))
 
     def hatch(self, box: Box, color: str, *, zorder: float, gid: str) -> None:
-        """Draw diagonal strokes over `box`: out of memory. `gid` is the id in an SVG.
+        """Draw diagonal strokes over `box`, the sign of out of memory; `gid` is the id in an SVG.
 
         matplotlib's own hatches are SVG patterns, which slide programs fill with black.
         """
@@ -292,14 +292,14 @@ class Canvas:
 
     @property
     def height(self) -> float:
-        """Height of the slide."""
+        """Height of the slide in inches."""
         return self.figure.get_figheight()
 
     def panel(
         self, left: float, bottom: float, width: float, height: float, *,
         grid: Literal["", "x", "y"] = "",
     ) -> Panel:  # fmt: skip
-        """Add axes of this place and size. With `grid`, they have that axis's grid and no frame."""
+        """Add axes with lower left (`left`, `bottom`); `grid` draws the grid lines of one axis."""
         tall = self.height
         axes = self.figure.add_axes((left / WIDTH, bottom / tall, width / WIDTH, height / tall))
         if grid:
@@ -311,7 +311,7 @@ class Canvas:
         return Panel(axes, self.theme, width, height)
 
     def write(self, left: float, top: float, text: str, **style: Any) -> None:
-        """Write a text; its upper edge is `top` inches below the slide's."""
+        """Write `text`, `left` and `top` inches from the slide's left and upper edge."""
         self.figure.text(left / WIDTH, 1 - top / self.height, text, va="top", **style)
 
     def write_title(self, title: str, subtitle: str) -> None:
@@ -342,7 +342,7 @@ class Canvas:
 
 @contextmanager
 def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
-    """Yield an empty slide, `height` inches high, to draw on."""
+    """Yield an empty slide to draw on, `height` inches high, in dark or light colours."""
     theme = DARK if dark else LIGHT
     settings = {
         "font.family": [FONT],
@@ -366,20 +366,20 @@ def slide(*, dark: bool, height: float = HEIGHT) -> Iterator[Canvas]:
 
 
 def widest_gap(start: float, stop: float, lines: Sequence[float]) -> tuple[float, float]:
-    """Return (start, stop) of the longest part from `start` to `stop` that no line crosses."""
+    """Return the ends of the longest part of `start` to `stop` that contains none of `lines`."""
     edges = [start, *sorted(x for x in lines if start < x < stop), stop]
     return max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
 
 
 def _title(text: str) -> dict[str, Any]:
-    """Return matplotlib's `text`, cut to the slide's width, and `size`, its font size, by name."""
+    """Return matplotlib's arguments for a title that fits the slide's width: `text` and `size`."""
     room = WIDTH - 0.8
     size = first_size(text, (TITLE, 23, LABEL), room, bold=True)
     return {"text": shortened(text, size, room, bold=True), "size": size}
 
 
 def retitle(figure: Figure, title: str) -> Figure:
-    """Replace the title of `figure` by `title`, unless that is empty; return `figure`."""
+    """Replace the title of `figure` by `title` unless `title` is empty; return `figure`."""
     for text in figure.texts:
         if title and text.get_gid() == "title":
             text.set(**_title(title))
@@ -440,7 +440,7 @@ def svg_text(figure: Figure) -> str:
 
 
 def _rendered(figure: Figure, name: str) -> bytes:
-    """Return the file of a format; an SVG's fonts are as wide as DejaVu Sans if that is missing."""
+    """Return `figure` as a file of the format `name`; an SVG has fallbacks for the font."""
     buffer, color = io.BytesIO(), figure.get_facecolor()
     with plain_matplotlib(_SETTINGS):
         figure.savefig(buffer, format=name, dpi=PNG_DPI, metadata=_METADATA[name], facecolor=color)
@@ -451,7 +451,7 @@ def _rendered(figure: Figure, name: str) -> bytes:
 
 
 class Picture:
-    """A figure that a notebook shows at the end of a cell, without setup of a plotting library."""
+    """A figure that a notebook displays as SVG, without setup of matplotlib."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure

@@ -37,7 +37,7 @@ def plot_timeline(
     """Draw memory over the events of one step, as stacked areas under the line of reserved memory.
 
     The horizontal axis counts allocations and frees; it is not time. `rest` is buffers, the batch
-    and workspaces.
+    and workspaces. `name` and settings in `plan` are for the title.
     """
     columns = _columns(timeline)
     areas = {
@@ -95,7 +95,7 @@ def color_of(theme: Theme, area: str) -> str:
 
 
 def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequence[float]]) -> None:
-    """Draw stacked `areas`, GiB by name at the events `columns`; name those with enough room."""
+    """Draw stacked `areas`, GiB at each event of `columns` by name; write names that have room."""
     axes, theme = panel.axes, panel.theme
     x = [*columns, int(axes.get_xlim()[1])]
     floors = [[0.0] * len(columns)]
@@ -120,7 +120,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return (x, y) for `text` where the area `lower` to `upper` is highest; None if too low."""
+    """Return (x, y) where `text` has most room between `lower` and `upper`; None if too little."""
     wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):

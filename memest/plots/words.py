@@ -48,7 +48,7 @@ _STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"} | {
 
 
 def label_of(strategy: str) -> str:
-    """Return the name on slides of `strategy`, a plan's key.
+    """Return the name on slides of `strategy`, a value of the plan's key `strategy`.
 
     >>> label_of("deepspeed_stage_3_offload"), label_of("fsdp2")
     ('ZeRO-3 offload', 'FSDP2')
@@ -59,7 +59,7 @@ def label_of(strategy: str) -> str:
 
 
 def setting_words(plan: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a plan as words: precision, batch, optimizer, and what is not default.
+    """Return texts of a plan's settings: precision, batch, optimizer, and those not at defaults.
 
     >>> setting_words({"precision": "bf16-true", "batch_size": 16, "accumulate_grad_batches": 4,
     ...                "optim": "adamw", "use_lora": True, "lora_r": 8})
@@ -87,7 +87,7 @@ def setting_words(plan: Mapping[str, Any]) -> list[str]:
 
 
 def token_words(reports: Sequence[Report]) -> str:
-    """Return the tokens per sample of all reports, as a number or a range."""
+    """Return the tokens per sample of all reports: a number or a range; empty if unknown."""
     lengths = sorted({int(n) for r in reports if (n := r.plan.get("seq_len"))})
     if not lengths:
         return ""
@@ -101,13 +101,13 @@ def gpu_words(reports: Sequence[Report]) -> str:
 
 
 def version_words(reports: Sequence[Report] = ()) -> str:
-    """Return as text the memest version that made the reports, or the installed one."""
+    """Return as text the memest version that made `reports`, or else the installed version."""
     versions = dict.fromkeys(str(r.versions["memest"]) for r in reports if r.versions.get("memest"))
     return f"memest {', '.join(versions) or __version__}"
 
 
 def plan_line(report: Report, *others: str) -> str:
-    """Return a line of a report's plan, tokens and GPU, the texts `others` and memest's version."""
+    """Return one line: the report's plan, tokens and GPU, the texts `others`, memest's version."""
     model = str(report.plan.get("model_name", ""))
     said = [] if model and model in report.name else [model.rsplit("/", 1)[-1]]
     return dotted(

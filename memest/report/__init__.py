@@ -1,4 +1,4 @@
-"""The schema of reports, `memest.report/1`: of plans, measurements and scripts."""
+"""Reports of predicted plans, measured plans and simulated scripts: schema `memest.report/1`."""
 
 import json
 import re
@@ -53,7 +53,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """Result of a plan's run."""
+    """Result of a run on a GPU: it fits, is out of memory, depends on timing, or failed."""
 
     FITS = "fits"
     OOM = "oom"
@@ -62,13 +62,14 @@ class Outcome(StrEnum):
 
     @property
     def word(self) -> str:
-        """Word for the outcome in reports and charts."""
+        """Word for the outcome in reports and charts: its value, with `OOM` in capitals."""
         return "OOM" if self is Outcome.OOM else str(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """Figures at one probe; `before_forward` is read before the batch moves to the GPU."""
+    """Memory at one moment of a run, by kind, and the peak since the row before. The row
+    `before_forward` is read before the batch moves to the GPU."""
 
     step: int
     micro_batch: int
@@ -83,7 +84,7 @@ class PhaseRow:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes of the four kinds, which add up to the allocated bytes."""
+        """Bytes of params, grads, optimizer state and activations; they add up to the allocated."""
         return {
             "params": self.params_bytes,
             "grads": self.grads_bytes,
@@ -94,7 +95,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The place in the run at which allocated bytes are highest."""
+    """Moment and module at which the allocated bytes are highest."""
 
     step: int
     phase: str
@@ -103,13 +104,14 @@ class Peak:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Module of the peak, and for a script its line."""
+        """Module of the peak, in a tuple; a script's peak adds its line."""
         return (self.module,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Lowest and highest value of a figure over ranks and free timings."""
+    """Lowest and highest value of a figure over ranks, and over times at which blocks are freed. On
+    several GPUs, a block that two streams use is freed at a time that differs between runs."""
 
     low_bytes: int
     high_bytes: int
@@ -117,7 +119,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Verdict about a run on one GPU, and the margin."""
+    """Answer to whether a run fits one GPU, with the margin to the GPU's limit."""
 
     verdict: Outcome
     margin_bytes: int  # Limit less the need of the run; negative if the run does not fit
@@ -159,7 +161,7 @@ class Term:
 
     @property
     def note(self) -> str:
-        """The arithmetic and the reason for the bytes, for tables; operators are left out."""
+        """Text for tables: the arithmetic and the reason for the bytes, without an operator."""
         if self.kind == "params":
             return self.arithmetic
         head, colon, tail = self.why.rpartition(": ")
@@ -203,7 +205,9 @@ class StepTime:
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """Return `value`, JSON values, as an instance of `kind`; unknown or computed keys are ignored.
+    """Convert `value`, made of JSON values, to the type `kind`, such as a dataclass.
+
+    Unknown keys, and keys of computed fields, are ignored.
 
     Raises:
         KeyError, TypeError, ValueError: something is missing or of the wrong kind.
@@ -235,7 +239,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 class Levels:
-    """Peaks of a run in bytes: allocated, reserved, process."""
+    """Peaks of a run in bytes: allocated, reserved by the allocator, and of the whole process."""
 
     __slots__ = ()
     peak_allocated_bytes: int
@@ -253,7 +257,7 @@ class Levels:
 
 
 class JsonReport(Levels):
-    """Report that is a line of JSON."""
+    """Base of reports, which convert to one line of JSON and back."""
 
     kind: ClassVar[str] = ""
 
@@ -276,7 +280,7 @@ class JsonReport(Levels):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return the report in a file of `to_json`, or None if there is no file."""
+        """Return the report in the file `path`, which `to_json` wrote; None if there is no file."""
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -286,7 +290,7 @@ class JsonReport(Levels):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(JsonReport):
-    """Common fields of predictions and measurements."""
+    """Base of reports on the run of a plan, predicted or measured, with their common fields."""
 
     name: str
     plan: Mapping[str, Any]
@@ -307,27 +311,28 @@ class Report(JsonReport):
 
     @property
     def word(self) -> str:
-        """The verdict's word on the report's own GPU: `fits`, `tight`, `may` or `OOM`."""
+        """Word for the outcome on the report's GPU: `fits`, `OOM`, `may` or `failed`."""
         return self.verdict.word
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether a strategy of several GPUs ran the plan."""
+        """True if the plan has several GPUs in a node, or a strategy other than `auto`."""
         plan = self.plan
         return plan.get("strategy", "auto") != "auto" or int(plan.get("devices") or 1) > 1
 
 
 class Simulated:
-    """Text forms of a simulated report, of a plan or of a script."""
+    """Base of simulated reports, of plans and of scripts: their forms as text and HTML."""
 
     def __str__(self) -> str:
-        """The text report."""
+        """The report as text."""
         from memest.report.text import render_text
 
         return render_text(self, verbose=True)  # type: ignore[arg-type]
 
     def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
-        """Return a line: the verdict on `gpu` (or the report's), and `measured_bytes` if given."""
+        """Return one line: memory, and the verdict on `gpu`, by default the report's own. It has
+        `measured_bytes`, the peak reserved of a real run, if given."""
         from memest.report.answer import summary_line
 
         return summary_line(self, gpu, measured_bytes=measured_bytes)  # type: ignore[arg-type]
@@ -340,7 +345,7 @@ class Simulated:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Simulated, Report):
-    """Report of a predicted run of a plan."""
+    """Report of a plan's predicted run, with verdicts on GPUs."""
 
     kind: ClassVar[str] = "predicted"
 
@@ -383,7 +388,7 @@ class Prediction(Simulated, Report):
 
     @property
     def needs_bytes(self) -> int:
-        """The least limit that fits on the chip of `gpu`; else an upper bound."""
+        """Least allocator limit in bytes under which the plan fits; an upper bound if unknown."""
         found = self.verdicts.get(self.gpu)
         return self.unlimited_reserved_bytes if found is None else found.needs_bytes
 
@@ -416,12 +421,12 @@ class Measurement(Report):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report in `values`; an old plan without `quant_load` gets old defaults."""
+        """Return the report in `values`; a plan without `quant_load` gets its former defaults."""
         return super().from_dict({**values, "plan": _plan_as_run(values["plan"])})
 
 
 class Ending(StrEnum):
-    """The way in which a script ended."""
+    """State of a script at its report: how it ended, or that it still runs."""
 
     FINISHED = "finished"  # Ended by itself, with any exit code
     STOPPED = "stopped"  # Stopped after the requested number of optimizer steps
@@ -449,12 +454,12 @@ class HeldRow:
 
     @property
     def kind(self) -> str:
-        """The `name`; for a row of `terms` that is a kind of memory."""
+        """The `name`, under the field name that `Term` has for it."""
         return self.name
 
     @property
     def note(self) -> str:
-        """Number of tensors and the reason, for a row of `terms`."""
+        """Text for tables: the number of tensors, and what a kind of memory is for."""
         tensors = f"{counted(self.num_tensors, 'tensor')}: " if self.num_tensors else ""
         return f"{tensors}{WHY.get(self.name, '')}"
 
@@ -480,7 +485,7 @@ class RunStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPeak(Peak):
-    """Moment of the highest allocated bytes."""
+    """Moment, module and script line at which the allocated bytes are highest."""
 
     line: str
 
@@ -492,7 +497,7 @@ class RunPeak(Peak):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guess:
-    """Values that the script read although they are unknown without a GPU."""
+    """A value that a script line reads from a tensor without data, so that memest assumes one."""
 
     line: str
     what: str
@@ -501,7 +506,7 @@ class Guess:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRow(Levels):
-    """One rank of a script on several GPUs."""
+    """Memory of one rank of a script on several GPUs."""
 
     rank: int
     ending: Ending
@@ -515,7 +520,7 @@ class RankRow(Levels):
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(Simulated, JsonReport):
-    """Memory of a script on a simulated GPU."""
+    """Report of a script's run on a simulated GPU."""
 
     kind: ClassVar[str] = "run"
 
@@ -575,17 +580,17 @@ class RunReport(Simulated, JsonReport):
 
     @property
     def fits(self) -> bool:
-        """Return whether the script's memory fits its GPU."""
+        """True unless the script runs out of memory; the verdict `may` counts as fitting."""
         return self.verdict is not Outcome.OOM
 
     @property
     def is_cut_short(self) -> bool:
-        """Return whether the script ended early or is still running."""
+        """True if a crash, an unsupported operation or the user ended it, or it still runs."""
         return self.ending in _CUT_SHORT
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether the script ran as several ranks."""
+        """True if the script ran as several ranks."""
         return bool(self.ranks)
 
 
@@ -594,7 +599,7 @@ SimulatedReport = Prediction | RunReport  # Report of a simulated run: of a plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPeak:
-    """Peak of one test in `memest-peaks.json`."""
+    """Peak of one test, which the pytest plugin stores in `memest-peaks.json`."""
 
     gpu: str
     peak_allocated_bytes: int
@@ -612,11 +617,13 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
-    """Return the reports in a JSON Lines file, in order; `kinds` is a report class or a union.
+    """Return the reports in a JSON Lines file, in order.
+
+    `kinds` is a report class, or a union of the classes that the file may have.
 
     Raises:
-        PlanError: the file cannot be read, is empty or cut short, or holds something else, for
-            which `hint` is the remedy.
+        PlanError: the file cannot be read, is empty or cut short, or has other content, for which
+            `hint` is the error's hint.
     """
     classes = {kind.kind: kind for kind in get_args(kinds) or (kinds,)}
     found = []
@@ -651,7 +658,7 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return an old plan with the defaults that were valid before `quant_load` was a key."""
+    """Return a stored plan; one without the key `quant_load` gets its former defaults."""
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
     if "quant_load" in plan:

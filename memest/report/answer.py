@@ -32,7 +32,7 @@ COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}  # colours by 
 
 
 def paint(text: str, code: str) -> str:
-    """Return `text` in the colour `code` of the terminal."""
+    """Return `text` in the terminal's colour `code`, such as `GOOD`."""
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
@@ -48,7 +48,7 @@ def plain(text: str) -> str:
 def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
     """Return a coloured line: the verdict on one GPU, the needed memory and the margin.
 
-    `so_far` adds these words, for a script that has not ended.
+    `so_far` adds the words "so far" to a verdict that fits, for a script that has not ended.
     """
     needs, usable = gib_or_mib(verdict.needs_bytes), gib_or_mib(verdict.limit_bytes)
     paints = COLOURS[verdict.word]
@@ -74,10 +74,9 @@ def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
 def summary_line(
     report: SimulatedReport, gpu: str = "", *, measured_bytes: int | None = None
 ) -> str:
-    """Return the verdict on one GPU in one line: reserved memory, or the need if it does not fit.
-
-    `measured_bytes` is the peak reserved of a real run.
-    """
+    """Return one line: memory, the verdict on `gpu`, and where the peak or the failure is. The
+    memory is what is reserved, or what is needed if the run does not fit. `measured_bytes` is the
+    peak reserved of a real run. The default of `gpu` is the report's own."""
     gpu = gpu or report.gpu
     verdict = report.verdicts[gpu]
     is_oom = verdict.verdict is Outcome.OOM
@@ -97,7 +96,7 @@ def summary_line(
 
 
 def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
-    """Return moment and place of a failed request, or else of the peak."""
+    """Return text on when and where the verdict's request failed, or else the peak was."""
     peak = report.peak
     own = f"step {peak.step + 1}, {peak.phase}, {peak.places[-1]}"
     at = place_in_words(verdict.at) if verdict.at else own
@@ -108,7 +107,7 @@ def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
 
 
 def moment(step: int, phase: str) -> str:
-    """Return `step`, from 0, and `phase` in plain words.
+    """Return text on a moment of a run: its `step`, counted from 0, and its `phase`.
 
     >>> moment(1, "optimizer"), moment(0, "setup")
     ('while the optimizer steps, in step 2', 'while the model is built')
@@ -120,7 +119,7 @@ def moment(step: int, phase: str) -> str:
 
 
 def shares(kinds: Iterable[tuple[str, int]]) -> str:
-    """Return shares of `kinds`, (name, bytes), as text, the largest first; equal shares are joined.
+    """Return as text the share of each of `kinds`, (name, bytes); equal shares are written once.
 
     >>> shares([("params", 32), ("grads", 32), ("batch", 4), ("optimizer", 32)])
     '32 % each for params, grads and optimizer, 4 % for the rest'
@@ -147,8 +146,8 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
 def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[str]:
     """Return lines with the verdict and what fills the peak; if out of memory, also what may help.
 
-    `change` is the cheapest change with which a plan fits, if it was looked for and found. The
-    lines have colours of a terminal.
+    `change` is the cheapest change with which a plan fits; None if it is unknown. The lines have
+    colours of a terminal.
     """
     verdict, peak = report.verdicts.get(report.gpu), report.peak
     if verdict is None:
@@ -184,7 +183,8 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
 
 
 def kernels_line(versions: Mapping[str, str]) -> list[str]:
-    """Return [line] if the simulated kernels are not those of the torch in `versions`, else []."""
+    """Return a line, in a list, if kernels of another torch than the installed one are simulated,
+    else []. `versions` has both versions."""
     torch, simulated = versions.get("torch", ""), versions.get(KERNELS, "")
     other = versions.get(BUILT_FOR, "")
     build = f" (built for {other})" if other else " (a nightly build)" if is_nightly(torch) else ""
@@ -205,7 +205,7 @@ def _others(report: SimulatedReport) -> list[str]:
 
 
 def advise_command(prediction: SimulatedReport) -> str:
-    """Return the command of `memest advise` for the first GPU of the report."""
+    """Return the command `memest advise` for the plan of a report and its first GPU."""
     values = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
     if len(values.get("gpu") or ()) != 1 and values.get("gpu_memory") is None:
         values["gpu"] = [prediction.gpu]
@@ -224,7 +224,7 @@ def place_in_words(at: str) -> str:
 
 
 def operator_of(at: str) -> str:
-    """Return the operator in the text of `Verdict.at`; empty if it names none.
+    """Return the operator named in `at`, the place of a failed request; empty if none is named.
 
     >>> operator_of("step 0, forward, aten.addmm"), operator_of("host memory")
     ('aten.addmm', '')
@@ -233,7 +233,7 @@ def operator_of(at: str) -> str:
 
 
 def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a line per operator at which `verdicts` have an OOM, with the GPUs of the verdicts."""
+    """Return a line for each operator in which `verdicts` run out of memory, with their GPUs."""
     gpus: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         if operator_of(verdict.at):
@@ -258,12 +258,12 @@ class DoesNotFitError(MemestError):
 def resource_lines(
     report: SimulatedReport, scheduler: str, *, num_gpus: int = 1, num_nodes: int = 1
 ) -> str:
-    """Return lines for `scheduler`: `num_nodes`, each `num_gpus` of the smallest GPU that fits.
+    """Return lines of a job file for `scheduler` that request the smallest GPU that fits.
 
-    A tight verdict does not count as fitting.
+    They request `num_gpus` on each of `num_nodes`. A tight verdict does not count as fitting.
 
     Raises:
-        DoesNotFitError: the run fits none of them.
+        DoesNotFitError: the run fits no GPU of the report.
     """
     fitting = [
         (verdict.limit_bytes, name)

@@ -1,4 +1,4 @@
-"""Comparisons as text, Markdown, JSON and SARIF.
+"""Comparisons of reports with earlier reports or with measurements: text, Markdown, JSON, SARIF.
 
 Two reports differ in peaks and in the lines or kinds that grew. Predictions differ from measured
 runs in their totals.
@@ -22,7 +22,7 @@ MAX_ROWS = 8  # most rows in the text; the others are counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Bytes at the peak that one line of a script, or one kind of memory, holds in two reports."""
+    """Bytes that one script line or kind of memory holds at the peak, in two reports."""
 
     name: str  # `train.py:12` with its number after the change, or `activations`
     source: str
@@ -31,7 +31,7 @@ class Change:
 
     @property
     def added_bytes(self) -> int:
-        """Bytes that were added; negative if it shrank."""
+        """Bytes after less bytes before; negative if the memory shrank."""
         return self.after_bytes - self.before_bytes
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Change:
 def changes(
     before: Iterable[HeldRow | Term], after: Iterable[HeldRow | Term]
 ) -> tuple[Change, ...]:
-    """Return the rows whose bytes differ in reports `before` and `after`, the largest growth first.
+    """Return a `Change` per line or kind whose bytes differ, the largest growth first.
 
     Lines with the same text in the same file are one row, so that a line may move.
     """
@@ -62,7 +62,8 @@ def changes(
 
 
 def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
-    """Return (name, bytes) of each row, by (file, text) of its line or by (kind of memory, "")."""
+    """Return (name, bytes) by what identifies a row in both reports. This is (file, source text)
+    for a script line and (kind of memory, "") for others."""
     found: dict[tuple[str, str], tuple[str, int]] = {}
     for row in rows:
         key = (row.kind.rpartition(":")[0], row.source) if row.source else (row.kind, "")
@@ -72,7 +73,7 @@ def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, i
 
 
 def grown(found: Sequence[Change]) -> list[str]:
-    """Return a line for each of `found` that grew; beyond `MAX_ROWS`, a line with their number."""
+    """Return a line of text per change that grew, at most `MAX_ROWS`, then the number of others."""
     rows = [str(change) for change in found if change.added_bytes > 0]
     rest = [f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
     return rows[:MAX_ROWS] + rest
@@ -81,7 +82,8 @@ def grown(found: Sequence[Change]) -> list[str]:
 def other_versions(
     before: Mapping[str, str], after: Mapping[str, str], what: str = "the stored peak"
 ) -> str:
-    """Return a sentence on versions that differ between `before`, of `what`, and `after`, or ""."""
+    """Return a sentence if the versions of memest or torch differ in `before` and `after`, else "".
+    `what` is the sentence's name for the report of `before`."""
     names = [n for n in ("memest", "torch") if before.get(n, "") != after.get(n, "")]
     old = ", ".join(f"{n} {before.get(n) or 'unknown'}" for n in names)
     new = ", ".join(f"{n} {after.get(n) or 'unknown'}" for n in names)
@@ -135,7 +137,7 @@ class Difference:
 
     @property
     def notes(self) -> list[str]:
-        """Reasons for which the two reports cannot be compared as they are."""
+        """Notes on what else differs in the two reports: versions of libraries, and GPUs."""
         notes = [other_versions(self.before.versions, self.after.versions, "the first report")]
         if self.before.gpu != self.after.gpu:
             notes.append(f"the GPUs differ: {self.before.gpu}, {self.after.gpu}")
@@ -172,7 +174,7 @@ def read_reports(path: Path) -> list[SimulatedReport]:
 def differences(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
-    """Return pairs of reports with equal names, or the only `before` with the only `after`.
+    """Pair the reports with equal names; if both sides have one report, pair these two.
 
     Raises:
         PlanError: there are no pairs.
@@ -193,7 +195,7 @@ def differences(
 def unpaired(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], found: Sequence[Difference]
 ) -> list[str]:
-    """Return a line per file, with its reports (`before` or `after`) in no pair of `found`."""
+    """Return a line for each side, `before` and `after`, that has reports in no pair of `found`."""
     lines = []
     pairs = [({d.before.name for d in found}, before), ({d.after.name for d in found}, after)]
     for which, (paired, reports) in zip(("first", "second"), pairs, strict=True):
@@ -237,10 +239,9 @@ RULES = {
 def sarif(
     pairs: Sequence[tuple[SimulatedReport, Difference | None]], folder: Path
 ) -> dict[str, Any]:
-    """Return a log with one result per line; paths are relative to `folder`, the repository.
-
-    `pairs` are reports, each with its difference from the one before.
-    """
+    """Return a SARIF log of runs out of memory, and of lines or kinds that hold more than before.
+    `pairs` are reports, each with its difference from an earlier one. Paths in the log are relative
+    to `folder`, the repository."""
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -285,8 +286,8 @@ def _result(rule: str, level: str, text: str, where: str, folder: Path) -> dict[
 
 
 def _path_in(folder: Path, name: str) -> str:
-    """Return the path of a report's file, such as `train.py`, in the repository. Hidden folders and
-    installed libraries are left out."""
+    """Return the path in `folder` of the file `name`, or `name` if it is not found. Hidden folders
+    and installed libraries are not searched."""
     for root, folders, _ in os.walk(folder):
         folders[:] = sorted(f for f in folders if f[0] != "." and f != "site-packages")
         path = Path(root, name)
@@ -302,7 +303,8 @@ _HEADER = [
 
 
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
-    """Return the table of totals, the summary, and the phases in which large errors begin."""
+    """Return text on predictions against measurements: a table of totals, and a summary. It also
+    has the phases in which large errors begin."""
     lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
     residuals = [  # runs that are off by more than half a percent, or 256 MiB
         f"residual of {c.name}: {c.residual}"
@@ -317,7 +319,7 @@ def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> st
 
 
 def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summary) -> str:
-    """Return the comparison as Markdown, for a page of the documentation."""
+    """Return totals and summary as Markdown, for a page of the documentation."""
     lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(c)) + " |" for c in comparisons]
     lines += ["", *(f"- {line}" for line in [*_summary(summary), *_others(comparisons, summary)])]
@@ -325,7 +327,7 @@ def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summa
 
 
 def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict[str, Any]:
-    """Return the comparison as JSON values."""
+    """Return predictions against measurements, and their summary, as JSON values."""
     return {
         "experiments": [
             {

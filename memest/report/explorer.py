@@ -15,7 +15,7 @@ _PAGE = Path(__file__).with_name("explorer.html")
 
 
 def technique_of(plan: TrainingPlan) -> str:
-    """Return `full`, `LoRA` or `QLoRA`."""
+    """Return what the plan trains: `full` for the whole model, `LoRA` or `QLoRA`."""
     return "QLoRA" if plan.use_qlora else "LoRA" if plan.use_lora else "full"
 
 
@@ -41,7 +41,7 @@ def explorer_data(
     points: Sequence[Explored], limits: dict[str, int], *, tokens: str,
     presets: Sequence[TrainingPlan] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the choices and figures of a page as JSON values.
+    """Return the data of the interactive page as JSON values: its choices, and figures of `points`.
 
     `limits` has the allocator's limit on each GPU, `tokens` describes the inputs, and `presets` are
     plans among `points` to choose by name.
@@ -83,7 +83,7 @@ def explorer_data(
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
-    """Return the fields that distinguish the plans of a page and decide a plan's memory."""
+    """Return the values by which the plans of a page differ; they identify a plan on the page."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
     return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 

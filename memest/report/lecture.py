@@ -71,7 +71,8 @@ class Slide:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """An experiment, and the earlier one that differs from it least."""
+    """A change from an experiment (`before`) to a later one (`after`) of a lecture. Each experiment
+    follows the earlier one whose settings differ least."""
 
     before: Row
     after: Row
@@ -79,35 +80,35 @@ class Step:
 
     @property
     def added_bytes(self) -> int:
-        """Change of `needs_bytes` between the two rows."""
+        """Needed bytes of `after` less those of `before`."""
         return self.after.needs_bytes - self.before.needs_bytes
 
     @property
     def distance(self) -> float:
-        """Distance of the two plans: changed kinds, and doublings of the batch."""
+        """Distance of the plans: 30 for the model, 10 per other setting, 1 per doubled batch."""
         old, new = self.before.plan, self.after.plan
         kinds = sum(30 if key == "model" else 10 for key in self.changes if key not in _NUMBERS)
         counts = new.accumulate_grad_batches / old.accumulate_grad_batches
         return kinds + sum(abs(math.log2(r)) for r in (new.batch_size / old.batch_size, counts))
 
     def added(self, part: str) -> int:
-        """Return the change in bytes of `part`, a key of `Row.parts`: a part of the need."""
+        """Return the bytes by which `part` of the need, a key of `Row.parts`, grows."""
         return self.after.parts[part] - self.before.parts[part]
 
     @property
     def most(self) -> str:
-        """The part that changes most."""
+        """The part of the need, a key of `Row.parts`, whose bytes change most."""
         return max(self.after.parts, key=lambda part: abs(self.added(part)))
 
     @property
     def words(self) -> list[str]:
-        """The changed settings as text, or the changed numbers if there are no others."""
+        """New values of the changed settings; batch and tokens only if nothing else changed."""
         main = [new for key, (_, new) in self.changes.items() if key not in _NUMBERS]
         return main or [new for _, new in self.changes.values()]
 
 
 class Lecture:
-    """Slides and exercises of one suite."""
+    """Slides and exercises made from the predictions of one suite of experiments."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -119,7 +120,7 @@ class Lecture:
         self.steps = [step for step in map(self._step, range(len(rows.rows))) if step is not None]
 
     def slides(self) -> list[Slide]:
-        """Return all slides: the overview, the build-up, the waterfalls, and a slide per change."""
+        """Return all slides: overview, build-up of a step, waterfall charts, and one per change."""
         found = [self._overview(), *self._build_up(), *self._waterfalls()]
         return found + [self._slide_of(step) for step in self.steps]
 
@@ -130,7 +131,7 @@ class Lecture:
     # ------------------------------------------------------------------ changes
 
     def _step(self, index: int) -> Step | None:
-        """Return the change to row `index` from the most similar earlier one; None if alike."""
+        """Return the change to row `index` from the most similar row before; None without one."""
         *others, row = self.rows.rows[: index + 1]
         steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
         nearest = min(steps, key=lambda step: step.distance, default=None)
@@ -194,14 +195,14 @@ class Lecture:
         return f"{words} {verb}{plural} {size} GiB: {name} {verdict}"
 
     def against_limit(self, row: Row) -> str:
-        """Return the margin of an experiment to the limit of the GPU, in a sentence."""
+        """Return a sentence with the GPU's limit, and the margin of experiment `row` to it."""
         margin = row.verdicts[self.gpu].margin_bytes
         words = f"{gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
         return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {words}, {row.verdict.word}."
 
     @property
     def origin(self) -> str:
-        """The origin of the figures, and the versions."""
+        """Sentence on the origin of the figures and the versions of libraries."""
         versions = ", ".join(f"{name} {number}" for name, number in self.rows.versions.items())
         return f"Predicted, not measured; computed by {versions}."
 
@@ -249,7 +250,7 @@ class Lecture:
         )
 
     def _build_up(self) -> list[Slide]:
-        """Return slides that build up the memory of one step, of the first experiment that fits."""
+        """Return slides that add up a step's memory, of the first plan that fits; [] if none."""
         row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
         if row is None:
             return []
@@ -303,8 +304,7 @@ class Lecture:
         ]
 
     def _waterfalls(self) -> Iterator[Slide]:
-        """Yield a waterfall chart per model, from a plan that does not fit to the last that
-        does."""
+        """Yield a waterfall chart per model, of the changes that make a plan fit."""
         by_after = {id(step.after): step for step in self.steps if "model" not in step.changes}
         chains: dict[str, list[Step]] = {}
         for row in self.rows.rows:
@@ -377,7 +377,7 @@ def _optimizer(plan: TrainingPlan) -> str:
 
 
 def _held(moment: PhaseRow) -> dict[str, int]:
-    """Return bytes by kind at the end of phase `moment`, and `between`, its peak above them."""
+    """Return the bytes by kind in the row `moment`, and `between`: its peak less these bytes."""
     between = max(0, moment.peak_allocated_bytes - moment.allocated_bytes)
     return {**moment.kinds, "between": between}
 
@@ -413,7 +413,7 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on the first GPU."""
+        """The verdict on the first GPU of the lecture."""
         return next(iter(self.verdicts.values()))
 
     @property
@@ -435,7 +435,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Rows of a suite, and the data of an interactive page on the same models."""
+    """Experiments of a suite, with the data of an interactive page on the same models."""
 
     name: str
     rows: tuple[Row, ...]
@@ -446,7 +446,7 @@ class Rows:
 
 
 def stored_rows(path: Path) -> Rows | None:
-    """Return the stored rows of a suite's file; None if there are none."""
+    """Return the stored rows of the suite file `path`; None if missing or of other plans."""
     stored = path.with_suffix(".json.gz")
     if not stored.is_file():
         return None
@@ -469,7 +469,7 @@ def stored_rows(path: Path) -> Rows | None:
 
 
 def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
-    """Predict a suite's plans on `gpus`, for the lecture and for its interactive page."""
+    """Predict a suite's plans on `gpus` in `jobs` processes, for a lecture and its web page."""
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = partition(plans, found)

@@ -35,10 +35,9 @@ _POLICY = (
 
 
 def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dict[str, str]) -> str:
-    """Return HTML of the step of the peak, under `limit_bytes`: timeline, flame graph, table.
-
-    `sources` has the text of the script's lines, by `train.py:12`.
-    """
+    """Return HTML of the step with the peak: timeline, flame graph and table of its memory blocks.
+    `limit_bytes` is the allocator's limit. `sources` has the text of script lines by place, such as
+    `train.py:12`."""
     step = step_blocks(recording)
     if len(step.blocks) > MAX_BLOCKS:
         return (
@@ -53,7 +52,7 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
 
 
 def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
-    """Return the blocks of a step as JSON values; equal sites are one entry.
+    """Return the memory blocks of a step as JSON values; blocks made at one place share an entry.
 
     `columns` are 32-bit integers, little-endian, deflated, as base64.
     """
@@ -109,7 +108,7 @@ RANKS = "<!-- by rank -->"  # placeholder for the table of ranks in a page
 
 
 def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | None = None) -> str:
-    """Return a page that needs no other file: all of one report, or a table of several plans.
+    """Return an HTML page that needs no other file: all of one report, or a table of several plans.
 
     `recording` is the run of a single report, for the timeline of its step.
     """
@@ -126,12 +125,12 @@ def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | No
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole page in memest's style, with `title` around the HTML `body`."""
+    """Return a whole HTML page in memest's style, with `title` and the HTML `body`."""
     return str(_parts().page(title, body))
 
 
 def fragment(report: SimulatedReport) -> str:
-    """Return the peak and the verdicts as HTML tables for a notebook; of a script also lines."""
+    """Return HTML tables for a notebook: contents of the peak, verdicts, and a script's lines."""
     note = "" if report.is_script else "arithmetic"
     unit = unit_in(report)
     held = [["held at the peak", unit.name, note]]
@@ -172,12 +171,12 @@ class PredictionTable(list[Prediction]):
 
 
 def with_all_ranks(rendered: str, report: RunReport) -> str:
-    """Return `rendered`, the page of one rank, with the table of all ranks added to it."""
+    """Return `rendered`, the HTML page of one rank, with the table of all ranks in `report`."""
     return rendered.replace(RANKS, _parts().ranks(report), 1)
 
 
 def render_difference(found: Sequence[Difference]) -> str:
-    """Return a page of pairs of reports: peaks, kinds and lines before and after."""
+    """Return an HTML page on pairs of reports: peaks, kinds and lines before and after."""
     title = found[0].after.name if len(found) == 1 else f"{len(found)} plans"
     return page(f"{title}: what changed", "\n".join(map(_parts().difference, found)))
 
@@ -190,7 +189,7 @@ def limit_of(report: SimulatedReport) -> int:
 
 @cache
 def _parts() -> Any:
-    """Return the macros of the template `page.jinja`, which call functions of this module."""
+    """Return the macros of the template `page.jinja`; they call functions of this module."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER), trim_blocks=True, undefined=StrictUndefined
     )
@@ -201,7 +200,7 @@ def _parts() -> Any:
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
-    """Return a row of cells for each of `reports`: its verdict on every GPU, its peaks in GiB."""
+    """Return the cells of a table: heads, then for each report verdicts by GPU and peaks in GiB."""
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
@@ -224,7 +223,7 @@ def _held_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def _scale(rows: Sequence[Change]) -> tuple[int, str, int]:
-    """Return (bytes of the unit for a table of `rows`, its name, bytes of the largest change)."""
+    """Return (bytes of the unit for `rows`, name of the unit, bytes of the largest change)."""
     largest = max(max(row.before_bytes, row.after_bytes) for row in rows)
     unit = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
     return *unit, max(abs(row.added_bytes) for row in rows)
@@ -238,7 +237,7 @@ def _facts(report: SimulatedReport) -> str:
 
 
 def _shares(report: SimulatedReport) -> list[tuple[str, float, str]]:
-    """Return (kind, share, GiB as text) of each part of a peak; the texts add up."""
+    """Return (kind, share from 0 to 1, GiB as text) for each kind at the peak; the texts add up."""
     parts = dict.fromkeys(_OWN_COLOUR, 0)
     for term in report.terms:
         if term.kind in parts:
