@@ -9,10 +9,10 @@ from memest.cli import main
 
 
 def command() -> None:
-    """Run the command line and exit.
+    """Run the command line and exit without Python's teardown, except after `memest run`.
 
-    Exit without freeing objects one by one, which takes a second after importing torch. A script
-    under `memest run` ends as Python would end it.
+    The teardown frees each object, which takes a second once torch is imported. A script under
+    `memest run` ends with it, as usual.
     """
     # set before torch is imported; else its waiting threads would take CPU time of other threads
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -35,18 +35,19 @@ do_work(work, sys.argv[1], output)
 
 
 class DiedError(MemestError):
-    """A child process ended without an answer; the message describes its end."""
+    """Error of a child process that ended without a result; the message describes its end."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM as an exception, so that a stopped script still gets its report."""
+    """Exception that SIGTERM raises, so that a stopped script still gets its report."""
 
 
 @contextmanager
 def signals_once(*numbers: int) -> Iterator[None]:
-    """Raise at the first of each of the signals `numbers`, and ignore repeated ones.
+    """Raise an exception at the first of each of the signals `numbers`, and ignore repeated ones.
 
-    A terminal and `timeout` send a signal to each process of a group, and so does the parent.
+    SIGINT raises `KeyboardInterrupt`, any other signal `Terminated`. Signals repeat because both a
+    terminal (or `timeout`) and the parent send them. Outside the main thread, change nothing.
     """
     owner = os.getpid()
 
@@ -72,10 +73,8 @@ def signals_once(*numbers: int) -> Iterator[None]:
 
 
 class Child:
-    """Process that this one has started: a forked copy of it, or a fresh `process`.
-
-    `answer_file` is where the process writes its answer.
-    """
+    """Process that this one has started: a fork of it, or the new `process`. `answer_file` is the
+    file to which the child writes its result; "" if it writes none."""
 
     def __init__(
         self, pid: int, *, process: subprocess.Popen[bytes] | None = None, answer_file: str = ""
@@ -86,7 +85,7 @@ class Child:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, negative for a signal; None while it runs."""
+        """Return the exit status, -N after signal N; None while the process runs."""
         if self._process is not None:
             return self._process.poll()
         if self._status is None:
@@ -108,7 +107,7 @@ class Child:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the process and all its children, and wait for the end."""
+        """Kill the process, with its process group if it leads one, and wait for its end."""
         is_running = self.poll() is None
         if sys.platform == "win32":
             if is_running:
@@ -125,7 +124,7 @@ class Child:
         self._forget_answer()
 
     def answer(self) -> Any:
-        """Wait for the end; return the work's result, or raise its error or a `DiedError`."""
+        """Wait for the process to end; return its result, or raise its error or a `DiedError`."""
         status = self.wait() or 0
         try:
             if status:
@@ -143,7 +142,7 @@ class Child:
 
 
 def wait_any(children: Collection[Child], seconds: float) -> list[Child]:
-    """Return the children that have ended; wait up to `seconds` for the first of them."""
+    """Return the ended children as soon as there is one; [] if none ends in `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         ended = [child for child in children if child.poll() is not None]
@@ -153,7 +152,7 @@ def wait_any(children: Collection[Child], seconds: float) -> list[Child]:
 
 
 def fork(run: Callable[[], object]) -> Child:
-    """Run `run` in a copy of this process, which ends when this process does."""
+    """Start a forked copy of this process that calls `run`; it is killed if this process ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -174,11 +173,9 @@ SILENT = (os.devnull, os.devnull)
 
 
 def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None) -> Child:
-    """Start `work()` in another process; `Child.answer` returns its result.
-
-    The process is a copy of this one, or a fresh one without `CAN_FORK`. `output` has the files
-    of its stdout and stderr, if they are not those of this process.
-    """
+    """Start `work()` in another process; `Child.answer` returns its result. The process is a fork
+    of this one if `CAN_FORK`, else a new Python. `output` has the paths of files for its stdout and
+    stderr; None leaves those of this process."""
     descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
     os.close(descriptor)
     if CAN_FORK:
@@ -194,7 +191,8 @@ def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None)
 def command_of(
     work: Callable[[], object], file: str, output: tuple[str, str] | None = None
 ) -> list[str]:
-    """Return the command of a fresh process for `work`, written to `file` with its `output`."""
+    """Return the command of a new Python process that calls `do_work(work, file, output)`. `work`
+    and `output` reach it pickled in `file`."""
     with open(file, "wb") as content:
         pickle.dump(sys.path, content)
         pickle.dump((work, output), content)
@@ -203,7 +201,8 @@ def command_of(
 
 
 def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | None) -> NoReturn:
-    """Write the result or error of `work()` to `file`; stdout and stderr go to `output`. Exit."""
+    """Call `work()`, pickle its result or `MemestError` to `file`, and end this process. `output`
+    has paths for stdout and stderr; None leaves them. Other errors are printed: exit code 1."""
     if output is not None:
         for number, path in enumerate(output, start=1):
             _redirect(path, number)
@@ -221,7 +220,7 @@ def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | Non
 
 
 def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
-    """Start `command` in a session of its own; its output goes to a file."""
+    """Start `command` in a new session, with `options` of `Popen`; it prints to file `output`."""
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
@@ -231,10 +230,8 @@ def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
 
 
 def begin(work: Callable[[], object], output: Path, *, is_copy: bool) -> Child:
-    """Start `work` in a session of its own: in a copy of this process if `is_copy`, or a fresh one.
-
-    It has no input, and its output goes to the file `output`.
-    """
+    """Start `work()` in a new session: in a fork of this process if `is_copy`, or a new Python. Its
+    stdin is empty; its stdout and stderr go to the file `output`."""
     if not is_copy:
         descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
         os.close(descriptor)
@@ -253,7 +250,7 @@ def begin(work: Callable[[], object], output: Path, *, is_copy: bool) -> Child:
 
 
 def write_to(path: str | Path) -> None:
-    """Redirect this process's stdout and stderr to a file."""
+    """Redirect stdout and stderr of this process to the file `path`."""
     _redirect(path, 1)
     os.dup2(1, 2)
 
@@ -265,7 +262,7 @@ def _redirect(path: str | Path, number: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with exit code `code`, without any teardown."""
+    """Flush stdout and stderr, and end this process with exit code `code` without teardown."""
     with suppress(OSError, ValueError, AttributeError):  # `pythonw` has no streams
         sys.stdout.flush()
         sys.stderr.flush()
@@ -273,7 +270,7 @@ def leave(code: int) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Make Linux end this process when its parent is killed; elsewhere it runs to its own end."""
+    """Make Linux kill this process when its parent ends; do nothing on other systems."""
     with suppress(OSError, AttributeError, TypeError):  # Windows
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -283,10 +280,11 @@ T = TypeVar("T")
 
 @contextmanager
 def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
-    """Start `work` in a copy of this process; yield a function that returns its result.
+    """Start `work` in a fork of this process; yield a function that waits for its result.
 
-    The result is None if no copy can be made or `work` failed; the caller then does it here. Only
-    Linux makes copies, and not after autograd has run, whose threads are not in the copy.
+    That function returns None if `work` failed, or did not run because this system is not Linux:
+    the caller then calls `work` itself. `work` cannot use autograd if this process has used it. The
+    fork is killed at the end of the block.
     """
     if not CAN_FORK:
         yield lambda: None

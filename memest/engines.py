@@ -36,7 +36,7 @@ ATTEMPTS = 2  # number of times that a task begins if its worker is killed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Notice to watchers that a task begins, or that it has ended with a result."""
+    """Message to watchers, such as a progress bar: a task begins, or has ended with a result."""
 
     label: str  # name of the task, for people
     is_done: bool
@@ -53,7 +53,7 @@ WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("WATCHERS", default=())
 
 @contextmanager
 def watched(by: Watcher) -> Iterator[None]:
-    """Call the function `by` for every event in the block; nested blocks all get the events."""
+    """Add the watcher `by` in the block: a function that is called with each `Event`."""
     token = WATCHERS.set((*WATCHERS.get(), by))
     try:
         yield
@@ -62,13 +62,14 @@ def watched(by: Watcher) -> Iterator[None]:
 
 
 def notify(event: Event) -> None:
-    """Send an event to all watchers."""
+    """Call all watchers with `event`."""
     for watcher in WATCHERS.get():
         watcher(event)
 
 
 class Engine(ABC):
-    """Runs a function over tasks by `workers` at a time (None: no limit), with `gpus` GPUs each."""
+    """Way to run a function over many tasks: on this machine, on a Ray cluster or under Slurm. At
+    most `workers` tasks run at a time (None: no limit), with `gpus` GPUs each."""
 
     def __init__(self, workers: int | None = None, *, gpus: int = 0) -> None:
         self.workers = workers
@@ -80,8 +81,8 @@ class Engine(ABC):
     ) -> list[R]:  # fmt: skip
         """Return `one(task)` of each task, in order; raise the first error that `one` raises.
 
-        `died` returns the result of a task whose workers died. Watchers get a task's `label`, and
-        its `weight`: the number of its plans.
+        `died` returns the result of a task whose worker was killed `ATTEMPTS` times. `label` and
+        `weight` return the task's name and number of plans, for its `Event`.
         """
         total = sum(map(weight, tasks))
         found: dict[int, R] = {}
@@ -127,11 +128,11 @@ class Engine(ABC):
         alike: Callable[[T], Any], label: Callable[[Sequence[T]], str],
         work: Callable[[T], Any] = lambda item: 0, weight: Callable[[Sequence[T]], int] = len,
     ) -> "list[R | DiedError]":  # fmt: skip
-        """Return a result for each item, in order, from `one`, which takes a group of items.
+        """Return a result for each item, in order; `one` returns those of a group of items.
 
         Items with an equal `alike(item)` form a group. Groups with the most `work` begin first, so
-        that no worker runs alone for long at the end. `label` and `weight` of a group are those of
-        `map`.
+        that no worker runs alone for long at the end. `label` and `weight` are as in `map`, for a
+        group. Items have a `DiedError` if their group's worker was killed `ATTEMPTS` times.
         """
         groups: dict[Any, list[int]] = {}
         for position, item in enumerate(items):
@@ -159,13 +160,13 @@ class _Failure:
 
 
 class _Death:
-    """End of a worker without a result."""
+    """Outcome of a task whose worker ended without a result; `how` describes that end."""
 
     def __init__(self, how: str) -> None:
         self.how = how
 
     def error(self, label: str) -> DiedError:
-        """Return the error that reports this death, for the task `label`."""
+        """Return the error for a task named `label` whose workers all ended so."""
         return DiedError(
             f"`{label}` has no result: its worker died {ATTEMPTS} times, {self.how}",
             hint="give each worker more memory, or use fewer with `--workers`",
@@ -173,7 +174,7 @@ class _Death:
 
 
 def _do(one: Callable[[T], R], task: T) -> R | _Failure:
-    """Return `one(task)`, called in a worker, or its error with the traceback."""
+    """Return `one(task)`, called in a worker, or a `_Failure` with its error and traceback."""
     collect_seldom()
     try:
         return one(task)
@@ -183,11 +184,10 @@ def _do(one: Callable[[T], R], task: T) -> R | _Failure:
 
 
 class Local(Engine):
-    """Processes of this machine: `workers` of them, None for one per core.
+    """Engine of processes on this machine: `workers` of them, None for one per core.
 
-    A single worker is this process itself.
-
-    `visible` is as in `CUDA_VISIBLE_DEVICES`; each worker sees all GPUs, one of its own first.
+    A single worker is this process itself. `visible` lists GPUs as `CUDA_VISIBLE_DEVICES` does:
+    each worker gets all of them, beginning with its own.
     """
 
     def __init__(
@@ -251,18 +251,18 @@ class _Worker:
 
     @property
     def ends(self) -> "tuple[Connection, int]":
-        """Connection and process handle for `connection.wait`: ready after an answer or the end."""
+        """Connection and process handle: ready to wait on after an answer, and at the end."""
         return self._connection, self._process.sentinel
 
     def give(self, one: Callable[[T], Any], task: T) -> None:
-        """Send `one` and `task` to the process (a new one if it died); `answer` has the outcome."""
+        """Start `one(task)` in the process, or in a new one if it has ended; see `answer`."""
         if not self._process.is_alive():
             self._start()
         with suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send((one, task))
 
     def answer(self) -> Any:
-        """Return what `_do` returned, or how the process died."""
+        """Return the task's outcome: what `_do` returned, or a `_Death` if the process ended."""
         with suppress(EOFError, ConnectionResetError):
             if self._connection.poll():
                 return self._connection.recv()
@@ -272,7 +272,7 @@ class _Worker:
         return _Death(killed or f"with exit code {code}")
 
     def end(self, *, is_idle: bool) -> None:
-        """End the process; it is terminated in the middle of a task unless `is_idle`."""
+        """End the process and wait for that; unless `is_idle`, terminate it in its running task."""
         self._connection.close()
         if not is_idle:
             self._process.terminate()
@@ -291,7 +291,7 @@ def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn
 
 
 class Ray(Engine):
-    """A Ray cluster: that of `RAY_ADDRESS`, or a new one on this machine."""
+    """Engine on a Ray cluster: that of `RAY_ADDRESS`, or a new one on this machine."""
 
     def _outcomes(
         self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
@@ -338,10 +338,10 @@ class Ray(Engine):
 
 
 class Slurm(Engine):
-    """An array of Slurm jobs, from a folder that the nodes share.
+    """Engine that submits an array of Slurm jobs, from a working folder that the nodes share.
 
-    `sbatch` reads `SBATCH_PARTITION`, `SBATCH_ACCOUNT` and `SBATCH_TIMELIMIT`. `workers` None is
-    all jobs at once. `cluster` is submitit's name; `local` is for tests.
+    `sbatch` reads `SBATCH_PARTITION`, `SBATCH_ACCOUNT` and `SBATCH_TIMELIMIT`. `workers` None runs
+    all jobs at once. `cluster` is submitit's name of the scheduler; `local` is for tests.
     """
 
     def __init__(

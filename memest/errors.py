@@ -25,25 +25,25 @@ class MemestError(Exception):
 
 
 class PlanError(MemestError):
-    """The request contradicts itself, or names a key or value that does not exist."""
+    """Error of a request that contradicts itself, or has an unknown key or an invalid value."""
 
     exit_code = 2
 
 
 class UnknownModelError(MemestError):
-    """No bundled model, file or reachable Hub repository has this name."""
+    """Error of a model name that no bundled model, file or reachable Hub repository has."""
 
     exit_code = 2
 
 
 class UnsupportedError(MemestError):
-    """A valid request that memest cannot model."""
+    """Error of a valid request that memest cannot model."""
 
     exit_code = 3
 
 
 class TraceError(MemestError):
-    """The training step could not be run on the meta device; the message names the module."""
+    """Error of a training step that cannot run on the meta device; the message names the module."""
 
     exit_code = 3
 
@@ -57,7 +57,7 @@ def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
 
 
 def raise_if_all_failed(results: Collection[object]) -> None:
-    """Raise the first of `results` if all of them are errors; do nothing if there are none."""
+    """Raise the first of `results` if each is a `MemestError`; do nothing for no results."""
     errors = [result for result in results if isinstance(result, MemestError)]
     if errors and len(errors) == len(results):
         raise errors[0]
@@ -80,7 +80,7 @@ def shown(value: object) -> str:
 
 
 def closest(name: str, known: Iterable[str], num: int = 3) -> Sequence[str]:
-    """Return the `num` known names nearest to `name`, best first, without regard to case.
+    """Return up to `num` of the `known` names that resemble `name`, best first; ignore case.
 
     >>> closest("adamv", ["adamw", "sgd"])
     ['adamw']

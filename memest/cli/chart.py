@@ -53,7 +53,7 @@ _CHART_OPTIONS = combined(
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Options for the pictures of a command: folder, formats and colours."""
+    """Options of a chart command for its pictures: folder, formats, colours and title."""
 
     folder: Path
     formats: Sequence[str]
@@ -62,7 +62,7 @@ class Pictures:
     as_json: bool  # True to print the paths as JSON
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
-        """Write `figure` in each format as `name`, and `data` as JSON Lines; print the paths."""
+        """Write `figure` to a file `name` per format, and `data` to JSON Lines; print the paths."""
         path = self.folder / name
         pictures = plots.save(plots.retitle(figure, self.title), path, self.formats)
         data_file = path.with_name(f"{name}.jsonl")
@@ -75,7 +75,7 @@ class Pictures:
 
 
 def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of every chart to `command`, which gets a `Pictures` as `pictures`."""
+    """Add the options that all charts share to `command`, which gets them as `pictures`."""
 
     @wraps(command)
     def run(*, out: Path, formats: str, dark: bool, title: str, as_json: bool, **rest: Any) -> Any:
@@ -107,7 +107,7 @@ def lab(
     suite: str, gpu: tuple[str, ...], jobs: int | None, resume: bool, has_time: bool,
     pictures: Pictures,
 ) -> None:  # fmt: skip
-    """Draw the experiments of a suite and the GPUs' limits.
+    """Draw the predicted memory of a suite's plans, and the GPUs' limits.
 
     \b
     memest chart lab
@@ -154,7 +154,7 @@ def lab(
 @click.option("--suite", type=PATH, help="A chart for each of many plans.")
 @chart_options
 def phases(config: Path | None, suite: Path | None, pictures: Pictures, **flags: Any) -> None:
-    """Draw memory by kind at the four phases of a step.
+    """Draw memory by kind, such as gradients, at the four phases of a step.
 
     \b
     memest chart phases --model blip2-opt-2.7b --bs 16 --precision 32-true --gpu a100-80gb
@@ -217,7 +217,7 @@ def timeline(
 def batches(
     models: tuple[str, ...], gpu: str, jobs: int | None, pictures: Pictures, **flags: Any
 ) -> None:
-    """Draw the largest batch by model and technique.
+    """Draw the largest batch that fits a GPU, by model and technique.
 
     \b
     memest chart batches --model blip2-opt-2.7b --model blip2-flan-t5-xl --gpu a100-80gb
@@ -257,7 +257,7 @@ _OF_THE_RUN = ("max_points", "trust_remote_code")  # flags that do not change th
 def sweep_chart(
     file: Path | None, across: str, jobs: int | None, pictures: Pictures, **flags: Any
 ) -> None:
-    """Draw the verdicts of a sweep.
+    """Draw which plans of a sweep fit a GPU.
 
     FILE is the output of `memest sweep -o`. Without it, a new sweep runs.
 
@@ -286,7 +286,8 @@ def sweep_chart(
 
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
-    """Return as words the settings that all plans of a sweep share: `points`, or table `rows`."""
+    """Return words for settings that all plans of a sweep share, such as `512 tokens`. The plans
+    are those of `points`; if it has none, the `rows` of the sweep's table are compared."""
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(same["model_name"])] if same.get("model_name") else []
@@ -444,7 +445,7 @@ MAX_SETTINGS = 4  # largest number of lines in one chart
 def fragmentation(
     config: Path | None, settings: tuple[str, ...], pictures: Pictures, **flags: Any
 ) -> None:
-    """Draw reserved memory over steps of changing length.
+    """Draw reserved memory over steps of changing sequence length.
 
     Each line is a setting of the allocator.
 

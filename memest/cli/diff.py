@@ -48,7 +48,7 @@ def diff(
     before: Path, after: Path, as_json: bool, as_markdown: bool, sarif_path: Path | None,
     html: Path | None, check: bool,
 ) -> int:  # fmt: skip
-    """Show which lines or kinds grew between two reports.
+    """Show which lines or kinds of memory grew between two reports.
 
     \b
     memest run --json before.json train.py
@@ -130,7 +130,7 @@ def compare(
     results: tuple[Path, ...], as_json: bool, as_markdown: bool, charts: Path | None, check: bool,
     tolerance: tuple[str, ...], output: Path | None, jobs: int | None,
 ) -> int:  # fmt: skip
-    """Compare predictions with measured runs.
+    """Compare predicted with measured memory of runs.
 
     \b
     memest compare validation/runs/lab-h200.jsonl

@@ -64,8 +64,7 @@ def _torch() -> tuple[str, bool]:
 
 
 def _release() -> str:
-    """Return words on the simulated release of torch: its kernels were measured, or read in
-    sources."""
+    """Return the name of the simulated torch release, and whether its kernels were measured."""
     release = versions.simulated()
     sources = f"read from its sources; measured is {versions.MEASURED}"
     how = "measured" if release.is_measured else sources
@@ -73,7 +72,7 @@ def _release() -> str:
 
 
 def _extra(name: str) -> str:
-    """Return words on memest's optional dependencies `name`: installed, or how to install them."""
+    """Return text on the group `name` of optional packages: installed, or how to install it."""
     package = next(package for package, extra in packages.EXTRAS.items() if extra == name)
     if packages.is_installed(package):
         return f"{name} installed"
@@ -97,7 +96,7 @@ def models(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per GPU.")
 @click.option("-v", "--verbose", is_flag=True, help="With the source of every figure.")
 def gpus(as_json: bool, verbose: bool) -> None:
-    """List the GPUs, and which figures are measured."""
+    """List the GPUs, and which of their figures are measured."""
     gpus = list_gpus()
     if as_json:
         for gpu in gpus:

@@ -103,7 +103,7 @@ def explore(
     help="Folder of the files.",
 )  # fmt: skip
 def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) -> None:
-    """Write slides, exercises and an explorer of a suite.
+    """Write slides, exercises and an interactive page of a suite's plans.
 
     The slides are PPTX with native charts and PDF, light and dark. Titles state the finding, and
     speaker notes have the arithmetic. Predictions of lab-a100 are stored; other suites are

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def only_one(options: Mapping[str, Any]) -> str:
-    """Return the name of the one option that is given, or an empty text; raise if several are."""
+    """Return the name of the only one of `options` with a value, "" if none; raise if several."""
     given = [name for name, value in options.items() if value]
     if len(given) > 1:
         raise PlanError(f"`{given[0]}` and `{given[1]}` are given together", hint="choose one")
@@ -28,16 +28,17 @@ def only_one(options: Mapping[str, Any]) -> str:
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the command's options, by name, that are given in `flags`."""
+    """Return the options in `flags` that the user gave: those that are neither None nor ()."""
     return {k: v for k, v in flags.items() if v is not None and v != ()}
 
 
 def read_plans(
     config: Path | None, suite: Path | None, given: dict[str, Any], *, tries_lora: bool = False
 ) -> list[TrainingPlan]:
-    """Return the plans of a command: in the file `config` or `suite`, or from the flags `given`.
+    """Return a command's plans: one in the file `config`, several in `suite`, or one of `given`.
 
-    With `tries_lora`, LoRA options are also accepted for a full fine-tune.
+    `given` has the command's options, which override keys of a file. LoRA options are an error if
+    no plan has adapters, unless `tries_lora`.
     """
     only_one({"--config": config, "--suite": suite})
     trust_remote_code = given.pop("trust_remote_code", False)
@@ -73,7 +74,8 @@ def write_pages(
     reports: Sequence[SimulatedReport], recording: "Recording | None", *, html: Path | None,
     snapshot: Path | None, chrome_trace: Path | None,
 ) -> None:  # fmt: skip
-    """Write `reports` to page `html`, `recording` to PyTorch's `snapshot` and Chrome's trace."""
+    """Write those files whose path is not None: `html` is a page of `reports`. `recording` has the
+    allocator's actions, for a PyTorch memory `snapshot` and a Chrome trace."""
     if html is not None:
         from memest.report.page import render_page
 
@@ -88,7 +90,7 @@ def write_pages(
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for output files if it does not exist; `PlanError` if it cannot be written."""
+    """Make `folder` for output files if it is missing; `PlanError` if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -27,7 +27,7 @@ SECTIONS = {
 
 
 class _Command(click.Command):
-    """Command whose `--help` has the options in the sections of `options.py`."""
+    """Command whose `--help` lists the options in sections, such as `GPUs`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -56,13 +56,13 @@ class _Group(click.Group):
         return sorted(ChainMap(*SECTIONS.values()))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command `cmd_name`, whose module is imported here; None if unknown."""
+        """Import the module of command `cmd_name`; return the command, or None if there is none."""
         if module := ChainMap(*SECTIONS.values()).get(cmd_name):
             import_module(f"memest.cli.{module}")
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in sections."""
+        """Write the commands to the help page `formatter`, in sections."""
         for section, names in SECTIONS.items():
             found = [(n, c) for n in names if (c := self.get_command(ctx, n)) is not None]
             rows = [(name, command.get_short_help_str(70)) for name, command in found]
@@ -73,7 +73,7 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return (name, command, other words) of `args`; an unknown command is an error."""
+        """Return (name, command, its arguments) of `args`; `UsageError` for an unknown command."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
             near = "".join(f" Did you mean {n!r}?" for n in closest(args[0], names, 1))
@@ -123,7 +123,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errno of a full disk or a 
 
 
 def _no_room(error: OSError) -> None:
-    """Report that the output cannot be written, and discard the rest of the output."""
+    """Report that stdout cannot be written, discard the rest of the output, and exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     fail(f"the output cannot be written: {error.strerror}", "write where there is room", 1)
 

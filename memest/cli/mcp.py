@@ -42,7 +42,7 @@ def mcp() -> None:
 
 
 def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wrap a tool so that memest's errors are returned to the agent as text."""
+    """Wrap a tool of the server so that the agent gets a `MemestError` as text, with its hint."""
 
     @wraps(tool)
     async def called(**arguments: Any) -> Any:
@@ -111,7 +111,7 @@ async def gpus() -> list[dict[str, Any]]:
 
 
 async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON output of the memest command `command` for a plan.
+    """Run the memest command `command` on a plan, and return its JSON output.
 
     Raises:
         MemestError: the command fails.
@@ -129,9 +129,10 @@ async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
 async def _memest(
     command: str, option: str, words: list[str], *, folder: str = ".", seconds: float = math.inf
 ) -> tuple[int, str, str]:
-    """Return (exit code, text of the file for `option`, output) of `command` with `words`.
+    """Run a memest command; return (exit code, text of its output file, its stdout and stderr).
 
-    It runs in a process of its own, since stdout is the protocol's, and ends with this call.
+    `option` is that of the output file, such as `--json`; `words` are the other arguments. The
+    command runs in `folder`, in a process of its own: the server's stdout has the protocol.
 
     Raises:
         MemestError: it does not end within `seconds`, or `folder` does not exist.

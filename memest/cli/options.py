@@ -26,7 +26,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]  # adds options to a
 
 
 def combined(*options: Option) -> Option:
-    """Return the options as one, in the order of `--help`."""
+    """Return one decorator that adds all `options` to a command, in the order of `--help`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -37,7 +37,7 @@ def combined(*options: Option) -> Option:
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
-    """Type of a size in bytes, such as 24GiB."""
+    """Type of options whose value is a size in bytes, such as 24GiB."""
 
     name = "size"
 
@@ -47,7 +47,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 
 
 class OutputPath(click.Path):
-    """Type of a file to write; one that cannot be written is refused before anything runs."""
+    """Type of options for a file to write; an unwritable one is an error before anything runs."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return `value` as a path, after a check that it can be written."""
@@ -62,7 +62,8 @@ class OutputPath(click.Path):
 
 
 def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> Any:
-    """Return click's completion by one of `values`: of a text, or if `is_list` of its last item."""
+    """Return a `shell_complete` function of click that proposes the fitting ones of `values`. With
+    `is_list`, it completes the last item of a comma-separated text."""
 
     def complete(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
         head, comma, tail = incomplete.rpartition(",") if is_list else ("", "", incomplete)
@@ -121,7 +122,7 @@ remote_code = click.option(
 
 
 def models(text: str, **settings: Any) -> Option:
-    """Return a click option for models, with the help `text`, which may be repeated."""
+    """Return the repeatable option `--model`, with help `text` and other `settings` of click."""
     complete = completes(VALUES["models"])
     return click.option(
         "--model", "models", multiple=True, help=text, shell_complete=complete, **settings
@@ -129,12 +130,12 @@ def models(text: str, **settings: Any) -> Option:
 
 
 def gpus(text: str) -> Option:
-    """Return a click option for GPUs, with the help `text`, which may be repeated."""
+    """Return the repeatable option `--gpu`, with help `text`."""
     return click.option("--gpu", multiple=True, help=text, shell_complete=completes(VALUES["gpu"]))
 
 
 def _usable(ctx: click.Context, param: Any, value: str) -> str:
-    """Return the engine `value`; exit with an error if its package is not installed."""
+    """Return `value`, the name of an engine; raise `UnsupportedError` if it cannot run here."""
     find_engine(value)
     return value
 
@@ -190,11 +191,12 @@ class WholeTraining:
 
     @property
     def is_given(self) -> bool:
-        """True if the command line has one of these options."""
+        """True if the command line has a number of steps or samples, or a price."""
         return bool(self.num_steps or self.samples or self.prices)
 
     def of(self, plan: Mapping[str, Any]) -> Training:
-        """Return the number of steps, prices and number of GPUs, for the report of `plan`."""
+        """Return number of steps, prices and number of GPUs for a training of `plan`: {key: value}.
+        Without a number of steps or samples, it has `STEPS_WITHOUT_NUMBER` steps."""
         num_steps = self.num_steps or STEPS_WITHOUT_NUMBER
         if self.samples is not None:
             num_steps = steps_of_plan(plan, self.epochs or 1.0, self.samples)
@@ -203,7 +205,8 @@ class WholeTraining:
 
 
 def training(*, has_epochs: bool) -> Option:
-    """Return options of a training, passed as `whole`; `has_epochs` adds epochs and samples."""
+    """Return a decorator that adds `--train-steps` and `--price` to a command. The command gets
+    them as `whole`. `has_epochs` adds `--epochs` and `--samples`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
@@ -225,7 +228,7 @@ def training(*, has_epochs: bool) -> Option:
 
 
 def plan_without(*names: str) -> Option:
-    """Return options for all fields of a plan except `names`, and `--torch`."""
+    """Return a decorator that adds options for a plan's keys except `names`, and `--torch`."""
     rows = (row for name, row in PLAN_KEYS.items() if row.flag and name not in names)
     return combined(*map(_option, rows), torch)
 

@@ -104,7 +104,7 @@ def _check_output(
     as_json: bool, summary: bool, emit: str | None, suite: Path | None, output: Path | None,
     resume: bool, whole: WholeTraining,
 ) -> None:  # fmt: skip
-    """Refuse output options that exclude each other or have no effect."""
+    """Raise `PlanError` if output options exclude each other or have no effect."""
     form = only_one({"--json": as_json, "--summary": summary, "--emit": emit})
     if resume and (suite is None or output is None):
         raise PlanError("`--resume` needs `--suite` and `-o`", hint="results are stored next to it")
@@ -116,7 +116,7 @@ def _check_output(
 
 
 def _short(report: Prediction, emit: str | None) -> str:
-    """Return the short output of a report: lines for the scheduler `emit`, or a line per GPU."""
+    """Return a summary line per GPU, or with `emit` the lines for a scheduler such as `slurm`."""
     plan = report.plan
     if emit:
         nodes = {"num_gpus": plan["devices"], "num_nodes": plan["num_nodes"]}
@@ -127,8 +127,8 @@ def _short(report: Prediction, emit: str | None) -> str:
 
 
 def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
-    """Return the cheapest change with which a plan fits; None if there is none, or the search is
-    long."""
+    """Return the cheapest single change with which `plan` fits its GPU; None if it fits as it is
+    (or may), or if no such change was found."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":
         return None
@@ -142,7 +142,7 @@ def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
 def write_files(
     plans: Sequence[TrainingPlan], reports: Sequence[Prediction], **files: Path | None
 ) -> None:
-    """Write the other files of `predict`: a page, PyTorch's snapshot, Chrome's trace."""
+    """Write the given ones of `files`: `html` page, torch's memory `snapshot`, `chrome_trace`."""
     if not any(files.values()):
         return
     recording = None

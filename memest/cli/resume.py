@@ -20,10 +20,10 @@ from memest.writing import is_stream, writing
 
 
 class StoredResults:
-    """Results by plan in a JSON Lines file, which is next to the command's output file `target`.
+    """Results of a command so far, one per plan, in a JSON Lines file next to its output `target`.
 
-    A command deletes it by `forget` after it has written its output. Without `is_resumed` existing
-    results are replaced, with a message to the user.
+    With `is_resumed`, results of an interrupted run are read into `known`: {`plan_key`: result}.
+    Otherwise new ones replace them, after a message to the user. `forget` deletes the file.
     """
 
     def __init__(self, target: Path, *, is_resumed: bool) -> None:
@@ -55,7 +55,7 @@ class StoredResults:
         return found
 
     def add(self, plan: TrainingPlan, result: Any) -> None:
-        """Append `result`, the JSON values of the result of `plan`, to the file."""
+        """Append the `result` of `plan`, as JSON values, to the file."""
         row = {"version": self._versions, "plan": plan_key(plan), "result": result}
         with (
             writing(self.path, "name another folder"),
@@ -67,7 +67,7 @@ class StoredResults:
 
 
 def forget(target: Path | None) -> None:
-    """Delete the stored results for `target`, after that file has been written."""
+    """Delete the results stored for the output file `target`, if there are any."""
     if target is not None:
         _stored_path(target).unlink(missing_ok=True)
 
@@ -77,12 +77,12 @@ def _stored_path(target: Path) -> Path:
 
 
 def plan_key(plan: TrainingPlan) -> str:
-    """Return a unique text for the plan."""
+    """Return a text that identifies the plan: its keys and values as JSON."""
     return json.dumps(plan.to_dict(), sort_keys=True)
 
 
 def results_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return the JSON values of a task's results, by plan; failed plans are left out."""
+    """Return {plan: its result as JSON values} for an ended task, without failed plans."""
     pairs = zip(event.task, event.result, strict=True)
     return {
         plan: [point.to_dict() for point in made] if isinstance(made, list) else made.to_dict()
@@ -95,11 +95,9 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
 def _stored(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool
 ) -> Iterator[dict[TrainingPlan, Any]]:
-    """Yield the stored results, as JSON values, of `plans`; store new ones in the block.
-
-    Nothing is stored if the command writes no file, `target`. On an interrupt, the number of stored
-    results is printed.
-    """
+    """Yield {plan: its stored result as JSON values}; store the results that the block makes.
+    Nothing is stored if the output file `target` is None or a stream. On Ctrl-C, the number of
+    stored results is printed."""
     if target is None or is_stream(target):
         yield {}
         return
@@ -123,9 +121,10 @@ def _stored(
 def predict_resumably(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
-    """Run `predict_each`; store each result in a file next to the output file `target`, if any.
+    """Return the prediction of each plan, or its error, by `jobs` workers at a time.
 
-    With `is_resumed`, stored results are read and not predicted again.
+    Each prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
+    stored predictions are read and not made again.
     """
     with _stored(plans, target, is_resumed=is_resumed) as rows:
         known = {plan: Prediction.from_dict(row) for plan, row in rows.items()}
@@ -137,9 +136,10 @@ def predict_resumably(
 def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
-    """Run `sweep_grid`; store each result in a file next to the output file `target`, if any.
+    """Return the table rows of `sweep_grid(grid, **how)`, from stored or new predictions.
 
-    With `is_resumed`, stored results are read and not predicted again.
+    Each prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
+    stored predictions are read and not made again.
     """
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     with _stored(plans, target, is_resumed=is_resumed) as rows:

@@ -66,7 +66,7 @@ class _RunCommand(click.Command):
         return super().parse_args(ctx, [*args, *script])
 
     def split(self, args: list[str]) -> tuple[list[str], list[str]]:
-        """Return (memest's options, script or module with its arguments) of `args`."""
+        """Split `args` into (memest's options, script or `-m MODULE` with its arguments)."""
         with_value = [p for p in self.params if isinstance(p, click.Option) and not p.is_flag]
         takes_value = {name for param in with_value for name in param.opts}
         position = 0
@@ -78,8 +78,8 @@ class _RunCommand(click.Command):
         return args[:position], args[position:]
 
     def with_project(self, args: list[str], script: list[str]) -> tuple[list[str], list[str]]:
-        """Return (options, script with arguments), with the options of pyproject.toml added to
-        `args`. Options of the command line win. Added ones are printed."""
+        """Return (`args`, `script`) with what `[tool.memest]` of pyproject.toml adds: a GPU and its
+        limit if `args` has none, and the script if `script` is empty. Added options are printed."""
         project = find_project(Path.cwd())
         if not script and project.folder == Path.cwd():
             own, script = self.split(list(project.command))
@@ -206,7 +206,8 @@ def run(
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Return (GPUs per node, nodes) of a launcher in the command, or else the options' numbers."""
+    """Return (GPUs per node, nodes) of the launcher that the command starts, such as `torchrun`.
+    Without one, return `num_local` (None if not given) and `num_nodes`, of memest's options."""
     if launch.num_local is None:
         return num_local, num_nodes
     if num_local is not None or num_nodes > 1:
@@ -222,7 +223,8 @@ def with_project(arguments: Sequence[str]) -> list[str]:
 
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
-    """Return the exit code of the script in `python` or an active environment; None if neither."""
+    """Run `memest run` with `arguments` in the environment `python` or the active one. Return its
+    exit code, or None if the script has to run here: there is no other environment."""
     if python is not None:
         return run_elsewhere(python, arguments)
     active = active_environment()
@@ -259,8 +261,8 @@ def _run_one(
 
 
 def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
-    """Call `write` after a run; return `ran`, with the error if that fails, for after the
-    report."""
+    """Call `write`, which writes files of a run, and return `ran`. If a file cannot be written,
+    the error becomes part of `ran`, so that the report is still printed."""
     try:
         write()
     except PlanError as error:
@@ -273,7 +275,9 @@ def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
 def _run_chosen(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
 ) -> RunResult:
-    """Run `run_one` for the only one of `chosen` here, or for several in processes of their own."""
+    """Call `run_one` for each rank of `chosen`; return one result, with the worst rank's report.
+    The only rank of a world runs in this process, others in child processes. `runs_others` also
+    runs ranks that are not chosen, if the chosen ones differ."""
     from memest.run.ranks import environment
 
     if chosen[0].world_size == 1:
@@ -288,8 +292,9 @@ def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str,
     runs_others: bool,
 ) -> RunResult:  # fmt: skip
-    """Run `run_one` for each of `chosen` at the same time; write the files of the worst rank.
-    `folder` is for files. `runs_others` runs the others too if they may differ."""
+    """Call `run_one` for each of `chosen` at the same time, with `folder` for the ranks' files.
+    Write `files` from those of the worst rank, and return a result with its report. `runs_others`
+    also runs ranks that are not chosen, if the chosen ones differ."""
     from memest.estimator.gpu.worlds import PeerEnded
     from memest.run.kept_files import kept_files
     from memest.run.ranks import merge_ranks, open_verdict, other_ranks, run_rank, run_together
@@ -325,13 +330,13 @@ def _run_ranks(
 
 
 def _is_whole(ran: RunResult) -> bool:
-    """Return whether the script ended normally or out of GPU memory."""
+    """Return whether the script ended normally, or because the GPU's memory was full."""
     is_out_of_memory = ran.report is not None and ran.report.verdict is Outcome.OOM
     return not ran.exit_code or is_out_of_memory
 
 
 def _explain_missing_report(ran: RunResult) -> int:
-    """Print why there is no report, unless it was a refused call; return the exit code."""
+    """Print why a run has no report, unless its refusal was printed; return the exit code."""
     if ran.exit_code == 0:
         print_error(
             "the script has not used the GPU, so there is nothing to report",
@@ -349,7 +354,7 @@ def _explain_missing_report(ran: RunResult) -> int:
 
 @contextlib.contextmanager
 def _no_real_gpu() -> Iterator[None]:
-    """Hide real GPUs from a CUDA build of torch; restore the variable after."""
+    """Hide real GPUs from torch in the block, by an empty `CUDA_VISIBLE_DEVICES`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -364,7 +369,8 @@ _ONE = "leave `--nproc-per-node` and `--nnodes` of `memest run` out"
 
 
 def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
-    """Return (launcher's settings of ranks, script or module) of `-m module` or of `command`."""
+    """Return (launch, target to run) for `-m module` or the words of `command`. The launch has the
+    script, and the ranks of a launcher such as `torchrun` if the command starts one."""
     from memest.run.launch_command import Launch, read_launch
 
     if module is None and not command:
@@ -382,8 +388,8 @@ def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Targe
 def _chosen_gpus(
     typed: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
 ) -> tuple[Gpu, tuple[str, ...]]:
-    """Return (GPU to simulate, the first of `typed`; names of the GPUs to judge). `memory_bytes`
-    replaces the GPU's memory; `beside_bytes` are of other processes."""
+    """Return (GPU to simulate, names of the GPUs for verdicts). The GPU is the first of `typed`,
+    the values of `--gpu`. It has `memory_bytes` if given; other processes hold `beside_bytes`."""
     names = [find_gpu(name).name for text in typed for name in text.split(",")]
     gpu = find_gpu(names[0] if names else PRIMARY_GPU)
     if memory_bytes is not None:
@@ -392,18 +398,18 @@ def _chosen_gpus(
 
 
 class _Files:
-    """Files to write besides the text; their paths are relative to the user's folder."""
+    """Paths of the files to write besides the printed report: JSON, page, snapshot, trace."""
 
     def __init__(self, *paths: Path | None) -> None:
         self.paths = [path and Path(os.path.abspath(path)) for path in paths]
         self.json, self.html, self.snapshot, self.chrome = self.paths
 
     def of_rank(self, folder: str, rank: int) -> _Files:
-        """Return the same kinds of files in `folder`, for rank `rank` of several."""
+        """Return paths in `folder` for the same kinds of files, of rank number `rank`."""
         return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
     def keep_of(self, report: RunReport, folder: str) -> None:
-        """Copy the files of the reported rank from `folder` to the user's paths."""
+        """Write these files from those of the reported rank in `folder`; `report` has all ranks."""
         from memest.report.page import with_all_ranks
 
         written = self.of_rank(folder, report.rank)
@@ -417,7 +423,7 @@ class _Files:
                 write_output(path, of_rank.read_bytes())
 
     def write(self, report: RunReport, session: Session) -> None:
-        """Write all requested files."""
+        """Write the requested files of `report`, with timelines from the run in `session`."""
         if self.json is not None:
             write_output(self.json, report.to_json() + "\n")
         if any(self.paths[1:]):

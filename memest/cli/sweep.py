@@ -106,7 +106,7 @@ def grid_points(
     *, gpu: tuple[str, ...], gpu_memory: str | None, vary: tuple[str, ...], config: Path | None,
     max_points: int, trust_remote_code: bool, **flags: str | None,
 ) -> Grid:  # fmt: skip
-    """Return (varied values, plan or its error) for every combination of values in the options."""
+    """Return ({varied key: value}, plan or its error) for each combination of options' values."""
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
@@ -131,7 +131,7 @@ def sweep(
     as_json: bool, output: Path | None, check: bool, resume: bool, engine: str, jobs: int | None,
     **flags: Any,
 ) -> int:  # fmt: skip
-    """Predict every combination of a plan's keys.
+    """Predict every combination of values of a plan's keys.
 
     \b
     memest sweep --model gpt2,opt-125m --bs 1:64 --gpu a100-40gb -o sweep.csv
@@ -151,7 +151,7 @@ def sweep(
 
 
 def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values to try by key, from options `flags` and `key=values` in `vary`."""
+    """Return {key: values to try} of the options in `flags` and of `KEY=VALUES` in `vary`."""
     texts = {key: text for key, text in flags.items() if text is not None}
     for item in vary:
         key, equals, text = item.partition("=")
@@ -221,7 +221,8 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
 
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
-    """Return the report of `script` on the largest GPU of `names`, verdicts and times on all."""
+    """Run `script` on the GPU of `names` with most memory; return its report. The report has
+    verdicts and times for all `names`. `given` are options: only `gpu` is allowed."""
     from memest.run.session import Session, run_target
 
     if unknown := sorted(set(given) - {"gpu"}):

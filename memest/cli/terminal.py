@@ -27,7 +27,7 @@ def has_colour() -> bool:
 
 
 def print_any_text(out: TextIO) -> None:
-    r"""Make `out` print characters that its encoding lacks as escapes, such as `\xe9`."""
+    r"""Make `out` print an escape such as `\xe9` for a character that its encoding lacks."""
     if isinstance(out, TextIOWrapper) and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
 
@@ -50,9 +50,10 @@ _UNCOUNTED = "{desc}  {elapsed}"
 def progress_bar(
     what: str = "reading the libraries", *, with_results: bool = True
 ) -> Iterator[None]:
-    """Show the running task, the finished ones and the time left on a terminal.
+    """Show the tasks of the block on a terminal: the running one, how many are done, time left.
 
-    Elsewhere a line is written every half minute. `what` is shown until a task begins.
+    `what` is shown until a task begins. `with_results` adds a line for each result. If stderr is
+    no terminal, write a log line every half minute instead.
     """
     if not sys.stderr.isatty():
         with watched(_Lines().show):
@@ -70,7 +71,7 @@ class _Lines:
         self._num_done = self._num_running = self._total = 0
 
     def show(self, event: Event) -> None:
-        """Count a task that begins or has ended; write a line if the last line is old enough."""
+        """Count a task that begins or has ended; write a line if half a minute has passed."""
         if not event.total:
             if monotonic() - self._last >= LOG_SECONDS:
                 self._last = monotonic()
@@ -125,7 +126,7 @@ class _Display:
             self._bar.refresh()
 
     def show(self, event: Event) -> None:
-        """Show a task that begins or has ended."""
+        """Show the task of `event`, which begins or has ended."""
         bar = self._bar
         if not event.total:
             bar.set_description_str(", ".join([*self._running, event.label]))
@@ -145,7 +146,7 @@ class _Display:
 
 
 def result_lines(result: Any) -> list[str]:
-    """Return a line for each prediction in `result`, what a task has returned."""
+    """Return a line of text for each prediction or error in `result`, which a task returned."""
     results = result if isinstance(result, list) else [result]
     lines = []
     for each in results:

@@ -50,7 +50,7 @@ def validate(
     weights: str, data: Path | None, snapshots: Path | None, as_json: bool, trust_remote_code: bool,
     engine: str, workers: int | None, **flags: Any,
 ) -> int:  # fmt: skip
-    """Run plans on the installed GPU and measure them.
+    """Run plans on the installed GPU and measure their memory.
 
     Without a plan, the suite of the GPU runs. The table goes to stderr, `--json` to stdout.
 
@@ -117,7 +117,7 @@ def _measure_pace(path: Path) -> int:
 def _validation_rows(
     config: Path | None, suite: str | None, given: dict[str, Any], device: Any
 ) -> tuple[Sequence[TrainingPlan], str]:
-    """Return (plans to run, name for the results file) from the command's options and `device`."""
+    """Return (plans to run, name for the results file): of the options, else `device`'s suite."""
     from memest.validate.experiment import file_stem
 
     if config is None and (suite is not None or "model_name" not in given):

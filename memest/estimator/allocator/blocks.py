@@ -16,7 +16,7 @@ SEGMENT_ROUND_BYTES = 2 << 20  # `kRoundLarge`: own segments are rounded up to a
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A part of a segment; `previous` and `next` are its neighbours by address."""
+    """Part of a segment (memory of one `cudaMalloc`); `previous` and `next` are adjacent to it."""
 
     address: int
     num_bytes: int
@@ -30,7 +30,7 @@ class Block:
 
 
 def round_request(num_bytes: int) -> int:
-    """Return the bytes of the block that serves a request: a multiple of 512.
+    """Return the bytes of the block for a request of `num_bytes`: a multiple of 512.
 
     >>> round_request(1), round_request(512), round_request(513)
     (512, 512, 1024)
@@ -39,7 +39,9 @@ def round_request(num_bytes: int) -> int:
 
 
 def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> int:
-    """Return the bytes to request from `cudaMalloc` if no cached block serves a rounded request.
+    """Return the size of a new segment for a block of `block_bytes`, a rounded request.
+
+    Segments of blocks between 1 and 10 MiB have `large_bytes`.
 
     >>> [segment_bytes(size) >> 20 for size in (512, 3 << 20, (10 << 20) + 512)]
     [2, 20, 12]
@@ -52,7 +54,7 @@ def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> i
 
 
 def link(block: Block) -> None:
-    """Set `block` as the `next` or `previous` of its neighbours."""
+    """Set `block` as the `next` of its `previous` block, and as the `previous` of its `next`."""
     if block.previous is not None:
         block.previous.next = block
     if block.next is not None:
@@ -65,7 +67,7 @@ ADDRESS_BITS = 48  # bits for the address in a key of `FreeBlocks`; GPU addresse
 class FreeBlocks:
     """Free blocks of one pool in the order in which the allocator searches: by size, then address.
 
-    A key packs both into one integer; `CachingAllocator` uses `keys` and `by_key` on its hot paths.
+    A key packs size and address; `CachingAllocator` uses `keys` and `by_key` on its hot paths.
     """
 
     __slots__ = ("by_key", "keys")
@@ -93,7 +95,7 @@ class FreeBlocks:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Hole:
-    """Free addresses within a mapped range, which begins at `range_at`."""
+    """Free addresses in a range that the driver has mapped; the range begins at `range_at`."""
 
     address: int
     num_bytes: int
@@ -101,7 +103,7 @@ class _Hole:
 
 
 class AddressSpace:
-    """The addresses at which the driver maps segments of `cudaMalloc`.
+    """Model of the addresses at which CUDA's driver maps segments of `cudaMalloc`.
 
     Measured on an H200 (driver 580.159, from the `segment_alloc` events of recorded runs):
 
@@ -155,13 +157,13 @@ class AddressSpace:
         self._has_kernels = True
 
     def create_cublas_handle(self) -> None:
-        """Map memory for a cuBLAS handle, and with the first handle for the library."""
+        """Map memory for a handle of cuBLAS; with the first handle, also for the library."""
         self.take(self.HANDLE_BYTES)
         self.take(self.CODE_BYTES if self._has_handle else self.LIBRARY_BYTES)
         self._has_handle = True
 
     def _own(self, num_bytes: int, room: int) -> int:
-        """Map a range of `num_bytes` for the driver, plus free `room`; return its address."""
+        """Map a range with `num_bytes` of the driver and `room` free bytes; return its address."""
         hole = self._map(num_bytes + room)
         self._range_of[hole.address] = hole.range_at
         self._num_segments[hole.range_at] = 1
@@ -170,7 +172,7 @@ class AddressSpace:
         return hole.address
 
     def take(self, num_bytes: int) -> int:
-        """Return the address of a new segment of `num_bytes`."""
+        """Place a new segment of `num_bytes`, and return its address."""
         hole = self._lowest_hole(num_bytes) or self._map(num_bytes)
         rest = hole.num_bytes - num_bytes
         if rest:
@@ -180,7 +182,7 @@ class AddressSpace:
         return hole.address
 
     def give_back(self, address: int, num_bytes: int) -> None:
-        """Free a segment's `num_bytes` at `address`; unmap a range without segments."""
+        """Free a segment's `num_bytes` at `address`; unmap an empty range unless `ranges_stay`."""
         range_at = self._range_of.pop(address)
         self._num_segments[range_at] -= 1
         if self._ranges_stay:
@@ -207,7 +209,7 @@ class AddressSpace:
         return None
 
     def _map(self, num_bytes: int) -> _Hole:
-        """Map a new range of at least `num_bytes`; return it as one hole."""
+        """Map a new range of at least `num_bytes` of addresses; return it as one hole."""
         span = round_up(num_bytes, self.RANGE_BYTES)
         fitting = [gap for gap in self._gaps if gap[1] - gap[0] >= span]
         if fitting:
@@ -223,7 +225,7 @@ class AddressSpace:
         return _Hole(address, span, address)
 
     def _unmap(self, range_at: int) -> None:
-        """Unmap the range at this address, and merge its gap with the gaps next to it."""
+        """Unmap the range at `range_at`, and merge its addresses with the gaps next to it."""
         begin, end = range_at, self._range_ends.pop(range_at)
         del self._num_segments[range_at]
         if range_at == self._first or not self._has_kernels:

@@ -26,7 +26,7 @@ from memest.estimator.allocator.tuned import Tuning
 
 
 class OutOfMemory(Exception):
-    """The simulated `cudaMalloc` failed even after every cached segment was freed."""
+    """Error of a simulated `cudaMalloc` that failed even after every cached segment was freed."""
 
     def __init__(self, request_bytes: int) -> None:
         super().__init__(f"a request of {request_bytes} bytes")
@@ -39,7 +39,7 @@ class CachingAllocator:
     Args:
         limit_bytes: total that `cudaMalloc` can return: the GPU's memory less its context, or the
             cap of `set_per_process_memory_fraction`; None is unlimited.
-        addresses: addresses of segments; their order breaks ties between equal blocks.
+        addresses: model of segments' addresses, whose order breaks ties between equal blocks.
     """
 
     has_soft_limit = False  # if set, requests raise the limit instead of `OutOfMemory`
@@ -65,18 +65,18 @@ class CachingAllocator:
         self._read: Callable[[], AllocatorSettings] | None = None
 
     def use(self, settings: AllocatorSettings) -> None:
-        """Apply `settings` from now on; nothing may be reserved yet."""
+        """Apply `settings` to later requests; the allocator must have no memory reserved."""
         assert not self.reserved_bytes
         self.settings = settings
         self._tuning = None if settings.is_default else Tuning(self, settings)
 
     def use_late(self, read: Callable[[], AllocatorSettings]) -> None:
-        """Apply the settings that `read` returns, at the first request."""
+        """Call `read` at the first request, and apply the settings that it returns."""
         self._read = read
         self._tuning = Tuning(self, DEFAULT)
 
     def read_settings(self) -> None:
-        """Read the settings now, if `use_late` deferred that."""
+        """Read and apply the settings that `use_late` has deferred, if there are any."""
         if self._read is not None:
             read, self._read = self._read, None
             self.use(read())
@@ -120,7 +120,7 @@ class CachingAllocator:
         return block
 
     def malloc_at(self, address: int, num_bytes: int, stream: int) -> Block:
-        """Return a block at a free `address`, as `setCheckpointPoolState` makes it."""
+        """Allocate a block at a free `address`, as torch does to restore a CUDA graph's pool."""
         pool, block = next(
             (pool, block)
             for pool in self.pools_of(stream)
@@ -187,12 +187,12 @@ class CachingAllocator:
             self._tuning.inserted(block)
 
     def defer(self, block: Block) -> None:
-        """Mark `block` as freed while another stream uses it; it is not in its pool yet."""
+        """Count `block` as freed, but keep it out of its pool while another stream uses it."""
         self.allocated_bytes -= block.num_bytes
         self._deferred[id(block)] = block
 
     def complete(self, block: Block) -> None:
-        """Free a deferred block, unless it was freed before."""
+        """Return a deferred block to its pool, unless that was done before."""
         if self._deferred.pop(id(block), None) is not None:
             self.allocated_bytes += block.num_bytes
             self.free(block)
@@ -210,9 +210,10 @@ class CachingAllocator:
                 self.release(block)
 
     def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
-        """Yield (pool, block) of segments without live blocks, by stream, size and address.
+        """Yield (pool, block) of each segment that is one free block, by stream, size and address.
 
-        `is_small` selects small or large pools. The caller may release a segment while iterating.
+        `is_small` selects small or large pools; private pools of live CUDA graphs are left out.
+        The caller may release a segment while iterating.
         """
         for stream in sorted(self._pools_of_streams):
             if stream >= FIRST_PRIVATE_POOL and stream not in self.released_pools:
@@ -223,7 +224,7 @@ class CachingAllocator:
                     yield pool, block
 
     def release(self, block: Block) -> None:
-        """Return a segment to the driver. The caller has removed its block from the pool."""
+        """Return the segment `block` to the driver. The caller has removed it from its pool."""
         self.reserved_bytes -= block.num_bytes
         self.addresses.give_back(block.address, block.num_bytes)
 
@@ -265,9 +266,9 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        """Return a segment for a block of `size`, from the small or the large pool of `stream`. If
-        the driver has no memory, the cache is emptied first. Raises `OutOfMemory` with
-        `request_bytes`."""
+        """Return a new block of at least `size` bytes for the small or large pool of `stream`. If
+        the driver has no memory, empty the cache and try again. Another failure raises
+        `OutOfMemory(request_bytes)`, or with `has_soft_limit` raises the limit."""
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
         if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):
@@ -285,7 +286,7 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Return a new segment, or a block of a grown expandable one; None if no memory is left."""
+        """Return a block in a new segment or an expandable one; None if no memory is left."""
         tuning = self._tuning
         num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
         if tuning is not None and tuning.expandable is not None:
@@ -312,9 +313,9 @@ class CachingAllocator:
     # --- expandable segments
 
     def mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Count `num_bytes` as reserved, now mapped at `address` as part of `block`."""
+        """Add `num_bytes`, mapped at `address` as part of `block`, to reserved memory."""
         self._reserve(num_bytes)
 
     def unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Count `num_bytes` as no longer reserved, unmapped at `address` in `block`."""
+        """Subtract `num_bytes`, unmapped at `address` as part of `block`, from reserved memory."""
         self.reserved_bytes -= num_bytes

@@ -21,7 +21,7 @@ _ADDRESS = attrgetter("address")
 
 
 class Unmapped(Block):
-    """Addresses of an expandable segment that have no memory."""
+    """Block of an expandable segment whose addresses have no memory."""
 
     __slots__ = ()
 
@@ -30,7 +30,8 @@ Made = TypeVar("Made", bound=Block)
 
 
 class ExpandableSegments:
-    """Expandable segments of one allocator; those of large pools grow by `large_bytes`."""
+    """Expandable segments of one allocator, which map and unmap their memory in pieces. A piece of
+    a large pool has `large_bytes`."""
 
     def __init__(self, allocator: "CachingAllocator", large_bytes: int) -> None:
         self._allocator = allocator
@@ -41,8 +42,8 @@ class ExpandableSegments:
     def best_index(self, pool: FreeBlocks, index: int) -> int:
         """Return the index, from `index` on, of the block of `pool` that serves a request.
 
-        The block at `index` is the smallest that is large enough. A block followed by unmapped
-        addresses counts with the size to which it can grow.
+        The block at `index` is the smallest that is large enough. A later one serves instead if it
+        is smaller once the unmapped addresses after each block are counted.
         """
         keys, by_key = pool.keys, pool.by_key
         size = _size_if_grown(by_key[keys[index]])
@@ -76,7 +77,7 @@ class ExpandableSegments:
         return block
 
     def give_back(self) -> None:
-        """Unmap every piece without live blocks."""
+        """Unmap every piece that is entirely free."""
         for is_small in (False, True):
             for stream in sorted(self._allocator.streams):
                 pool = self._allocator.pools_of(stream)[is_small]
@@ -84,14 +85,14 @@ class ExpandableSegments:
                     self._unmap(block)
 
     def layout(self) -> tuple[object, ...]:
-        """Return the unmapped blocks by (stream, `is_small`), to compare with another layout."""
+        """Return ((stream, `is_small`), unmapped blocks) pairs, to compare with another layout."""
         return tuple(
             (where, tuple((block.address, block.num_bytes) for block in blocks))
             for where, blocks in self._unmapped.items()
         )
 
     def _place_for(self, size: int, is_small: bool, stream: int) -> Block:
-        """Return the first block of the lowest free or unmapped addresses with room for `size`."""
+        """Return the lowest block from which `size` bytes are free or unmapped, or a new range."""
         for block in self._unmapped.get((stream, is_small), ()):
             before = block.previous
             start: Block = before if before is not None and before.is_free else block
@@ -108,7 +109,8 @@ class ExpandableSegments:
         return made
 
     def _map(self, block: Unmapped, size: int) -> Block | None:
-        """Map `size` bytes at the start of `block`; return them merged with free neighbours."""
+        """Map `size` bytes, in whole pieces, at the start of `block`. Return the mapped block,
+        merged with free neighbours; None if the GPU has no memory left."""
         piece = self._piece_bytes[block.is_small]
         num_bytes = round_up(size, piece)
         most = self._allocator.gpu_bytes
@@ -129,7 +131,7 @@ class ExpandableSegments:
         return mapped
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the whole pieces within a free block."""
+        """Unmap the pieces that are entirely within the free `block`."""
         piece = self._piece_bytes[block.is_small]
         begin = round_up(block.address, piece)
         end = (block.address + block.num_bytes) // piece * piece
@@ -170,7 +172,7 @@ def _size_if_grown(block: Block) -> int:
 
 
 def _has_room(block: Block, size: int) -> bool:
-    """Return whether free and unmapped blocks, from `block` on, hold `size` together."""
+    """Return whether free and unmapped blocks that follow each other from `block` have `size`."""
     room, at = 0, block
     while room < size:
         if not (at.is_free or isinstance(at, Unmapped)):
@@ -186,7 +188,7 @@ def _linked(
     kind: type[Made], like: Block, address: int, num_bytes: int,
     previous: Block | None, following: Block | None,
 ) -> Made:  # fmt: skip
-    """Return a new block of class `kind` in the segment of `like`, linked to its neighbours."""
+    """Return a new block of class `kind` in the segment of `like`; link its neighbours to it."""
     is_free = kind is not Unmapped
     made = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
     link(made)

@@ -29,7 +29,7 @@ Stack = Any  # stack of a thread, as the caller gathers it
 
 
 class Context(IntEnum):
-    """Events for which a Python stack is recorded: torch's `RecordContext`."""
+    """Levels of events whose Python stacks are recorded: torch's `RecordContext`."""
 
     NEVER = 0
     STATE = 1
@@ -38,7 +38,7 @@ class Context(IntEnum):
 
 
 class Entry(NamedTuple):
-    """One action of the allocator: a `TraceEntry` of torch's memory snapshot."""
+    """Record of one action of the allocator: a `TraceEntry` of torch's memory snapshot."""
 
     action: str
     address: int
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 @dataclass(eq=False)
 class MemoryHistory:
-    """The latest `max_entries` actions of the allocator, except actions named in `skipped`.
+    """Record of the latest `max_entries` actions of the allocator, except those named in `skipped`.
 
     `context` selects the events whose Python stacks are recorded. `gather_stack` returns the
     running thread's stack, and `frames_of` converts a stack to a snapshot's frames.
@@ -74,7 +74,7 @@ class MemoryHistory:
         self.entries: deque[Entry] = deque(maxlen=min(self.max_entries, 1 << 62))
 
     def continues(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
-        """Copy the stacks of live blocks from `before`; with `keeps_entries` also its entries."""
+        """Take over the stacks of the earlier history `before`; if `keeps_entries`, its entries."""
         self.stacks, self.of_segments = before.stacks, before.of_segments
         if keeps_entries:
             self.entries.extend(before.entries)
@@ -99,7 +99,7 @@ class MemoryHistory:
         self._add_block("alloc", block, self._stack)
 
     def free_requested(self, block: Block) -> None:
-        """Record that `block` was freed, even if another stream still uses it."""
+        """Record that `block` was freed, although another stream may still use it."""
         stack = self._freed_at.get(block.address, self.stacks.get(block.address))
         self._add_block("free_requested", block, stack)
 
@@ -138,7 +138,7 @@ class MemoryHistory:
         self._add("oom", (free_bytes, num_bytes), stream, self._stack)
 
     def snapshot_taken(self, active_bytes: int) -> None:
-        """Record that a snapshot was taken, with `active_bytes` in blocks."""
+        """Record that a snapshot was taken, when blocks in use had `active_bytes`."""
         self._add("snapshot", (0, active_bytes), 0, None)
 
     def _add_block(self, action: str, block: Block, stack: Stack | None) -> None:
@@ -157,8 +157,7 @@ class MemoryHistory:
         self.entries.append(made)
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the entries as dicts of torch's snapshot, without `frames` if there is no
-        stack."""
+        """Return the entries as dicts of torch's snapshot; one without a stack has no `frames`."""
         return [self._entry(entry) for entry in self.entries]
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
@@ -175,21 +174,21 @@ class MemoryHistory:
         return made
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
-        """Return the frames recorded when the block at `address` was allocated, or []."""
+        """Return the frames of the request for the live block at `address`; [] if not recorded."""
         return self.frames_of(self.stacks[address]) if address in self.stacks else []
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:
-        """Return the frames recorded when the segment at `address` was allocated, or []."""
+        """Return the frames of the request for the segment at `address`; [] if not recorded."""
         return self.frames_of(self.of_segments[address]) if address in self.of_segments else []
 
 
 def segment_of(
     first: Block, is_deferred: Callable[[Block], bool], history: MemoryHistory | None
 ) -> dict[str, Any]:
-    """Return the segment that begins with `first`, in the form of `torch.cuda.memory_snapshot`.
+    """Return the segment that begins with `first`, as a dict of `torch.cuda.memory_snapshot`.
 
     An expandable segment ends at its first gap. `is_deferred` returns whether a freed block is
-    still used by another stream. `history` has the frames of blocks.
+    still used by another stream. `history` has the frames of blocks; None leaves them empty.
     """
     blocks: list[dict[str, Any]] = []
     num_bytes = 0

@@ -75,7 +75,7 @@ class AllocatorSettings:
 
     @property
     def is_default(self) -> bool:
-        """True if no option changes the allocator."""
+        """True if all options that affect GPU memory have torch's defaults."""
         return replace(self, text="", without_effect=()) == DEFAULT
 
 
@@ -83,7 +83,7 @@ DEFAULT = AllocatorSettings()
 
 
 class _RefusedError(Exception):
-    """torch rejects the text; the message is torch's."""
+    """Error of a settings text that torch rejects; the message is torch's."""
 
 
 def parse_settings(text: str) -> AllocatorSettings:
@@ -100,8 +100,7 @@ def parse_settings(text: str) -> AllocatorSettings:
 
 
 def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
-    """Return the settings of a process with the variables `environment`; raises as
-    `parse_settings`."""
+    """Return the settings that variables of `environment` select; raises as `parse_settings`."""
     if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
         raise UnsupportedError(
             f"`{NO_CACHE}` selects an allocator without a cache, which cannot be simulated",
@@ -159,7 +158,7 @@ class _Tokens:
         return word == "True"
 
     def integer(self, at: int) -> int:
-        """Parse token `at` as `std::stoull` does: leading digits count, negatives wrap around."""
+        """Return token number `at` as `std::stoull` reads it: leading digits; negatives wrap."""
         found = _INTEGER.match(self[at])
         if found is None or int(found[2]) >= 1 << 64:
             raise _RefusedError("stoull")
@@ -172,7 +171,7 @@ class _Tokens:
         return float(found[0])
 
     def read_large_segment(self) -> None:
-        """Read the option of large segments first, since bounds of other options depend on it."""
+        """Set `large_bytes`, on which bounds of other options depend, if its option is given."""
         for at, word in enumerate(self.words):
             if word == _LARGE_SEGMENT:
                 value = self.integer(at + 2)
@@ -181,7 +180,7 @@ class _Tokens:
                 self.large_bytes = value * MIB
 
     def end_of_value(self, at: int) -> int:
-        """Return the index of the last token of the value at `at`, such as a bracket."""
+        """Return the index of the last token of the value that begins at `at`, such as a `]`."""
         if self[at] != "[":
             return at
         while at < len(self.words) and self.words[at] != "]":
@@ -194,9 +193,9 @@ class _Tokens:
 def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
-    """Yield (field of `AllocatorSettings`, value) as one of torch's two parsers reads them. It is
-    CUDA's parser if `is_cuda`, else the one that all devices share. Keys in `unknown` are not of
-    this release."""
+    """Yield (field of `AllocatorSettings`, value) for options that a parser of torch reads. It is
+    CUDA's parser if `is_cuda`, else the one that all devices share. Keys in `unknown` are newer
+    than the simulated release, whose CUDA parser rejects them."""
     own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()
@@ -327,7 +326,7 @@ _KEPT = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
-    """Return the settings after `_set_allocator_settings(text)`; raises like `parse_settings`."""
+    """Return `before` as `_set_allocator_settings(text)` changes it; raises as `parse_settings`."""
     after = _parse(text, text, large_bytes=before.large_segment_bytes)
     fields = [_COMMON[key][0] for key in _KEPT if key not in _Tokens(text).words]
     return replace(after, **{field: getattr(before, field) for field in fields})

@@ -23,7 +23,7 @@ _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up onc
 
 
 class Stat:
-    """Current value, peak and totals of one statistic, as in `c10::CachingAllocator::Stat`."""
+    """Current value, peak, and total allocated and freed, of one statistic: torch's `Stat`."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -48,7 +48,7 @@ class Stat:
 class CountingAllocator(CachingAllocator):
     """A `CachingAllocator` with all statistics of `torch.cuda.memory_stats`.
 
-    `gpu_bytes` is what the allocator could reserve without a limit; None means the limit.
+    `gpu_bytes` is what it could reserve if `limit_bytes` did not apply; None means `limit_bytes`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class CountingAllocator(CachingAllocator):
         self._end(block)
 
     def _end(self, block: Block) -> None:
-        """Return a block, no longer counted as allocated, to its pool, and count that."""
+        """Return `block`, counted as freed before, to its pool; count it as no longer active."""
         size, before, after = block.num_bytes, block.previous, block.next
         num_split = split_bytes = 0
         for free in (before, after):
@@ -157,7 +157,7 @@ class CountingAllocator(CachingAllocator):
         self._end(block)
 
     def empty_cache(self) -> None:
-        """Return cached segments to the driver, and log it: `release_cached_blocks`."""
+        """Return cached segments to the driver, and count a synchronisation of all streams."""
         self.num_syncs += 1
         super().empty_cache()
 
@@ -217,11 +217,11 @@ class CountingAllocator(CachingAllocator):
         }
 
     def described_segments(self, live: list[Block]) -> list[dict[str, Any]]:
-        """Return all segments as `torch.cuda.memory_snapshot` does; `live` are blocks in use."""
+        """Return all segments as in `torch.cuda.memory_snapshot`; `live` has the blocks in use."""
         return [segment_of(b, self.is_deferred, self.history) for b in self.segments(live)]
 
     def reset_peak_stats(self) -> None:
-        """Reset peaks as `torch.cuda.reset_peak_memory_stats`, except those of the report."""
+        """Set the peaks of `memory_stats` to current values; the report keeps its own peaks."""
         for stat in self._all():
             stat.peak = stat.current
 
@@ -236,8 +236,8 @@ class CountingAllocator(CachingAllocator):
         return chain(*self._stats.values(), self._oversize.values())
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
-        """Count a segment of `num_bytes`, new (`sign` 1) or freed (-1); return whether it is
-        expandable. Free blocks of expandable segments do not count as inactive splits."""
+        """Count a block of `num_bytes`, made (`sign` 1) or freed (-1), if it is oversize. Return
+        whether segments are expandable: their free blocks do not count as inactive splits."""
         self._count_oversize("allocations", num_bytes, sign)
         return self.settings.expandable_segments
 
@@ -247,7 +247,7 @@ class CountingAllocator(CachingAllocator):
             self._oversize[name].change(sign)
 
     def _count(self, is_small: bool, names: tuple[str, ...], amounts: tuple[int, ...]) -> None:
-        """Add `amounts` to the statistics `names`, for all pools and for the pool `is_small`."""
+        """Add `amounts` to the statistics `names`: in all pools, and in the small or large one."""
         for name, amount in zip(names, amounts, strict=True):
             if amount:
                 stats = self._stats[name]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tuning:
-    """Effects of settings on an allocator. With default settings an allocator has no `Tuning`."""
+    """Rules of an allocator with non-default settings: how it rounds, searches, splits, frees."""
 
     def __init__(self, allocator: "CachingAllocator", settings: AllocatorSettings) -> None:
         self.settings = settings
@@ -55,10 +55,11 @@ class Tuning:
     # --- a request
 
     def best_index(self, pool: FreeBlocks, index: int, size: int, is_small: bool) -> int:
-        """Return the index in `pool` of the block for a request of `size`; its length if none.
+        """Return the index of the block in `pool` that serves a request of `size` bytes.
 
         The block at `index` is the smallest that is large enough. If no block serves the request,
-        old segments are freed first. `is_small` is True for the small pool.
+        free old segments (if `collects`), and return the number of blocks that the pool then has.
+        `is_small` is True for the small pool.
         """
         if self.collects:
             self._num_searches[is_small] += 1
@@ -71,7 +72,7 @@ class Tuning:
         return len(pool.keys)
 
     def _serves(self, num_bytes: int, size: int) -> bool:
-        """Return whether a block of `num_bytes` may serve `size`, by the limit of splits."""
+        """Return whether `max_split_size_mb` lets a block of `num_bytes` serve `size` bytes."""
         limit = self._max_split
         if limit is None:
             return True
@@ -80,7 +81,7 @@ class Tuning:
         return num_bytes < size + self.settings.max_non_split_rounding_bytes
 
     def splits(self, size: int, remaining: int, is_small: bool) -> bool:
-        """Return whether a block `remaining` bytes larger than a request of `size` is split."""
+        """Return whether a block of `size + remaining` bytes is split to serve `size` bytes."""
         if is_small or self.expandable is not None:
             return remaining >= ROUND_BYTES
         is_whole = self._max_split is not None and size >= self._max_split
@@ -90,19 +91,19 @@ class Tuning:
 
     @property
     def collects(self) -> bool:
-        """True if old segments are freed: threshold and limit are set."""
+        """True if old segments are freed: a threshold and a share of the GPU's memory are set."""
         return (
             self.settings.garbage_collection_threshold > 0
             and self._allocator.allowed_bytes is not None
         )
 
     def inserted(self, block: Block) -> None:
-        """Record the age of `block`, which was inserted into its pool."""
+        """Record when `block` was inserted into its pool, in number of searches: for its age."""
         if self.settings.garbage_collection_threshold:
             self._inserted_at[id(block)] = self._num_searches[block.is_small]
 
     def _collect(self) -> None:
-        """Free the large cached segments that were idle longest, down to the threshold."""
+        """Free large cached segments of at least average age, down to the threshold if possible."""
         allocator = self._allocator
         assert allocator.allowed_bytes is not None
         share = self.settings.garbage_collection_threshold
@@ -128,10 +129,9 @@ class Tuning:
         return self._num_searches[block.is_small] - self._inserted_at.get(id(block), 0)
 
     def release_oversize(self, size: int, is_small: bool, stream: int) -> bool:
-        """Free a cached block above the limit of splits for `size`, or as many as are needed.
-
-        Return whether that was enough for the request.
-        """
+        """Free cached segments above `max_split_size_mb`, for a new segment of `size` bytes. One
+        that is large enough is freed, else several, the largest first. Return whether the freed
+        bytes suffice."""
         if self._max_split is None:
             return False
         allocator = self._allocator
@@ -154,7 +154,7 @@ class Tuning:
         return released >= wanted
 
     def layout(self) -> tuple[object, ...]:
-        """Return the state that decides future addresses, to compare it with another."""
+        """Return the state, besides free blocks, that decides future addresses, for comparison."""
         if self.collects:
             return (object(),)  # ages differ, so two states never compare equal
         return () if self.expandable is None else self.expandable.layout()

@@ -22,9 +22,9 @@ from memest.estimator.tensors.storages import MemKind, Site
 
 
 class LiveModules:
-    """Tracks which module of which model is running; a model is found when it is first called.
+    """Tracker of the running module of a model, which is registered when it is first called.
 
-    The name of a module is its path from the outermost one: `GPT2LMHeadModel.transformer.h.0`.
+    The path of a module begins with the model's class: `GPT2LMHeadModel.transformer.h.0`.
     """
 
     MAX_NOTES = 200_000
@@ -71,7 +71,7 @@ class LiveModules:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Remove the hooks within the block."""
+        """Remove the hooks of `hooks` within the block."""
         self._take_hooks()
         try:
             yield
@@ -89,7 +89,7 @@ class LiveModules:
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:
-        """Mark `module` as running within the block, for code that does not call it."""
+        """Mark `module` as running within the block, for compiled code that does not call it."""
         self._enter(module, ())
         try:
             yield
@@ -106,7 +106,7 @@ class LiveModules:
         return self._names.get(id(self._stack[-1]), "") if self._stack else self.in_backward()[0]
 
     def models(self) -> list[nn.Module]:
-        """Return the outermost modules that have run and still exist."""
+        """Return the outermost modules that were called and still exist."""
         found = [(key, reference()) for key, reference in self._models.items()]
         for key, model in found:
             if model is None:
@@ -114,11 +114,11 @@ class LiveModules:
         return [model for _, model in found if model is not None]
 
     def owner_of(self, parameter: Any) -> str:
-        """Return the path of the module that has `parameter`; "" if the module has not run."""
+        """Return the path of the module that has `parameter`; "" if no called model has it."""
         return self._parameters.get(id(parameter), "")
 
     def path_of(self, module: nn.Module) -> str:
-        """Return the path of `module`; "" if the module has not run."""
+        """Return the path of `module`; "" if no called model has it."""
         return self._names.get(id(module), "")
 
     def note_line(self, line: str) -> None:
@@ -128,7 +128,8 @@ class LiveModules:
             self._note(-1)
 
     def in_backward(self) -> tuple[str, str]:
-        """Return (module, line) whose forward made the running autograd node; "" if unknown."""
+        """Return (path of the module, script's line) of the forward that made the running node.
+        Both are "" if no autograd node runs; one is "" if it is unknown."""
         node = torch._C._current_autograd_node()
         if node is None:
             return "", ""
@@ -139,14 +140,14 @@ class LiveModules:
         return self._owners[index] if index >= 0 else ("", "")
 
     def forget(self) -> None:
-        """Drop the oldest records of autograd nodes, at the end of a step."""
+        """Drop the oldest records of autograd nodes, if there are very many."""
         if len(self._starts) > 2 * self.MAX_NOTES:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record that the running module and line create the autograd nodes from now on. Nodes have
-        sequence numbers. `offset` is -1 below autograd, where the operator's own node already has
-        its number."""
+        """Record the running module and line as the origin of all following autograd nodes. They
+        have sequence numbers. `offset` is -1 in the dispatch below autograd, where the running
+        operator's node already has its number."""
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
         owner = name, self._line
@@ -189,7 +190,7 @@ class LiveModules:
 
 
 class Attribution:
-    """Finds the origin (`Site`) of each allocation: module, phase, operator and line.
+    """Finder of the origin (`Site`) of each allocation: module, phase, operator and line.
 
     The `label` methods set kind and owning module of storages in the `StorageTable`.
     """
@@ -206,7 +207,8 @@ class Attribution:
         self._owned: dict[Site, Site] = {}  # sites to which labels have added a module
 
     def site(self, func: Any) -> Site:
-        """Return the `Site` of what `func`, an operator or a name, allocates now; it is shared."""
+        """Return the `Site` (module, phase, operator and line) of memory that `func` allocates.
+        `func` is an operator or a name. Equal sites are one object."""
         module, phase = self.modules.current(), self.phase()
         line, caller = self.lines.current(), ""
         if phase in ("setup", "forward"):
@@ -221,7 +223,7 @@ class Attribution:
         return site
 
     def phase(self) -> str:
-        """Phase of the run: setup, forward, backward, optimizer, evaluation or generation."""
+        """Return the phase: setup, forward, backward, optimizer, evaluation or generation."""
         if torch._C._current_graph_task_id() != -1:
             self.has_started = True
             return "backward"
@@ -242,7 +244,8 @@ class Attribution:
         return "forward"
 
     def failure(self, func: Any, error: Exception) -> Exception:
-        """Return the exception to raise if `func` raised `error`: `error`, or "not simulated"."""
+        """Return the exception to raise after the operator `func` raised `error`. It is an
+        `UnsupportedError` if `func` cannot be simulated, else `error`."""
         module = self.modules.current().partition(".")[2]
         where = self.lines.current() or (f"`{module}`" if module else "the script")
         return refusal(func, error, where)
@@ -250,7 +253,8 @@ class Attribution:
     # --- labels
 
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Set the kind of parameters, and of gradients if `with_grads`, else of states."""
+        """Set the memory kind of the parameters of `optimizer`, and of their gradients if
+        `with_grads`, else of its states."""
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -262,12 +266,12 @@ class Attribution:
                         self._label(tensor, MemKind.OPTIMIZER, owner_of(parameter))
 
     def label_models(self) -> None:
-        """Set kind and module of the tensors of all models that have run."""
+        """Set memory kind and owning module of the tensors of all models that have run."""
         for model in self.modules.models():
             self.label_model(model)
 
     def label_model(self, model: nn.Module) -> None:
-        """Set kind and module of parameters, gradients and buffers of `model`."""
+        """Set memory kind and owning module of parameters, gradients and buffers of `model`."""
         for module in model.modules():
             path = self.modules.path_of(module)
             for parameter in module._parameters.values():

@@ -1,4 +1,4 @@
-"""Guessed branch conditions that avoid code that raises and loops that do not end.
+"""Values for unknown branch conditions, so that no code raises and every loop ends.
 
 A guess is inverted if the code raises on it. A loop that waits for an unknown value runs `ROUNDS`
 times, like the loop of an adaptive solver. The second round takes the other branches.
@@ -28,21 +28,22 @@ ROUNDS = 2  # rounds of a loop that waits for an unknown value, while no optimiz
 
 
 class WaitingLoops:
-    """Loops of a script whose conditions are unknown, by running frame and lines of the loop."""
+    """Counter of the rounds of loops whose condition depends on values that are not simulated. A
+    loop is identified by its running frame and its lines."""
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, range], int] = {}
 
     def clear(self) -> None:
-        """Set all counts of rounds to 0, as an optimizer step shows progress."""
+        """Set all counts of rounds to 0, after an optimizer step: the script makes progress."""
         self._rounds.clear()
 
     def branch(self, guess: bool, notes: Notes) -> bool:
-        """Return `guess`, or its opposite, for the unknown condition that a script reads now.
+        """Return the value for the unknown condition that the script is reading: mostly `guess`.
 
-        A waiting loop gets the opposite after `ROUNDS` rounds, so that it ends; `notes` records
-        that. Any other condition gets the opposite in the second round of such a loop. It also does
-        if the code raises on `guess` alone.
+        The condition of a loop gets the opposite after `ROUNDS` rounds, so that the loop ends; this
+        is added to `notes`. Any other condition gets the opposite in the second round of such a
+        loop. It also does where the code raises on `guess` but not on the opposite.
         """
         frame, loop = _read_now()
         if frame is None:
@@ -55,7 +56,7 @@ class WaitingLoops:
         return not guess if guess in raises and (not guess) not in raises else guess
 
     def known(self) -> None:
-        """Count a round of the loop whose condition the script reads now, if it is known."""
+        """Count a round if the script is reading a loop's condition; its value is known."""
         frame, loop = _read_now()
         if frame is not None and loop is not None:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
@@ -74,7 +75,7 @@ class WaitingLoops:
         return not guess
 
     def _takes_other_way(self, frame: FrameType | None) -> bool:
-        """Return whether `frame` or a caller is in the second round of a waiting loop."""
+        """Return whether `frame` or a caller is in the second (or any even) round of a loop."""
         running = {key for key, rounds in self._rounds.items() if not rounds % 2}
         while running and frame is not None:
             if any(owner == id(frame) and frame.f_lineno in loop for owner, loop in running):
@@ -84,7 +85,9 @@ class WaitingLoops:
 
 
 def _read_now() -> tuple[FrameType | None, range | None]:
-    """Return the script's innermost frame, and the lines of the loop whose condition it reads."""
+    """Return (innermost running frame outside torch and memest, lines of its `while` loop). The
+    frame is None if there is none. The lines are None unless the frame's current line is in the
+    loop's condition, and this condition alone ends the loop."""
     stack = (frame for frame, _ in walk_stack(sys._getframe(1)))
     frame = next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
     if frame is None:
@@ -98,8 +101,8 @@ def _read_now() -> tuple[FrameType | None, range | None]:
 
 @cache
 def _conditions(file: str) -> tuple[tuple[range, range], ...]:
-    """Return (lines of the condition, lines of the loop) for `while` loops in a file. Loops with
-    another exit, such as a maximum of iterations, are left out: they end."""
+    """Return (lines of the condition, lines of the loop) for `while` loops in `file` that end by
+    this condition only. Those with another exit, such as a maximum of rounds, are left out."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -137,7 +140,8 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 
 @cache
 def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
-    """Return which of True and False, as result of the condition at bytecode `offset`, raises."""
+    """Return those of True and False on which `code` raises right after the condition that is read
+    at bytecode `offset`; () if no branch follows."""
     found = list(dis.get_instructions(code))
     index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
     if not found[index:][:1] or "POP_JUMP" not in found[index].opname:
@@ -154,7 +158,7 @@ def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
 
 
 def _raises(found: list[dis.Instruction], start: int) -> bool:
-    """Return whether instructions from index `start` raise before any branch or store."""
+    """Return whether the instructions `found[start:]` raise before any branch or store."""
     for step in found[start:]:
         if step.opname == "RAISE_VARARGS":
             return True
