@@ -51,14 +51,14 @@ _CHECKS = "" if "_is_all_true" in _VALIDATE.co_names else _VALIDATE.co_filename
 
 
 def is_check() -> bool:
-    """Return whether the running code validates arguments in `torch.distributions`."""
+    """Return whether `torch.distributions` is checking its arguments, by reading an `all()`."""
     frames = islice(walk_stack(sys._getframe(1)), CHECK_DEPTH) if _CHECKS else ()
     return any(frame.f_code.co_filename == _CHECKS for frame, _ in frames)
 
 
 @dataclass(slots=True)
 class Guesses:
-    """Counts of guessed values, by the line of the script that read them."""
+    """Guesses of unknown values that the script reads, counted by the line that reads them."""
 
     is_strict: bool = False  # raise instead of guessing
     line: Callable[[], str] = lambda: ""  # returns the running line of the script, or ""
@@ -73,7 +73,8 @@ class Guesses:
     _in_a_row: int = 0
 
     def scalar(self, dtype: torch.dtype, op: str) -> Any:
-        """Return a guess, counted for `op`: False, 1, or a float that slowly falls from 1."""
+        """Return a guess of a number of `dtype`, and count it as read by the operator named `op`.
+        Booleans are False and integers 1. Floats begin at 1 and fall slowly with each read."""
         self.note(f"{op} of {str(dtype).removeprefix('torch.')}")
         if dtype is torch.bool:
             return False
@@ -84,14 +85,15 @@ class Guesses:
         return complex(number) if dtype.is_complex else number
 
     def branch(self, guess: bool) -> bool:
-        """Return `guess` or its opposite for a condition, so that nothing raises and loops end."""
+        """Return `guess` for the condition that the script reads. It is inverted if it leads to a
+        `raise`, or to a loop that does not end."""
         return self.loops.branch(guess, self.notes)
 
     def note(self, what: str) -> None:
-        """Count one read of `what` by the running line of the script.
+        """Count one read of a guess, described by `what`, by the running line of the script.
 
         Raises:
-            UnsupportedError: guesses are refused, or the line seems to wait for a value.
+            UnsupportedError: `is_strict`, or the line has read too many guesses in a row.
         """
         where = self.line() or "the script"
         if self.is_strict:
@@ -109,14 +111,14 @@ class Guesses:
             )
 
     def warn(self, text: str) -> None:
-        """Add a warning to the report, once; `UnsupportedError` if guesses are refused."""
+        """Add the warning `text` to the report, once; raise `UnsupportedError` if `is_strict`."""
         if self.is_strict:
             raise UnsupportedError(text, hint="leave `--strict` out to have a warning instead")
         if text not in self.notes.warnings:
             self.notes.warnings.append(text)
 
     def stepped(self) -> None:
-        """Record an optimizer step: a line that reads a value in each step is no waiting loop."""
+        """Record an optimizer step: reads in a row and rounds of loops are counted from 0 again."""
         self._in_a_row = 0
         self.loops.clear()
 
@@ -127,8 +129,7 @@ _BELOW = operators("lt.Scalar le.Scalar")
 
 
 def guessed_comparison(func: Any, args: Args) -> bool | None:
-    """Return the guessed result of `func` if it returns booleans, such as a comparison; else
-    None."""
+    """Return the guessed result of `func`, a comparison, `any` or `all`; else None."""
     if func in _ABOVE or func in _BELOW:
         size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
         return 0 < size <= TOLERANCE if is_upward else size >= LARGE
@@ -143,9 +144,9 @@ MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
 
 def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> None:
-    """Store guesses of booleans `out` in `values`, unless `values` has them.
+    """Store a guess of the booleans `out`, the result of `func(*args)`, in `values` if unknown.
 
-    Values selected at unknown positions are known if all values of the source are equal.
+    A selection, such as `gather`, has the value of its source if all elements there are equal.
     """
     guess: bool | None = None
     if func in PASSING_CHECKS and (not values.is_known(out) or values.is_guessed([out])):
@@ -166,9 +167,9 @@ def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> N
 def guessed_bincount(
     guesses: Guesses, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor | None:
-    """Return an unknown `bincount` with `minlength` bins; None if the script gives no `minlength`.
+    """Return a meta tensor for a `bincount` with `minlength` bins; None if `minlength` is 0.
 
-    A metric that gives the number of its classes counts no larger class.
+    This number of bins is a guess: it assumes that no value of `tensor` reaches `minlength`.
     """
     if not minlength:
         return None
@@ -197,7 +198,8 @@ _TO_NUMBERS = _ABOVE | _BELOW | operators("eq.Scalar ne.Scalar")
 
 
 class _Selections:
-    """Masks that selected elements. A later `mask.any()` or `mask.sum() > 0` is guessed True."""
+    """Record of masks that have selected elements, as in `x[mask]`. The selection assumed True
+    elements, so a later test by `mask.any()` or `mask.sum() > 0` is guessed to be True too."""
 
     def __init__(self) -> None:
         self._opposites: dict[int, int] = {}  # storage of `~mask` -> that of `mask`
@@ -206,12 +208,12 @@ class _Selections:
         self._answers: set[int] = set()  # storages of `mask.any()`, of `mask.sum() > 0`
 
     def add(self, masks: Iterable[Tensor]) -> None:
-        """Record `masks` whose values decided a shape; for a mask `~other` also `other`."""
+        """Record `masks` that selected elements; also `other`, if one was computed as `~other`."""
         for key in map(storage_key, masks):
             self._masks.update((key, self._opposites.get(key, key)))
 
     def follow(self, func: Any, source: Any, out: Any) -> None:
-        """Record whether `out = func(source)` is a negated mask, its count or its `any()`."""
+        """Record `out = func(source)` if it is the negation, the count or the `any` of a mask."""
         if func in _OPPOSITES:
             self._opposites[storage_key(out)] = storage_key(source)
         elif func in _SUMS:
@@ -222,14 +224,14 @@ class _Selections:
             self._answers.add(storage_key(out))
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is `any()` or `count > 0` of a recorded mask; forget it."""
+        """Return True, once, if `tensor` is `any()` or `count > 0` of a recorded mask."""
         key = storage_key(tensor)
         is_answer = key in self._answers
         self._answers.discard(key)
         return is_answer
 
     def forget(self, key: int) -> None:
-        """Drop what is recorded of a freed storage, by `storage_key`."""
+        """Drop the records of a freed storage; `key` is its `storage_key`."""
         self._opposites.pop(key, None)
         self._masks.discard(key)
         self._counts.discard(key)
@@ -237,10 +239,10 @@ class _Selections:
 
 
 class GuessedValues:
-    """Guessed values of tensors that decide shapes; they come before the known values.
+    """Guessed values of tensors that decide the shapes of results, such as a router's choices.
 
     Choices, such as those of `topk`, are spread evenly over all indices. Comparisons by size are
-    True. `guesses` counts each use.
+    True. A guess is used even if `known` has a computed value. `guesses` counts each use.
     """
 
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
@@ -250,12 +252,12 @@ class GuessedValues:
         self._selections = _Selections()
 
     def forget(self, key: int) -> None:
-        """Drop guessed and known values of a freed storage, by `storage_key`."""
+        """Drop guessed and known values of a freed storage; `key` is its `storage_key`."""
         self._known.forget(key)
         self._selections.forget(key)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the guessed value of `tensor`, or None."""
+        """Return the guessed value of `tensor` as a CPU tensor; None if it has no guess."""
         return self._layer.value_of(tensor) if self._layer.holds(tensor) else None
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
@@ -263,9 +265,10 @@ class GuessedValues:
         self._layer.adopt_guess(tensor, value)
 
     def read(self, func: Any, tensor: Tensor) -> Any:
-        """Return the guessed number that a script reads from `tensor`, or None.
+        """Return the guessed number that the script reads from `tensor` by the operator `func`.
 
-        None also for comparisons with a threshold, for which `guesses` returns False.
+        None if there is no guess, or if `func` is not a read such as `item`. A guessed boolean is
+        returned only if it tests a mask that has selected elements.
         """
         value_of = self.value_of(tensor)
         if value_of is None or func not in (
@@ -282,9 +285,9 @@ class GuessedValues:
         return value_of.item()
 
     def result(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return a meta result of guessed shape for an operator whose shape depends on values.
+        """Return a meta tensor of guessed shape for `func`, whose result's shape depends on values.
 
-        The guess is counted. None if the shape is known, or has no upper bound.
+        The guess is counted. None if the values are known, or if the shape has no upper bound.
         """
         shaped_by = op_of(func).shaped_by
         assert shaped_by is not None
@@ -308,9 +311,9 @@ class GuessedValues:
         return made
 
     def follow(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
-        """Guess the result `out` of an `argmax`, `topk` or comparison, or compute it from guesses.
+        """Store a guess of `out`, the result of `func`, if it is a choice or a comparison.
 
-        Call it before the known values follow the same call.
+        Other results are computed if an argument has a guess. Call it before `KnownValues.follow`.
         """
         layer = self._layer
         if id(func) in _CHOICES:
@@ -354,9 +357,9 @@ class GuessedValues:
 
 
 def largest_result(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the largest meta result of an operator whose shape depends on values.
+    """Return the largest possible result of `func`, on `meta`, if its shape depends on values.
 
-    None if its size has no bound.
+    None except for `nonzero`, `unique`, and `repeat_interleave` with an `output_size`.
     """
     source: Tensor = args[0]
     size = source.numel()

@@ -27,7 +27,7 @@ MAX_MARKS = 100_000  # largest number of stored marks
 
 @dataclass(slots=True)
 class EventLog:
-    """Allocations and frees on the GPU, in order; ids are indices of a `StorageTable`."""
+    """Log of a run's allocations and frees, in order. Ids are indices of a `StorageTable`."""
 
     events: "array[int]" = field(default_factory=lambda: array("q"))
     """First `MAX_EVENTS` events, packed. An id is an allocation, its `free_of` a free, and its
@@ -47,13 +47,13 @@ class EventLog:
         self.open = self.events
 
     def mark(self, name: str) -> None:
-        """Mark the position after the events so far: a phase begins, or a step has ended."""
+        """Store the current position as `name`: a phase that begins, or a step that has ended."""
         if not self.is_full and len(self.marks) < MAX_MARKS:
             self.marks.append((len(self.events), name))
 
     @property
     def num_events(self) -> int:
-        """Number of all events, including discarded ones."""
+        """Number of all events so far, including those that are not stored."""
         return len(self.events) + self.num_dropped + (len(self.open) if self.is_full else 0)
 
     @property
@@ -64,7 +64,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Storages of one kind and origin that are live at the peak."""
+    """Total of the storages of one kind and origin that are live when memory is at its peak."""
 
     kind: MemKind
     site: Site
@@ -73,7 +73,8 @@ class Held:
 
 
 class History:
-    """Memory history of a running script; `storages` is the table of its storages."""
+    """Peaks of GPU memory of a running script, by phase, by step and overall, and their contents.
+    `storages` has the size, kind and origin of each storage."""
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
         self.log = EventLog()
@@ -99,7 +100,7 @@ class History:
         self._first_reused = 0
 
     def allocated(self, index: int, site: Site) -> None:
-        """Record that storage `index` was allocated by the last event of the log."""
+        """Record that the last event of the log has allocated storage `index`, of origin `site`."""
         allocator = self._allocator
         if site.phase != self.phase:
             self._close()
@@ -130,7 +131,7 @@ class History:
         self._top_reserved = self._allocator.reserved_bytes
 
     def stepped(self) -> None:
-        """Record an optimizer step, after its temporaries are freed."""
+        """Record the peaks of an optimizer step. Call it after the step's temporaries are freed."""
         self._close()
         allocated = self._allocator.allocated_bytes
         row = RunStep(
@@ -149,7 +150,7 @@ class History:
         self._step_top, self._step_top_reserved = allocated, self._allocator.reserved_bytes
 
     def emptied(self) -> None:
-        """Record that the script emptied the cache."""
+        """Log that the allocator has freed its cached memory, as `empty_cache` does."""
         self._close()
         self.log.open.append(EMPTIED)
 
@@ -159,7 +160,8 @@ class History:
         return len(self.log.open) - self.log.start > WINDOW
 
     def fold(self) -> None:
-        """Find what is live at the peak of recent events; recycle ids of freed storages."""
+        """Find the storages that are live at the peak of the events since the last call. Once the
+        log is full, discard these events, and reuse the ids of freed storages."""
         self._close()
         log, alive = self.log, self._alive
         position, events = log.start, log.open

@@ -34,7 +34,7 @@ _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float
 
 
 def num_draws(func: Any, tensor: Tensor) -> int:
-    """Return how many 32-bit random words `func` uses to fill a contiguous host tensor."""
+    """Return how many 32-bit random words `func` draws to fill a contiguous CPU tensor, or 0."""
     count = tensor.numel()
     if func in _NORMAL and count % BLOCK:
         count += BLOCK
@@ -43,13 +43,15 @@ def num_draws(func: Any, tensor: Tensor) -> int:
 
 
 class HostRng:
-    """Random numbers of tensors without data, by which the host's generator is still behind."""
+    """Count of the random numbers that tensors without data would draw from the CPU generator. The
+    generator skips as many before its next use, so that later numbers are those of a real run."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
 
     def skip(self, func: Any, tensor: Tensor, generator: torch.Generator | None) -> None:
-        """Record that `func` would draw the values of `tensor`, which has no data."""
+        """Skip, at once or by the next `settle`, the random numbers that `func` would draw from
+        `generator` (None: the default one) to fill `tensor`, which has no data."""
         if func in _NORMAL and tensor.numel() < BLOCK:  # made in pairs, of which one is kept
             self.settle()
             with _disable_current_modes():
@@ -61,7 +63,7 @@ class HostRng:
             self._draw(num_draws(func, tensor), generator)
 
     def settle(self) -> None:
-        """Advance the default generator by the skipped numbers, before it is used."""
+        """Advance the default generator by the numbers to skip. Call it before the next draw."""
         count, self.num_waiting = self.num_waiting, 0
         if count:
             self._draw(count, None)
@@ -125,10 +127,10 @@ _NOISE = _UNIFORM | _NORMAL | operators("bernoulli normal.Tensor_float normal.Te
 
 
 class HostTensors:
-    """Tensors of the simulated host. Large floating-point tensors have no data.
+    """CPU tensors of the script. Large floating-point ones have no data: they are meta tensors.
 
-    `live` maps keys of storages on the GPU to ids. `values` and `guessed` have the values of
-    tensors without data.
+    `live` has {key: id} of the storages on the GPU. `values` and `guessed` have known and guessed
+    values of tensors without data.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class HostTensors:
     # --- placement
 
     def place(self, tensor: Tensor) -> Place:
-        """Return where the simulated run has `tensor`."""
+        """Return the place of `tensor`: GPU, host with or without data, or torch's own `meta`."""
         tensor = placement.local_part(tensor)
         if not is_meta(tensor):
             return Place.REAL
@@ -162,7 +164,7 @@ class HostTensors:
         return Place.HOST if key in placement.host_storages else Place.META
 
     def put(self, tensor: Tensor) -> None:
-        """Place a meta tensor's storage on the host, and count its bytes."""
+        """Register the storage of a meta tensor as memory of the host, and count its bytes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in placement.host_storages or key in self._live:
@@ -189,7 +191,7 @@ class HostTensors:
             yield num_bytes, key in self._pinned
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` or its copy in pinned memory, as `Tensor.pin_memory` does."""
+        """Return a copy of `tensor` in pinned memory, or `tensor` itself if it is pinned."""
         return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -273,7 +275,7 @@ class HostTensors:
                 yield from self.nonzero(index).to(META).unbind(1)
 
     def nonzero(self, mask: Tensor) -> Tensor:
-        """Return `mask.nonzero()` of a host mask, with known values or without data."""
+        """Return `mask.nonzero()` of a host mask; without data if the mask's values are unknown."""
         value = self._values.value_of(mask)
         if value is None:
             return self.run_without_data(aten.nonzero.default, (mask,), {})
@@ -302,7 +304,8 @@ class HostTensors:
         return func(*args, **kwargs)
 
     def _without_data(self, func: Any, args: Args, kwargs: Any) -> Tensor | None:
-        """Return the meta result of `func` if it is large and floating-point, else None."""
+        """Return a meta tensor for the result of `func`, if that is floating-point and too large to
+        compute, or comes from dummy weights. None means that it is to be computed."""
         if func._schema.is_mutable or func.is_view:
             return None
         meta_args = _as_meta(args)
@@ -345,7 +348,7 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 
 def _is_dummy(tensor: Tensor) -> bool:
-    """Return whether a large tensor repeats one number, as in a dummy checkpoint."""
+    """Return whether `tensor` is large and repeats one number, as dummy weights do."""
     is_large = not _is_sparse(tensor) and tensor.nbytes >= VIRTUAL_HOST_BYTES
     return is_large and not any(tensor.stride())
 
@@ -357,18 +360,18 @@ def _ones_like(tensor: Tensor) -> Tensor:
 
 
 def _has_large_floats(args: Args) -> bool:
-    """Return whether float32 tensors of the arguments' sizes would be too large for real data."""
+    """Return whether float and uint8 tensors of `args` would take at least 1 MiB in float32."""
     taken = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
     return sum(t.numel() * 4 for t in taken) >= VIRTUAL_HOST_BYTES
 
 
 def _as_meta(value: Any) -> Any:
-    """Replace tensors with data in `value` by meta tensors, except 0-d ones."""
+    """Return `value` with its tensors as meta tensors, except 0-d tensors with data."""
     return map_tensors(lambda t: t if is_meta(t) or not t.dim() else t.to(META), value)
 
 
 def without_tensors(args: Args) -> tuple[Any, ...]:
-    """Replace each tensor of a call by an empty host tensor of the same size and strides."""
+    """Return `args` with each tensor replaced by an empty CPU tensor of its size and strides."""
     return map_tensors(
         lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=CPU), args
     )

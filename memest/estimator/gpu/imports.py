@@ -17,7 +17,7 @@ Action = Callable[[ModuleType], None]
 
 
 class ImportHooks(MetaPathFinder):
-    """Calls functions ("actions") when a module is imported, or at once if it already is."""
+    """Import hook that calls functions ("actions") with a module as soon as it is imported."""
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note = note
@@ -26,7 +26,7 @@ class ImportHooks(MetaPathFinder):
         self._looking: set[str] = set()
 
     def after(self, name: str, action: Action) -> None:
-        """Call `action` with the module `name` once the module is imported."""
+        """Call `action` with the module `name` once it is imported, or now if it already is."""
         module = sys.modules.get(name)
         if module is not None and not getattr(module.__spec__, "_initializing", False):
             self._run(action, module)
@@ -47,7 +47,7 @@ class ImportHooks(MetaPathFinder):
             )
 
     def within(self, name: str, context: Callable[[], Any]) -> None:
-        """Run the first import of module `name` inside `context()`."""
+        """Run the import of module `name` inside `context()`, unless it is imported already."""
         if name not in sys.modules:
             self._contexts[name] = context
             self._actions.setdefault(name, [])
@@ -64,7 +64,7 @@ class ImportHooks(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Return the usual spec of the module `fullname`, whose loader then calls the actions."""
+        """Return the spec of `fullname`, whose loader calls its actions; None if it has none."""
         if fullname not in self._actions or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -110,7 +110,7 @@ def names_of(originals: Sequence[Any]) -> _Names:
 
 
 def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """For each (old, new) pair, replace `old` in all modules that have a global name for it."""
+    """Replace `old` of each pair (old, new) in all modules that have a global name for it."""
     originals, made = zip(*pairs, strict=True)
     for owner, name, index in names_of(originals):
         patches.set(owner, name, made[index])
@@ -119,7 +119,8 @@ def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> No
 def wrap_everywhere(
     patches: Patches, module: Any, name: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function to replace `module.name` in all modules; see `Patches.wrap`."""
+    """Return a decorator of a function that replaces `module.name` in all modules. The function
+    gets the original as its first argument."""
     original = getattr(module, name)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +139,7 @@ class StubFinder(MetaPathFinder, Loader):
         raise NotImplementedError
 
     def install(self, patches: Patches, *, is_first: bool = True) -> None:
-        """Register the finder as the first or the last one; undo removes it and its modules."""
+        """Register the finder, last unless `is_first`; undo removes it and its modules."""
         sys.meta_path.insert(0 if is_first else len(sys.meta_path), self)
         self._found: list[str] = []
         patches.on_undo(self._remove)
@@ -153,14 +154,14 @@ class StubFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for the stub `fullname`, as a package; None for modules not served."""
+        """Return the spec of a stub package `fullname`; None if `serves(fullname)` is False."""
         if not self.serves(fullname):
             return None
         self._found.append(fullname)
         return ModuleSpec(fullname, self, is_package=True)
 
     def importing_frame(self) -> FrameType | None:
-        """Return the frame of the import statement that is running."""
+        """Return the frame of the import statement that is running; None if there is none."""
         for frame, _ in walk_stack(sys._getframe(1)):
             is_finders = frame.f_locals.get("self") is self
             if not is_finders and "importlib" not in frame.f_code.co_filename:

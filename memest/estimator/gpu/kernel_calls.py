@@ -27,7 +27,7 @@ _empty_strided = torch.empty_strided  # not the virtual GPU's, which looks for `
 
 @dataclass(slots=True, unsafe_hash=True)
 class Recipe:
-    """Outputs and allocations of a call, the same for all calls with the same shapes."""
+    """Outputs and allocations of an operator call, reused by calls with the same shapes."""
 
     specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     """Sizes, strides and dtype of each output; None is a gradient that was not requested."""
@@ -43,7 +43,7 @@ class Recipe:
     work: int | None = field(default=None, compare=False)  # number of the work in the log of time
 
     def make_outputs(self) -> Any:
-        """Return new meta tensors like the outputs of the call."""
+        """Return new meta tensors like the outputs of the call: one tensor, or a tuple."""
         made = [
             spec and _empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
             for spec in self.specs
@@ -52,9 +52,10 @@ class Recipe:
 
 
 class KernelCalls:
-    """Allocates in `memory` what each operator call allocates, and counts calls without a rule.
+    """Allocator requests of operator calls, made in `memory` as CUDA's kernels make them.
 
     `site_of` returns the origin of an allocation, `value_of` the known values of a tensor or None.
+    `coverage` counts calls whose kernels are not fully modelled.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class KernelCalls:
         self._threads_with_handle: set[str] = set()
 
     def key_of(self, op: Op, args: Any, kwargs: Any) -> Any:
-        """Return the cache key of a call's recipe; None if the call's recipe cannot be reused."""
+        """Return the call's key in the cache `recipes`; None if the cache has no recipe of `op`."""
         if id(op.func) not in self._repeatable:
             return None
         try:
@@ -85,8 +86,8 @@ class KernelCalls:
             return None
 
     def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
-        """Compute the recipe of a call with meta result `out`; cache it by `key` if it is
-        reusable."""
+        """Return the recipe (allocations) of a call with result `out`; cache it if later calls can
+        reuse it. `key` is the result of `key_of`."""
         self.coverage.has_convolutions |= op.is_convolution
         before, num_recipes = gc.get_count()[0], len(self.recipes)
         more = () if op.from_values is None else op.from_values(self._value_of, args)
@@ -102,7 +103,7 @@ class KernelCalls:
         """Allocate the outputs and temporaries of one call, and free its temporaries.
 
         Raises:
-            torch.OutOfMemoryError: one of them does not fit the GPU.
+            torch.OutOfMemoryError: an allocation does not fit the GPU.
         """
         memory = self._memory
         if recipe.is_partial:
@@ -121,7 +122,7 @@ class KernelCalls:
     def _allocate(
         self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
     ) -> None:
-        """Perform the events of a recipe; append ids of temporaries that stay to `temporary`."""
+        """Allocate and free as `recipe` lists; append ids of temporaries left to `temporary`."""
         memory = self._memory
         results = results_of(out)
         site: Site | None = None
@@ -155,7 +156,7 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Yield the events of a convolution, with those of `cudnn.benchmark` at the first call."""
+        """Yield a recipe's events; at its first call, try workspaces as `cudnn.benchmark` does."""
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False
@@ -171,7 +172,7 @@ class KernelCalls:
     def clear_workspaces(self) -> None:
         """Free cuBLAS's workspaces, as Lightning does before a fit; later calls allocate again.
 
-        Those of cuBLASLt come last (`clearCublasWorkspaces`, CublasHandlePool.cpp of torch 2.11).
+        cuBLASLt's are freed last (`clearCublasWorkspaces`, CublasHandlePool.cpp of torch 2.11).
         """
         sizes = self._memory.storages.num_bytes
         for index in sorted(self._cublas_ids, key=lambda i: sizes[i] == LT_WORKSPACE_BYTES):
@@ -181,9 +182,9 @@ class KernelCalls:
 
 
 def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...]) -> Recipe:
-    """Return the recipe of a call of `op` on `gpu` with meta result `out`.
+    """Return the recipe of a call of `op` on `gpu` with result `out`, which is on `meta`.
 
-    `more` has the values of arguments that the rule reads (`Op.from_values`).
+    `more` has numbers from the values of tensors, if allocations depend on them (`Op.from_values`).
     """
     is_tuple = isinstance(out, list | tuple)
     results = results_of(out)
@@ -211,9 +212,9 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
 
 
 def _can_repeat(op: Op, args: Any, out: Any) -> bool:
-    """Return whether later calls with the same shapes can reuse this call's recipe. Each output
-    needs its own storage. A plain operator in place makes none. `_unsafe_view` is a view whose
-    schema does not mark it as one."""
+    """Return whether later calls with the same shapes can reuse this call's recipe. They can if the
+    operator is a plain in-place one, or if each output has a storage of its own. Storages are
+    compared, since the schema of `_unsafe_view` does not mark its result as a view."""
     if op.is_plain_in_place:
         return out is args[0]
     if op.is_mutable or any(r.alias_info is not None for r in op.func._schema.returns):
@@ -249,8 +250,8 @@ def is_on_gpu(value: Any) -> bool:
 
 
 def _key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return the cache key of a call: shapes and options, default dtype and autocast. Values of
-    floats are left out for a plain in-place operator, since they differ in each step."""
+    """Return the cache key of a call: shapes and options, default dtype and autocast. Float
+    arguments of a plain in-place operator are left out, since they differ in each step."""
     state = torch.get_default_dtype(), is_in_autocast()
     if op.is_plain_in_place:
         args = [float if type(value) is float else value for value in args]
@@ -262,7 +263,7 @@ _SEQUENCES = (list, tuple)
 
 
 def _signature(value: Any) -> Any:
-    """Return a hashable key of what output shapes depend on in `value`; 1, 1.0 and True differ."""
+    """Return a hashable key of `value`: a tensor's size, strides and dtype; else type and value."""
     if isinstance(value, Tensor):
         offset = value.storage_offset() % 16
         return value.size(), value.stride(), value.dtype, value.device.type, offset

@@ -44,7 +44,8 @@ PER_STORAGE = 4  # containers per live storage: two of torch, the weak reference
 
 
 class GarbagePace:
-    """Raises Python's `gc` threshold by memest's own objects, so that collections run as usual."""
+    """Correction of the threshold of Python's `gc` for the container objects that memest creates.
+    The threshold is raised by their number, so that collections run when they do in a real run."""
 
     def __init__(self) -> None:
         self._own = self._moved = 0
@@ -52,14 +53,14 @@ class GarbagePace:
         self._is_active = False
 
     def start(self) -> None:
-        """Begin to raise the threshold."""
+        """Begin the correction: store the script's own threshold, and watch for collections."""
         self._own, self._is_active = 0, True
         self._threshold = gc.get_threshold()
         self._moved = self._threshold[0]
         gc.callbacks.append(self._collected)
 
     def made(self, num_objects: int) -> None:
-        """Count Python containers that memest has created, or freed if negative."""
+        """Raise the threshold by `num_objects` that memest has created, or freed if negative."""
         if not self._is_active or not gc.isenabled():
             self._own += num_objects
             return
@@ -72,7 +73,7 @@ class GarbagePace:
             gc.set_threshold(self._moved, *self._threshold[1:])
 
     def stop(self) -> None:
-        """Restore the script's threshold."""
+        """End the correction: restore the script's own threshold, if memest's is still set."""
         self._is_active = False
         if self._collected in gc.callbacks:  # the script may have cleared them
             gc.callbacks.remove(self._collected)
@@ -88,9 +89,9 @@ class GarbagePace:
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to a storage, with the storage's id and key.
+    """Weak reference to a storage, with its id (`index`) and its `storage_key` (`key`).
 
-    There is one object per storage, since long-lived objects change when Python collects garbage.
+    One object has all three, since each long-lived object changes when Python collects garbage.
     """
 
     __slots__ = ("index", "key")
@@ -141,7 +142,8 @@ class Memory:
     ) -> None:
         """Allocate the storage of a meta tensor, unless it is allocated already.
 
-        `num_bytes` None means the storage's own size, and 0 makes no request.
+        `num_bytes` None means the storage's own size, and 0 makes no request to the allocator.
+        Reports name its origin `site` and its use `kind`.
 
         Raises:
             torch.OutOfMemoryError: the storage does not fit the GPU.
@@ -159,7 +161,7 @@ class Memory:
         self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
 
     def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
-        """Record that `storage` has id `index`; when Python frees it, the memory is freed."""
+        """Record that `storage` has id `index`; when Python frees it, free its GPU memory too."""
         key = storage._cdata
         self.live[key] = index
         reference = self._references[index] = _Reference(storage, self._on_free)
@@ -170,14 +172,14 @@ class Memory:
         self._hold(tensor.untyped_storage(), index)
 
     def hold_at(self, storage: torch.UntypedStorage, address: int) -> None:
-        """Put a storage on the GPU at `address` without a request: a replayed graph writes it."""
+        """Put `storage` on the GPU at `address`, in a CUDA graph's memory: nothing is allocated."""
         index = self.storages.add(0, Site("", "", ""), self.kind)
         self._hold(storage, index)
         self._request(index)
         self.addresses[index] = address
 
     def detach(self, key: int) -> None:
-        """Free the block of the live storage with this `key`; the storage keeps its address."""
+        """Free the block of the live storage with this `storage_key`, which keeps its address."""
         index = self.live[key]
         address, storage = self.address_of(key), self._references.pop(index)()
         self._release(index)
@@ -185,13 +187,13 @@ class Memory:
             self.hold_at(storage, address)
 
     def address_of(self, key: int) -> int:
-        """Return the address of the live storage with this `key`; 0 if the storage is empty."""
+        """Return the address of the live storage with this `storage_key`; 0 if it is empty."""
         index = self.live[key]
         block = self.blocks.get(index)
         return self.addresses.get(index, 0) if block is None else block.address
 
     def blocks_of(self, pool: int) -> dict[int, Block]:
-        """Return {storage id: live block} of the stream or private pool with the number `pool`."""
+        """Return {storage id: block} of the blocks in use of `pool`, a stream or private pool."""
         self.settle()
         return {index: block for index, block in self.blocks.items() if block.stream == pool}
 
@@ -200,8 +202,8 @@ class Memory:
     ) -> None:
         """Restore the private pool with the number `pool` to the blocks `live`: {address: bytes}.
 
-        `owners` are keys of storages at these addresses, which hold their blocks from now on. The
-        others become `raw_blocks`.
+        `owners` are keys of storages at these addresses, which hold the blocks from then on. Blocks
+        without an owner go to `raw_blocks`.
         """
         for index in self.blocks_of(pool):
             reference = self._references.get(index)
@@ -261,8 +263,8 @@ class Memory:
     def try_workspace(self, num_bytes: int, site: Site) -> bool:
         """Allocate and free a workspace of `num_bytes`, halved until it fits, and empty the cache.
 
-        `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and its caller do so. Return False,
-        and do nothing, if the GPU has less than `num_bytes` outside the allocator.
+        `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and its caller do so. Return True;
+        or False, without any change, if the GPU has less than `num_bytes` outside the allocator.
         """
         self.settle()
         if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
@@ -283,9 +285,10 @@ class Memory:
         return True
 
     def resize(self, tensor: Tensor, num_bytes: int, site: Site, kind: MemKind) -> None:
-        """Allocate `num_bytes` for the storage, then free its old block: `resize_bytes_cuda`.
+        """Allocate `num_bytes` for the storage of `tensor`, then free its old block.
 
-        If the storage had memory, it stays attributed to its first operator and module.
+        So does `resize_bytes_cuda`. Reports name `site` as the origin only if the storage had no
+        memory before; else its first operator and module.
         """
         with self.lock:
             storage = tensor.untyped_storage()
@@ -297,7 +300,7 @@ class Memory:
             self._move(index, tensor, site if num_bytes else Site("", "", site.phase), kind)
 
     def grow(self, tensor: Tensor, site: Site) -> None:
-        """Move a storage that an operator has enlarged to a larger block (cuda/Resize.cpp)."""
+        """Allocate a larger block for a storage that has grown; free the old (cuda/Resize.cpp)."""
         with self.lock:
             index = self.live.pop(tensor.untyped_storage()._cdata, None)
             kind = self.kind if index is None else self.storages.kinds[index]
@@ -310,7 +313,7 @@ class Memory:
             self._release(index)
 
     def use_driver(self, event: int) -> None:
-        """Log that the driver takes memory: `event` is `FIRST_KERNEL` or `NEW_HANDLE`."""
+        """Log that the driver takes memory: for `FIRST_KERNEL`, or for `NEW_HANDLE` of cuBLAS."""
         if self.logs_driver:
             self.settle()
             addresses = self.allocator.addresses
@@ -351,7 +354,7 @@ class Memory:
         self.free(index)
 
     def _return_blocks(self) -> None:
-        """Return deferred blocks whose streams are done to their pools (`process_events`)."""
+        """Return to their pools the deferred blocks whose streams are done (`process_events`)."""
         timeline, pending = self._timeline, self._pending
         while pending and pending[0][0] <= timeline.at_pace(timeline.host_time):
             self._return(heappop(pending)[1])
@@ -411,7 +414,7 @@ class Memory:
     def unstash(self, until: float | None = None) -> None:
         """Free storages stashed for collectives that ended by `until` (microseconds).
 
-        None means when NCCL's watchdog last ran, which each new collective uses.
+        None, for a new collective, means the host's time less a period of NCCL's watchdog.
         """
         if until is None:
             until = self._timeline.host_time[0] - WATCHDOG_US
@@ -428,7 +431,7 @@ class Memory:
         return self.live.get(storage_key(tensor))
 
     def label(self, tensor: Tensor, kind: MemKind) -> None:
-        """Set the kind of the storage of `tensor`, its use in reports."""
+        """Set the kind (its use, in reports) of the storage of `tensor`, if it is on the GPU."""
         index = self.id_of(tensor)
         if index is not None:
             self.storages.kinds[index] = kind

@@ -23,7 +23,7 @@ _UNCHECKED = "device_check: NoCheck"
 
 @cache
 def comparing_methods() -> Mapping[str, str]:
-    """Return {operator: C++ method} of operators that compare the devices of all their tensors.
+    """Return {operator: C++ method} of the operators that require all their tensors on one device.
 
     Other operators accept a 0-d host tensor as a number. torch generates the check for CUDA kernels
     without `NoCheck` (torchgen/dest/register_dispatch_key.py). The result is empty if the wheel has
@@ -61,7 +61,7 @@ INDICES_ELSEWHERE = (
 
 
 def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
-    """Return torch 2.11's message for a failed request (`CUDACachingAllocator.cpp`)."""
+    """Return torch 2.11's out-of-memory message for `num_bytes` (`CUDACachingAllocator.cpp`)."""
     in_use = allocator.reserved_bytes + gpu.context_bytes
     cached = allocator.reserved_bytes - allocator.allocated_bytes
     limit = allocator.limit_bytes
@@ -92,7 +92,7 @@ def _size(num_bytes: int) -> str:
 
 
 def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor], bool]) -> str:
-    """Return torch's message for a call with tensors on the host and on the GPU."""
+    """Return torch's message for a call of `func` with tensors both on the host and on the GPU."""
     text = "Expected all tensors to be on the same device, but"
     method = comparing_methods().get(str(func).removesuffix(".default"))
     given = arguments_by_name(func, args, kwargs).items()
@@ -109,8 +109,9 @@ def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor]
 
 
 def refusal(func: Any, error: Exception, where: str) -> Exception:
-    """Return the exception to raise for `error` at the script's line `where`: unchanged if the
-    script caused it."""
+    """Return the exception to raise at the script's line `where`, after operator `func` raised
+    `error`. It is an `UnsupportedError` if only the simulation fails: the result's shape depends on
+    unknown values, or there is no meta kernel. Else it is `error`, as on a real GPU."""
     name = str(func).removesuffix(".default")
     if isinstance(error, ValueUnknown) or op_of(func).shaped_by:
         return UnsupportedError(

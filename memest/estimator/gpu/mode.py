@@ -89,7 +89,8 @@ def _has_own_dispatch(kind: type) -> bool:
 
 
 def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
-    """Run a factory called by a C++ composite on meta; `CudaSimMode._adopt` places the result."""
+    """Run a tensor factory that a C++ composite operator calls with device `meta`. The result is
+    put on the GPU by `CudaSimMode._adopt`, if an operator there uses it."""
     made = func(*args, **kwargs)
     if func is aten.scalar_tensor.default:  # from a number in `torch.where`
         made.number = args[0]
@@ -233,8 +234,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _places(self, func: Any, args: Args, kwargs: Any) -> tuple[bool, bool, bool, bool]:
-        """Return which places the tensors have: (GPU, host without data, host with data, none). A
-        tensor without a place was made by C++ inside of an operator."""
+        """Return four flags, True if a tensor has this place: (GPU, host without data, host with
+        data, none). A tensor without a place was made by C++ inside of an operator."""
         on_gpu = on_host = is_real = no_place = False
         live = self.memory.live
         for tensor in sample_tensors(args, kwargs):
@@ -265,7 +266,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _check_devices(self, func: Any, args: Args, kwargs: Any) -> None:
-        """Raise torch's error if a kernel gets tensors of the host and of the GPU."""
+        """Raise torch's error if the operator cannot mix tensors of the host and of the GPU."""
         if op_of(func).may_mix_devices:
             if func is aten.index.Tensor and self.host.place(args[0]) in (Place.REAL, Place.HOST):
                 raise RuntimeError(INDICES_ELSEWHERE)
@@ -284,7 +285,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a host tensor to the GPU, as parameter or batch; `adopts` as in `run_on_gpu`."""
+        """Copy a host tensor to the GPU, labelled as parameter or batch; `adopts`: `run_on_gpu`."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -323,7 +324,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return copied(self, func, args, kwargs)
 
     def pass_workspaces(self, func: Any, *sizes: int) -> None:
-        """Allocate and free workspaces of these sizes in bytes, one after the other."""
+        """Allocate and free workspaces of `func`, one after the other; `sizes` are in bytes."""
         for num_bytes in sizes:
             site = self.attribution.site(func)
             self.memory.free(self.memory.allocate_workspace(num_bytes, site))
@@ -370,7 +371,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def call(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on meta, allocate what CUDA's kernel allocates, compute known values."""
+        """Run an operator on `meta`, allocate what its CUDA kernel does, compute known values."""
         self._last_recipe = None
         self.kernels.coverage.num_ops += 1
         op = op_of(func)
@@ -409,7 +410,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _result(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Return the meta result of an operator, with CUDA's shapes and strides."""
+        """Return an operator's result on `meta`, with the shapes and strides of its CUDA kernel."""
         func = op.func
         op.check(args, kwargs)
         if op.is_mutable and op.returns_nothing:
@@ -426,7 +427,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dense(out, func, self.attribution.lines.current)
 
     def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Return the meta result of `out=` or `resize_`; enlarge the written storage if needed."""
+        """Return the result of a call with `out=`, or of `resize_`; reallocate what has grown."""
         written = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
         before = [tensor.untyped_storage().nbytes() for tensor in written]
         out = self._result(op, args, kwargs)
@@ -485,7 +486,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _follow_values(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute the known or guessed values of `out`."""
+        """Store the values of `out`, the result of `op`, if they can be computed or guessed."""
         func, values = op.func, self.values
         if op.is_random:
             given = values.value_of(args[0]) if func is aten.multinomial.default else None

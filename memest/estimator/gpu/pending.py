@@ -1,4 +1,4 @@
-"""Pending collectives: their works, and futures of their tensors.
+"""Pending collectives: their `Work` handles, and futures of their tensors.
 
 `ProcessGroupNCCL.cpp` and `ivalue_inl.h` of torch 2.11: a work keeps its tensors until `wait()`.
 Without a `wait()` they are stashed (`stashed_for_allocator_safety_`) until the watchdog has seen
@@ -34,7 +34,7 @@ c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 
 
 def _done_work() -> Any:
-    """Return a completed `Work` of torch: `FakeWork`, or a substitute in older releases."""
+    """Return the class of a completed `Work`, such as `FakeWork`; None if torch has no `Work`."""
     if c10d is None or hasattr(c10d, "FakeWork"):
         return getattr(c10d, "FakeWork", None)
 
@@ -107,8 +107,8 @@ class PendingWorks:
     ) -> int:
         """Record a collective or a message of `group`; return the stream on which it runs.
 
-        `peer` is the rank to which `name` sends or from which it receives. The pair has its own
-        communicator and stream, except in a batch (`ProcessGroupNCCL::pointToPoint`, torch 2.11).
+        A message has a `name` ("send" or a receive) and another rank, `peer`. Except in a batch,
+        the pair has a communicator and a stream of its own (`ProcessGroupNCCL::pointToPoint`).
         `messages` are those that NCCL sends for a collective: (other rank, True if this one sends).
         """
         self.release_due()
@@ -137,7 +137,7 @@ class PendingWorks:
         return "" if is_default else str(group.group_name)
 
     def create(self, group: Any) -> None:
-        """Create the communicator of a new group now, as NCCL does with a `device_id`."""
+        """Record the communicator of a new group at once, as NCCL makes it with a `device_id`."""
         if group.size() > 1:
             self._created.add((self._name(group), None))
         elif self._name(group):
@@ -149,7 +149,7 @@ class PendingWorks:
         return self.collectives | set(self.messages) | self._created
 
     def library_bytes(self, rank: Rank) -> int:
-        """Return bytes of NCCL on the GPU of `rank`: kernels, communicators and their buffers."""
+        """Return NCCL's bytes on the GPU of `rank`: kernels, communicators and their buffers."""
         total = SUBGROUP_OF_ONE_BYTES * len(self._alone)
         if rank.world_size == 1:
             return total + (COMMUNICATOR_OF_ONE_BYTES if rank.is_launched else 0)
@@ -162,12 +162,12 @@ class PendingWorks:
         return total
 
     def release_due(self) -> None:
-        """Free tensors stashed for finished collectives, as each new collective does."""
+        """Free tensors that were kept for finished collectives. Each new collective does so."""
         self._last = None
         self._memory.unstash()
 
     def register(self, results: Any) -> None:
-        """Keep the last `Work` until `wait_for` is called with one of `results`."""
+        """Keep the last new `Work` alive until `wait_for` is called with one of its `results`."""
         for tensor in tensors_in((results,)):
             if type(tensor) is Tensor:  # no wrapper of a result that is registered already
                 self._registered[storage_key(tensor)] = self._last
@@ -179,7 +179,7 @@ class PendingWorks:
             work.wait()
 
     def new_work(self, tensors: Sequence[Tensor], stream: int) -> Any:
-        """Return the `Work` of a collective on `stream`, boxed as operators return it.
+        """Return a new `Work` of a collective on `stream`, boxed as operators return it.
 
         The `Work` keeps `tensors` alive. Its `wait` makes the current stream wait for `stream`.
         """

@@ -28,7 +28,7 @@ IN_CHILD = (
 
 
 def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
-    """Run the child process of the simulated `rank` in this process; note other processes.
+    """Patch `multiprocessing`: the child process of the simulated `rank` runs in this process.
 
     Other processes have no GPU, which `note` adds to the report. They can get tensors without data.
     """
@@ -36,7 +36,7 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
 
     @patches.wrap(BaseProcess, "start")
     def noted_start(start: Any, self: Any) -> None:
-        """Start the process; if it is the simulated rank, run its function in this process."""
+        """Run the simulated rank in this process; skip other ranks; start all other processes."""
         target = getattr(self, "_target", None) or type(self).run
         home = str(getattr(target, "__module__", "")).partition(".")[0]
         if home in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
@@ -86,7 +86,7 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
 
 
 def _spawn(rank: Rank, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call `fn` for the simulated rank only, in place of `torch.multiprocessing.spawn`."""
+    """Call `fn` for the simulated rank alone, in place of `torch.multiprocessing.spawn`."""
     if nprocs != rank.num_local:
         raise _other_number(nprocs, rank)
     fn(rank.local_rank, *args)
@@ -101,7 +101,7 @@ def _other_number(number: int, rank: Rank) -> UnsupportedError:
 
 
 def refuse_in_child(kwargs: dict[str, Any]) -> None:
-    """Raise torch's `RuntimeError` for `device="cuda"` in a forked process."""
+    """Raise torch's error of a forked process if an operator's `kwargs` have `device="cuda"`."""
     device = kwargs.get("device")
     if device is not None and device.type == "cuda":
         raise RuntimeError(IN_CHILD)

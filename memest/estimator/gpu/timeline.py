@@ -4,7 +4,7 @@ The allocator returns a block that another stream used (`record_stream`) only af
 passed the point at which it was freed (`free` and `process_events` of
 `c10/cuda/CUDACachingAllocator.cpp`). The return therefore depends on time: the host launches
 operators in order, and each stream executes its own (`hardware/pace.py`). On several GPUs the
-return decides how much each rank reserves. The log assumes the latest return (`SLOWEST`); a replay
+return decides how much each rank reserves. The log assumes the latest return (`is_slow`); a replay
 may return the block at once.
 """
 
@@ -57,7 +57,7 @@ START: Time = (0.0, 0.0)
 
 
 def segment_us(num_bytes: int) -> float:
-    """Return microseconds of the host for a `cudaMalloc` of `num_bytes`."""
+    """Return how many microseconds of the host a `cudaMalloc` of `num_bytes` takes."""
     mib, cost = zip(*SEGMENT_US, strict=True)
     return float(np.interp(num_bytes / 2**20, mib, cost))
 
@@ -70,8 +70,8 @@ def later(a: Time, b: Time) -> Time:
 class Timeline:
     """Streams of the simulated GPU, and the clock of the host that launches kernels.
 
-    A time is a pair of microseconds since the start: if kernels run at peak rates, and if they are
-    slow (`SLOWEST`). `log` records launches and waits, for the estimate of a step's time.
+    A time is a pair of microseconds since the start, at a fast and at a slow pace: the bounds of
+    kernels' times (`KERNEL_SPREAD`). `log` records launches and waits, to estimate a step's time.
     """
 
     def __init__(self, gpu: Gpu, log: WorkLog) -> None:
@@ -109,11 +109,11 @@ class Timeline:
 
     @property
     def matters(self) -> bool:
-        """True if times can change which block serves a request: one stream alone runs in order."""
+        """True if times can decide which block serves a request: with several streams or GPUs."""
         return self.is_slow or self.num_streams > 1
 
     def at_pace(self, time: Time) -> float:
-        """Return the microseconds of `time` at the selected pace (`is_slow`)."""
+        """Return the microseconds of `time` at the slow pace if `is_slow`, else at the fast one."""
         return time[self.is_slow]
 
     def event(self, stream: int) -> Time:
@@ -147,9 +147,9 @@ class Timeline:
     def launch(self, func: Any, recipe: Any) -> None:
         """Launch the kernels of one operator on the current stream.
 
-        The first launch loads kernels, for which the host waits for all streams ("Lazy Loading",
-        CUDA Programming Guide 13; measured on pipelines of four H200s). `recipe` has the number of
-        the call's work; None for a read of a value.
+        The first launch of `func` loads kernels, for which the host waits for all streams ("Lazy
+        Loading", CUDA Programming Guide 13; measured on pipelines of four H200s). `recipe.work` is
+        the index of the call's work in the log. A read of a value has no recipe.
         """
         if func not in self._loaded:
             self._loaded.add(func)
@@ -161,7 +161,7 @@ class Timeline:
         self._enqueue(self.stream, self._kernels_us.get(index, 0.0))
 
     def transfer(self, num_bytes: int, stream: int) -> None:
-        """Launch a collective or message of `num_bytes` on `stream`, after the current stream."""
+        """Launch a transfer of `num_bytes` on `stream`, after the work of the current stream."""
         self.log.add(Work(LINK, (num_bytes,), "", 0, num_bytes))
         self.stream_waits(stream, self.event(self.stream))
         self._enqueue(stream, num_bytes / self._gpu.link_gb_s * 1e-3, WAIT_US)
@@ -188,8 +188,7 @@ class Timeline:
     # --- streams
 
     def new_stream(self, priority: int = 0) -> int:
-        """Return the next of `STREAMS_PER_POOL` streams of this `priority`
-        (`getStreamFromPool`)."""
+        """Return the next stream of this `priority`; after `STREAMS_PER_POOL`, the first again."""
         pool = self._pools[priority]
         turn = self._num_taken[priority] % STREAMS_PER_POOL
         self._num_taken[priority] += 1
@@ -223,8 +222,8 @@ class Timeline:
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
         """Return the stream on which the operator that is called now runs.
 
-        In backward it is the stream of the node's forward. A sum of gradients (`is_sum`) runs on
-        the stream of the node that gets the sum (`InputBuffer::add`), or for a parameter on
+        In backward it is the one on which the node's forward ran. A sum of gradients (`is_sum`)
+        runs on the stream of the node that gets the sum (`InputBuffer::add`), or for a parameter on
         `accumulates_on`.
         """
         node = torch._C._current_autograd_node()
@@ -244,9 +243,8 @@ class Timeline:
         return producer
 
     def _stream_of(self, node: Any) -> int:
-        """Return the stream of a backward node: the one on which its forward ran. The engine
-        records that the stream uses the inputs (`InputBuffer::add`,
-        torch/csrc/autograd/input_buffer.cpp)."""
+        """Return the stream of a backward node: the one on which its forward ran, or that of
+        `leaf_streams` for the node of a parameter."""
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.leaf_streams.get(variable, self.stream)
@@ -261,20 +259,20 @@ class Timeline:
         return self._capture_pool is not None
 
     def capture_into(self, pool: int | None) -> None:
-        """Allocate from the private pool numbered `pool` from now on; None ends the capture."""
+        """Begin the capture of a CUDA graph into the private pool `pool` (number); None ends it."""
         self._capture_pool = pool
         if pool is not None:
             self.streams_of_pools[pool] = self.stream
 
     def serve_from(self, pool: int | None) -> None:
-        """Serve all requests, also of a backward, from the private pool `pool`; None ends that."""
+        """Serve all requests from the private pool `pool`, in backward too; None ends that."""
         self._tree_pool = pool
         if pool is not None:
             self.streams_of_pools[pool] = self.stream
 
     @property
     def pool(self) -> int:
-        """Pool that serves the next request: the current stream's pool, or a private one."""
+        """Number of the pool that serves the next request: that of the stream, or a private one."""
         if self._capture_pool is not None:
             return self._capture_pool
         if self._tree_pool is not None:

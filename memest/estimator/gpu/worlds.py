@@ -30,7 +30,7 @@ class PeerEnded(UnsupportedError):
 
 
 class Mailbox:
-    """Messages between simulated ranks, as files in one folder of all processes."""
+    """Exchange of messages between simulated ranks, by files in one folder of all processes."""
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ class Mailbox:
         """Messages for which a GPU operator waits: their files, the other rank, the line."""
 
     def open(self) -> None:
-        """Make the folder. This process removes it when the mailbox is freed."""
+        """Create the folder, if it is absent. This process removes it with the mailbox."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="memest-ranks-"))
             weakref.finalize(self, _remove, str(self._folder), os.getpid())
@@ -59,7 +59,7 @@ class Mailbox:
         self._expected.clear()
 
     def post(self, key: object, value: Any) -> None:
-        """Post `value` under `key`; None if the value is not known."""
+        """Write the next message under `key`, unless it exists: `value`, or None if unknown."""
         self.open()
         path = self._next(key)
         if not path.exists():  # else the rank runs again
@@ -106,7 +106,7 @@ class Mailbox:
         return self._folder is not None and self._path_of(key).exists()
 
     def arrive(self, place: object, ranks: Collection[int]) -> None:
-        """Wait until all of `ranks` that are simulated at this time have called `arrive(place)`."""
+        """Wait until the `ranks` that are simulated now have called `arrive` for this `place`."""
         if self._companions:
             self.post((place, self._own), None)
         for other in self._companions.intersection(ranks):
@@ -119,7 +119,7 @@ class Mailbox:
         return together - {self._own} if self._own in together else frozenset()
 
     def _comes(self, path: Path, source: int) -> bool:
-        """Wait for a message of rank `source`, if it runs at this time; return whether it came. No
+        """Wait for the message file `path`, if rank `source` runs now; return whether it came. No
         message comes if `source` has ended, or waits for a message that this rank never posts."""
         if path.exists() or source not in self._companions:
             return path.exists()
@@ -140,8 +140,7 @@ class Mailbox:
             waits.unlink(missing_ok=True)
 
     def expect(self, key: object, source: int, line: str) -> None:
-        """Make `finish` wait for message `key` of rank `source`, which the script's `line`
-        receives."""
+        """Make `finish` wait for `key` of rank `source`; errors name the script's `line`."""
         self.open()
         self._expected.append((self._next(key), source, line))
 
@@ -203,7 +202,7 @@ def _remove(folder: str, owner: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """The rank that this process simulates; other ranks are assumed to run alike."""
+    """Rank (process of a distributed run) that this process simulates, and the numbers of ranks."""
 
     rank: int = 0
     world_size: int = 1
@@ -214,7 +213,7 @@ class Rank:
 
     @property
     def may_wait(self) -> bool:
-        """True if a group can exist, whose collectives may delay frees of blocks."""
+        """True if the script can make a process group, whose collectives can delay frees."""
         return self.world_size > 1 or self.is_launched
 
     @property

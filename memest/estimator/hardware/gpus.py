@@ -71,7 +71,7 @@ Source: NVIDIA's data sheets of V100 SXM2, T4, A100 SXM, A10, RTX 4090, H200, B2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of GPU, as its driver presents it to a process."""
+    """Properties of one model of GPU, as a process sees them, or of an instance of it (MIG)."""
 
     name: str  # name on the command line, such as `a100-80gb`
     label: str  # vendor's name, such as `NVIDIA A100-SXM4-80GB`
@@ -100,10 +100,10 @@ class Gpu:
     beside_bytes: int = 0  # held by other processes: an inference server, a display
 
     def tflops_of(self, rate: str) -> float:
-        """Return the peak rate of a precision such as "bf16", in 1e12 operations/s.
+        """Return the peak rate of a precision such as "bfloat16", in 1e12 operations/s.
 
-        8-bit is at least twice 16-bit. Before compute capability 8.0 bfloat16 is emulated in
-        float32.
+        A precision without a figure, such as 8-bit, has twice the rate of float16. Before compute
+        capability 8.0 bfloat16 is emulated in float32.
         """
         if rate == "bfloat16":
             rate = "float16" if self.capability >= (8, 0) else "float32"
@@ -111,7 +111,8 @@ class Gpu:
 
     @property
     def link_gb_s(self) -> float:
-        """Bandwidth to other GPUs of a node, of the newest chip in the table that is no newer."""
+        """Bandwidth to other GPUs of a node in one direction, 1e9 bytes/s. A compute capability
+        that has no figure has that of the next lower one."""
         known = (c for c in _LINKS if c <= self.capability)
         return _LINKS[max(known, default=min(_LINKS))]
 
@@ -131,7 +132,7 @@ class Gpu:
         return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)
 
     def beside(self, num_bytes: int | None) -> "Gpu":
-        """Return this GPU with `num_bytes` used by others; `PlanError` if nothing is left."""
+        """Return this GPU with `num_bytes` (None: 0) of other processes; `PlanError` if full."""
         if not num_bytes:
             return self
         if num_bytes >= self.memory_bytes - self.context_bytes:
@@ -144,16 +145,16 @@ class Gpu:
 
     @property
     def spread_bytes(self) -> int:
-        """Bytes of `limit_bytes` that may be missing with another driver or CUDA context."""
+        """Bytes by which another driver or a larger CUDA context can lower `limit_bytes`."""
         memory = self.memory_range_bytes
         if memory is None:
             memory = int(LARGEST_MEMORY_RANGE * self.memory_bytes)
         return memory + CONTEXT_RANGE_BYTES
 
     def spread_under(self, limit_bytes: int, beside_bytes: int = 0) -> int:
-        """Bytes by which another driver may miss `limit_bytes`; 0 if every driver allows them.
+        """Return by how many bytes the GPU can have less than `limit_bytes` with another driver.
 
-        Libraries hold `beside_bytes` of the GPU's memory.
+        0 if it has as many with every driver. Libraries hold `beside_bytes` of its memory.
         """
         least = self.limit_bytes - beside_bytes - self.spread_bytes
         return max(0, limit_bytes - least)
@@ -319,7 +320,7 @@ INT8_BYTES = 64 * MIB
 
 
 def libraries_bytes(plan: TrainingPlan) -> int:
-    """Return bytes on each GPU for NCCL's communicators and kernels in a run of `plan`."""
+    """Return bytes per GPU of NCCL, DeepSpeed and cuBLAS's int8 kernels in a run of `plan`."""
     int8_bytes = INT8_BYTES if plan.use_qlora and plan.quant == "int8" else 0
     return int8_bytes + _communicators_bytes(plan)
 
@@ -390,8 +391,8 @@ def _check_whole_is_named(whole: str, profile: str) -> None:
 def mig_instance(whole: Gpu, profile: str) -> Gpu:
     """Return the MIG instance of `whole` with a `profile` such as `3g.40gb`.
 
-    Bandwidth and cache follow its slices of memory, rates its multiprocessors. Its CUDA context is
-    assumed to be as large as on the whole GPU.
+    Bandwidth and cache are in proportion to its slices of memory, rates to its multiprocessors. Its
+    CUDA context is assumed to be as large as on the whole GPU.
 
     Raises:
         PlanError: this GPU has no such profile.

@@ -70,10 +70,10 @@ SPREAD_ELSEWHERE = (0.65, 1.8)  # the same on a GPU that was not measured; assum
 
 
 def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime | None:
-    """Return the median time of a run's steps, without the first of several; None without steps.
+    """Return the median time of the logged steps after the first.
 
-    The low estimate overlaps collectives with everything else, the high one with nothing.
-    `num_micro_batches` is the number per step of the whole run; 0 is the log's own.
+    None if the log has no step, or `gpu` no rates. The low estimate overlaps collectives with
+    everything else, the high one with nothing. Each step is extended to `num_micro_batches`.
     """
     if not log.steps or not gpu.tflops:
         return None
@@ -104,8 +104,8 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
 
 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
-    """Return the `events` of a step as if it had `num_micro_batches`, by repeating one from the
-    middle. Events are those of `WorkLog`; the event `CUT` ends a micro-batch."""
+    """Return the `events` of a step, extended to `num_micro_batches` if it has fewer. Events are
+    those of `WorkLog`. The ones between the last two `CUT` are repeated: a micro-batch."""
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
@@ -114,9 +114,10 @@ def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
 
 
 class Clocks:
-    """Clocks of the host and of the GPU that runs `works`.
+    """Simulated clocks of the host and of `gpu`, which give the time of steps made of `works`.
 
-    Seconds by work: `kernels`, `links` of collectives, `bounds` of operations and of bytes.
+    Arrays have seconds by index of the work: `kernels` on the GPU, `links` for transfers between
+    GPUs, `bounds` for (operations, bytes) at the peak rates.
     """
 
     def __init__(self, works: list[Work], gpu: Gpu) -> None:
@@ -135,11 +136,11 @@ class Clocks:
         kernel_share: Any = 1.0,
         host_share: float = 1.0,
     ) -> list[tuple[float, float]]:
-        """Return (seconds, seconds of first calls with new sizes) of each step.
+        """Return (seconds, extra seconds of first calls with new sizes) of each step.
 
         `steps` has the events of `WorkLog` by step, `num_known` the number of works that occurred
-        before each. `kernel_share`, of each work, and `host_share` multiply times. The host waits
-        at the end of a step.
+        before each. Times are multiplied by `kernel_share` (a number, or an array by work) and by
+        `host_share`. The host waits for the GPU at the end of a step.
         """
         hosts = [host_share * s for s in self._hosts]
         busy = kernel_share * self.kernels
@@ -173,8 +174,8 @@ class Clocks:
         return found
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
-        """Return the resource without which a step with these `events` is shortest. It is `host`,
-        `compute`, `memory` or `LINK`; collectives take `link_s` seconds."""
+        """Return what limits a step with these `events` most: it is shortest if this takes no time.
+        It is `host`, `compute`, `memory` or `LINK` (collectives, which take `link_s` seconds)."""
         shares = (self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)).T
         without = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
         known = [len(self._works)]
@@ -183,10 +184,10 @@ class Clocks:
 
 
 class Table:
-    """Times of kernels and of the host on one GPU.
+    """Estimates of the times of kernels and of the host with `gpu`, from measured times.
 
     `times` is the content of a file in `pace/`, and `kinds` its kernels, measured on `origin`.
-    `file` is the path of a user's file, if it replaces the package's.
+    `file` names a user's file for reports, if its times replace the package's.
     """
 
     def __init__(
@@ -208,14 +209,14 @@ class Table:
         """Measured GPU whose efficiencies are used; empty if it is this one."""
 
     def host_s(self, work: Work, host: int) -> float:
-        """Return the seconds that the host needs to launch a call; `host` is the phase's index."""
+        """Return seconds of the host for a call; `host`: `FORWARD`, `BACKWARD` or `OPTIMIZER`."""
         if work.kind in IN_PYTHON:
             return 1e-6 * self._us[work.kind] * work.num_tensors
         launch_us = self._launch_us[host][host_kind(work)]
         return 1e-6 * max(launch_us, self._us["list"] * work.num_tensors)
 
     def kernel_s(self, work: Work) -> float:
-        """Return seconds of the kernels of a call."""
+        """Return the seconds that the kernels of a call take; 0 if it has none."""
         if (rate := self._us.get(f"{work.kind}_gb_s")) is not None:  # a copy
             return float(1e-9 * work.num_bytes / rate)
         if work.kind in (LINK, PRODUCTS, *IN_PYTHON) or work == VIEW:
@@ -238,7 +239,7 @@ class Table:
         return float((other + (faster * moved) ** KNEE) ** (1 / KNEE))
 
     def bounds_s(self, work: Work) -> tuple[float, float]:
-        """Return seconds of the operations of a call and of its bytes, at the peak rates."""
+        """Return (seconds of its operations, seconds of its bytes) of a call at the peak rates."""
         return roofline_s(work.rate, work.num_flops, work.num_bytes, self._gpu)
 
     def is_measured(self, kind: str) -> bool:
@@ -247,7 +248,8 @@ class Table:
 
 
 def nearest(kind: str, kinds: Iterable[str]) -> str:
-    """Return that of `kinds` with the operator of `kind` and the most words in common, or ""."""
+    """Return which of `kinds` has the operator of `kind` and the fewest differing words; "" if
+    none has. A kind is an operator and words of its variant, as in `matmul-odd float16`."""
     words = re.split("[ -]", kind)
     names, found = (words[0], words[0].removesuffix("_backward")), []
     for other in kinds:
@@ -265,7 +267,8 @@ def roofline_s(rate: str, num_flops: float, num_bytes: float, gpu: Gpu) -> tuple
 
 
 class Calls:
-    """Measured calls of one kind: `rows` of sizes, operations, bytes and microseconds on `gpu`."""
+    """Measured calls of one `kind`, from which the efficiency at other sizes is interpolated.
+    Each of `rows` has sizes, operations, bytes and microseconds of a call on `gpu`."""
 
     def __init__(self, kind: str, rows: list[list[float]], gpu: Gpu) -> None:
         last = kind.rpartition(" ")[2]
@@ -280,8 +283,8 @@ class Calls:
         self.efficiency = cache(self._efficiency)
 
     def _efficiency(self, size: tuple[int, ...]) -> float:
-        """Return the efficiency of a call of `size`, interpolated between the nearest measured
-        calls. Sizes outside of these calls have the efficiency at their edge."""
+        """Return the efficiency (roofline time / real time) of a call of `size`, interpolated from
+        the nearest measured calls. Sizes beyond these have the efficiency at their edge."""
         apart = self._sizes - np.log(np.maximum(1, size))
         squares = (apart**2).sum(axis=1)
         nearest = np.argsort(squares, kind="stable")[:NUM_NEAREST]
@@ -296,10 +299,10 @@ class Calls:
 
 
 def table_of(gpu: Gpu, *, has_own: bool = True) -> Table:
-    """Return times on `gpu`, from the file in `MEMEST_PACE` or from the measured GPU.
+    """Return times on `gpu`, from the user's file (`MEMEST_PACE`) if that is of its chip.
 
-    Host times are the file's for every GPU. Without `has_own` it is not read: the memory of a
-    training does not depend on it.
+    Else kernel times are the package's, and host times still the user's. The user's file is not
+    read without `has_own`, so that the memory of a training does not depend on it.
 
     Raises:
         PlanError: the file cannot be read.
@@ -322,7 +325,7 @@ def _table_of(gpu: Gpu, path: str) -> Table:
 
 @cache
 def _kinds_of(file: Path, origin: Gpu) -> dict[str, Calls]:
-    """Return {kind of work: measured calls} of a file; GPUs of other chips use them too."""
+    """Return {kind of work: measured calls} of `file`, which was measured on `origin`."""
     return {kind: Calls(kind, rows, origin) for kind, rows in _read(file)["kernels"].items()}
 
 

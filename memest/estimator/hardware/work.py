@@ -27,7 +27,7 @@ Sizes = tuple[int, ...]
 
 
 class Work(NamedTuple):
-    """Work of one call: kind of kernel, sizes, operations and bytes, for the estimated time."""
+    """Work of one operator call: kernel, sizes, operations and bytes, to estimate its time."""
 
     kind: str  # kernels that take the same time at the same sizes, such as `matmul float16`
     size: tuple[int, ...]  # sizes that decide the efficiency; bytes if there are no operations
@@ -99,8 +99,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def by_bytes(kind: str, num_bytes: int, *sizes: int) -> Work:
-    """Return the work of a memory-bound kernel; `sizes` are further numbers that decide its
-    time."""
+    """Return the work of a memory-bound kernel of `kind`; `sizes` also decide its time."""
     return Work(kind, (num_bytes, *sizes), "", 0, num_bytes)
 
 
@@ -110,12 +109,12 @@ def fused_work(tensors: Iterable[Tensor]) -> Work:
 
 
 def host_kind(work: Work) -> int:
-    """Return the position in `HOST_KINDS` of the call that starts `work`."""
+    """Return the index in `HOST_KINDS` of what the host does for `work`: launch, cuDNN, view."""
     return 2 if work == VIEW else int(work.kind.startswith(("convolution", "cudnn_batch_norm")))
 
 
 def _scale(x: Tensor, out: Tensor) -> int:
-    """Return how many times as many elements the larger of two images has."""
+    """Return the larger number of elements of both tensors divided by the smaller, at least 1."""
     a, b = x.numel(), out.numel()
     return max(1, a // max(1, b), b // max(1, a))
 
@@ -142,7 +141,7 @@ _SIZES: dict[str, Callable[[Tensor, dict[str, Any], Any], tuple[int, ...]]] = {
 
 
 def _num_listed(values: dict[str, Any]) -> int:
-    """Return the length of the first list in `values`; `_foreach_pow` may begin with a number."""
+    """Return the length of the first list in `values`, arguments by name; 0 if there is none."""
     return next((len(value) for value in values.values() if isinstance(value, list | tuple)), 0)
 
 
@@ -176,8 +175,7 @@ def _steps(x: Tensor) -> list[int]:
 
 
 def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
-    """Return how many elements of a `cat` or `stack` are contiguous in source and result
-    (`out`)."""
+    """Return how many elements of a `cat` or `stack` are contiguous in a source and in `out`."""
     x, steps = max(tensors, key=Tensor.numel), list(out.stride())
     if out.dim() > x.dim():
         del steps[dim]
@@ -185,8 +183,8 @@ def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
 
 
 def _order(shape: Strides, given: Strides, made: Strides) -> tuple[Any, ...]:
-    """Return the kind of a copy of `shape` from strides `given` to `made`, and its sizes. They are
-    (`permute`, contiguous elements), or (`transpose`, both innermost lengths)."""
+    """Return (kind, *sizes) of a copy of `shape` from strides `given` to `made`. It is (`permute`,
+    contiguous elements), or (`transpose`, innermost length before, innermost length after)."""
     ends = [
         max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=-1)
         for steps in (given, made)
@@ -197,7 +195,7 @@ def _order(shape: Strides, given: Strides, made: Strides) -> tuple[Any, ...]:
 
 
 def _run(shape: Strides, given: Strides, made: Strides) -> int:
-    """Return the number of elements that are contiguous under both strides."""
+    """Return how many elements of `shape` are contiguous with both strides, `given` and `made`."""
     adjacent = 1
     for size, *steps in sorted(zip(shape, given, made, strict=True), key=lambda dim: dim[-1]):
         if size > 1:
@@ -218,7 +216,7 @@ def _layout(x: Tensor) -> str:
 
 
 def _apart(name: str, x: Tensor, dim: int) -> Work:
-    """Return the work of a softmax over an inner dimension: its threads, and elements per thread. A
+    """Return the work of a softmax over an inner `dim`, of size (threads, elements per thread). A
     thread reads its elements one after another, so it waits for memory and does not use all of the
     bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu."""
     inner, num = prod(x.shape[dim + 1 or x.dim() :]), x.shape[dim]
@@ -231,14 +229,15 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
 
 
 def _with_rate(kind: str, rate: str, size: Sizes, num_flops: float, num_bytes: int) -> Work:
-    """Return the work of a kernel with `num_flops` at the peak rate `rate`, such as `float16`. Both
-    halves take the same time, except in groups: cuDNN has further kernels for float16."""
+    """Return the work of a kernel with `num_flops` at the peak rate `rate`, such as `float16`.
+    Except in groups, where cuDNN has further kernels for float16, bfloat16 takes the same time."""
     measured = "float16" if rate == "bfloat16" and " grouped" not in kind else rate
     return Work(f"{kind} {measured}", size, rate, int(num_flops), num_bytes)
 
 
 def rate_of(dtype: torch.dtype, operation: str = "") -> str:
-    """Return the peak rate of products of `dtype`; TF32 if the script allows it for `operation`."""
+    """Return the name of the peak rate of products of `dtype`. For float32 it is "tf32" if the
+    script allows that for the `operation` "matmul", "conv" or "rnn"."""
     if dtype is torch.float32 and operation and allows_tf32(operation):
         return "tf32"
     name = str(dtype).removeprefix("torch.")
@@ -246,8 +245,8 @@ def rate_of(dtype: torch.dtype, operation: str = "") -> str:
 
 
 def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
-    """Return the work of a product: matrices, rows, columns and the length of the sums. Kernels of
-    TF32 are fast only if both matrices are adjacent along the summed dimension."""
+    """Return the work of a matrix product, of size (matrices, rows, columns, length of the sums).
+    Kernels of TF32 are fast only if both matrices are contiguous along the summed dimension."""
     if name == "int8_linear_matmul":  # bitsandbytes: rows of any number of dimensions
         left, right = left.flatten(0, -2), right.t()
     *batch, rows, inner = left.shape
@@ -263,7 +262,7 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
 
 
 def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
-    """Return the work of attention: heads of all samples, queries, keys and the length of a head.
+    """Return the work of attention, of size (heads of all samples, queries, keys, head length).
     `values` are the operator's arguments by name."""
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
@@ -277,9 +276,9 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     """Return the work of a convolution, whose arguments by name are `values`. Its sizes are
-    positions, channels of a group, elements of the window, groups. A transposed one counts as the
-    plain one that it reverses. In groups, windows of one element and depthwise ones above 5 x 5
-    (`wide`) have other kernels, and so have sequences."""
+    positions, channels of a group, elements of the window, groups. A transposed convolution counts
+    as the one that it reverses. With groups, other kernels run for sequences, for windows of one
+    element, and for depthwise convolutions with a window above 5 x 5 (`wide`)."""
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]
     made = values.get("grad_output", out)
@@ -321,7 +320,7 @@ def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> l
 
 
 def _recurrent(values: dict[str, Any]) -> Work:
-    """Return the work of a recurrent network: its steps, layers, samples, hidden units and gates.
+    """Return the work of a recurrent network, of size (steps, layers, samples, hidden, gates).
     `values` are the arguments by name. Steps run one after another, the kernels of both directions
     at the same time. Only products with the hidden state count, as those with the inputs are one
     large product for all steps."""
@@ -338,7 +337,7 @@ def _recurrent(values: dict[str, Any]) -> Work:
 
 @cache
 def _name(func: Any) -> str:
-    """Return the operator's name without the marks of variants that run the same kernels."""
+    """Return an operator's name in tables: one for all variants that run the same kernels."""
     name: str = func._overloadpacket.__name__
     if name.startswith("_foreach"):
         return "foreach"
@@ -351,7 +350,7 @@ def _arguments(func: Any) -> tuple[str, ...]:
 
 
 def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that a kernel reads and writes at least."""
+    """Return the smallest number of bytes that a kernel of `func` has to read and write."""
     if name in _NAMES["writes few"] and func._schema.is_mutable:
         given = list(tensors_in(args[1:]))
         return sum(map(_bytes_of, given)) + 2 * _bytes_of(given[-1])  # what the values change
@@ -377,7 +376,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 @cache
 def written(func: Any) -> tuple[int, ...]:
-    """Return positions of arguments that an operator writes."""
+    """Return the positions of the arguments that the operator `func` writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
@@ -386,7 +385,7 @@ def written(func: Any) -> tuple[int, ...]:
 
 MAX_STEPS = 13  # most steps that are kept: the last ones
 WAITS = -1  # event of a host that waits for the GPU
-CUT = -2  # event between two micro-batches
+CUT = -2  # event after the backward of a micro-batch
 HOST = -10  # event of an operator on the host that takes `HOST - event` microseconds
 MIN_HOST_US = 50  # shortest operator on the host that counts; others are part of a launch's time
 LINK = "link"  # kind of a collective
@@ -395,7 +394,9 @@ FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # kinds of Python and C++ code 
 
 
 class WorkLog:
-    """Events of the last steps: a launch is `NUM_HOSTS * work + host kind`, others are negative."""
+    """Log of what the host launches and waits for in the last steps, to estimate their time. A
+    launch is the number `NUM_HOSTS * index + phase`: the index of its work in `works`, and
+    `FORWARD`, `BACKWARD` or `OPTIMIZER`. Other events are negative numbers."""
 
     has_called: ClassVar[bool] = False  # whether an operator called bitsandbytes' library
 
@@ -413,7 +414,7 @@ class WorkLog:
         self._index: dict[Work, int] = {}
 
     def launch(self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Any) -> None:
-        """Add the kernels of one call. Its `recipe` keeps the index of its work in `works`."""
+        """Add the kernels of one call of `func`; `recipe.work` caches their index in `works`."""
         if recipe.work is None:
             recipe.work = self._index_of(work_of(func, args, kwargs, out))
         if recipe.work >= 0:
@@ -436,25 +437,25 @@ class WorkLog:
             self.wait()
 
     def capture(self) -> None:
-        """Keep the kernels that follow apart, until `captured`: a CUDA graph is being captured."""
+        """Begin to capture a CUDA graph: collect the next kernels for `captured`, not as events."""
         self._captured = []
 
     def captured(self) -> Work | None:
-        """Return the kernels since `capture` as one launch; None if there are none."""
+        """End the capture; return its kernels as one launch, or None if it has none."""
         found, self._captured = self._captured or [], None
         flat = [each for work in found for each in (work._replace(more=()), *work.more)]
         return flat[0]._replace(more=tuple(flat[1:])) if flat else None
 
     def wait(self) -> None:
-        """Let the host wait until the GPU is done."""
+        """Add a wait of the host until the GPU is done."""
         if self.events and self.events[-1] != WAITS:
             self.events.append(WAITS)
 
     @contextmanager
     def host_works(self) -> Iterator[None]:
-        """Add the host time of the block, as measured on this machine.
+        """Add the CPU time of the block, measured here, to the host's time of the step.
 
-        Threads that load data work at the same time as the script.
+        Only the main thread counts: threads that load data run at the same time.
         """
         began = thread_time()
         try:
@@ -467,10 +468,11 @@ class WorkLog:
     def stepped(
         self, optimizer: int = 0, num_params: int = 0, *, has_backward: bool = True
     ) -> None:
-        """End a step of the optimizer with this id; its second step begins another training step.
+        """Record a step of the optimizer object with this id. If it has stepped in this training
+        step already, another training step begins.
 
-        `num_params` counts the parameters with gradients. `has_backward` is False if no backward
-        ran since the last step: DeepSpeed steps once for each group of parameters.
+        `num_params` counts the parameters with gradients. Without `has_backward`, no other training
+        step begins: DeepSpeed steps once for each group of parameters.
         """
         self.run_python(STEP, num_params)
         if not self.steps or (optimizer in self._stepped and has_backward):
@@ -484,7 +486,7 @@ class WorkLog:
         self.run_python(ZERO_GRAD, num_params)
 
     def dispatch(self, args: Any) -> None:
-        """Add the host time of an operator on a class of tensors with its own dispatch."""
+        """Add the host time of an operator on tensors with a dispatch of their own, as DTensors."""
         listed = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
         self.run_python("dtensors" if listed else "dtensor", sum(map(len, listed)) or 1)
 

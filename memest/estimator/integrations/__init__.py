@@ -23,9 +23,9 @@ from memest.estimator.tensors.patches import Patches
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Install the integrations of all libraries, each for when the script imports its library.
+    """Register the integrations of all libraries; each acts once the script imports its library.
 
-    Called after `torch.cuda` was patched.
+    Call it after `torch.cuda` is patched.
     """
     forget()
     patches.on_undo(forget)
@@ -43,7 +43,7 @@ _MODULES = (
 
 
 def forget() -> None:
-    """Clear cached answers of modules that check whether packages and the GPU are available."""
+    """Clear cached results of functions that check whether packages and a GPU are available."""
     for name in _MODULES:
         for function in list(vars(sys.modules.get(name, object)).values()):
             if isinstance(function, functools._lru_cache_wrapper):  # others may only look alike

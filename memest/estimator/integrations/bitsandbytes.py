@@ -36,7 +36,7 @@ def _note_call(*args: Any) -> int:
 
 
 class KernelLibrary:
-    """Stub of `libbitsandbytes_cuda*`. Functions for the CPU come from the real library."""
+    """Stub of `libbitsandbytes_cuda*`: kernels do nothing, CPU functions are the real ones."""
 
     def __init__(self, load: Callable[[str], Any], folder: str) -> None:
         self._load = load
@@ -109,7 +109,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class _WithNumbers:
-    """Operator that gets `param_norm`, which its C++ reads, as a number (for LARS and LAMB)."""
+    """Wrapper of `optimizer_update_32bit` that passes the tensor `param_norm` on as a number."""
 
     def __init__(self, update: Any) -> None:
         self._update = update

@@ -83,7 +83,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
 
 def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
-    """Call `note(text)`, except while a library is being imported."""
+    """Call `note(text)`, unless the noted call is by a library that is being imported."""
     frame = sys._getframe(2)
     script = mode.attribution.lines.frame(frame)
     while frame is not None and frame is not script:
@@ -137,7 +137,7 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
-    """Call `func` with `inputs` (tuple or dict) to trace it; if `checks`, four times more. The
+    """Call `func` with `inputs` (tuple or dict) as tracing does; if `checks`, four times more. The
     check keeps the outputs of its last three calls until it ends, and the first copy of a module's
     inputs (torch/jit/_trace.py, 2.11)."""
 

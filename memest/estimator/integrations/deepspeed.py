@@ -47,7 +47,8 @@ class _Extension:
 
 
 def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
-    """Return `wrap`, DeepSpeed's wrapper of factories, without effect on calls by memest or C++."""
+    """Return a variant of `wrap`, DeepSpeed's wrapper of tensor factories, without effect on calls
+    inside of an operator, by memest or C++."""
 
     def wrapping(make: Maker, *args: Any, **kwargs: Any) -> Maker:
         wrapped = wrap(make, *args, **kwargs)

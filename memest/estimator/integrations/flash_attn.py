@@ -63,7 +63,7 @@ class Finder(StubFinder):
         self._mode = mode
 
     def serves(self, fullname: str) -> bool:
-        """Return whether the script imports `flash_attn` or a module of it that the stub has."""
+        """Return whether `fullname` is a module of the stub, and the script itself imports it."""
         frame = self.importing_frame() if fullname in _CONTENTS else None
         return frame is not None and self._mode.attribution.lines.frame(frame) is frame
 

@@ -45,8 +45,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[..., Any]:
-    """Return a replacement of method `name` that uploads nothing, calls `note`, and returns a Hub's
-    result. `module` is huggingface_hub's, with the classes of results."""
+    """Return a replacement of `HfApi`'s method `name` that uploads nothing, calls `note` with a
+    text, and returns a result such as the Hub's. `module` has the classes of results."""
 
     def call(api: Any, *args: Any, **kwargs: Any) -> Any:
         note(NOT_SENT)

@@ -99,7 +99,7 @@ def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) ->
 
 
 def _lay_out_attention(patches: Patches) -> None:
-    """Give cuDNN's attention the strides that later releases of torch give on meta. With torch 2.6
+    """Give cuDNN's attention the strides of meta kernels of later torch releases. With torch 2.6
     and 2.7, a real run raises if cuDNN is chosen."""
     from torch import _meta_registrations
     from torch._subclasses.fake_impls import op_implementations_dict
@@ -130,7 +130,7 @@ EAGERLY = "`torch.compile` ran {name} as it is written, which keeps more tempora
 
 
 class NotSimulated(UnsupportedError):
-    """The compiler of the installed torch lacks a private name that memest replaces."""
+    """The installed compiler lacks what its simulation needs: a private name, or Triton."""
 
 
 @contextmanager
@@ -268,12 +268,12 @@ def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
 
 
 class _Name(str):
-    """Name of a node among the arguments of another."""
+    """Name of an FX node; the type distinguishes it from a string among a node's arguments."""
 
 
 def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
-    """Return a decorator of the compiled `graph` that computes its integers and flags, if known.
-    Kernels write no values. A mask decides shapes after the graph, as does `labels != -100`."""
+    """Return a decorator of the compiled function of `graph`: it computes integer and boolean
+    results from known inputs, as simulated kernels do not. A later shape can depend on them."""
     from torch.fx.node import map_arg
 
     def named(value: Any) -> Any:
@@ -389,9 +389,9 @@ def why(error: Exception) -> str:
 class Kernel:
     """A Triton kernel that Inductor has generated; running it computes no values.
 
-    The first run times several configs (`benchmark_gpu`, `bench` of `CachingAutotuner`). That needs
-    copies of the tensors that the kernel writes, and an array as large as the L2 cache. The fastest
-    config is cached by the source (autotune_cache.py), for graphs compiled later.
+    The first run times several launch configs (`benchmark_gpu`, `bench` of `CachingAutotuner`).
+    That needs copies of the tensors that the kernel writes, and an array as large as the L2 cache.
+    The fastest config is cached by the source (autotune_cache.py), for graphs compiled later.
     """
 
     def __init__(self, name: str, source: str, mode: CudaSimMode) -> None:
@@ -440,7 +440,7 @@ class Kernel:
 
 @dataclass(slots=True)
 class Declaration:
-    """Arguments of the decorators in the source of a Triton kernel."""
+    """Arguments of the decorators of a Triton kernel in the source that Inductor generates."""
 
     function: Any = None  # function decorated with `triton.jit`
     configs: Sequence[Any] = (None,)  # ways to launch it
@@ -459,7 +459,7 @@ class Declaration:
 
     @property
     def saves_memory(self) -> bool:
-        """True in a backward: copies for timing that would raise the peak are made on the host.
+        """True in backward and inference: copies for timing that raise the peak go to the host.
 
         `CachingAutotuner.copy_args_to_cpu_if_needed`, from torch 2.6 on.
         """
@@ -504,7 +504,7 @@ class Declaration:
 
 
 def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
-    """Return `configs`, and copies with half the reduction block that Inductor times as well."""
+    """Return what Inductor times: `configs`, and for some a copy with half the reduction block."""
     timed = list(configs)
     for config in timed:
         if is_scaled(kernel, config, gpu):
@@ -576,7 +576,7 @@ def _read(data: bytes, form: str, offset: int) -> tuple[int, ...]:
 
 
 class _Config:
-    """Replacement of `triton.Config` with equality, so that Inductor removes duplicates."""
+    """Replacement of `triton.Config` that stores the arguments and does not need Triton."""
 
     def __init__(self, kwargs: Any, **options: Any) -> None:
         self.kwargs = kwargs
@@ -627,7 +627,7 @@ _MARGIN = 1.1  # factor by which padding must be faster (`is_padded_faster` in p
 
 
 def is_estimated() -> bool:
-    """Return whether padding is estimated: torch has the `pad_mm` of 2.11 or later."""
+    """Return whether memest decides when Inductor pads: torch has the `pad_mm` of 2.11 on."""
     from torch._inductor.fx_passes import pad_mm
 
     return hasattr(pad_mm, "_should_pad")
@@ -680,7 +680,7 @@ def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) ->
 
     `time = operations / (share * peak rate)` of a product, where the share depends on how leading
     dimensions are aligned, and `bytes read and written / (share * bandwidth)` of each padded copy.
-    `is_free` is True for a matrix whose copy Inductor does not time. Kernels for float32 without
+    `is_free` has True for a matrix whose copy Inductor does not time. Kernels for float32 without
     TF32 need no alignment, so padding them only adds copies.
     """
     dtype = mat1.dtype
@@ -727,7 +727,7 @@ def _hint(size: Any) -> int:
 
 
 def _leading(matrix: Any) -> int:
-    """Return the leading dimension: the stride of rows, or if transposed, of columns."""
+    """Return BLAS's leading dimension: the stride of rows; of columns if it is transposed."""
     rows, columns = (_hint(stride) for stride in matrix.stride()[-2:])
     return rows if columns == 1 else columns
 
