@@ -224,7 +224,7 @@ class _Selections:
             self._answers.add(storage_key(out))
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return True, once, if `tensor` is `any()` or `count > 0` of a recorded mask."""
+        """Return whether `tensor` is `any()` or `count > 0` of a recorded mask: True only once."""
         key = storage_key(tensor)
         is_answer = key in self._answers
         self._answers.discard(key)
@@ -261,7 +261,7 @@ class GuessedValues:
         return self._layer.value_of(tensor) if self._layer.holds(tensor) else None
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value` the guessed value of `tensor`."""
+        """Store `value` as the guessed value of `tensor`."""
         self._layer.adopt_guess(tensor, value)
 
     def read(self, func: Any, tensor: Tensor) -> Any:

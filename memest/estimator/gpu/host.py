@@ -34,7 +34,7 @@ _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float
 
 
 def num_draws(func: Any, tensor: Tensor) -> int:
-    """Return how many 32-bit random words `func` draws to fill a contiguous CPU tensor, or 0."""
+    """Return how many 32-bit random words `func` draws to fill a contiguous CPU tensor."""
     count = tensor.numel()
     if func in _NORMAL and count % BLOCK:
         count += BLOCK
@@ -183,7 +183,7 @@ class HostTensors:
         self._references[key] = weakref.ref(storage, died)
 
     def held(self) -> Iterator[tuple[int, bool]]:
-        """Yield (bytes, True if pinned) of each large tensor on the host."""
+        """Yield (bytes, True if it is pinned) of each large storage on the host."""
         sizes = placement.host_storages | {
             key: storage().nbytes() for key, storage in self._real.items()
         }

@@ -285,7 +285,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a host tensor to the GPU, labelled as parameter or batch; `adopts`: `run_on_gpu`."""
+        """Copy a host tensor to the GPU, as kind parameter or batch. `adopts`: see `run_on_gpu`."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -371,7 +371,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def call(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on `meta`, allocate what its CUDA kernel does, compute known values."""
+        """Run an operator on `meta`, allocate as its CUDA kernel does, and store known values."""
         self._last_recipe = None
         self.kernels.coverage.num_ops += 1
         op = op_of(func)

@@ -101,7 +101,7 @@ def _other_number(number: int, rank: Rank) -> UnsupportedError:
 
 
 def refuse_in_child(kwargs: dict[str, Any]) -> None:
-    """Raise torch's error of a forked process if an operator's `kwargs` have `device="cuda"`."""
+    """Raise torch's error for CUDA in a forked process if `kwargs` have `device="cuda"`."""
     device = kwargs.get("device")
     if device is not None and device.type == "cuda":
         raise RuntimeError(IN_CHILD)

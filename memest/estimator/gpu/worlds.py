@@ -106,7 +106,7 @@ class Mailbox:
         return self._folder is not None and self._path_of(key).exists()
 
     def arrive(self, place: object, ranks: Collection[int]) -> None:
-        """Wait until the `ranks` that are simulated now have called `arrive` for this `place`."""
+        """Wait until the `ranks` simulated now have called `arrive` with the same key `place`."""
         if self._companions:
             self.post((place, self._own), None)
         for other in self._companions.intersection(ranks):

@@ -46,7 +46,7 @@ _INCIDENTAL = re.compile(r"nvidia|tesla|geforce|generation|sxm\d?|pcie|hbm\d\w?|
 
 
 class Multiprocessor(NamedTuple):
-    """Limits of one multiprocessor."""
+    """Limits of a GPU's streaming multiprocessor: threads and shared memory."""
 
     threads: int  # threads that it runs at once (`maxThreadsPerMultiProcessor`)
     shared_kib: int

@@ -174,8 +174,8 @@ class Clocks:
         return found
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
-        """Return what limits a step with these `events` most: it is shortest if this takes no time.
-        It is `host`, `compute`, `memory` or `LINK` (collectives, which take `link_s` seconds)."""
+        """Return the resource whose removal shortens a step with these `events` most. It is
+        `host`, `compute`, `memory` or `LINK` (collectives, which take `link_s` seconds)."""
         shares = (self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)).T
         without = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
         known = [len(self._works)]

@@ -491,7 +491,7 @@ class WorkLog:
         self.run_python("dtensors" if listed else "dtensor", sum(map(len, listed)) or 1)
 
     def run_python(self, kind: str, count: int = 1) -> None:
-        """Add the host time of `count` executions of Python code of this kind (`IN_PYTHON`)."""
+        """Add the host time of `count` executions of Python code; `kind` is one of `IN_PYTHON`."""
         if count:
             self.add(Work(kind, (), "", 0, 0, count))
 

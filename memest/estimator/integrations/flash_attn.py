@@ -57,7 +57,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class Finder(StubFinder):
-    """Provides the stub of `flash_attn` to import statements of the script."""
+    """Import finder that gives a stub of `flash_attn` to the script, and not to libraries."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
