@@ -27,7 +27,7 @@ _CUDA = ("gpu", "cuda", "auto", None)
 
 
 def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
-    """Return all names that `read_other_names` converts, ignores or refuses, for keys `rows`."""
+    """Return all names that `read_other_names` converts, ignores or refuses, of the keys `rows`."""
     return _OTHERS | {*_same(rows), "accelerator"}
 
 
@@ -108,7 +108,7 @@ def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
         if share:
             assumed.append("validation at a share of the epoch is taken to be at the end")
     if not found.get("limit_val_batches") and "val_check_interval" in found:
-        del found["val_check_interval"]  # in a lab config without validation
+        del found["val_check_interval"]  # in a config without validation
 
 
 def _read_precision(found: dict[str, Any]) -> None:

@@ -48,10 +48,10 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
 
 
 def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
-    """Return the verdict's word on a GPU with the label `gpu`, which can reserve `limit_bytes`.
+    """Return the verdict on a GPU that can reserve `limit_bytes`: `fits`, `tight`, `may` or `OOM`.
 
-    The word is that of a stored verdict on this GPU or limit. Without one, it is `fits` if the
-    limit is at least the peak reserved, `OOM` if it is below the peak allocated, else `?`.
+    It is a stored verdict on the GPU `gpu` or on this limit. Without one, it is `fits` if the limit
+    is at least the peak reserved, `OOM` if it is below the peak allocated, else `?`.
     """
     for name, verdict in report.verdicts.items():
         is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")

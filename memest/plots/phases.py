@@ -31,7 +31,7 @@ class Column:
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
     """Return a bar for each phase of `micro_batch` in `step`, both counted from 0. If the run is
-    out of memory, the first phase without figures gets a mark."""
+    out of memory, the first phase without figures has a mark up to the bytes of the failure."""
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
@@ -209,7 +209,7 @@ def _write_words(canvas: Canvas, reports: Sequence[Report], step: int, micro_bat
 
 
 def _write_keys(canvas: Canvas, *, is_distributed: bool) -> None:
-    # a probe distinguishes only the first three kinds: the fourth is the rest
+    # a row distinguishes only the first three kinds: the fourth is the rest
     rest = {"activations": "activations, buckets, gathered"} if is_distributed else {}
     theme = canvas.theme
     handles = [theme.key(theme.kinds[kind], rest.get(kind, kind)) for kind in STACK]

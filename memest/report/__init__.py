@@ -84,7 +84,7 @@ class PhaseRow:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes of params, grads, optimizer state and activations; they add up to the allocated."""
+        """Bytes of params, grads, optimizer and activations; their sum is the allocated bytes."""
         return {
             "params": self.params_bytes,
             "grads": self.grads_bytes,
@@ -421,7 +421,7 @@ class Measurement(Report):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report in `values`; a plan without `quant_load` gets its former defaults."""
+        """Return the report in `values`; an old plan gets `quant_load` as it was run with."""
         return super().from_dict({**values, "plan": _plan_as_run(values["plan"])})
 
 
@@ -442,7 +442,7 @@ _CUT_SHORT = (Ending.CRASHED, Ending.UNSUPPORTED, Ending.INTERRUPTED, Ending.RUN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldRow:
-    """Bytes alive at the peak with one owner: a module, a line, or a kind of memory."""
+    """Bytes allocated at the peak for one owner: a module, a script line, or a kind of memory."""
 
     name: str
     """Name of the owner: `activations`, `GPT2LMHeadModel.transformer.h.*` or `train.py:12`."""
@@ -658,7 +658,7 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored plan; one without the key `quant_load` gets its former defaults."""
+    """Return a stored plan; one from before the key `quant_load` gets the defaults it ran with."""
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
     if "quant_load" in plan:

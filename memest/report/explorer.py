@@ -83,7 +83,7 @@ def explorer_data(
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
-    """Return the values by which the plans of a page differ; they identify a plan on the page."""
+    """Return the values by which the plans of a page differ, which identify a plan on the page."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
     return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 

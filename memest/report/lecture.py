@@ -406,7 +406,7 @@ class Row:
     kinds: Mapping[str, int]  # at the peak by `explore.KINDS`; without a limit, unless `is_cut`
     arithmetic: Mapping[str, str]
     verdicts: Mapping[str, Verdict]
-    phases: tuple[PhaseRow, ...]  # probes of the prediction on the first GPU, up to a failure
+    phases: tuple[PhaseRow, ...]  # of the prediction on the first GPU, up to a failure
     num_params: int
     num_trained: int
     is_cut: bool  # True if the run ends out of memory and `kinds` are those of that moment
@@ -446,7 +446,7 @@ class Rows:
 
 
 def stored_rows(path: Path) -> Rows | None:
-    """Return the stored rows of the suite file `path`; None if missing or of other plans."""
+    """Return the stored rows of the suite file `path`; None if there are none of its plans."""
     stored = path.with_suffix(".json.gz")
     if not stored.is_file():
         return None
