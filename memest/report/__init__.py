@@ -316,9 +316,9 @@ class Report(JsonReport):
 
     @property
     def is_distributed(self) -> bool:
-        """True if the plan has several GPUs in a node, or a strategy other than `auto`."""
-        plan = self.plan
-        return plan.get("strategy", "auto") != "auto" or int(plan.get("devices") or 1) > 1
+        """True if the plan has several GPUs, or a strategy other than `auto`."""
+        num_gpus = int(self.plan.get("devices") or 1) * int(self.plan.get("num_nodes") or 1)
+        return self.plan.get("strategy", "auto") != "auto" or num_gpus > 1
 
 
 class Simulated:

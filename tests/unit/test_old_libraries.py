@@ -27,6 +27,7 @@ from memest.loops import data
 from memest.models_meta import flash_attention, registry
 from memest.models_meta.build import BuiltModel
 from memest.models_meta.quantized import layers_to_quantize
+from memest.models_meta.registry import resolve_config
 from memest.plan import TrainingPlan
 
 
@@ -204,9 +205,9 @@ class Loaded(nn.Module):
 def test_the_device_map_has_an_index_which_accelerate_1_2_accepts(
     device: str, expected: object
 ) -> None:
-    plan = TrainingPlan(model_name="gpt2", use_qlora=True)
+    plan, built = TrainingPlan(model_name="gpt2"), BuiltModel(module=Loaded(), notes=())
 
-    data.load_base(plan, BuiltModel(module=Loaded(), notes=()), device=device)
+    data.load_base(plan, resolve_config("gpt2"), built, is_random=True, device=device)
 
     assert Loaded.options["device_map"] == {"": expected}
 
