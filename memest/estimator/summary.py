@@ -1,4 +1,4 @@
-"""From a replayed run to the report: the terms alive at the peak, and what was assumed.
+"""Report of a replayed run: the memory allocated at the peak by purpose, and what was assumed.
 
 A plan's report also compares activations of a layer with the textbook's.
 """

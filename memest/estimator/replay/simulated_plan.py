@@ -136,5 +136,5 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 @functools.lru_cache(maxsize=8)
 def _cached_traces(plan: TrainingPlan, release: TorchRelease) -> _Traces:
-    """Return the cached list of (GPU, run, convolutions) to which `trace_plan` appends."""
+    """Return the cached list of (GPU, run, convolutions) of `plan`, which `trace_plan` fills."""
     return []

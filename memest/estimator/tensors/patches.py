@@ -148,7 +148,7 @@ class Patches:
                 _restore(owner, name, value)
 
     def undo(self) -> None:
-        """Restore all originals, the last replaced first."""
+        """Restore all originals, the last replaced first; then call the actions of `on_undo`."""
         while self._before:
             owner, name, before = self._before.pop()
             _restore(owner, name, before)

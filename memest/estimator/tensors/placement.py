@@ -129,7 +129,7 @@ def resolve(device: Any) -> Any:
 
 
 def _is_own(index: int) -> bool:
-    """Return whether `cuda:index` is this rank's GPU by the script's `CUDA_VISIBLE_DEVICES`."""
+    """Return whether the script's `CUDA_VISIBLE_DEVICES` maps `cuda:index` to this rank's GPU."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return names[index : index + 1] == [str(GPU.device.index)]
 

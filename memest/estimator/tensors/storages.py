@@ -1,4 +1,4 @@
-"""Storages of a trace: their kinds, and where they were allocated."""
+"""Storages of a simulated run: their kinds, and where they were allocated."""
 
 import math
 import operator

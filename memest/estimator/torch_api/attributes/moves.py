@@ -262,7 +262,7 @@ def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(torch, "_has_compatible_shallow_copy_type")
     def can_replace(are_alike: Any, tensor: Tensor, other: Tensor) -> bool:
-        """Return True between host and GPU, so that `Module.to` replaces the parameter's data."""
+        """Return True for a host and a GPU tensor, so that `Module.to` can replace the data."""
         if is_meta(tensor) == is_meta(other):
             return are_alike(tensor, other)
         return mode.host.place(tensor if is_meta(tensor) else other) is not Place.META
