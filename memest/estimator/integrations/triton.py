@@ -49,7 +49,7 @@ class Symbol:
         self.name = self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise, because it is called outside of a kernel."""
+        """Raise an `UnsupportedError`: the name is called outside of a kernel."""
         raise UnsupportedError(
             f"`triton.language.{self.name}` is called outside of a kernel",
             hint="kernels do not run on the virtual GPU",
@@ -115,13 +115,13 @@ class JITFunction(KernelInterface):
         self.cache: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise, as triton does for a call without a grid."""
+        """Raise a `RuntimeError`, as triton does for a call without a grid."""
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
 
 
 @dataclass(eq=False)
 class Config:
-    """Stub of `triton.Config`: the meta-parameters of one variant of a kernel."""
+    """Stub of `triton.Config`: meta-parameters and launch options of one variant of a kernel."""
 
     kwargs: dict[str, Any]
     num_warps: int = 4

@@ -91,7 +91,7 @@ def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
 
 
 def _order(call: _Call) -> tuple[SDPBackend, ...]:
-    """Return the backends in order of trial: the user's (`set_priority=True`) or the GPU's."""
+    """Return the backends in order of trial: the user's (`set_priority=True`), or the GPU's."""
     stored = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
     once = dict.fromkeys(stored)  # torch 2.6 has five places for four backends: the last is 0
     order = tuple(SDPBackend(number) for number in once if number in _DEFAULT_ORDER)
@@ -251,7 +251,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
-    """Return the first result of `op`; free the others in order, as C++ frees a `std::tuple`."""
+    """Return the first result of `op`; free the rest in order, as C++ frees a `std::tuple`."""
     results = [*op(*args, scale=scale)]
     while len(results) > 1:
         results.pop(1)

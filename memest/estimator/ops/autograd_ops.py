@@ -314,7 +314,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """Return (args, kwargs) with tensors cast to `dtype` (default: autocast's), the last one first.
+    """Return (args, kwargs) with tensors cast to `dtype` (default: autocast's), in reverse order.
     `WrapFunction_` of ATen/autocast_mode.h casts within an argument list, whose order C++ leaves
     open; GCC goes from right to left. Evidence: every cast recorded on an H200."""
     dtype = dtype or torch.get_autocast_dtype(_CUDA)
@@ -404,9 +404,9 @@ def decomposition_key(func: Any) -> Any:
 
 
 def run_decomposed(mode: SimMode, key: Any, func: Any, args: Args, kwargs: Any) -> Any:
-    """Run `func` by its kernel for the dispatch key `key`; `mode` records the operators in it.
+    """Run `func` by its kernel for the dispatch key `key`; `mode` records the operators inside.
 
-    A `key` that is a function runs in place of `func`.
+    If `key` is a function, it runs in place of `func`.
     """
     depth, INSIDE.depth = INSIDE.depth, 0
     composite = INSIDE.composite

@@ -130,10 +130,10 @@ def answers_of(installed: Library, gpu: str) -> "Answers":
 def tried_bytes(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> tuple[int, ...]:
     """Return workspace sizes that `cudnn.benchmark` tries at a first call: at most the two largest.
 
-    `direction` is `forward`, `input` or `weight`. `get_plans_from_find` of Conv_v8.cpp (torch
-    2.11): the largest workspace of all plans that fits the GPU is allocated, and the plans are
-    timed in it. Then it is freed, and the cache is emptied. Later calls run the fastest plan, which
-    is assumed to be the first one.
+    `direction` is `forward`, `input` or `weight`. `get_plans_from_find` of Conv_v8.cpp (torch 2.11)
+    allocates the largest workspace of all plans that fits the GPU, and times the plans in it. Then
+    it frees the workspace and empties the cache. Later calls run the fastest plan, which is assumed
+    to be the first one.
     """
     installed = installed_for(gpu)
     if installed is None:
@@ -321,7 +321,7 @@ def recorded_calls() -> Iterator[Calls]:
 
 
 def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
-    """Return whether cuDNN's workspaces of `calls` are equal on two GPUs."""
+    """Return whether the workspaces of `calls`, from `recorded_calls`, are equal on two GPUs."""
 
     def on(gpu: Gpu) -> list[Workspace | tuple[int, ...]]:
         return [

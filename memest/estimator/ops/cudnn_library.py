@@ -117,7 +117,7 @@ class Plan:
     is_estimated: bool = False  # `product_bytes` estimated it, rarely right to 512 B
 
     def is_allowed(self, kernels: Kernels) -> bool:
-        """Return whether torch can run the plan: `filterEngineConfigs` of Conv_v8.cpp."""
+        """Return whether `kernels` allow the plan: `filterEngineConfigs` of Conv_v8.cpp."""
         unwanted = {DOWN_CONVERTS}
         unwanted |= {NONDETERMINISTIC} if kernels.are_deterministic else set()
         unwanted |= {TENSOR_CORES} if kernels.are_without_tf32 else set()
@@ -330,7 +330,7 @@ class Library:
 
     @contextmanager
     def _log(self) -> Iterator[list[tuple[int, bytes]]]:
-        """Yield a list that collects (engine, reasons) of each configuration that cuDNN rejects."""
+        """Yield a list that collects (engine number, reasons) of each rejected configuration."""
         rejected: list[tuple[int, bytes]] = []
 
         def receive(severity: int, data: Any, debug: Any, message: int) -> None:

@@ -147,7 +147,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
 
     @cache
     def table() -> dict[Any, Any]:
-        """Return {function: Dynamo's class for it}, filled from torch's original functions."""
+        """Return {torch function: Dynamo's class of variables for it}, made without the patches."""
         with patches.suspended():
             clear()
             known: dict[Any, Any] = make_table()
