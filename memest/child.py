@@ -45,10 +45,8 @@ class Terminated(SystemExit):
 @contextmanager
 def signals_once(*numbers: int) -> Iterator[None]:
     """Raise an exception at the first of each of the signals `numbers`, and ignore repeated ones.
-
     SIGINT raises `KeyboardInterrupt`, any other signal `Terminated`. Signals repeat because both a
-    terminal (or `timeout`) and the parent send them. Outside the main thread, change nothing.
-    """
+    terminal (or `timeout`) and the parent send them. Outside the main thread, change nothing."""
     owner = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -280,12 +278,10 @@ T = TypeVar("T")
 
 @contextmanager
 def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
-    """Start `work` in a fork of this process; yield a function that waits for its result.
-
-    That function returns None if `work` failed, or did not run because this system is not Linux:
-    the caller then calls `work` itself. `work` cannot use autograd if this process has used it. The
-    fork is killed at the end of the block.
-    """
+    """Start `work` in a fork of this process; yield a function that waits for its result. That
+    function returns None if `work` failed, or did not run because this system is not Linux: the
+    caller then calls `work` itself. `work` cannot use autograd if this process has used it. The
+    fork is killed at the end of the block."""
     if not CAN_FORK:
         yield lambda: None
         return

@@ -80,10 +80,8 @@ class Engine(ABC):
         label: Callable[[T], str] = str, weight: Callable[[T], int] = lambda task: 1,
     ) -> list[R]:  # fmt: skip
         """Return `one(task)` of each task, in order; raise the first error that `one` raises.
-
         `died` returns the result of a task whose worker was killed `ATTEMPTS` times. `label` and
-        `weight` return the task's name and number of plans, for its `Event`.
-        """
+        `weight` return the task's name and number of plans, for its `Event`."""
         total = sum(map(weight, tasks))
         found: dict[int, R] = {}
 
@@ -128,12 +126,10 @@ class Engine(ABC):
         alike: Callable[[T], Any], label: Callable[[Sequence[T]], str],
         work: Callable[[T], Any] = lambda item: 0, weight: Callable[[Sequence[T]], int] = len,
     ) -> "list[R | DiedError]":  # fmt: skip
-        """Return a result for each item, in order; `one` returns those of a group of items.
-
-        Items with an equal `alike(item)` form a group. Groups with the most `work` begin first, so
-        that no worker runs alone for long at the end. `label` and `weight` are as in `map`, for a
-        group. Items have a `DiedError` if their group's worker was killed `ATTEMPTS` times.
-        """
+        """Return a result for each item, in order; `one` returns those of a group of items. Items
+        with an equal `alike(item)` form a group. Groups with the most `work` begin first, so that
+        no worker runs alone for long at the end. `label` and `weight` are as in `map`, for a group.
+        Items have a `DiedError` if their group's worker was killed `ATTEMPTS` times."""
         groups: dict[Any, list[int]] = {}
         for position, item in enumerate(items):
             groups.setdefault(alike(item), []).append(position)
@@ -184,11 +180,9 @@ def _do(one: Callable[[T], R], task: T) -> R | _Failure:
 
 
 class Local(Engine):
-    """Engine of processes on this machine: `workers` of them, None for one per core.
-
-    A single worker is this process itself. `visible` lists GPUs as `CUDA_VISIBLE_DEVICES` does:
-    each worker gets all of them, beginning with its own.
-    """
+    """Engine of processes on this machine: `workers` of them, None for one per core. A single
+    worker is this process itself. `visible` lists GPUs as `CUDA_VISIBLE_DEVICES` does: each worker
+    gets all of them, beginning with its own."""
 
     def __init__(
         self, workers: int | None = None, *, gpus: int = 0, visible: Sequence[str] = ()
@@ -339,10 +333,8 @@ class Ray(Engine):
 
 class Slurm(Engine):
     """Engine that submits an array of Slurm jobs, from a working folder that the nodes share.
-
     `sbatch` reads `SBATCH_PARTITION`, `SBATCH_ACCOUNT` and `SBATCH_TIMELIMIT`. `workers` None runs
-    all jobs at once. `cluster` is submitit's name of the scheduler; `local` is for tests.
-    """
+    all jobs at once. `cluster` is submitit's name of the scheduler; `local` is for tests."""
 
     def __init__(
         self, workers: int | None = None, *, gpus: int = 0, cluster: str = "slurm"

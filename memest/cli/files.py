@@ -36,10 +36,8 @@ def read_plans(
     config: Path | None, suite: Path | None, given: dict[str, Any], *, tries_lora: bool = False
 ) -> list[TrainingPlan]:
     """Return a command's plans: one in the file `config`, several in `suite`, or one of `given`.
-
     `given` has the command's options, which override keys of a file. LoRA options are an error if
-    no plan has adapters, unless `tries_lora`.
-    """
+    no plan has adapters, unless `tries_lora`."""
     only_one({"--config": config, "--suite": suite})
     trust_remote_code = given.pop("trust_remote_code", False)
     if suite is not None:

@@ -21,10 +21,8 @@ from memest.writing import is_stream, writing
 
 class StoredResults:
     """Results of a command so far, one per plan, in a JSON Lines file next to its output `target`.
-
     With `is_resumed`, results of an interrupted run are read into `known`: {`plan_key`: result}.
-    Otherwise new ones replace them, after a message to the user. `forget` deletes the file.
-    """
+    Otherwise new ones replace them, after a message to the user. `forget` deletes the file."""
 
     def __init__(self, target: Path, *, is_resumed: bool) -> None:
         from memest.estimator.hardware.pace import PACE
@@ -121,11 +119,9 @@ def _stored(
 def predict_resumably(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
-    """Return the prediction of each plan, or its error, by `jobs` workers at a time.
-
-    Each prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
-    stored predictions are read and not made again.
-    """
+    """Return the prediction of each plan, or its error, by `jobs` workers at a time. Each
+    prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
+    stored predictions are read and not made again."""
     with _stored(plans, target, is_resumed=is_resumed) as rows:
         known = {plan: Prediction.from_dict(row) for plan, row in rows.items()}
         new = [plan for plan in plans if plan not in known]
@@ -136,11 +132,9 @@ def predict_resumably(
 def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
-    """Return the table rows of `sweep_grid(grid, **how)`, from stored or new predictions.
-
-    Each prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
-    stored predictions are read and not made again.
-    """
+    """Return the table rows of `sweep_grid(grid, **how)`, from stored or new predictions. Each
+    prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
+    stored predictions are read and not made again."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     with _stored(plans, target, is_resumed=is_resumed) as rows:
         known = {p: [SweepPoint.from_dict(p, row) for row in each] for p, each in rows.items()}

@@ -17,10 +17,8 @@ from memest.units import gib_or_mib
 
 
 def has_colour() -> bool:
-    """Return whether stdout is a terminal with colours, and `NO_COLOR` is not set.
-
-    `NO_COLOR` of any value except the empty one turns them off (https://no-color.org).
-    """
+    """Return whether stdout is a terminal with colours, and `NO_COLOR` is not set. `NO_COLOR` of
+    any value except the empty one turns them off (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return sys.stdout.isatty()
@@ -51,10 +49,8 @@ def progress_bar(
     what: str = "reading the libraries", *, with_results: bool = True
 ) -> Iterator[None]:
     """Show the tasks of the block on a terminal: the running one, how many are done, time left.
-
-    `what` is shown until a task begins. `with_results` adds a line for each result. If stderr is
-    no terminal, write a log line every half minute instead.
-    """
+    `what` is shown until a task begins. `with_results` adds a line for each result. If stderr is no
+    terminal, write a log line every half minute instead."""
     if not sys.stderr.isatty():
         with watched(_Lines().show):
             yield

@@ -211,10 +211,8 @@ class CachingAllocator:
 
     def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
         """Yield (pool, block) of each segment that is one free block, by stream, size and address.
-
-        `is_small` selects small or large pools; private pools of live CUDA graphs are left out.
-        The caller may release a segment while iterating.
-        """
+        `is_small` selects small or large pools; private pools of live CUDA graphs are left out. The
+        caller may release a segment while iterating."""
         for stream in sorted(self._pools_of_streams):
             if stream >= FIRST_PRIVATE_POOL and stream not in self.released_pools:
                 continue
@@ -248,10 +246,8 @@ class CachingAllocator:
         return id(block) in self._deferred
 
     def segments(self, live: list[Block]) -> list[Block]:
-        """Return the first block of every segment by address; `live` are the allocated blocks.
-
-        Each mapped part of an expandable segment counts as a segment.
-        """
+        """Return the first block of every segment by address; `live` are the allocated blocks. Each
+        mapped part of an expandable segment counts as a segment."""
         free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
         every = {
             id(b): b

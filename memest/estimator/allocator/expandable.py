@@ -40,11 +40,9 @@ class ExpandableSegments:
         self._lowest = HIGHEST_ADDRESS
 
     def best_index(self, pool: FreeBlocks, index: int) -> int:
-        """Return the index, from `index` on, of the block of `pool` that serves a request.
-
-        The block at `index` is the smallest that is large enough. A later one serves instead if it
-        is smaller once the unmapped addresses after each block are counted.
-        """
+        """Return the index, from `index` on, of the block of `pool` that serves a request. The
+        block at `index` is the smallest that is large enough. A later one serves instead if it is
+        smaller once the unmapped addresses after each block are counted."""
         keys, by_key = pool.keys, pool.by_key
         size = _size_if_grown(by_key[keys[index]])
         while index + 1 < len(keys):
@@ -55,11 +53,9 @@ class ExpandableSegments:
         return index
 
     def grow(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Map memory for a block of at least `size`; return it, removed from its pool.
-
-        `is_small` and `stream` select the segment. None if the GPU has no memory left; pieces
-        mapped until then stay mapped.
-        """
+        """Map memory for a block of at least `size`; return it, removed from its pool. `is_small`
+        and `stream` select the segment. None if the GPU has no memory left; pieces mapped until
+        then stay mapped."""
         block = self._place_for(size, is_small, stream)
         if isinstance(block, Unmapped):
             mapped = self._map(block, min(block.num_bytes, size))

@@ -53,10 +53,8 @@ class Entry(NamedTuple):
 @dataclass(eq=False)
 class MemoryHistory:
     """Record of the latest `max_entries` actions of the allocator, except those named in `skipped`.
-
     `context` selects the events whose Python stacks are recorded. `gather_stack` returns the
-    running thread's stack, and `frames_of` converts a stack to a snapshot's frames.
-    """
+    running thread's stack, and `frames_of` converts a stack to a snapshot's frames."""
 
     gather_stack: Callable[[], Stack]
     frames_of: Callable[[Stack], list[dict[str, Any]]]
@@ -185,11 +183,9 @@ class MemoryHistory:
 def segment_of(
     first: Block, is_deferred: Callable[[Block], bool], history: MemoryHistory | None
 ) -> dict[str, Any]:
-    """Return the segment that begins with `first`, as a dict of `torch.cuda.memory_snapshot`.
-
-    An expandable segment ends at its first gap. `is_deferred` returns whether a freed block is
-    still used by another stream. `history` has the frames of blocks; None leaves them empty.
-    """
+    """Return the segment that begins with `first`, as a dict of `torch.cuda.memory_snapshot`. An
+    expandable segment ends at its first gap. `is_deferred` returns whether a freed block is still
+    used by another stream. `history` has the frames of blocks; None leaves them empty."""
     blocks: list[dict[str, Any]] = []
     num_bytes = 0
     block: Block | None = first

@@ -46,10 +46,8 @@ class Stat:
 
 
 class CountingAllocator(CachingAllocator):
-    """A `CachingAllocator` with all statistics of `torch.cuda.memory_stats`.
-
-    `gpu_bytes` is what it could reserve if `limit_bytes` did not apply; None means `limit_bytes`.
-    """
+    """A `CachingAllocator` with all statistics of `torch.cuda.memory_stats`. `gpu_bytes` is what it
+    could reserve if `limit_bytes` did not apply; None means `limit_bytes`."""
 
     def __init__(
         self,
@@ -259,9 +257,7 @@ def allow_share(
     allocator: CountingAllocator, share: float, total_bytes: int, most_bytes: int
 ) -> None:
     """Limit the allocator to `share` (0 to 1) of `total_bytes`, as `setMemoryFraction` does.
-
-    `most_bytes` is what the allocator can reserve on the GPU; a share of 1 allows all of it.
-    """
+    `most_bytes` is what the allocator can reserve on the GPU; a share of 1 allows all of it."""
     allowed = int(share * total_bytes)
     allocator.allowed_bytes = allowed if share < 1 else None
     allocator.limit_bytes = min(most_bytes, allowed)

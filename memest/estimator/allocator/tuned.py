@@ -55,12 +55,10 @@ class Tuning:
     # --- a request
 
     def best_index(self, pool: FreeBlocks, index: int, size: int, is_small: bool) -> int:
-        """Return the index of the block in `pool` that serves a request of `size` bytes.
-
-        The block at `index` is the smallest that is large enough. If no block serves the request,
-        free old segments (if `collects`), and return the number of blocks that the pool then has.
-        `is_small` is True for the small pool.
-        """
+        """Return the index of the block in `pool` that serves a request of `size` bytes. The block
+        at `index` is the smallest that is large enough. If no block serves the request, free old
+        segments (if `collects`), and return the number of blocks that the pool then has. `is_small`
+        is True for the small pool."""
         if self.collects:
             self._num_searches[is_small] += 1
         if index < len(pool.keys) and self.expandable is not None:

@@ -22,10 +22,8 @@ from memest.estimator.tensors.storages import MemKind, Site
 
 
 class LiveModules:
-    """Tracker of the running module of a model, which is registered when it is first called.
-
-    The path of a module begins with the model's class: `GPT2LMHeadModel.transformer.h.0`.
-    """
+    """Tracker of the running module of a model, which is registered when it is first called. The
+    path of a module begins with the model's class: `GPT2LMHeadModel.transformer.h.0`."""
 
     MAX_NOTES = 200_000
 
@@ -190,10 +188,8 @@ class LiveModules:
 
 
 class Attribution:
-    """Finder of the origin (`Site`) of each allocation: module, phase, operator and line.
-
-    The `label` methods set kind and owning module of storages in the `StorageTable`.
-    """
+    """Finder of the origin (`Site`) of each allocation: module, phase, operator and line. The
+    `label` methods set kind and owning module of storages in the `StorageTable`."""
 
     def __init__(self, memory: Memory, lines: ScriptLines) -> None:
         self.lines = lines

@@ -40,11 +40,9 @@ class WaitingLoops:
 
     def branch(self, guess: bool, notes: Notes) -> bool:
         """Return the value for the unknown condition that the script is reading: mostly `guess`.
-
         The condition of a loop gets the opposite after `ROUNDS` rounds, so that the loop ends; this
-        is added to `notes`. Any other condition gets the opposite in the second round of such a
-        loop. It also does where the code raises on `guess` but not on the opposite.
-        """
+        is added to `notes`. Other conditions get the opposite in the second round of such a
+        loop, or where the code raises on `guess` alone."""
         frame, loop = _read_now()
         if frame is None:
             return guess
