@@ -340,7 +340,7 @@ def parse_config(
 
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
-    """Yield (key, number) for all numbers in the JSON value `value`, also those in lists."""
+    """Yield (innermost key or "", number) for each number in the JSON value `value`."""
     rest: list[tuple[str, object]] = [("", value)]
     while rest:
         key, item = rest.pop()

@@ -26,7 +26,7 @@ except ImportError:  # torch 2.5
 class States:
     """Parameters, gradients and optimizer state of a sharded model, for counting their bytes.
 
-    Parameters are collected at creation, between steps, because FSDP2 replaces gathered ones.
+    Create it between steps: while FSDP2 has gathered a layer, other parameters are in its place.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:

@@ -435,7 +435,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Experiments of a suite, with the data of an interactive page on the same models."""
+    """Predicted experiments of a suite (`rows`), and an explorer page of their models."""
 
     name: str
     rows: tuple[Row, ...]

@@ -64,7 +64,7 @@ class ImportHooks(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Return the spec of `fullname`, whose loader calls its actions; None if it has none."""
+        """Return a spec whose loader runs the actions for module `fullname`; None without any."""
         if fullname not in self._actions or fullname in self._looking:
             return None
         self._looking.add(fullname)

@@ -452,7 +452,7 @@ def _flash_gradients(c: KernelCall, rows: int, E: int, grouped_bytes: int) -> Ev
 
 
 def _packs_texts(c: KernelCall) -> bool:
-    """Return whether sequences are packed, (tokens, H, E) without padding, without dropout."""
+    """Return whether the sequences are packed, as (tokens, H, E), and dropout is 0."""
     return c.cum_seq_q is not None and not c.dropout_p
 
 

@@ -271,8 +271,8 @@ def _lu(a: _Matrices) -> Events:
 
 
 def _lu_solve(a: _Matrices, num_right: int) -> Events:
-    """Allocations of `lu_solve_kernel` for `num_right` right-hand sides: pointers of cuBLAS, a loop
-    over matrices, or two triangular systems."""
+    """Allocations of `lu_solve_kernel` for `num_right` right-hand sides. By size it loops over the
+    matrices, calls cuBLAS on pointers to them, or solves two triangular systems."""
     if a.is_solved_in_a_loop(num_right):
         return passing(INFO)
     if a.n <= (16 if a.n == num_right else 64):

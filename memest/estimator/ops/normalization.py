@@ -82,8 +82,7 @@ def _is_workspace_known(c: KernelCall) -> bool:
 
 
 def _has_no_gaps(c: KernelCall) -> bool:
-    """Return whether a 3-d input is contiguous; others were not measured with torch's kernels. True
-    for an input with any other number of dimensions."""
+    """Return False for a 3-d input that is not contiguous, which was not measured, else True."""
     return c.input.dim() != 3 or c.input.is_contiguous()
 
 
@@ -100,7 +99,8 @@ def batch_norm_by_cudnn(c: KernelCall) -> Scratch:
 @registry.requests("cudnn_batch_norm_backward", modelled=_is_workspace_known)
 def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
     """Allocations of `cudnn_batch_norm_backward`: a gradient's copy, sums in channels-last. The
-    incoming gradient is copied if its memory format differs from the input's."""
+    incoming gradient is copied if its memory format differs from the input's. Only inputs in
+    channels-last need partial sums."""
     is_last = _is_channels_last(c.input)
     is_like = c.grad_output.is_contiguous() != is_last
     copies = () if is_like else (c.grad_output.nbytes,)

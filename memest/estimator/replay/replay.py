@@ -115,7 +115,7 @@ class Program:
         return self.micro_renames[min(step, last)]
 
     def most_held_bytes(self, *states: str) -> int:
-        """Return the highest sum, over all phases, of the `StateBytes` fields named in `states`."""
+        """Return the sum of the `StateBytes` fields `states`, in the phase where it is highest."""
         held = (sum(getattr(part.state, name) for name in states) for part in self.all_parts())
         return max(held, default=0)
 

@@ -252,7 +252,7 @@ class _Search:
         return self.known[self.plan], prediction
 
     def predict_ahead(self, techniques: Sequence[Technique]) -> None:
-        """Predict single changes in `jobs` forked processes; store results by plan in `ahead`."""
+        """Predict each change of `techniques` alone, in forked processes; fill `ahead` by plan."""
 
         def singles(part: int) -> dict[TrainingPlan, Prediction | MemestError]:
             WATCHERS.set(())

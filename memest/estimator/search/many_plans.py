@@ -128,7 +128,7 @@ def scale(
 
 
 def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
-    """Return the plan of `values` with `strategy` on `devices` GPUs, without keys it ignores."""
+    """Return the plan of `values` with `strategy` on `devices` GPUs, less keys not used by it."""
     unread = _unread(values, strategy)
     kept = {key: value for key, value in values.items() if key not in unread}
     kept |= {"strategy": strategy, "devices": devices}

@@ -99,8 +99,8 @@ def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) ->
 
 
 def _lay_out_attention(patches: Patches) -> None:
-    """Give cuDNN's attention the strides of meta kernels of later torch releases. With torch 2.6
-    and 2.7, a real run raises if cuDNN is chosen."""
+    """Give outputs of cuDNN's attention the strides of later torch releases, if one is simulated
+    by an older installed torch."""
     from torch import _meta_registrations
     from torch._subclasses.fake_impls import op_implementations_dict
 
