@@ -23,12 +23,11 @@ def show(what):
     print(what, cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved())
 
 
-def mlp(*widths, dropout=0.0):
+def mlp(*widths):
     layers = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.GELU()]
-        layers += [nn.Dropout(dropout)] if dropout else []
-    return nn.Sequential(*(layers[:-1] if not dropout else layers)).cuda()
+    return nn.Sequential(*layers[:-1]).cuda()
 
 
 class Block(nn.Module):
@@ -169,7 +168,8 @@ def lengths():
 
 
 def dropout():
-    model = mlp(1024, 4096, 1024, dropout=0.1)
+    up, down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+    model = nn.Sequential(up, nn.GELU(), nn.Dropout(0.1), down, nn.Dropout(0.1)).cuda()
     net, optimizer = compiled(model), torch.optim.AdamW(model.parameters())
     for step in range(5):
         with torch.autocast("cuda", torch.bfloat16):

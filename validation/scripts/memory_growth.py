@@ -24,7 +24,7 @@ NUM_CALLS = 14
 
 
 def main() -> None:
-    """Run the script beside the thread, and write the rows also if the script fails."""
+    """Run the script while a thread watches; write the rows even if the script fails."""
     out, *command = sys.argv[1:]
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(rank)
