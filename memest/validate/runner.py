@@ -284,14 +284,14 @@ def validate(
         device: result of `detect_device`.
         resume: continue a file that holds results, skipping those.
         timeout_s: seconds after which an experiment is ended as failed.
-        options: weights and data.
+        options: whether weights and data are random; None means that both are.
         start: starts an experiment; None forks, or spawns where a fork is not possible.
         engine: where the experiments run, as in `memest.engines`.
         workers: experiments at a time; None is one per GPU.
 
     Raises:
-        MemestError: two plans have one label, a plan has `beside`, a model is unknown, each plan
-            lacks a package, or `results` cannot be written or is no file of results.
+        MemestError: two plans have the same label, a plan sets the key `beside`, a model is
+            unknown, every plan needs a package that is missing, or `results` cannot be used.
     """
     _check(plans)
     missing = [_missing_package(plan) for plan in plans]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "memest").rglob("*.py"))
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 50
-MAX_LINES = 50_061
+MAX_LINES = 50_060
 """Lines of all files of the package. The number only goes down: lower it with the lines."""
 
 MAX_FILES = 205

@@ -23,24 +23,26 @@ from memest.estimator.hardware.work import Work
 from memest.estimator.tensors.patches import Patches, constant, refusing, setting
 from memest.estimator.tensors.placement import GPU, storage_key
 
+Pool = tuple[int, int]  # id of a private pool: 0 and its number
+
 
 class Captures:
     """Creates private memory pools, counts their users, and captures CUDA graphs into them."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.mode = mode
-        self.graphs = Counter[int]()  # number of graphs of each pool
+        self.num_users = Counter[int]()  # graphs and `MemPool` objects of each pool, by its number
         self._numbers = itertools.count(1)
         self._states: Any = WeakKeyDictionary()  # seed and offset on the GPU, by generator
 
-    def new_pool(self) -> tuple[int, int]:
+    def new_pool(self) -> Pool:
         """Return the id (0, number) of a new private pool, as torch's `graph_pool_handle` does."""
         return 0, next(self._numbers)
 
-    def begin(self, pool: tuple[int, int]) -> None:
+    def begin(self, pool: Pool) -> None:
         """Begin a capture: until it ends, allocate from the private pool with id `pool`."""
         self.register(torch.cuda.default_generators[GPU.device.index])
-        self.graphs[pool[1]] += 1
+        self.num_users[pool[1]] += 1
         self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
 
     def register(self, generator: torch.Generator) -> None:
@@ -52,12 +54,12 @@ class Captures:
             made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
             self._states[generator] = tuple(made)
 
-    def release(self, pool: tuple[int, int]) -> None:
+    def release(self, pool: Pool) -> None:
         """Record that a user of `pool` was freed; a pool without users can free its segments."""
-        self.graphs[pool[1]] -= 1
-        if not self.graphs[pool[1]]:
+        self.num_users[pool[1]] -= 1
+        if not self.num_users[pool[1]]:
             self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
-        if not +self.graphs:
+        if not +self.num_users:
             self._states.clear()
 
 
@@ -67,10 +69,10 @@ class CudaGraph:
     captures: ClassVar[Captures]
 
     def __init__(self, keep_graph: bool = False) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Pool | None = None
         self._work: Work | None = None
 
-    def capture_begin(self, pool: tuple[int, int] | None = None, **options: Any) -> None:
+    def capture_begin(self, pool: Pool | None = None, **options: Any) -> None:
         self._pool = pool or self.captures.new_pool()
         self.captures.begin(self._pool)
         self.captures.mode.work.capture()
@@ -98,7 +100,7 @@ class CudaGraph:
             self.captures.release(self._pool)
             self._pool = None
 
-    def pool(self) -> tuple[int, int]:
+    def pool(self) -> Pool:
         if self._pool is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool
@@ -120,11 +122,11 @@ class MemPool:
             names = ["allocator"] * (allocator is not None) + sorted(more or ["use_on_oom"])
             refusing(f"torch.cuda.MemPool({names[0]}=...)")()
         self.id = self.captures.new_pool()
-        self.captures.graphs[self.id[1]] += 1
+        self.captures.num_users[self.id[1]] += 1
 
     def use_count(self) -> int:
         """Return the number of users of the pool: this object and CUDA graphs."""
-        return self.captures.graphs[self.id[1]]
+        return self.captures.num_users[self.id[1]]
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
         """Return the pool's segments as `torch.cuda.memory_snapshot` does, without traces."""
@@ -133,9 +135,6 @@ class MemPool:
     def __del__(self) -> None:
         if hasattr(self, "id"):
             self.captures.release(self.id)
-
-
-Pool = tuple[int, int]
 
 
 class _PoolFunctions:
