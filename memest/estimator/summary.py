@@ -90,8 +90,8 @@ def _textbook_term(kind: str, num_bytes: int, g: LayerGeometry) -> Term:
 def _differences(
     plan: TrainingPlan, g: LayerGeometry, seq_len: int, *, is_fused: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield (key of `TEXTBOOK`, bytes) of each difference between a layer of shape `g` and the
-    textbook's. `is_fused` is True if one kernel computes attention."""
+    """Yield (key of `TEXTBOOK`, bytes) of each difference between a layer with the geometry `g` and
+    the textbook's. `is_fused` is True if one kernel computes attention."""
     tokens = seq_len * plan.batch_size
     matrix, inner = g.a * seq_len * tokens, g.a * g.head_dim
     if is_fused:
@@ -122,11 +122,10 @@ def summarise(
     verdicts: Mapping[str, Verdict], times: Mapping[str, StepTime], warnings: Sequence[str],
     elapsed_s: float,
 ) -> Prediction:  # fmt: skip
-    """Return the prediction for the GPU `primary`, with the verdicts on all GPUs.
-
-    `scenarios` begin with the one that reserves most; `results` are their replays on `primary`.
-    `verdicts` and `times` are by GPU.
-    """
+    """Return the prediction for the GPU `primary`, with the verdicts on all GPUs. `scenarios` begin
+    with the one that reserves most; `results` are their replays on `primary`. `verdicts` and
+    `times` (of a step) are by name of the GPU. `elapsed_s` is the time in seconds that the
+    prediction took."""
     traced, unlimited, result = scenarios[0].traced, scenarios[0].unlimited, results[0]
     outside_bytes = primary.context_bytes + traced.libraries_bytes
     program = traced.program
@@ -167,7 +166,8 @@ def summarise(
 
 
 def coverage_of(coverage: Coverage) -> dict[str, Any]:
-    """Return the report's counts: `num_ops`, `num_modelled`, and `unmodelled` calls by operator."""
+    """Return the report's counts of operator calls: `num_ops`, `num_modelled`, and `unmodelled`, a
+    dict of counts by operator."""
     return {
         "num_ops": coverage.num_ops,
         "num_modelled": coverage.num_ops - sum(coverage.unmodelled.values()),
@@ -196,7 +196,8 @@ _LOOPS = {
 
 
 def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phase: str) -> str:
-    """Return the report's sentence on gradients that are part of the peak, which is in `phase`."""
+    """Return the report's sentence on the training loop and the gradients that it leaves in the
+    peak. `terms` are the report rows of the peak, `phase` is the phase of the peak."""
     clip = plan.clip_norm or 0
     line = _LOOPS[plan.loop].format(clip=f"{clip:g}")
     grads = sum(term.num_bytes for term in terms if term.kind == "grads")
@@ -208,7 +209,8 @@ def _loop_line(plan: TrainingPlan, result: Replayed, terms: Sequence[Term], phas
 
 
 def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> tuple[Term, ...]:
-    """Return the bytes of the peak by purpose, as report rows that add up to the peak."""
+    """Return report rows with the bytes of the peak by purpose, which add up to the peak of
+    `result`. `num_micro_batches` is their number per step."""
     program = traced.program
     storages = program.storages
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -230,7 +232,7 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
 
 
 def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
-    """Return `terms`, with activations below 0.2 % of `peak_bytes` summed in one term."""
+    """Return `terms`, with activations that are each below 0.2 % of `peak_bytes` in one term."""
     small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
     if len(small) < 2:
         return terms
@@ -242,8 +244,8 @@ def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
 
 
 def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
-    """Return (purpose, owner) of storage `index`. The owner is a stack of layers for activations,
-    the phase for temporaries, else empty."""
+    """Return (purpose, owner) of the storage with id `index`. For activations, the owner is a stack
+    of layers; for temporaries, it is the phase; else it is ""."""
     kind, site = kind_of(program.storages, index), program.storages.sites[index]
     if kind == "temporaries":
         return kind, f"{site.phase}: {site.op}" if site.phase == "optimizer" else site.phase
@@ -332,8 +334,8 @@ def _assumptions(
 
 
 def kernels_assumed(gpu: str, capability: tuple[int, int], settings: AllocatorSettings) -> str:
-    """Return the report's sentence on a GPU's kernels and on allocator `settings`. The text `gpu`,
-    such as "compute capability", stands before `capability`."""
+    """Return the report's sentence on a GPU's kernels and allocator `settings`. `gpu` is the text
+    in front of `capability`, such as "compute capability"."""
     return (
         f"CUDA kernels as torch {simulated().name} runs them on {gpu}"
         f" {capability[0]}.{capability[1]}; {describe(settings)}"

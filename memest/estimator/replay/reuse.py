@@ -55,7 +55,7 @@ DEGREE = {"batch_size": 1, "seq_len": 2}  # degree of the polynomials in the siz
 
 
 def with_value(plan: TrainingPlan, key: str, value: Any) -> TrainingPlan:
-    """Return a copy of `plan` whose field `key` is `value`; `PlanError` if that is invalid."""
+    """Return `plan` with `value` in its field `key`; raise `PlanError` if that is invalid."""
     return replace(plan, **{key: value})
 
 
@@ -65,8 +65,9 @@ class NotInterpolable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _CallPolynomials:
-    """Integers of one operator call (sizes, strides) as polynomials in batch size or length. They
-    are stored as forward differences between runs at equally spaced sizes, the samples."""
+    """Polynomials in batch size or sequence length, one for each integer (size, stride) of an
+    operator call. They are stored as forward differences between runs at equally spaced sizes, the
+    samples."""
 
     template: Template
     differences: tuple[tuple[int, ...], ...]  # values at the first sample, then differences
@@ -74,8 +75,8 @@ class _CallPolynomials:
     """Requests of the call at the smallest size, once computed."""
 
     def at(self, index: Fraction) -> list[int]:
-        """Evaluate the polynomials at `index`: 0 is the size of the first sample, 1 of the second.
-        Raise `ValueError` if a result is not a whole number."""
+        """Return the call's integers at a size. `index` is 0 at the first sample's size, 1 at the
+        second's. Raise `ValueError` if a result is not a whole number."""
         values = list(self.differences[0])
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
@@ -87,7 +88,7 @@ class _CallPolynomials:
         return values
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
-        """Return the call's allocator requests on `gpu` at `index`, which counts as in `at`."""
+        """Return the call's allocator requests on `gpu`, at a size given by `index` as in `at`."""
         if index and any(map(any, self.differences[1:])):  # else equal at all sizes
             return requests_of(gpu, self.template, self.at(index))
         if not self.at_first:
@@ -96,8 +97,8 @@ class _CallPolynomials:
 
 
 def _fit_polynomials(samples: Sequence[Template]) -> _CallPolynomials:
-    """Fit polynomials to the integers of one call, which is recorded in each of `samples`. Raise
-    `NotInterpolable` if the other arguments of the call differ."""
+    """Fit polynomials to the integers of one call; `samples` has this call as each run recorded it.
+    Raise `NotInterpolable` if other arguments of the call differ between the runs."""
     first = samples[0]
     if any(other.shape != first.shape for other in samples[1:]):
         raise NotInterpolable("a call has other arguments")
@@ -110,15 +111,11 @@ def _fit_polynomials(samples: Sequence[Template]) -> _CallPolynomials:
 
 
 class Interpolation:
-    """Programs of one plan at any batch size or sequence length, from a few simulated runs.
-
-    `samples` are runs at the sizes `start`, `start + spacing` and so on. Their number is the degree
-    of the polynomials plus one. Valid sizes are `start` plus multiples of `step`, a divisor of
-    `spacing`; by default `spacing` itself.
-
-    Raises:
-        NotInterpolable: the samples do not run the same operators.
-    """
+    """Programs of one plan at any batch size or sequence length, computed from a few simulated
+    runs. `samples` are runs on `gpu` at the sizes `start`, `start + spacing` and so on: one more
+    than the degree of the polynomials. Valid sizes are `start` plus multiples of `step`, which
+    divides `spacing` and by default equals it. Raise `NotInterpolable` if the samples do not run
+    the same operators."""
 
     def __init__(
         self, samples: Sequence[TracedPlan], gpu: Gpu, start: int, spacing: int, *,
@@ -147,11 +144,8 @@ class Interpolation:
                 raise NotInterpolable(f"the calls at {value} are not all that its trace did")
 
     def at(self, value: int) -> TracedPlan:
-        """Return the interpolated result of a run at the size `value`.
-
-        Raises:
-            NotInterpolable: another kernel is chosen there, or some number would be a fraction.
-        """
+        """Return the interpolated result of a run at `value`, a batch size or sequence length.
+        Raise `NotInterpolable` if another kernel is chosen there, or a number is not whole."""
         if not self.has_same_kernels(value):
             raise NotInterpolable(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
@@ -167,7 +161,7 @@ class Interpolation:
         return replace(self._sample, program=program, work=None, calls=None)
 
     def has_same_kernels(self, value: int) -> bool:
-        """Return whether the kernels chosen at the size `value` are those of the samples."""
+        """Return whether the same kernels are chosen at the size `value` as in the samples."""
         outcomes = self.outcomes(value)
         return outcomes is not None and all(
             outcome == choice.outcome
@@ -175,8 +169,8 @@ class Interpolation:
         )
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
-        """Return the kernel that each recorded choice takes at the size `value`. None if `value` is
-        between two steps or some number would be a fraction."""
+        """Return the kernel that each recorded choice takes at the size `value`. Return None if
+        `value` is not a valid size of this interpolation, or if a number is not whole."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -190,8 +184,9 @@ class Interpolation:
 
 
 def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
-    """Repeat a recorded kernel choice for the sizes `integers` on `gpu`, and return the result: an
-    attention backend, or whether the fused 4-bit kernel runs. None if a shape is impossible."""
+    """Repeat a recorded kernel choice on `gpu` for `integers`, the sizes and strides of its
+    arguments. Return an attention backend, or whether the fused 4-bit kernel runs; None if a shape
+    is invalid."""
     try:
         args, kwargs = with_integers(choice.template, integers)
     except RuntimeError:  # no tensor can have such a shape
@@ -209,8 +204,8 @@ def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
 
 
 def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallLog]:
-    """Match the calls of the sample runs by position, and fit polynomials to each distinct call.
-    Return the polynomials, and the first run's log, whose calls refer to them by index."""
+    """Fit polynomials to each distinct call of several runs, whose calls are matched by position.
+    Return the polynomials, and the first of `logs`, whose calls refer to polynomials by index."""
     known: dict[tuple[int, ...], int] = {}
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):
@@ -236,11 +231,8 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallL
 
 
 def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
-    """Return `traced`, a run of two micro-batches per step, without the second of each step.
-
-    Raises:
-        NotInterpolable: the second does more than replace storages by equal ones.
-    """
+    """Remove the second of two micro-batches per step from `traced`, but not the optimizer's step.
+    Raise `NotInterpolable` if the second does more than replace storages by equal ones."""
     program = traced.program
     made = StorageTable()
     source = _Copier(program.storages, made)
@@ -257,13 +249,10 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
 
 
 class OptimizerStep:
-    """Allocator events of one optimizer's step, to be inserted into programs of other plans.
-
-    `own` is a run with one micro-batch per step, `other` the same with another optimizer.
-
-    Raises:
-        NotInterpolable: the two runs differ in more than the optimizer's step.
-    """
+    """Allocator events of one optimizer's step, which can replace those in programs of other plans.
+    `own` is a run with this optimizer, `other` a run of the same plan with another optimizer. Both
+    have one micro-batch per step. Raise `NotInterpolable` if the two runs differ in more than the
+    optimizer's step."""
 
     def __init__(self, own: TracedPlan, other: TracedPlan) -> None:
         self._own = own
@@ -275,12 +264,9 @@ class OptimizerStep:
             raise NotInterpolable("more than the optimizer's step is another")
 
     def applied_to(self, traced: TracedPlan) -> TracedPlan:
-        """Return `traced` with this optimizer's steps in place of the original ones.
-
-        Raises:
-            NotInterpolable: the setups differ in more than optimizer state, the phases differ, or
-                another phase frees a storage of the optimizer's step.
-        """
+        """Return `traced`, a run with another optimizer, with this optimizer's steps instead. Raise
+        `NotInterpolable` if the setups differ in more than optimizer state, the phases differ, or
+        another phase frees a storage of the optimizer's step."""
         program = traced.program
         made = StorageTable()
         theirs = _Copier(program.storages, made)
@@ -325,7 +311,7 @@ def _program_of(
 
 @dataclass(slots=True)
 class _Copier:
-    """Copier of a program's events and storages, from `table` into the new table `made`."""
+    """Copier of allocator events from a program with storages `table` to one with `made`."""
 
     table: StorageTable
     made: StorageTable
@@ -336,7 +322,8 @@ class _Copier:
             raise NotInterpolable("more than one stream runs")
 
     def copied(self, events: Sequence[int]) -> list[int]:
-        """Add storages that `events` allocate to the new table; return the events with new ids."""
+        """Return `events` (an id for an allocation, ~id for a free) with ids in the new table
+        `made`. Storages that they allocate are added to it."""
         old, made, ids = self.table, self.made, self.ids
         found = []
         for event in events:
@@ -352,8 +339,8 @@ class _Copier:
         return found
 
     def align(self, events: Sequence[int], copied: Sequence[int]) -> None:
-        """Map each storage id in `events` to the id at the same position in `copied`, if both
-        allocate and free in the same order."""
+        """Give each storage id in `events` the new id at the same position in `copied`, for later
+        copies. Do nothing if the two do not allocate and free in the same order."""
         if [event >= 0 for event in events] != [event >= 0 for event in copied]:
             return
         for event, other in zip(events, copied, strict=True):
@@ -363,9 +350,9 @@ class _Copier:
                 self.ids.pop(free_of(event), None)
 
     def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
-        """Map each storage id in the setup of `own` to the id at the same position in `copied`.
-        `copied` is the setup of `other` with ids of the new table. Only the optimizer states at the
-        ends of the setups may differ; else `NotInterpolable` is raised."""
+        """Give each storage id in the setup of `own`, the old program, its new id, for later
+        copies. It is the id at the same position in `copied`, the copied setup of `other`. Raise
+        `NotInterpolable` if the setups differ in more than the optimizer states at their ends."""
         mine = [event for event in own.setup if event != EMPTIED]
         theirs = [event for event in other.setup if event != EMPTIED]
         num = min(len(mine), len(theirs))
@@ -376,9 +363,10 @@ class _Copier:
         self.align(mine[:num], [event for event in copied if event != EMPTIED][:num])
 
     def leave_out(self, streams: Sequence[Sequence[int]], renames: Mapping[int, int]) -> None:
-        """Skip the event lists `streams`, which replace some storages by equal ones. `renames` maps
-        each replacement to the storage that it replaces, whose id in the new table it takes over.
-        Raise `NotInterpolable` if `streams` keep or free other storages."""
+        """Leave out the event lists `streams`, which replace some storages by others of equal size.
+        `renames` maps the id of each new storage to the id of the one that it replaces, in whose
+        place it is copied later. Raise `NotInterpolable` if `streams` leave other storages
+        allocated, or free others."""
         made: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
@@ -445,8 +433,8 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
 def _replaced_attention(
     log: CallLog, first: Gpu, gpu: Gpu
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
-    """Compare attention on two GPUs. Return ({call on `first`: call on `gpu`}, {call on `first`:
-    positions of outputs that only the call on `gpu` has}) for calls that differ."""
+    """Find the attention calls of `log` that differ between the GPUs `first` and `gpu`. Return
+    ({call on `first`: call on `gpu`}, {call on `first`: positions of outputs only on `gpu`})."""
     replaced: dict[Template, Template] = {}
     extra: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
@@ -469,8 +457,8 @@ def _replaced_attention(
 
 
 def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
-    """Yield (`scale`, backward's call) of each attention call whose kernel `choice` decided. The
-    backward's call is None in a run without a backward."""
+    """Yield (`scale` argument, call of the backward) for each attention call in `log` whose kernel
+    `choice` decided. `scale` is None by default, the call None in a run without a backward."""
     (query, key, value, *_), _ = with_integers(choice.template, choice.template.integers)
     inputs = to_template((query, key, value))
     name = FUSED[choice.outcome]
@@ -487,7 +475,7 @@ def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None
 
 
 def _attention_inputs(template: Template, position: int) -> Template:
-    """Return query, key and value of a recorded attention call, from argument `position` on."""
+    """Return query, key and value of an attention call: its three arguments from `position` on."""
     args = with_integers(template, template.integers)[1]
     return to_template(tuple(args[position : position + 3]))
 
@@ -498,8 +486,8 @@ _NO_CALL = -1  # index of a call for storages that are made between logged calls
 
 @dataclass(frozen=True, slots=True)
 class _CallAlone:
-    """One operator call of an attention that runs without its model: its outputs, and the storages
-    made and freed after it. Records of two GPUs are compared (`_extra_outputs`)."""
+    """One operator call of an attention that runs without its model, to compare it on two GPUs. It
+    holds the call's outputs, and the storages allocated and freed between it and the next call."""
 
     template: Template
     outputs: frozenset[Output]  # positions of outputs that take memory
@@ -507,11 +495,8 @@ class _CallAlone:
 
 
 def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
-    """Compare one call on two GPUs; return the positions of the outputs that only `new` makes.
-
-    Raises:
-        NotInterpolable: the calls differ in more, or these outputs are not freed right afterwards.
-    """
+    """Compare a call on two GPUs; return positions of the outputs that only `new` has. Raise
+    `NotInterpolable` if the calls differ in more, or such an output outlives the call."""
     extra, missing = new.outputs - old.outputs, old.outputs - new.outputs
     is_freed_first = set(new.later[: len(extra)]) == extra
     rest = [name for name in new.later if name not in extra]
@@ -523,8 +508,9 @@ def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
 def _run_alone(
     choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
 ) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
-    """Run the attention call of `choice` on `gpu` without the model, then `backward` unless it is
-    None. Return (operator calls, strides of the output and of the gradients)."""
+    """Run the attention call of `choice`, with the argument `scale`, on `gpu` without the model.
+    Also run its backward, unless the recorded call `backward` is None. Return (operator calls,
+    strides of the output and of the gradients)."""
     virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
     recorder = CallRecorder(virtual.mode)
     args, kwargs = with_integers(choice.template, choice.template.integers)
@@ -565,7 +551,7 @@ def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]
 
 
 def _on_gpu(value: Any) -> Any:
-    """Return a GPU tensor with the shape and strides of `value`, a meta tensor; else `value`."""
+    """Return a GPU tensor like the meta tensor `value`, also in strides; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     num_items = value.untyped_storage().nbytes() // value.itemsize

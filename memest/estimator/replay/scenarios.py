@@ -57,7 +57,8 @@ class LeastLimit:
         self._known: dict[int, tuple[bool, int]] = {}
 
     def add(self, limit_bytes: int, fits: bool, result_bytes: int) -> None:
-        """Record `fits` and `result_bytes`, which `replay` returned for `limit_bytes`."""
+        """Record a replay under `limit_bytes`. `result_bytes` is its peak reserved if it `fits`,
+        else the limit to which requests raised it, or 0."""
         self._known[limit_bytes // UNIT_BYTES] = fits, ceil_div(result_bytes, UNIT_BYTES)
 
     def fits(self, limit_bytes: int) -> bool:
@@ -65,7 +66,7 @@ class LeastLimit:
         return self._result_under(limit_bytes // UNIT_BYTES)[0]
 
     def bytes_for(self, limit_bytes: int) -> int:
-        """Return the least limit in bytes under which the run fits, starting at `limit_bytes`."""
+        """Return the least limit in bytes under which the run fits; try `limit_bytes` first."""
         limit, top = limit_bytes // UNIT_BYTES, self._reserved
         while not self._result_under(top)[0]:  # only with settings that feel the limit early
             top += ceil_div(top, NUM_PROBES)
@@ -86,8 +87,8 @@ class LeastLimit:
         return self._bisect(low, high, None)
 
     def _bisect(self, low: int, high: int, guess: int | None) -> int:
-        """Bisect between `low`, which fails, and `high`, which fits; return the final `high` in
-        bytes. Arguments are in units of `UNIT_BYTES`; `guess`, unless None, is tried first."""
+        """Return the least limit found, in bytes, between `low`, which fails, and `high`, which
+        fits. Arguments are in units of `UNIT_BYTES`; `guess`, unless None, is tried first."""
         while high - low > 1:
             is_guess = guess is not None
             probe = max(low + 1, min(guess, high - 1)) if guess is not None else (low + high) // 2
@@ -106,7 +107,7 @@ class LeastLimit:
         return limit in self._known or self._num_left > 0
 
     def _result_under(self, limit: int) -> tuple[bool, int]:
-        """Return (fits, reserved) of a replay, cached; sizes are in units of `UNIT_BYTES`."""
+        """Return the cached result of `replay` under `limit`; both are in units of `UNIT_BYTES`."""
         if limit not in self._known:
             self._known[limit] = self._replay_under(limit)
         return self._known[limit]
@@ -130,8 +131,8 @@ class LeastLimit:
 
 
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
-    """Return the highest of the least limits of `runs` in bytes; searches start at
-    `limit_bytes`."""
+    """Return the highest of the least limits in bytes under which `runs` fit; each search tries
+    `limit_bytes` first."""
     needs = 0
     for run in runs:
         is_sure = needs > limit_bytes or run.fits(limit_bytes)
@@ -141,7 +142,8 @@ def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
 
 
 def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
-    """Return the program of one rank as a run to replay, with steps and settings of `plan`."""
+    """Return `traced`, one rank's simulated run, as a run to replay with the plan's steps, number
+    of micro-batches and allocator settings."""
     settings = parse_settings(plan.alloc_conf)
     return Run(
         traced.program, plan.steps, plan.accumulate_grad_batches, settings,
@@ -150,10 +152,9 @@ def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
 
 
 class Scenario:
-    """Run of one rank with an assumption, `timing`, on when blocks of several streams are freed.
-
-    `unlimited` is its replay without a limit; `traced` the plan's simulated run, None for a script.
-    """
+    """Run of one rank, with an assumed `timing`: when blocks are freed that several streams use.
+    `unlimited` is its replay without a memory limit, made here if it is None. `traced` is the
+    simulated run of the plan's rank, None for a script."""
 
     def __init__(
         self, run: Run, timing: FreeTiming = FreeTiming.LATEST, unlimited: Replayed | None = None,
@@ -170,12 +171,12 @@ class Scenario:
 
     @property
     def traced(self) -> TracedPlan:
-        """The simulated run of this rank of the plan; scripts have none."""
+        """The simulated run of the plan's rank; `AssertionError` for a script, which has none."""
         assert self._traced is not None, "a script has none"
         return self._traced
 
     def under(self, limit_bytes: int) -> Replayed:
-        """Return the replay under a limit of `limit_bytes` reserved bytes."""
+        """Replay the run with at most `limit_bytes` reserved, and return the result."""
         if self.unlimited.peak_reserved_bytes <= limit_bytes and self.run.settings.is_default:
             return self.unlimited
         result = self.run.on(limit_bytes, self.timing)
@@ -190,10 +191,9 @@ def _fits_and_bytes(result: Replayed) -> tuple[bool, int]:
 
 
 def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
-    """Return a scenario for each simulated rank and each free timing that can occur in it.
-
-    The ranks are `worst` and its `others`. The scenario that reserves the most is first.
-    """
+    """Return a scenario for each simulated rank and each assumed time of frees of shared blocks.
+    The ranks are `worst`, which reserves the most, and its `others`. The scenario that reserves the
+    most is first."""
     found: list[Scenario] = []
     for traced in (worst, *worst.others):
         depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
@@ -207,10 +207,8 @@ def verdict_over(
     scenarios: Sequence[Scenario], results: Sequence[Replayed], limit_bytes: int, spread_bytes: int
 ) -> Verdict:
     """Return the verdict on a GPU from `results`, the replay of each scenario under `limit_bytes`.
-
     The verdict is `fits` if every scenario fits, OOM if a rank fails in all its scenarios, else
-    `may`. Another driver can lower the limit by up to `spread_bytes`.
-    """
+    `may`. It stores `spread_bytes`, by which another driver can lower the limit."""
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
     first = failed[0] if failed else 0
@@ -234,12 +232,12 @@ def verdict_over(
 
 
 def where_failed(step: int, site: Site) -> str:
-    """Return a text of the `step`, phase, module, operator and line of a failed request."""
+    """Return where a request failed, as text: `step`, and the phase, module and so on of `site`."""
     return ", ".join(filter(None, (f"step {step}", site.phase, site.module, site.op, site.where)))
 
 
 def describe_deferred_blocks(storages: StorageTable) -> str:
-    """Describe the blocks whose free depends on GPU timing; "" if there are none."""
+    """Describe the blocks in `storages` whose free depends on GPU timing; "" if there are none."""
     words = []
     if storages.stashed:
         num_bytes = sum(storages.num_bytes[index] for index in storages.stashed)
@@ -261,10 +259,8 @@ def interval(values: Iterable[int], *, outside_bytes: int = 0) -> Interval:
 
 
 def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, Interval]:
-    """Return the interval of peak bytes over `results`, by `allocated`, `reserved` and `process`.
-
-    The process has `outside_bytes` outside the allocator, in addition to the reserved bytes.
-    """
+    """Return the least and greatest peak over `results`, for `allocated`, `reserved` and `process`.
+    The bytes of the process are the reserved ones plus `outside_bytes`, outside the allocator."""
     reserved = [each.peak_reserved_bytes for each in results]
     return {
         "allocated": interval(each.peak_allocated_bytes for each in results),
@@ -274,7 +270,8 @@ def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, I
 
 
 def phase_intervals(results: Sequence[Replayed]) -> tuple[Interval, ...]:
-    """Return the interval over `results` of the bytes at the end of each phase that all reach."""
+    """Return, for each phase that all `results` reach, the least and greatest bytes allocated at
+    its end."""
     return tuple(
         interval(row.allocated_bytes for row in rows)
         for rows in zip(*(result.rows for result in results), strict=False)

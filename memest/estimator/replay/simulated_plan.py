@@ -29,7 +29,7 @@ MAX_ALL_RANKS_OF_FSDP = 4  # ranks of FSDP1 up to which all are traced; else the
 
 
 def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
-    """Simulate the `candidate_ranks` of `plan`; the run that reserves the most is first."""
+    """Simulate each rank of `candidate_ranks` on `gpu`; the run that reserves the most is first."""
     first = rank_of(plan)
     traced = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
 
@@ -41,11 +41,9 @@ def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
 
 
 def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
-    """Return one rank of each group of equal ranks, including the one with the highest need.
-
+    """Return one rank of each group of equal ranks, including the one that needs the most memory.
     All ranks of DDP are equal; rank 0 of FSDP2 and ZeRO-3 needs the most. FSDP1 and ZeRO 1 and 2
-    cut flat parameters anywhere, so all ranks differ; of many ranks, a few are returned.
-    """
+    split flat parameters at any element, so all ranks differ; of many ranks, a few are returned."""
     if plan.strategy == "fsdp" and plan.sharding_strategy != "NO_SHARD":
         is_few = plan.world_size <= MAX_ALL_RANKS_OF_FSDP
         return range(plan.world_size) if is_few else (0, plan.world_size - 1)
@@ -58,7 +56,7 @@ def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
 
 
 def run_rank(plan: TrainingPlan, gpu: Gpu, rank: Rank) -> TracedPlan:
-    """Simulate one rank of `plan`; add notes and the host memory of all ranks to the result."""
+    """Simulate `rank` of `plan` on `gpu`; the result has the host memory of all ranks together."""
     traced = run_plan(plan, gpu, rank=rank)
     host_terms = tuple(_host_terms_of_ranks(plan, traced.host_terms))
     return replace(
@@ -70,7 +68,7 @@ def run_rank(plan: TrainingPlan, gpu: Gpu, rank: Rank) -> TracedPlan:
 
 
 def _host_terms_of_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield report rows of the host memory of all ranks, from the `terms` of one rank."""
+    """Yield report rows of the host memory of all ranks together; `terms` are those of one rank."""
     if not terms:
         return
     arithmetic = f"{format_bytes(DEEPSPEED_HOST_BYTES)} as measured"
@@ -86,7 +84,7 @@ def _host_terms_of_ranks(plan: TrainingPlan, terms: Sequence[Term]) -> Iterator[
 
 
 def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[str]:
-    """Yield the report's sentences on what is assumed in a run of `rank` among several GPUs."""
+    """Yield the report's sentences on what is assumed in a run of `rank`, which has `storages`."""
     yield (
         f"the figures are those of rank {rank} of {plan.world_size}, the one of those that differ"
         " that reserves most; the cache is emptied once more when the model has been wrapped"
@@ -103,12 +101,10 @@ _Traces = list[tuple[Gpu, TracedPlan, Calls]]
 
 
 def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
-    """Simulate `plan` on `gpu`, or return its cached run.
-
-    Of several ranks, the result is the one that reserves the most; its `others` are the other
-    ranks. Plans that differ only in limits and steps share a run. A run on a second kind of GPU is
-    converted from the run on the first, if the plan makes the same operator calls.
-    """
+    """Simulate `plan` on `gpu`, or return its cached run. With several ranks, the result is the run
+    of the rank that reserves the most. Its `others` are the runs of other ranks. Plans that differ
+    only in limits and steps share a run. A run on another kind of GPU is converted from the first
+    one, if the plan makes the same operator calls."""
     gpu = replace(
         gpu, name="", label="", source="", memory_bytes=UNLIMITED_BYTES, memory_range_bytes=None,
         context_bytes=0,
@@ -136,5 +132,6 @@ def trace_plan(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 @functools.lru_cache(maxsize=8)
 def _cached_traces(plan: TrainingPlan, release: TorchRelease) -> _Traces:
-    """Return the cached list of (GPU, run, convolutions) of `plan`, which `trace_plan` fills."""
+    """Return the cached list of (GPU, run, convolution calls) of `plan` under the torch `release`.
+    The list is empty at first; `trace_plan` appends to it."""
     return []

@@ -67,7 +67,7 @@ _REPLAY_KEYS: dict[str, Any] = {
 
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
-    """Return `plan` reduced to what affects its program: a cache key that similar plans share."""
+    """Return `plan` without what does not affect its program: a cache key for similar plans."""
     plan = replace(plan, **_REPLAY_KEYS)
     if _is_whole(plan):
         return plan
@@ -77,7 +77,8 @@ def canonical(plan: TrainingPlan) -> TrainingPlan:
 
 
 def repeats_micro_batches(plan: TrainingPlan) -> bool:
-    """Return whether all micro-batches after the first are equal, except the optimizer's step."""
+    """Return whether all micro-batches of a step after its first make equal events. The optimizer's
+    step, which follows the last, is not compared."""
     return not (_is_whole(plan) or plan.is_distributed or plan.loop == "transformers")
 
 
@@ -92,7 +93,8 @@ def _is_whole(plan: TrainingPlan) -> bool:
 
 
 def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
-    """Return (part of `plan` to simulate, micro-batches per step that it omits: `num_ahead`)."""
+    """Return (`plan` with the micro-batches and steps to simulate, micro-batches omitted per
+    step)."""
     plan = canonical(plan)
     if _is_whole(plan):
         return plan, 0
@@ -101,7 +103,8 @@ def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
 
 
 def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception) -> TraceError:
-    """Return an error that names the innermost module of `model` whose code raised `error`."""
+    """Return an error that names the innermost module of `model` whose code raised `error`. It
+    names the plan's model if no module is found, or if `model` is None."""
     names = {} if model is None else {id(m): name for name, m in model.named_modules()}
     where, frames = "", error.__traceback__
     while frames is not None:
@@ -115,7 +118,7 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
 
 
 def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Return the number of elements of all `tensors` by dtype, such as `bfloat16`."""
+    """Return {dtype such as `bfloat16`: number of elements of all `tensors` of this dtype}."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
@@ -123,10 +126,10 @@ def elements_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
 
 
 class NoLines(ScriptLines):
-    """Stub of `ScriptLines` for a run without a script."""
+    """Stub of `ScriptLines`, the finder of a script's running line, for a run without a script."""
 
     def frame(self, frame: Any = None) -> None:
-        """Return None: a plan has no script whose frame could be found."""
+        """Return None, whatever `frame` is: a plan has no script."""
         return
 
     def current(self) -> str:
@@ -136,7 +139,7 @@ class NoLines(ScriptLines):
 
 @dataclass(slots=True)
 class _Watch:
-    """Callbacks of the training loop, which collect the parts of the result of `run_plan`."""
+    """Callbacks of a plan's training loop, which collect the parts of `run_plan`'s result."""
 
     virtual: VirtualGpu
     config: ModelConfig
@@ -152,7 +155,8 @@ class _Watch:
     geometry: LayerGeometry | None = None
 
     def _cut(self) -> int:
-        """End a section (`Span`) of the call log; return the number of allocator events so far."""
+        """End a section (`Span`) of the operator log; return the number of allocator events so
+        far."""
         mode = self.virtual.mode
         mode.memory.settle()
         if self.calls is not None:
@@ -168,21 +172,22 @@ class _Watch:
         self.num_setup = self._cut()
 
     def model_built(self, model: nn.Module) -> None:
-        """Store `model`, and label the states of its quantised weights as buffers."""
+        """Store `model`, and label the scales of its quantised weights as buffers."""
         self.model = model
         mode = self.virtual.mode
         for tensor in quant_state_tensors(model):
             mode.memory.label(tensor, MemKind.BUFFERS)
 
     def model_wrapped(self) -> None:
-        """Empty the cache and start recording phases, if a strategy has wrapped the model."""
+        """If the plan has a strategy for several GPUs, empty the cache and start to record
+        phases."""
         if self.job.plan.is_distributed:
             gc.collect()
             torch.cuda.empty_cache()
             self.job.recorder.start()
 
     def probe_read(self) -> None:
-        """Store the row of bytes at the end of a phase, with the number of events so far."""
+        """Store the report row of a phase that ends, with the number of events before its end."""
         row = self.job.recorder.rows[-1]
         self.rows.append((self._cut(), row))
         if row.phase is Phase.AFTER_BACKWARD:
@@ -190,8 +195,8 @@ class _Watch:
             self.param_groups["grads"] = elements_by_dtype(self.job.recorder.states.grads())
 
     def steps_done(self) -> None:
-        """Store what the report needs after the last step, while all tensors are allocated. That is
-        parameters and optimizer states by dtype, bytes on the host, and the shape of a layer."""
+        """Store what the report needs, after the last step and before tensors are freed. That is
+        the elements of each dtype, the bytes on the host, and the shape of a layer."""
         states = self.job.recorder.states
         held = list({id(t): t for t in states.optimizer()}.values())
         gpu_tensors = [t for t in held if t.device.type == "cuda"]
@@ -232,7 +237,7 @@ def run_plan(
     Args:
         plan: plan to run.
         gpu: GPU whose kernels run.
-        num_ahead: micro-batches of a step that are loaded and not run.
+        num_ahead: micro-batches per step that are loaded in addition to those that run.
         rank: rank to simulate; None is rank 0.
         records_calls: whether operator calls are logged, in `calls` of the result.
     """
@@ -271,7 +276,7 @@ def logged_trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 
 def rank_of(plan: TrainingPlan) -> Rank:
-    """Return rank 0 of `plan`, with the numbers of ranks in total and per host."""
+    """Return rank 0 of `plan`, with the number of all ranks and of those on one host."""
     return Rank(world_size=plan.world_size, num_local=plan.devices)
 
 
@@ -301,8 +306,8 @@ def _run(job: Job, virtual: VirtualGpu, watch: _Watch) -> None:
 def _repeating(
     job: Job, virtual: VirtualGpu, calls: CallRecorder | None
 ) -> AbstractContextManager[None]:
-    """Return a context in which steps after the first do not execute, but copy the first's log.
-    With a strategy for several GPUs, or if steps differ, all execute. Copied operator calls are
+    """Return a context in which steps of `job` after the first are not run, but copied from its
+    log. With a strategy for several GPUs, or if steps differ, all run. Copied operator calls are
     added to `calls`, unless it is None."""
     plan = job.plan
     if _is_whole(plan) or plan.is_distributed:
@@ -327,10 +332,8 @@ def _environment_restored() -> Iterator[None]:
 
 @contextmanager
 def compiling_late() -> Iterator[None]:
-    """Postpone compilation by `torch.compile` to the first call of a function, within the block.
-
-    bitsandbytes compiles host kernels at its import, which would import Inductor and take a second.
-    """
+    """Within the block, make `torch.compile` compile a function at its first call only. Else the
+    import of bitsandbytes, which compiles host kernels, would import Inductor and take a second."""
     compile_: Any = torch.compile
 
     @wraps(compile_)
@@ -421,7 +424,8 @@ def _program(watch: _Watch) -> Program:
 
 
 def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
-    """Return the first `count` storages, with modules named by their paths below `root`."""
+    """Return the first `count` storages, with module names relative to `root`, the model's path. If
+    `root` is "", the outermost module is the model."""
     known = set(range(count))
     return StorageTable(
         num_bytes=storages.num_bytes[:count],

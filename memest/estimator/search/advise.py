@@ -50,7 +50,7 @@ SCHEMA = "memest.advice/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A variant of the plan: the changes made to it, and what was predicted for it on the GPU."""
+    """A variant of the plan: the changes made to it, and its prediction on the GPU."""
 
     changes: tuple[Change, ...]  # changes, cheapest first
     plan: TrainingPlan
@@ -77,7 +77,7 @@ class Option:
 
     @property
     def title(self) -> str:
-        """Text of the option's changes, in one line."""
+        """Text of the option's changes, in one line; "as it is" without changes."""
         return " + ".join(change.title for change in self.changes) or "as it is"
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A change that is not possible for the plan or the model."""
+    """A change that is not possible for the plan or the model, with the reason."""
 
     title: str
     reason: str
@@ -111,7 +111,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Changes that make a plan fit one GPU."""
+    """Result of `advise`: options that make a plan fit one GPU, and what did not suffice."""
 
     gpu: str
     limit_bytes: int  # bytes that the caching allocator can reserve, or the plan's `memory_limit`
@@ -148,18 +148,14 @@ class Advice:
 
 
 class _Spent(Exception):
-    """Raised when the search has made its maximal number of predictions."""
+    """Raised when the search has made `max_predictions` predictions."""
 
 
 def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> Advice:
-    """Return changes with which `plan` fits `gpu`; those with the least `Cost` come first.
-
-    The plan's own GPUs are ignored; its `memory_limit` applies.
-
-    Raises:
-        PlanError: `max_predictions` is below 1, or there is no such GPU.
-        MemestError: the plan cannot be predicted as it is.
-    """
+    """Return changes with which `plan` fits `gpu`; those with the least `Cost` come first. The
+    plan's own GPUs are ignored; its `memory_limit` applies. At most `max_predictions` plans are
+    predicted, after which the advice is incomplete. Raise `PlanError` if `max_predictions` is below
+    1, or there is no such GPU. Raise `MemestError` if the plan cannot be predicted as it is."""
     if max_predictions < 1:
         raise PlanError(
             f"`max_predictions` is {max_predictions}", hint="give at least 1; 40 is plenty"
@@ -196,11 +192,9 @@ MAX_CALLS = 70_000  # operator calls of an answer's runs, 4 s; changed runs coun
 
 
 def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) -> Option | None:
-    """Return the one change of least `Cost` that makes `plan` fit `gpu`; None if none is found.
-
+    """Return the plan with the one change of least `Cost` that makes it fit `gpu`, or None.
     `prediction` is that of `plan`, with a verdict for `gpu`. At most `MAX_CHANGES` changes are
-    tried, and fewer for a long run (`MAX_CALLS`).
-    """
+    tried, and fewer for a long run (`MAX_CALLS`)."""
     target = find_gpu(gpu) if isinstance(gpu, str) else gpu
     traced = trace_plan(_on_gpu(plan, target), target)
     max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
@@ -228,6 +222,8 @@ def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
 
 @dataclass(slots=True)
 class _Search:
+    """Search for changes with which `plan` fits `gpu`, and the predictions made for it."""
+
     plan: TrainingPlan
     gpu: Gpu
     max_predictions: int
@@ -239,7 +235,7 @@ class _Search:
     _facts: ModelFacts | None = None
 
     def predict_current(self) -> tuple[Option, Prediction]:
-        """Predict the plan without changes; return (option, prediction) or raise its error."""
+        """Predict the plan without changes; return (option, prediction)."""
         self.num_predictions += 1
         import_libraries(self.plan.model_name, self.plan.loop, self.plan.trust_remote_code)
         found = None
@@ -252,7 +248,8 @@ class _Search:
         return self.known[self.plan], prediction
 
     def predict_ahead(self, techniques: Sequence[Technique]) -> None:
-        """Predict each change of `techniques` alone, in forked processes; fill `ahead` by plan."""
+        """Predict each change of `techniques` alone, in forked processes. Store the results by plan
+        in `ahead`, from which `predict_with` takes them."""
 
         def singles(part: int) -> dict[TrainingPlan, Prediction | MemestError]:
             WATCHERS.set(())
@@ -271,16 +268,13 @@ class _Search:
                     self.ahead |= answer() or {}
 
     def facts(self, prediction: Prediction) -> ModelFacts:
-        """Return facts about the model, which is built on the meta device, for `training_lines`."""
+        """Return facts about the plan's model for `training_lines`; some are in `prediction`."""
         self._facts = _model_facts(self.plan, prediction)
         return self._facts
 
     def predict_with(self, changes: Iterable[Change]) -> Option | None:
-        """Predict the plan with `changes`; None if they are impossible.
-
-        Raises:
-            _Spent: `max_predictions` predictions have been made.
-        """
+        """Predict the plan with `changes`; return None if they are impossible. Raise `_Spent` if
+        `max_predictions` predictions have been made."""
         ordered = tuple(sorted(changes, key=lambda change: change.cost))
         title = " + ".join(change.title for change in ordered)
         try:
@@ -320,11 +314,9 @@ class _Search:
         )  # fmt: skip
 
     def run(self, techniques: Sequence[Technique], options: dict[TrainingPlan, Option]) -> None:
-        """Add plans that fit to `options`: single changes, then combinations of `techniques`.
-
-        Raises:
-            _Spent: the number of predictions is used up; `options` has those found so far.
-        """
+        """Search for changes from `techniques` with which the plan fits, and add them to `options`.
+        `options` has each option by its plan: single changes first, then combinations. Raise
+        `_Spent` if the number of predictions is used up; `options` has those found so far."""
         for option in self._singles(techniques):
             options[option.plan] = option
         titles = {refused.title for refused in self.refused}
@@ -336,7 +328,8 @@ class _Search:
                 options[option.plan] = option
 
     def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
-        """Yield single changes that fit, cheapest first: one at most per technique and cost."""
+        """Yield single changes that fit, cheapest first. A technique whose changes are graded
+        yields several of one cost while they are tight; any other at most one per cost."""
         has_found = False
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
@@ -346,7 +339,8 @@ class _Search:
                 yield option
 
     def _of_technique(self, technique: Technique, cost: Cost) -> Iterator[Option]:
-        """Yield options of the technique's weakest change of `cost` that fits (see `_graded`)."""
+        """Yield the option of the technique's weakest change of `cost` that fits, if any. If
+        changes are graded, stronger ones follow (see `_graded`)."""
         if technique.is_graded and technique.changes[0].cost is cost:
             yield from self._graded(technique)
         elif not technique.is_graded:
@@ -355,7 +349,8 @@ class _Search:
             yield from itertools.islice(fitting, 1)
 
     def _graded(self, technique: Technique) -> Iterator[Option]:
-        """Yield the weakest change that fits, then stronger ones up to one that is not tight."""
+        """Yield the weakest change that fits, then stronger ones up to one whose fit is not
+        tight."""
         mildest = self._weakest_fitting(technique, [])
         if mildest is None:
             return
@@ -368,7 +363,8 @@ class _Search:
                 return
 
     def _weakest_fitting(self, technique: Technique, others: Sequence[Change]) -> Change | None:
-        """Return, by bisection, the technique's weakest change that fits with `others`, or None."""
+        """Return the technique's weakest change that fits together with `others`, or None. The
+        search is a bisection: each change has to save more than the one before."""
         grades = list(technique.changes)
         while grades and (strongest := self.predict_with([*others, grades[-1]])) is None:
             grades.pop()  # an invalid grade, such as a text too short for its image
@@ -378,7 +374,8 @@ class _Search:
         return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
-        """Yield combined changes that fit, none of them needless; the most expensive has `cost`."""
+        """Yield combinations of changes that fit and of which none can be left out. The most
+        expensive change of a combination costs `cost`."""
         strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _costs(strongest)[-1] < cost:
             return
@@ -394,7 +391,7 @@ class _Search:
                     return
 
     def _minimized(self, chosen: Sequence[tuple[Technique, Change]]) -> Option:
-        """Return the option with the needed changes of `chosen`, each as weak as possible."""
+        """Return the option with only the needed changes of `chosen`, each as weak as possible."""
         kept = list(chosen)
         by_cost = sorted(reversed(chosen), key=lambda pair: pair[1].cost, reverse=True)
         for technique, change in by_cost:
@@ -415,8 +412,9 @@ class _Search:
 
 
 def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Technique, Change]]:
-    """Return (technique, its strongest change that costs at most `cost`) of each technique. A
-    change of the optimizer counts only if `cost` is `Cost.OPTIMIZER`; last resorts never count."""
+    """Return each technique with its strongest change that costs at most `cost`. Techniques without
+    one are left out. A change of optimizer counts only if `cost` is `OPTIMIZER`. Offload and more
+    GPUs never count."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
     found = []

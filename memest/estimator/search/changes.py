@@ -20,12 +20,14 @@ SHORTEST_TEXT = 16
 
 
 class Cost(IntEnum):
-    """Kind of cost of a change, cheapest first; of combined changes, the most expensive counts."""
+    """Kind of cost of a change, from cheap to expensive. A combination costs what its most
+    expensive change costs."""
 
     words: str  # text for users
 
     def __new__(cls, value: int, words: str) -> Self:
-        """Make a member from its number `value`, by which members are sorted, and a text."""
+        """Make a member of `value`, by which members are sorted, with a text (`words`) for
+        users."""
         made = int.__new__(cls, value)
         made._value_, made.words = value, words
         return made
@@ -45,7 +47,7 @@ LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)  # tried alone, if nothing cheaper 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A change of a plan: new values of keys, with a title and the kind of cost."""
+    """A change of a plan: new values of plan keys, with a title and a kind of cost."""
 
     title: str
     cost: Cost
@@ -55,7 +57,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
-    """Alternative changes of one kind, such as smaller batch sizes, the weakest first."""
+    """Alternative changes of one kind, such as smaller batch sizes, from the weakest on."""
 
     changes: tuple[Change, ...]
     is_graded: bool = False  # each change saves more than the one before: bisection works
@@ -72,14 +74,9 @@ NUMBERS_OF_GPUS = (2, 4, 8)
 
 
 def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
-    """Return `plan` with `changes`, without the keys that contradict them.
-
-    Such keys are `freeze` with adapters, which freeze the whole base, `padded` with one row, and
-    `momentum` with another optimizer.
-
-    Raises:
-        MemestError: the changes contradict the plan.
-    """
+    """Return `plan` with `changes`, without plan keys that contradict them. Such keys are `freeze`
+    with adapters, which freeze the whole base, `padded` with one row, and `momentum` with another
+    optimizer. Raise `MemestError` if the changes contradict the plan."""
     updates: dict[str, Any] = {}
     for change in changes:
         updates |= change.updates
@@ -96,16 +93,14 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
 
 
 def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> list[Technique]:
-    """Return `techniques` with only those changes for which `keeps` returns True."""
+    """Return `techniques` with only the changes for which `keeps(change)` is True."""
     kept = (replace(each, changes=tuple(filter(keeps, each.changes))) for each in techniques)
     return [technique for technique in kept if technique.changes]
 
 
 def least_bytes(change: Change, traced: TracedPlan) -> int:
-    """Return a lower bound of the peak bytes with `change`, from the simulated run without it.
-
-    It is 0, no bound, for other number formats, quantised weights and shards.
-    """
+    """Return a lower bound of the peak bytes with `change`; `traced` is the plan's run without it.
+    It is 0, no bound, for other number formats, quantised weights and shards."""
     program, keys = traced.program, change.updates.keys()
     if change.cost <= Cost.TIME or keys == {"seq_len"}:
         return program.most_held_bytes("params", "grads", "optimizer")
@@ -127,7 +122,8 @@ Found = Iterator[tuple[str, dict[str, Any]]]  # name of a change, and the keys t
 
 
 def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Technique, ...]:
-    """Return techniques that can make `plan` smaller on `gpu`, in the order of their cost."""
+    """Return techniques that can make `plan` smaller on `gpu`, in the order of the search. `facts`
+    gives module names, length and image size for the changes."""
     samples = plan.batch_size * plan.accumulate_grad_batches
 
     def change(name: str, updates: dict[str, Any]) -> Change:
@@ -186,7 +182,8 @@ def _optimizer(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
 
 
 def _accumulation(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:
-    """Yield changes to each smaller micro-batch that divides a step's batch, largest first."""
+    """Yield changes to each smaller micro-batch that divides a step's batch, largest first. Its
+    number of micro-batches grows accordingly."""
     total = plan.batch_size * plan.accumulate_grad_batches
     for size in range(plan.batch_size - 1, 0, -1):
         if total % size == 0 and total // size <= 1 << 16:

@@ -16,7 +16,7 @@ _STRATEGIES = {"fsdp2": "ModelParallelStrategy()"}  # strategies without a name 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Facts about a model from which advice is written, such as the names of its modules."""
+    """Facts about a model that its training script needs, such as the names of its modules."""
 
     class_name: str
     vision_modules: tuple[str, ...]  # names of the modules of the vision tower; empty without one
@@ -41,11 +41,9 @@ def predict_command(plan: TrainingPlan) -> str:
 
 
 def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> tuple[str, ...]:
-    """Return the lines of a Lightning script that turn `before` into `after`, in script order.
-
-    `facts` has names in the model. Names are those of lightning 2.6, transformers 5.17, peft 0.21
-    and bitsandbytes 0.50.
-    """
+    """Return the lines to change in a Lightning script of `before`, so that it runs `after`. They
+    are in the order of the script; `facts` has names of the model's modules. API names are those of
+    lightning 2.6, transformers 5.17, peft 0.21 and bitsandbytes 0.50."""
     lines = []
     if after.alloc_conf != before.alloc_conf:
         setting = f'os.environ["PYTORCH_ALLOC_CONF"] = "{after.alloc_conf}"'

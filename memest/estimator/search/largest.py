@@ -45,7 +45,7 @@ FIRST_SEQ_LEN = 64  # first sequence length of the search
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Largest:
-    """The largest value of one key with which a plan fits a GPU, and how it was found."""
+    """Largest batch size or sequence length with which a plan fits a GPU, and how it was found."""
 
     plan: TrainingPlan  # plan with the largest value, or with the smallest if none fits
     gpu: str
@@ -61,7 +61,8 @@ class Largest:
     elapsed_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; `max_batch_size` or `max_seq_len` is `value`."""
+        """Return JSON values, with `value` as `max_batch_size` or `max_seq_len` (None: none
+        fits)."""
         return {
             "schema": SCHEMA,
             "name": self.plan.label,
@@ -84,8 +85,8 @@ class Largest:
 
 
 def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
-    """Return, for each of `gpus`, the largest `batch_size` or `seq_len` (`key`) that fits it. GPUs
-    of one chip share simulations."""
+    """Return, for each of `gpus`, the largest `batch_size` or `seq_len` (`key`) with which `plan`
+    fits. GPUs of one chip share simulations."""
     found = []
     all_series: dict[str, TraceSeries] = {}
     for gpu in gpus:
@@ -98,9 +99,8 @@ def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
 
 def peak_requested(program: Program, num_micro_batches: int) -> int:
     """Return the peak of allocated bytes in the steps, each request rounded to its block size.
-
-    The peak reserved is at least as large. Left out are steps and micro-batches that repeat others.
-    """
+    `num_micro_batches` is their number per step; repeated steps and micro-batches are left out. The
+    peak of reserved bytes is at least as large."""
     num_bytes = [round_request(n) if n else 0 for n in program.storages.num_bytes]
     num_played = len(program.steps[0])
     if num_played != num_micro_batches:  # a micro-batch from the middle repeats another
@@ -125,6 +125,8 @@ def peak_requested(program: Program, num_micro_batches: int) -> int:
 
 
 class _Search:
+    """Search for the largest value of one plan key with which the plan of `series` fits `gpu`."""
+
     def __init__(self, series: TraceSeries, gpu: Gpu) -> None:
         self.series, self.plan, self.gpu = series, series.plan, gpu
         self.limit = usable_bytes(series.plan, gpu)
@@ -136,8 +138,8 @@ class _Search:
         )
 
     def run(self) -> Largest:
-        """Search with interpolated programs until simulated runs near the answer confirm it;
-        otherwise simulate every size."""
+        """Search with interpolated programs until simulated runs near the answer confirm it. If
+        none do, search again and simulate every size."""
         started = time.perf_counter()
         low = self._search()
         for _ in range(NUM_ANCHORS):
@@ -155,7 +157,7 @@ class _Search:
         return self._report(low, time.perf_counter() - started)
 
     def trial(self, value: int) -> Trial | None:
-        """Return the cached result at the size `value`; None if the plan is invalid there."""
+        """Return the plan's cached result at the size `value`; None if the plan is invalid."""
         if value not in self._trials:
             label = f"{self.plan.label}: {self.series.key} {value} on {self.gpu.name}"
             notify(Event(label=label, is_done=False, weight=0, total=0, task=value))
@@ -182,7 +184,7 @@ class _Search:
         return found is not None and found.fits
 
     def _search(self) -> int:
-        """Return the largest value that fits, or if none fits, minus the smallest valid value."""
+        """Return the largest size that fits. If none fits, return minus the smallest valid size."""
         low = self._smallest()
         if low < 1:
             return low
@@ -192,7 +194,7 @@ class _Search:
         return self._beyond(self._close_in(low, high))
 
     def _smallest(self) -> int:
-        """Return a first value that fits; if none fits, minus the smallest value that is valid."""
+        """Return a size that fits, to begin with, or if none fits, minus the smallest valid one."""
         if self._is_batch:
             tries = [2, 1]  # a batch of one often chooses other kernels, and is rarely the answer
         else:
@@ -212,7 +214,8 @@ class _Search:
         return allowed
 
     def _close_in(self, low: int, high: int) -> int:
-        """Narrow `low`, which fits, and `high`, which does not, to neighbours; return `low`."""
+        """Narrow `low`, a size that fits, and `high`, which does not, to neighbours; return
+        `low`."""
         is_secant = True
         while high - low > 1:
             middle = (low + high) // 2
@@ -231,7 +234,8 @@ class _Search:
         return low
 
     def _secant(self, low: int, high: int) -> int:
-        """Return where reserved bytes, interpolated from `low` to `high`, reach the limit."""
+        """Return the size at which reserved bytes reach the limit, by linear interpolation between
+        the sizes `low` and `high`."""
         trials = (self.trial(low), self.trial(high))
         runs = (trial.scenarios[0].unlimited for trial in trials if trial is not None)
         below, above = (run.peak_reserved_bytes for run in runs)
@@ -240,7 +244,7 @@ class _Search:
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
-        """Return the largest value that fits: `value`, which does, or one of a few above it."""
+        """Return the largest size that fits: `value`, which does, or one of the few above it."""
         largest = value
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
@@ -256,7 +260,8 @@ class _Search:
         return largest
 
     def _is_confirmed(self, value: int) -> bool:
-        """Return whether programs interpolated near the answer `value` equal simulated ones."""
+        """Return whether the interpolated program at the size after the answer `value` is right. It
+        is right if it equals a simulated run's; a sequence length itself is checked too."""
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
         if not sizes or not self._is_batch:  # the next length often chooses other kernels
             sizes.append(abs(value))
@@ -300,7 +305,7 @@ _OF_FULL = {"freeze"}
 
 @dataclass(frozen=True, slots=True)
 class TechniqueRow:
-    """Largest value with one technique on one GPU, or the technique's error."""
+    """Largest batch size or sequence length with one technique on one GPU, or the error."""
 
     technique: str
     gpu: str
@@ -314,7 +319,7 @@ class TechniqueRow:
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return {technique: plan values}: `plan` with each of `TECHNIQUES`, without ignored keys."""
+    """Return {technique: values of plan keys}: `plan` with each technique, less ignored keys."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():
@@ -331,13 +336,10 @@ def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
 def largest_of_all(
     plan: TrainingPlan, gpus: Sequence[Gpu], key: str = "batch_size", *, jobs: int | None = None
 ) -> list[TechniqueRow]:
-    """Return the largest value of `key` with each of `TECHNIQUES` on each GPU, by technique.
-
-    A technique that cannot be run gives rows with an `error`.
-
-    Raises:
-        MemestError: none of the techniques can be run; the error is the first one's.
-    """
+    """Return the largest `batch_size` or `seq_len` (`key`) with each of `TECHNIQUES` on each GPU.
+    Rows are ordered by technique. A technique that cannot be run gives rows with an `error`. `jobs`
+    is the number of processes; None is one per core. Raise `MemestError` if none of the techniques
+    can be run; the error is the first one's."""
     one = partial(result_or_error, _rows, gpus=tuple(gpus), key=key)
     tasks = list(technique_values(plan).items())
     found = find_engine("local", jobs).map(

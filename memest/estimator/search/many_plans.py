@@ -25,7 +25,9 @@ MIN_PLANS_FOR_PROCESSES = 4  # plans below which starting processes costs more t
 
 
 def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> list[Prediction]:
-    """Return the predictions of `plans` in order, or raise the first error with its plan's name."""
+    """Return the predictions of `plans`, in order, made in `jobs` processes as in `predict_each`.
+    If a plan cannot be predicted, raise the first error, with the plan's name if there are several
+    plans."""
     predicted, failed = partition(plans, predict_each(plans, jobs=jobs))
     if failed:
         raise failed[0][1] if len(plans) == 1 else with_label(*failed[0])
@@ -35,11 +37,9 @@ def predict_all(plans: Sequence[TrainingPlan], *, jobs: int | None = None) -> li
 def predict_each(
     plans: Sequence[TrainingPlan], *, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
-    """Return the prediction of each of `plans`, or the error if it cannot be predicted.
-
-    Raises:
-        MemestError: a plan names a model or a GPU that does not exist.
-    """
+    """Return the prediction of each of `plans`, or the error if it cannot be predicted. `jobs` is
+    the number of processes; None is one per core, or one if plans are few. Raise `MemestError` if a
+    plan names a model or a GPU that does not exist."""
     for plan in plans:  # fail at once, before heavy imports
         target_gpus(plan)
         check_name(plan.model_name)
@@ -60,7 +60,8 @@ def _each(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | Meme
 def partition(
     plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """Split `plans` and their results `found` into (plan, prediction) and (plan, error) pairs."""
+    """Split `plans` with `found`, their results in the same order, into two lists: (plan,
+    prediction) pairs and (plan, error) pairs."""
     pairs = list(zip(plans, found, strict=True))
     predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
     return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]
@@ -75,7 +76,7 @@ def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingLine:
-    """Predictions of a plan under one strategy, by number of GPUs."""
+    """Predictions of a plan under one strategy, a report for each number of GPUs."""
 
     strategy: str
     reports: Mapping[int, Prediction]  # reports by number of GPUs, without those that failed
@@ -83,7 +84,8 @@ class ScalingLine:
     notes: tuple[str, ...] = ()  # settings of the strategy, or why a number of GPUs is missing
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the reports as JSON values, each with its strategy and number of GPUs in front."""
+        """Return the reports as JSON values, each with its strategy and number of GPUs as first
+        keys."""
         return [
             {"strategy": self.strategy, "devices": devices, **report.to_dict()}
             for devices, report in self.reports.items()
@@ -94,14 +96,11 @@ def scale(
     values: Mapping[str, Any], *, strategies: Sequence[str], devices: Sequence[int],
     jobs: int | None = None,
 ) -> list[ScalingLine]:  # fmt: skip
-    """Predict the plan with keys `values` under each of `strategies`, on each number of `devices`.
-
-    A combination that contradicts itself, or that memest cannot model, is left out with a note.
-
-    Raises:
-        MemestError: there is no such strategy, or nothing at all can be predicted; the error is
-            the first one's.
-    """
+    """Predict the plan with keys and values `values` under each of `strategies`. Each is predicted
+    on each number of GPUs in `devices`. A combination that contradicts itself, or that memest
+    cannot model, is left out with a note. `jobs` is the number of processes, as in `predict_each`.
+    Raise `MemestError` if there is no such strategy, or nothing at all can be predicted; the error
+    is the first one's."""
     for strategy in strategies:
         known = [name for name in STRATEGIES if name != "auto"]
         if strategy not in known:
@@ -128,7 +127,8 @@ def scale(
 
 
 def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
-    """Return the plan of `values` with `strategy` on `devices` GPUs, less keys not used by it."""
+    """Return the plan with the keys `values` and `strategy` on `devices` GPUs. Keys that the
+    strategy ignores are left out."""
     unread = _unread(values, strategy)
     kept = {key: value for key, value in values.items() if key not in unread}
     kept |= {"strategy": strategy, "devices": devices}
@@ -138,7 +138,7 @@ def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPla
 
 
 def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
-    """Return the non-default keys of `values` that `strategy` ignores."""
+    """Return the keys of `values` that `strategy` ignores and that do not have their default."""
     return [
         name
         for name, row in PLAN_KEYS.items()
@@ -166,7 +166,7 @@ def _line(
 
 
 def kind_bytes(report: Prediction) -> dict[str, int]:
-    """Return the bytes allocated at the peak by kind, such as `grads`, largest first."""
+    """Return {kind of memory, such as `grads`: bytes} of the allocated peak, largest first."""
     sizes: Counter[str] = Counter()
     for term in report.terms:
         sizes[term.kind] += term.num_bytes
@@ -174,11 +174,9 @@ def kind_bytes(report: Prediction) -> dict[str, int]:
 
 
 def constant_terms(line: ScalingLine) -> dict[str, int]:
-    """Return the kinds of memory that more GPUs do not shrink, with their bytes, largest first.
-
+    """Return {kind of memory that more GPUs do not shrink: bytes on the most GPUs}, largest first.
     Let a kind take a bytes on m GPUs and b bytes on n, the two largest numbers of GPUs. It is
-    constant if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms.
-    """
+    constant if b / a > (1 + m / n) / 2. A single number of GPUs has no constant terms."""
     numbers = sorted(line.reports)
     if len(numbers) < 2:
         return {}
@@ -196,7 +194,8 @@ SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:64")  # compared 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """Memory at each step of a run under one allocator setting, unlimited and on the plan's GPU."""
+    """Memory at each step of a run with one allocator setting: on a GPU without a limit, and on the
+    plan's GPU."""
 
     alloc_conf: str
     allocated: tuple[int, ...]  # bytes at the peak of each step
@@ -210,7 +209,7 @@ class Growth:
         return self.alloc_conf or "PyTorch's defaults"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per step, as JSON values."""
+        """Return one table row per step, as JSON values."""
         return [
             {
                 "alloc_conf": self.alloc_conf,
@@ -230,11 +229,9 @@ class Growth:
 def growths(
     plan: TrainingPlan, settings: Sequence[str] = SETTINGS
 ) -> tuple[Prediction, list[Growth]]:
-    """Predict `plan`, and its memory over the steps under each of the allocator's `settings`.
-
-    Raises:
-        MemestError: torch refuses a setting, or the plan cannot be predicted.
-    """
+    """Predict `plan`, and its memory at each step under each of `settings` for its first GPU. Each
+    setting is a text for `PYTORCH_ALLOC_CONF`; "" is torch's defaults. Raise `MemestError` if torch
+    refuses a setting, or the plan cannot be predicted."""
     from memest.estimator.replay.scenarios import run_of_plan
     from memest.estimator.replay.simulated_plan import trace_plan
 

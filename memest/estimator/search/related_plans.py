@@ -33,14 +33,14 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 
 
 def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
-    """Call `trace(*args)`, which simulates a plan; `UnsupportedError` in a forked process."""
+    """Return `trace(*args)`, the simulated run of a plan; raise `UnsupportedError` in a fork."""
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
     return trace(*args)
 
 
 class TraceSeries:
-    """Programs of a plan at any value of `key` (`batch_size` or `seq_len`), from few runs."""
+    """Programs of `plan` on `gpu` at any batch size or sequence length (`key`), from few runs."""
 
     def __init__(self, plan: TrainingPlan, gpu: Gpu, key: str = "batch_size") -> None:
         self.plan, self.gpu, self.key = plan, gpu, key
@@ -51,7 +51,7 @@ class TraceSeries:
         self._broken: set[tuple[int, int]] = set()  # starts and spacings without an interpolation
 
     def trace(self, value: int) -> TracedPlan:
-        """Simulate the plan with its key set to `value`, or return the cached result."""
+        """Simulate the plan with its `key` set to `value`, or return the cached result."""
         if value not in self._traces:
             plan = with_value(self.plan, self.key, value)
             trace = trace_plan if self.must_simulate else logged_trace
@@ -61,15 +61,16 @@ class TraceSeries:
 
     @property
     def must_simulate(self) -> bool:
-        """True if each size has to be simulated: the plan has a strategy for several GPUs."""
+        """True if each size has to be simulated, since the plan has a strategy for several GPUs."""
         return self.plan.is_distributed
 
     def at(self, value: int) -> TracedPlan:
-        """Return the program at `value`, interpolated where possible, else simulated."""
+        """Return the run at the size `value`: cached, interpolated if checked (`cover`), or
+        simulated."""
         return self.known(value) or self.trace(value)
 
     def known(self, value: int) -> TracedPlan | None:
-        """Return the program at `value` if it needs no further simulated run, else None."""
+        """Return the run at the size `value` if it is cached or can be interpolated, else None."""
         if value in self._traces:
             return self._traces[value]
         if value in self._covered:
@@ -78,7 +79,8 @@ class TraceSeries:
         return None
 
     def guess(self, value: int) -> TracedPlan:
-        """Return the program at `value`: interpolated, unchecked, if possible; else simulated."""
+        """Return the run at the size `value`, interpolated unchecked if possible, else
+        simulated."""
         spacing = SPACING[self.key]
         traced = [v for v in self._traces if v > 1]
         is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
@@ -96,7 +98,8 @@ class TraceSeries:
         return self.trace(value)
 
     def _is_special(self, value: int) -> bool:
-        """Return whether `value` must be simulated, because other sizes choose other kernels."""
+        """Return whether the size `value` has to be simulated: its kernel choices differ from those
+        at `GROWTH * value` and at each simulated size."""
         interpolation = next(iter(self._interpolations.values()), None)
         own = None if interpolation is None else interpolation.outcomes(value)
         if interpolation is None or own is None:
@@ -105,17 +108,15 @@ class TraceSeries:
         return all(interpolation.outcomes(other) != own for other in others)
 
     def forget_interpolations(self) -> None:
-        """Drop all interpolations, after one was wrong; simulated runs stay cached."""
+        """Drop all interpolations, because one was wrong; simulated runs stay cached."""
         self._interpolations.clear()
         self._covered.clear()
 
     def cover(self, values: Iterable[int], *, queried: Iterable[int] | None = None) -> None:
-        """Prepare and check interpolations, so that `at` simulates few of `values`.
-
-        Programs are needed at `queried` only (default: all). Values are split where a kernel choice
-        differs. A part is interpolated from its first values if a simulated run at its last value
-        agrees; else it is halved and tried again.
-        """
+        """Prepare and check interpolations, so that `at` simulates few of the sizes `values`.
+        Programs are needed at the sizes `queried` only; None is all. Sizes are split where a kernel
+        choice differs. A part is interpolated from its first sizes if a simulated run at its last
+        size agrees; else it is halved and tried again."""
         if self.must_simulate:
             return
         values = sorted(set(values) - {1})
@@ -125,9 +126,9 @@ class TraceSeries:
                 self._cover(run, wanted)
 
     def _cover_by_ends(self, run: Sequence[int], queried: set[int]) -> bool:
-        """Interpolate the `queried` sizes of the progression `run` from the first and the last of
-        them. Return False if that fails, or if one is no multiple of the first: padded sizes follow
-        no polynomial."""
+        """Interpolate those sizes of the progression `run` that are in `queried` from their first
+        and last. Return False if that fails, or if a size is no multiple of the first: padded sizes
+        follow no polynomial."""
         held = sorted(queried.intersection(run))
         is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
         if not is_few or any(value % held[0] for value in held):
@@ -144,11 +145,9 @@ class TraceSeries:
         return True
 
     def interpolation(self, start: int, spacing: int = 1) -> Interpolation:
-        """Return the interpolation from runs at `start`, `start + spacing` and so on, unchecked.
-
-        Raises:
-            NotInterpolable: the runs differ in more than sizes, or the plan has several GPUs.
-        """
+        """Return the interpolation from runs at sizes `start`, `start + spacing` and so on,
+        unchecked. Raise `NotInterpolable` if the runs differ in more than sizes, or the plan has
+        several GPUs."""
         if self.must_simulate:
             raise NotInterpolable(f"`{self.plan.strategy}` is traced size by size")
         if (start, spacing) in self._broken:
@@ -162,7 +161,7 @@ class TraceSeries:
         return self._interpolations[start, spacing]
 
     def agrees(self, interpolation: Interpolation, value: int) -> bool:
-        """Return whether `interpolation` and a simulated run give the same program at `value`."""
+        """Return whether `interpolation` equals a simulated run at the size `value`."""
         with suppress(NotInterpolable):
             return self._with_length(interpolation.at(value), value) == self.trace(value)
         return False
@@ -191,7 +190,7 @@ class TraceSeries:
 
 
 def runs_of_one_spacing(values: Sequence[int]) -> list[list[int]]:
-    """Cut ascending `values` into arithmetic progressions, from the left.
+    """Cut ascending `values` into arithmetic progressions, from the left on.
 
     >>> runs_of_one_spacing([2, 3, 4, 8, 16, 24])
     [[2, 3, 4], [8, 16, 24]]
@@ -212,11 +211,9 @@ SAME_MODEL: Mapping[str, Any] = {"optim": "sgd", "act_ckpt": False}
 
 class RelatedPlans:
     """Programs on `gpu` of plans that differ in `key`, optimizer, checkpointing or micro-batches.
-
-    `values` are those of `key` in these plans; `steps` are all values that interpolations cover.
-    With `accumulates`, steps of one micro-batch are derived from steps of two. Each further
-    optimizer is simulated once.
-    """
+    `key` is `batch_size` or `seq_len`. `values` are its values in these plans, `steps` those that
+    interpolations cover. With `accumulates`, a step of one micro-batch is derived from one of two.
+    Each further optimizer is simulated once."""
 
     def __init__(
         self, gpu: Gpu, steps: Sequence[int], values: Sequence[int], key: str = "batch_size", *,
@@ -230,7 +227,7 @@ class RelatedPlans:
         self._lead: TrainingPlan | None = None
 
     def at(self, plan: TrainingPlan) -> TracedPlan:
-        """Return the program of `plan`; `MemestError` if `plan` cannot be predicted."""
+        """Return the program of `plan`; raise `MemestError` if `plan` cannot be predicted."""
         if not repeats_micro_batches(plan):
             return self._traced(plan)
         self._lead = self._lead or plan
@@ -243,7 +240,8 @@ class RelatedPlans:
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:
-        """Return the program of `plan`, from a run of two micro-batches if `accumulates`."""
+        """Return the program of `plan`, which has the first plan's optimizer. If `accumulates`, it
+        is derived from a run of two micro-batches."""
         if not self.accumulates:
             return self._traced(plan)
         two = self._traced(replace(plan, accumulate_grad_batches=2))
@@ -258,8 +256,8 @@ class RelatedPlans:
         return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
-        """Return the step of the plan's optimizer, by comparing runs with it and with that of
-        `lead`. None if a run fails or the two differ in more."""
+        """Return the events of the step of the plan's optimizer. They are found by comparing a run
+        with one with the optimizer of `lead`. None if a run fails or the two differ in more."""
         own = getattr(plan, self.key)
         size = min((value for value in self.values if value > 1), default=own)
         short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)

@@ -42,7 +42,7 @@ _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPoint:
-    """Prediction of one plan on one GPU."""
+    """Prediction of one plan on one GPU, or the error of a plan that cannot be predicted."""
 
     plan: TrainingPlan
     gpu: str
@@ -60,14 +60,14 @@ class SweepPoint:
 
     @classmethod
     def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> "SweepPoint":
-        """Make a point from its plan and `values`, as `to_dict` returns them."""
+        """Make a point from its plan and `values`, the result of an earlier `to_dict`."""
         own = dict(values)
         if (found := values["verdict"]) is not None:
             own["verdict"] = read_as(Verdict, found)
         return cls(plan=plan, **own)
 
     def to_row(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return a flat table row: the plan's values of `keys`, then the results on the GPU."""
+        """Return a flat table row: the plan's values of the plan keys `keys`, then the results."""
         found = self.verdict
         head = {key: getattr(self.plan, key) for key in keys} | {"gpu": self.gpu}
         return head | {
@@ -87,9 +87,10 @@ Known = Mapping[TrainingPlan, list[SweepPoint]]  # points that were found before
 
 
 def parse_values(key: str, text: str) -> list[Any]:
-    """Return the values of `key` in a list `1,2,4`, a range `1:64` or a range with a step `8:64:8`.
+    """Return the values of the plan key `key` in `text`, such as `1,2,4`, `1:64` or `8:64:8`.
 
-    Both ends of a range count. A value that is named twice counts once.
+    `8:64:8` is a range with a step of 8. Both ends of a range count. A value that is named twice
+    counts once.
 
     >>> parse_values("batch_size", "1,4:8:2"), parse_values("act_ckpt", "false,true")
     ([1, 4, 6, 8], [False, True])
@@ -152,12 +153,9 @@ def make_grid(
     base: Mapping[str, Any], varied: Mapping[str, Sequence[Any]], *, max_points: int = MAX_POINTS
 ) -> Grid:
     """Return (varied values, plan or its error) for every combination of the values in `varied`.
-
-    `base` has the other keys. The last key of `varied` changes fastest.
-
-    Raises:
-        PlanError: there are more than `max_points` combinations, or all of them are invalid.
-    """
+    `varied` has a list of values for each plan key that varies; the last key changes fastest.
+    `base` has the values of other plan keys. Raise `PlanError` if there are more than `max_points`
+    combinations, or all of them are invalid."""
     count = math.prod(map(len, varied.values()))
     if count > max_points:
         raise PlanError(
@@ -175,7 +173,8 @@ def make_grid(
 def sweep_grid(
     grid: Grid, *, jobs: int | None = None, engine: str = "local", known: Known | None = None
 ) -> list[dict[str, Any]]:
-    """Predict the plans of `make_grid`; return table rows, with an `error` for invalid plans."""
+    """Predict the plans of `grid`, which `make_grid` returned, with the options of `sweep`. Return
+    a table row for each plan and GPU, with an `error` for invalid plans."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     points = sweep(plans, jobs=jobs, engine=engine, known=known)
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
@@ -198,14 +197,11 @@ def sweep(
     plans: Sequence[TrainingPlan], *, jobs: int | None = None, engine: str = "local",
     known: Known | None = None,
 ) -> list[SweepPoint]:  # fmt: skip
-    """Predict every plan on each of its GPUs, in order.
-
-    A plan that cannot be predicted gives points with an `error`. Points of plans in `known` are not
-    predicted again. `engine` names what runs the predictions, with `jobs` workers.
-
-    Raises:
-        MemestError: none of the plans can be predicted; the error is the first one's.
-    """
+    """Predict every plan on each of its GPUs; return the points in this order. A plan that cannot
+    be predicted gives points with an `error`. Points of plans in `known` are not predicted again.
+    `engine` names what runs the predictions, such as `local` or `slurm`. It has `jobs` workers;
+    None is the engine's default. Raise `MemestError` if none of the plans can be predicted; the
+    error is the first one's."""
     require(*PLANS)
     known = known or {}
     new = [plan for plan in plans if plan not in known]
@@ -258,8 +254,9 @@ def _shared(key: str, plan: TrainingPlan) -> Any:
 def _sweep_group(
     plans: Sequence[TrainingPlan], *, key: str, jobs: int
 ) -> list[list[SweepPoint] | MemestError]:
-    """Return the points of each plan, or its error. The plans differ only in `key` and optimizer,
-    so they share simulated runs."""
+    """Return the points of each of `plans`, or the plan's error. The plans differ only in `key`
+    (`batch_size` or `seq_len`) and optimizer, so they share simulated runs. Replays use `jobs`
+    processes."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     given = [getattr(plan, key) for plan in plans]
@@ -286,8 +283,9 @@ MIN_PARALLEL_POINTS = 16  # number of points below which one process is as fast 
 def _replay_in_parallel(
     plans: Sequence[TrainingPlan], chips: "Mapping[Any, RelatedPlans]", jobs: int
 ) -> Sequence[list[SweepPoint] | None]:
-    """Replay plans in `jobs` forked processes. Return the points of each plan, or None for one left
-    to the caller: a fork cannot simulate, as autograd fails there. `chips` has the runs by chip."""
+    """Replay `plans` in `jobs` forked processes, from the runs that `chips` has by kind of GPU.
+    Return the points of each plan, or None for a plan left to the caller. A plan without a run is
+    left, since autograd fails in a fork; so are all plans if they are few or `jobs` is 1."""
     from memest.estimator.search.related_plans import MAY_TRACE
 
     found: list[list[SweepPoint] | None] = [None] * len(plans)
@@ -330,7 +328,7 @@ _FIRST_RESULT = "verdict"  # first result column; the columns before it identify
 
 @dataclass(frozen=True, slots=True)
 class FitsTable:
-    """Verdicts of a sweep by row and column; an invalid plan has no entry."""
+    """Table of a sweep: verdicts by (row label, column label), without entries of invalid plans."""
 
     verdicts: dict[tuple[str, str], Verdict]
     across: str  # name of the columns, such as `batch size`
@@ -360,13 +358,9 @@ def _no_sweep(path: Path) -> PlanError:
 
 
 def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable:
-    """Return the verdicts in `rows` as a table, with the values of the key `across` as columns.
-
-    By default, that is the key with the most values.
-
-    Raises:
-        PlanError: `across` does not vary.
-    """
+    """Return the verdicts in `rows`, from `read_rows`, as a table. Its columns are the values of
+    the plan key `across`; "" is the key with the most values. Raise `PlanError` if `across` does
+    not vary."""
     names = list(rows[0])
     keys = names[: names.index(_FIRST_RESULT)]
     values = {key: list(dict.fromkeys(_text(row[key]) for row in rows)) for key in keys}
@@ -400,7 +394,7 @@ _SHORT = {
 
 
 def _label(key: str, text: str) -> str:
-    """Return the label for tables of the value `text` of a swept `key`.
+    """Return the label in tables for `text`, a value of the plan key `key`.
 
     >>> _label("precision", "32-true"), _label("use_lora", "False"), _label("batch_size", "8")
     ('32-true', 'no LoRA', 'batch 8')
@@ -439,7 +433,7 @@ peft's default."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explored:
-    """A plan of an interactive page, and its predicted memory."""
+    """Entry of a plan in an interactive page: its predicted memory, and its verdict on each GPU."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `KINDS`, without a limit; the sum is the peak
@@ -457,12 +451,10 @@ def explore(
     seq_len: int | None = None, jobs: int | None = None, engine: str = "local",
 ) -> list[Explored]:  # fmt: skip
     """Predict every model with every setting, batch size and number of micro-batches, on each GPU.
-
-    Plans that cannot be predicted are left out. `jobs` is the number of the engine's workers.
-
-    Raises:
-        MemestError: there is no such model or GPU, or nothing at all can be predicted.
-    """
+    `settings` are values of plan keys. `seq_len` is in tokens; None is the model's default.
+    `engine` names what runs the predictions, with `jobs` workers. Plans that cannot be predicted
+    are left out. Raise `MemestError` if there is no such model or GPU, or nothing at all can be
+    predicted."""
     targets = [find_gpu(name) for name in dict.fromkeys(gpus)]
     if not models or not targets or not batches:
         raise PlanError("the grid is empty", hint="name a model, a GPU and a batch size")
@@ -503,7 +495,8 @@ def _grid_label(plan: TrainingPlan) -> str:
 def _group(
     plans: Sequence[TrainingPlan], *, targets: Sequence[Gpu]
 ) -> list[Explored | MemestError]:
-    """Predict plans that differ only in optimizer, checkpointing and batches, on `targets`."""
+    """Return the entry of each of `plans` for the GPUs `targets`, or the plan's error. The plans
+    may differ only in optimizer, checkpointing, batch size and number of micro-batches."""
     from memest.estimator.search.related_plans import RelatedPlans
 
     batches = list(dict.fromkeys(plan.batch_size for plan in plans))
@@ -513,7 +506,8 @@ def _group(
 
 
 def _progression(batches: Sequence[int]) -> Sequence[int]:
-    """Return sizes that include `batches`: equally spaced if there are many, for interpolation."""
+    """Return batch sizes for interpolation, which include `batches`. If there are many, the sizes
+    are equally spaced and leave out 1."""
     rest = sorted(set(batches) - {1})
     step = math.gcd(*rest) if rest else 1
     return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches
@@ -537,11 +531,9 @@ def point_of(
     plan: TrainingPlan, terms: Iterable[Term], reserved_bytes: int, rows: Iterable[PhaseRow],
     verdicts: Mapping[str, Verdict],
 ) -> Explored:  # fmt: skip
-    """Return a plan's entry in an interactive page, from rows of its report.
-
-    `terms` are the kinds of memory at the peak, `rows` the bytes at the end of each phase,
-    `verdicts` those by GPU. `reserved_bytes` is the peak reserved without a limit.
-    """
+    """Return a plan's entry in an interactive page, from its report. `terms` are the report rows of
+    the peak, `rows` the bytes at the end of each phase, `verdicts` those by name of the GPU.
+    `reserved_bytes` is the peak reserved without a limit."""
     kinds, words = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
     return Explored(
@@ -559,7 +551,7 @@ def point_of(
 
 
 def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
-    """Sum the report rows of a peak by `KINDS`; return ({kind: bytes}, {kind: explanation})."""
+    """Sum `terms`, report rows of a peak, by `KINDS`; return ({kind: bytes}, {kind: text})."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:
