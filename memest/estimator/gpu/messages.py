@@ -61,7 +61,7 @@ INDICES_ELSEWHERE = (
 
 
 def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
-    """Return torch 2.11's out-of-memory message for `num_bytes` (`CUDACachingAllocator.cpp`)."""
+    """Return torch's message for a failed request of `num_bytes` (`CUDACachingAllocator.cpp`)."""
     in_use = allocator.reserved_bytes + gpu.context_bytes
     cached = allocator.reserved_bytes - allocator.allocated_bytes
     limit = allocator.limit_bytes
@@ -109,9 +109,9 @@ def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor]
 
 
 def refusal(func: Any, error: Exception, where: str) -> Exception:
-    """Return the exception to raise at the script's line `where`, after operator `func` raised
-    `error`. It is an `UnsupportedError` if only the simulation fails: the result's shape depends on
-    unknown values, or there is no meta kernel. Else it is `error`, as on a real GPU."""
+    """Return the exception to raise for `error`, which operator `func` raised at the script's line
+    `where`. It is an `UnsupportedError` if only the simulation fails: the result's shape depends on
+    unknown values, or there is no meta kernel. Otherwise it is `error`, as on a real GPU."""
     name = str(func).removesuffix(".default")
     if isinstance(error, ValueUnknown) or op_of(func).shaped_by:
         return UnsupportedError(

@@ -89,8 +89,8 @@ def _has_own_dispatch(kind: type) -> bool:
 
 
 def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
-    """Run a tensor factory that a C++ composite operator calls with device `meta`. The result is
-    put on the GPU by `CudaSimMode._adopt`, if an operator there uses it."""
+    """Run `func`, a tensor factory that C++ calls with device `meta` inside a composite operator.
+    `CudaSimMode._adopt` puts the result on the GPU once an operator on the GPU uses it."""
     made = func(*args, **kwargs)
     if func is aten.scalar_tensor.default:  # from a number in `torch.where`
         made.number = args[0]
@@ -98,7 +98,8 @@ def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
 
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that runs operators of a script as on a CUDA GPU, on tensors without data."""
+    """Dispatch mode that runs operators of a script as on a CUDA GPU, on tensors without data.
+    `guesses` gives unknown values that the script reads; `lines` finds its running line."""
 
     def __init__(
         self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
@@ -135,7 +136,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because otherwise torch would import its compiler."""
+        """Return False: with True, torch would import Dynamo to disable it within the mode."""
         return False
 
     supports_higher_order_operators = True
@@ -225,7 +226,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.run(func, args, kwargs)
 
     def _decomposed(self, key: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator by its kernel for dispatch key `key`, which calls other operators."""
+        """Run an operator as several others by `key`, a dispatch key or a function."""
         result = run_decomposed(self, key, func, args, kwargs)
         if func.namespace == "bitsandbytes":
             self.work.call_library(func, args, kwargs, result)
@@ -234,8 +235,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _places(self, func: Any, args: Args, kwargs: Any) -> tuple[bool, bool, bool, bool]:
-        """Return four flags, True if a tensor has this place: (GPU, host without data, host with
-        data, none). A tensor without a place was made by C++ inside of an operator."""
+        """Return four flags: whether a tensor is on the GPU, on the host without data, on the host
+        with data, or without a place. C++ makes tensors without a place inside an operator."""
         on_gpu = on_host = is_real = no_place = False
         live = self.memory.live
         for tensor in sample_tensors(args, kwargs):
@@ -285,7 +286,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- copies
 
     def _copy_to_gpu(self, func: Any, args: Args, kwargs: Any, adopts: bool) -> Any:
-        """Copy a host tensor to the GPU, as kind parameter or batch. `adopts`: see `run_on_gpu`."""
+        """Copy a host tensor to the GPU, labelled PARAMS or BATCH; `adopts`: see `run_on_gpu`."""
         is_new = func is not aten.copy_.default
         source: Tensor = args[0] if is_new else args[1]
         non_blocking = kwargs.get("non_blocking") or (not is_new and len(args) > 2 and args[2])
@@ -309,7 +310,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Copy a tensor from the GPU to the host; most copies have no data."""
+        """Copy a GPU tensor to the host. `copied` decides whether the result has data."""
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})
@@ -427,7 +428,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dense(out, func, self.attribution.lines.current)
 
     def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Return the result of a call with `out=`, or of `resize_`; reallocate what has grown."""
+        """Return the result of a call with `out=` or of `resize_`; reallocate enlarged tensors."""
         written = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
         before = [tensor.untyped_storage().nbytes() for tensor in written]
         out = self._result(op, args, kwargs)

@@ -60,8 +60,8 @@ DEFAULT: Communicator = "", None
 
 
 class PendingWorks:
-    """Collectives and messages of this rank: their communicators, and each `Work` (torch's handle
-    of a collective) that the script has not waited for, with the tensors that it keeps alive."""
+    """NCCL's communicators of this rank, and its pending collectives and messages. Each `Work`
+    (torch's handle of a collective) keeps tensors alive until the script waits for it."""
 
     def __init__(self, timeline: Timeline, memory: Memory) -> None:
         self._timeline = timeline
@@ -80,7 +80,7 @@ class PendingWorks:
         self._registered: dict[int, Any] = {}  # work by functional result (`WorkRegistry`)
 
     def install(self, patches: Patches) -> None:
-        """Patch `wait` and `get_future` of torch's `Work`."""
+        """Make `wait` and `get_future` of torch's `Work` follow the simulated streams."""
         wait = DoneWork.wait
 
         def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,11 +105,12 @@ class PendingWorks:
         peer: int | None = None,
         messages: Collection[tuple[int, bool]] = (),
     ) -> int:
-        """Record a collective or a message of `group`; return the stream on which it runs.
+        """Record a collective or a message of process group `group`; return the stream for it.
 
-        A message has a `name` ("send" or a receive) and another rank, `peer`. Except in a batch,
-        the pair has a communicator and a stream of its own (`ProcessGroupNCCL::pointToPoint`).
-        `messages` are those that NCCL sends for a collective: (other rank, True if this one sends).
+        `peer` is the other rank of a message, None for a collective. `name` is "send" for a sent
+        message. Except in a batch, each pair of ranks has its own communicator and stream
+        (`ProcessGroupNCCL::pointToPoint`). `messages` are those by which NCCL runs a collective,
+        each (other rank, True if this rank sends).
         """
         self.release_due()
         stream = self._timeline.stream
@@ -137,7 +138,7 @@ class PendingWorks:
         return "" if is_default else str(group.group_name)
 
     def create(self, group: Any) -> None:
-        """Record the communicator of a new group at once, as NCCL makes it with a `device_id`."""
+        """Record the communicator of a new `group`, which NCCL makes at once with a `device_id`."""
         if group.size() > 1:
             self._created.add((self._name(group), None))
         elif self._name(group):
@@ -145,7 +146,7 @@ class PendingWorks:
 
     @property
     def communicators(self) -> set[Communicator]:
-        """Return the communicators of two ranks or more that have been created."""
+        """Communicators that NCCL has created for at least two ranks."""
         return self.collectives | set(self.messages) | self._created
 
     def library_bytes(self, rank: Rank) -> int:
@@ -162,24 +163,24 @@ class PendingWorks:
         return total
 
     def release_due(self) -> None:
-        """Free tensors that were kept for finished collectives. Each new collective does so."""
+        """Free tensors that finished collectives kept alive. Each new collective calls this."""
         self._last = None
         self._memory.unstash()
 
     def register(self, results: Any) -> None:
-        """Keep the last new `Work` alive until `wait_for` is called with one of its `results`."""
+        """Keep the last new `Work` alive until `wait_for` gets one of the tensors in `results`."""
         for tensor in tensors_in((results,)):
             if type(tensor) is Tensor:  # no wrapper of a result that is registered already
                 self._registered[storage_key(tensor)] = self._last
 
     def wait_for(self, tensor: Tensor) -> None:
-        """Wait for the `Work` whose result is `tensor`, as `wait_tensor` does."""
+        """Wait for the registered `Work` whose result is `tensor`, if there is one."""
         work = self._registered.pop(storage_key(tensor), None)
         if work is not None:
             work.wait()
 
     def new_work(self, tensors: Sequence[Tensor], stream: int) -> Any:
-        """Return a new `Work` of a collective on `stream`, boxed as operators return it.
+        """Return a new `Work` of a collective on `stream`, boxed for C++ as operators return it.
 
         The `Work` keeps `tensors` alive. Its `wait` makes the current stream wait for `stream`.
         """
@@ -197,7 +198,7 @@ class PendingWorks:
 
 
 class GpuFuture(torch.futures.Future[Any]):
-    """`torch.futures.Future` of a value that a GPU stream computes."""
+    """`torch.futures.Future` of `value`, which work on the GPU's stream `stream` computes."""
 
     def __new__(cls, *args: Any) -> "GpuFuture":
         """Make a future without devices, because a CPU build of torch refuses CUDA devices."""

@@ -30,7 +30,7 @@ IN_CHILD = (
 def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None:
     """Patch `multiprocessing`: the child process of the simulated `rank` runs in this process.
 
-    Other processes have no GPU, which `note` adds to the report. They can get tensors without data.
+    Other child processes have no GPU and can get tensors without data; `note(text)` reports them.
     """
     ranks: list[Any] = []  # processes of the script that are ranks, in the order of their start
 
@@ -86,7 +86,7 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
 
 
 def _spawn(rank: Rank, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call `fn` for the simulated rank alone, in place of `torch.multiprocessing.spawn`."""
+    """Call `fn(local_rank, *args)` for the simulated rank alone, not in `nprocs` processes."""
     if nprocs != rank.num_local:
         raise _other_number(nprocs, rank)
     fn(rank.local_rank, *args)
@@ -101,7 +101,7 @@ def _other_number(number: int, rank: Rank) -> UnsupportedError:
 
 
 def refuse_in_child(kwargs: dict[str, Any]) -> None:
-    """Raise torch's error for CUDA in a forked process if `kwargs` have `device="cuda"`."""
+    """Raise torch's error for CUDA in a forked process if an operator's `kwargs` name a GPU."""
     device = kwargs.get("device")
     if device is not None and device.type == "cuda":
         raise RuntimeError(IN_CHILD)

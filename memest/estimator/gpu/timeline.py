@@ -57,13 +57,13 @@ START: Time = (0.0, 0.0)
 
 
 def segment_us(num_bytes: int) -> float:
-    """Return how many microseconds of the host a `cudaMalloc` of `num_bytes` takes."""
+    """Return the microseconds that the host spends on a `cudaMalloc` of `num_bytes`."""
     mib, cost = zip(*SEGMENT_US, strict=True)
     return float(np.interp(num_bytes / 2**20, mib, cost))
 
 
 def later(a: Time, b: Time) -> Time:
-    """Return the later of two times, separately for each pace."""
+    """Return the later of two times, separately at the fast and at the slow pace."""
     return max(a[0], b[0]), max(a[1], b[1])
 
 
@@ -117,12 +117,12 @@ class Timeline:
         return time[self.is_slow]
 
     def event(self, stream: int) -> Time:
-        """Return when `stream` finishes its work so far, as `Event.record` does."""
+        """Return the time at which `stream` finishes its work so far, as `Event.record` does."""
         return self._busy_until.get(stream, START)
 
     @property
     def idle(self) -> Time:
-        """Time at which all streams have finished their work so far."""
+        """Time at which all streams finish the work launched so far."""
         return reduce(later, self._busy_until.values(), START)
 
     def stream_waits(self, stream: int, event: Time) -> None:
@@ -145,11 +145,11 @@ class Timeline:
         self.host_time = self.host_time[0] + fast_us, self.host_time[1] + slow_us
 
     def launch(self, func: Any, recipe: Any) -> None:
-        """Launch the kernels of one operator on the current stream.
+        """Launch the kernels of one call of `func` on the current stream.
 
         The first launch of `func` loads kernels, for which the host waits for all streams ("Lazy
         Loading", CUDA Programming Guide 13; measured on pipelines of four H200s). `recipe.work` is
-        the index of the call's work in the log. A read of a value has no recipe.
+        the index of the call's work in the log. `recipe` is None for a read of a value.
         """
         if func not in self._loaded:
             self._loaded.add(func)
@@ -161,7 +161,7 @@ class Timeline:
         self._enqueue(self.stream, self._kernels_us.get(index, 0.0))
 
     def transfer(self, num_bytes: int, stream: int) -> None:
-        """Launch a transfer of `num_bytes` on `stream`, after the work of the current stream."""
+        """Launch a transfer of `num_bytes` to other GPUs on `stream`, after the current stream."""
         self.log.add(Work(LINK, (num_bytes,), "", 0, num_bytes))
         self.stream_waits(stream, self.event(self.stream))
         self._enqueue(stream, num_bytes / self._gpu.link_gb_s * 1e-3, WAIT_US)
@@ -188,7 +188,7 @@ class Timeline:
     # --- streams
 
     def new_stream(self, priority: int = 0) -> int:
-        """Return the next stream of this `priority`; after `STREAMS_PER_POOL`, the first again."""
+        """Return the next stream number of `priority`; `STREAMS_PER_POOL` numbers take turns."""
         pool = self._pools[priority]
         turn = self._num_taken[priority] % STREAMS_PER_POOL
         self._num_taken[priority] += 1
@@ -210,7 +210,7 @@ class Timeline:
             self.switch(before)
 
     def switch(self, stream: int) -> None:
-        """Make `stream` the current one."""
+        """Make `stream` the current one, as `torch.cuda.set_stream` does."""
         self.stream = stream
         if torch._C._current_autograd_node() is None:
             self._starts.append(torch._C._autograd._get_sequence_nr())
@@ -220,7 +220,7 @@ class Timeline:
                 del self._starts[:half], self._streams[:half]
 
     def stream_of_call(self, args: tuple[Any, ...], is_sum: bool) -> int:
-        """Return the stream on which the operator that is called now runs.
+        """Return the stream on which the running operator, called with `args`, is launched.
 
         In backward it is the one on which the node's forward ran. A sum of gradients (`is_sum`)
         runs on the stream of the node that gets the sum (`InputBuffer::add`), or for a parameter on
@@ -243,8 +243,8 @@ class Timeline:
         return producer
 
     def _stream_of(self, node: Any) -> int:
-        """Return the stream of a backward node: the one on which its forward ran, or that of
-        `leaf_streams` for the node of a parameter."""
+        """Return the stream of a backward `node`: the one on which its forward ran. A parameter's
+        node has its stream of `leaf_streams`, by default the current one."""
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.leaf_streams.get(variable, self.stream)

@@ -26,11 +26,12 @@ POLL_SECONDS = 0.002  # between two looks for the message of a running rank
 
 
 class PeerEnded(UnsupportedError):
-    """A rank ended before it posted a message for which another rank waits."""
+    """Error: a rank waits for a message of a rank that has ended without posting it."""
 
 
 class Mailbox:
-    """Exchange of messages between simulated ranks, by files in one folder of all processes."""
+    """Exchange of messages between simulated ranks, by files in one folder of all processes. A
+    `key` is any object whose `repr` is equal in all ranks, such as ("send", 0, 1, tag)."""
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()
@@ -52,14 +53,14 @@ class Mailbox:
         self._together = frozenset(ranks)
 
     def begin_rank(self, rank: int) -> None:
-        """Begin to simulate `rank`: its messages are numbered from 0 again."""
+        """Begin to simulate `rank` from its start: count the messages of each key from 0."""
         self._own = rank
         self._counts.clear()
         self._peers.clear()
         self._expected.clear()
 
     def post(self, key: object, value: Any) -> None:
-        """Write the next message under `key`, unless it exists: `value`, or None if unknown."""
+        """Write `value` (None: unknown) as the next message under `key`, unless its file exists."""
         self.open()
         path = self._next(key)
         if not path.exists():  # else the rank runs again
@@ -70,7 +71,7 @@ class Mailbox:
     def fetch(self, key: object, source: int) -> Any:
         """Return the next message under `key`; None if its value is unknown or it never comes.
 
-        Wait for the message if rank `source` runs at the same time.
+        Rank `source` posts the message. If that rank runs at the same time, wait for the message.
 
         Raises:
             PeerEnded: `source` has ended without the message.
@@ -86,7 +87,7 @@ class Mailbox:
             return pickle.loads(path.read_bytes())
 
     def _poll(self, path: Path, gives_up: Callable[[], bool]) -> bool:
-        """Wait for a message's file; return False if `gives_up()` returns True before it exists."""
+        """Wait until the file `path` exists; return False if `gives_up()` is True before that."""
         while not path.exists():
             if gives_up() and not path.exists():
                 return False
@@ -106,7 +107,7 @@ class Mailbox:
         return self._folder is not None and self._path_of(key).exists()
 
     def arrive(self, place: object, ranks: Collection[int]) -> None:
-        """Wait until the `ranks` simulated now have called `arrive` with the same key `place`."""
+        """Wait until all `ranks` simulated now have called `arrive` with the same key `place`."""
         if self._companions:
             self.post((place, self._own), None)
         for other in self._companions.intersection(ranks):
@@ -114,13 +115,13 @@ class Mailbox:
 
     @property
     def _companions(self) -> frozenset[int]:
-        """Other ranks that are simulated at the same time as this one."""
+        """Other ranks that are simulated at the same time as this one; empty if it runs alone."""
         together = self._together
         return together - {self._own} if self._own in together else frozenset()
 
     def _comes(self, path: Path, source: int) -> bool:
-        """Wait for the message file `path`, if rank `source` runs now; return whether it came. No
-        message comes if `source` has ended, or waits for a message that this rank never posts."""
+        """Return whether rank `source` posts the message file `path`; wait if `source` runs now. It
+        never does if it has ended, or if it waits for a message that this rank never posts."""
         if path.exists() or source not in self._companions:
             return path.exists()
         waits, others = self._path("waits", self._own), self._path("waits", source)
@@ -140,7 +141,7 @@ class Mailbox:
             waits.unlink(missing_ok=True)
 
     def expect(self, key: object, source: int, line: str) -> None:
-        """Make `finish` wait for `key` of rank `source`; errors name the script's `line`."""
+        """Make `finish` wait for `key` from rank `source`; errors name the script's line `line`."""
         self.open()
         self._expected.append((self._next(key), source, line))
 
@@ -202,7 +203,7 @@ def _remove(folder: str, owner: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Rank (process of a distributed run) that this process simulates, and the numbers of ranks."""
+    """Simulated rank (process of a distributed run), with the number of ranks (`world_size`)."""
 
     rank: int = 0
     world_size: int = 1
@@ -218,7 +219,7 @@ class Rank:
 
     @property
     def communicator_bytes(self) -> int:
-        """NCCL's bytes per GPU for the default group; the script's other groups come on top."""
+        """NCCL's bytes per GPU for the default group, without the script's other groups."""
         if self.world_size > 1:
             return COMMUNICATOR_BYTES
         return COMMUNICATOR_OF_ONE_BYTES if self.is_launched else 0
@@ -229,7 +230,7 @@ class Rank:
         return self.rank % self.num_local
 
     def environment(self, port: int = MASTER_PORT) -> dict[str, str]:
-        """Return the environment variables of `torchrun` (`local_elastic_agent.py`, torch 2.11)."""
+        """Return torchrun's variables (`local_elastic_agent.py`); `port` is `MASTER_PORT`."""
         host, num_nodes = self.rank // self.num_local, self.world_size // self.num_local
         variables: dict[str, Any] = {
             "LOCAL_RANK": self.local_rank, "RANK": self.rank, "GROUP_RANK": host,

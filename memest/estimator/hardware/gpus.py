@@ -71,7 +71,7 @@ Source: NVIDIA's data sheets of V100 SXM2, T4, A100 SXM, A10, RTX 4090, H200, B2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """Properties of one model of GPU, as a process sees them, or of an instance of it (MIG)."""
+    """Properties of a GPU model, or of an instance of one under MIG, as a process sees them."""
 
     name: str  # name on the command line, such as `a100-80gb`
     label: str  # vendor's name, such as `NVIDIA A100-SXM4-80GB`
@@ -100,10 +100,10 @@ class Gpu:
     beside_bytes: int = 0  # held by other processes: an inference server, a display
 
     def tflops_of(self, rate: str) -> float:
-        """Return the peak rate of a precision such as "bfloat16", in 1e12 operations/s.
+        """Return the peak rate of the precision `rate`, such as "bfloat16", in 1e12 operations/s.
 
         A precision without a figure, such as 8-bit, has twice the rate of float16. Before compute
-        capability 8.0 bfloat16 is emulated in float32.
+        capability 8.0, bfloat16 has the rate of float32, in which it is emulated.
         """
         if rate == "bfloat16":
             rate = "float16" if self.capability >= (8, 0) else "float32"
@@ -112,7 +112,7 @@ class Gpu:
     @property
     def link_gb_s(self) -> float:
         """Bandwidth to other GPUs of a node in one direction, 1e9 bytes/s. A compute capability
-        that has no figure has that of the next lower one."""
+        without a figure has the next lower one's."""
         known = (c for c in _LINKS if c <= self.capability)
         return _LINKS[max(known, default=min(_LINKS))]
 
@@ -132,7 +132,7 @@ class Gpu:
         return max(0, self.memory_bytes - self.context_bytes - self.beside_bytes)
 
     def beside(self, num_bytes: int | None) -> "Gpu":
-        """Return this GPU with `num_bytes` (None: 0) of other processes; `PlanError` if full."""
+        """Return this GPU with `num_bytes` (None: 0) in other processes; `PlanError` if full."""
         if not num_bytes:
             return self
         if num_bytes >= self.memory_bytes - self.context_bytes:
@@ -152,10 +152,8 @@ class Gpu:
         return memory + CONTEXT_RANGE_BYTES
 
     def spread_under(self, limit_bytes: int, beside_bytes: int = 0) -> int:
-        """Return by how many bytes the GPU can have less than `limit_bytes` with another driver.
-
-        0 if it has as many with every driver. Libraries hold `beside_bytes` of its memory.
-        """
+        """Return by how many bytes the usable memory can be below `limit_bytes` with another
+        driver; 0 if it cannot. `beside_bytes`, held by libraries, are not usable."""
         least = self.limit_bytes - beside_bytes - self.spread_bytes
         return max(0, limit_bytes - least)
 
@@ -176,7 +174,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with this name: that of the catalogue, the vendor's or a short one.
+    """Return the GPU with this `name`: the catalogue's name, the vendor's, or a short one.
 
     Case, spaces, `_`, `-` and a leading `nvidia` do not count. A MIG profile after the name gives
     that instance.
@@ -204,9 +202,9 @@ def find_gpu(name: str) -> Gpu:
 
 
 def custom_gpu(memory_bytes: int, like: Gpu | None = None) -> Gpu:
-    """Return a GPU with the given memory and all other properties of `like`.
+    """Return a GPU with `memory_bytes` of memory and all other properties of `like`.
 
-    Without `like`, kernels and context are the H200's (compute capability 9.0), on which memest was
+    Without `like`, they are those of the H200 (compute capability 9.0), on which memest was
     measured.
 
     >>> custom_gpu(24 * 2**30).name
@@ -235,7 +233,7 @@ def custom_gpu(memory_bytes: int, like: Gpu | None = None) -> Gpu:
 
 
 def match_device(name: str, total_bytes: int) -> Gpu | None:
-    """Return the entry for an installed GPU, from its CUDA device name and its total memory.
+    """Return the catalogue's entry for an installed GPU with CUDA name `name` and `total_bytes`.
 
     None if the catalogue has no such GPU, or only one whose memory differs by more than 2 %
     (another variant, ECC switched). Use `custom_gpu` then.
@@ -263,10 +261,10 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
 
 
 def nearest_gpu(capability: tuple[int, int], memory_bytes: int) -> Gpu:
-    """Return the catalogue's GPU whose kernels are most like those of a GPU outside of it.
+    """Return the catalogue's GPU whose kernels are most like those of a GPU that it lacks.
 
-    It has the same compute capability, else the highest one below it, else the lowest. Of several
-    the one with the nearest memory is returned.
+    It has the same compute capability, else the highest one below it, else the lowest. Among
+    several, its memory is the nearest to `memory_bytes`.
 
     >>> nearest_gpu((8, 9), 12 << 30).capability, nearest_gpu((8, 7), 32 << 30).capability
     ((8, 9), (8, 6))
@@ -286,7 +284,7 @@ def _words(device_name: str) -> frozenset[str]:
 
 
 def _kind(words: frozenset[str]) -> frozenset[str]:
-    """Return the words of a GPU's name that identify its model: `{"rtx", "4090"}`, `{"a100"}`."""
+    """Return the `words` of a GPU's name that identify its model: `{"rtx", "4090"}`, `{"a100"}`."""
     return frozenset(w for w in words if not _INCIDENTAL.fullmatch(w))
 
 
@@ -354,7 +352,7 @@ _NAME = re.compile(
 
 @cache
 def _mig_table() -> dict[str, Any]:
-    """Return the data of mig.json by GPU name: the profiles and their source."""
+    """Return {GPU name: {"profiles": {profile: (MiB, SMs)}, "source": text}} of mig.json."""
     return read_table(__file__, "mig.json")
 
 
@@ -376,7 +374,7 @@ def split_mig(name: str) -> tuple[str, str] | None:
 
 
 def _check_whole_is_named(whole: str, profile: str) -> None:
-    """Raise a `PlanError` if a MIG `profile` comes without `whole`, the name of its GPU."""
+    """Raise a `PlanError` if `whole`, the name of the GPU of a MIG `profile`, is empty."""
     if whole:
         return
     names = [

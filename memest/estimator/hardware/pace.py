@@ -70,10 +70,10 @@ SPREAD_ELSEWHERE = (0.65, 1.8)  # the same on a GPU that was not measured; assum
 
 
 def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime | None:
-    """Return the median time of the logged steps after the first.
+    """Return the median time of the logged steps after the first; None without steps or peak rates.
 
-    None if the log has no step, or `gpu` no rates. The low estimate overlaps collectives with
-    everything else, the high one with nothing. Each step is extended to `num_micro_batches`.
+    The low estimate overlaps collectives with everything else, the high one with nothing. A step
+    with fewer micro-batches is extended to `num_micro_batches` (0: no step is).
     """
     if not log.steps or not gpu.tflops:
         return None
@@ -104,8 +104,8 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
 
 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
-    """Return the `events` of a step, extended to `num_micro_batches` if it has fewer. Events are
-    those of `WorkLog`. The ones between the last two `CUT` are repeated: a micro-batch."""
+    """Return a step's `WorkLog` events, its last micro-batch repeated up to `num_micro_batches`.
+    That is between the last two `CUT`; with fewer of them, `events` are returned unchanged."""
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
@@ -116,8 +116,8 @@ def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
 class Clocks:
     """Simulated clocks of the host and of `gpu`, which give the time of steps made of `works`.
 
-    Arrays have seconds by index of the work: `kernels` on the GPU, `links` for transfers between
-    GPUs, `bounds` for (operations, bytes) at the peak rates.
+    Its arrays have seconds by index of the work: `kernels` on the GPU, `links` for transfers
+    between GPUs, and `bounds` (operations, bytes) at the peak rates.
     """
 
     def __init__(self, works: list[Work], gpu: Gpu) -> None:
@@ -138,9 +138,9 @@ class Clocks:
     ) -> list[tuple[float, float]]:
         """Return (seconds, extra seconds of first calls with new sizes) of each step.
 
-        `steps` has the events of `WorkLog` by step, `num_known` the number of works that occurred
-        before each. Times are multiplied by `kernel_share` (a number, or an array by work) and by
-        `host_share`. The host waits for the GPU at the end of a step.
+        `steps` has the `WorkLog` events of each step, `num_known` the number of works that occurred
+        before it. Kernels take `kernel_share` times their time (a number, or an array by work), and
+        the host `host_share` times its own. The host waits for the GPU at the end of a step.
         """
         hosts = [host_share * s for s in self._hosts]
         busy = kernel_share * self.kernels
@@ -174,8 +174,8 @@ class Clocks:
         return found
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
-        """Return the resource whose removal shortens a step with these `events` most. It is
-        `host`, `compute`, `memory` or `LINK` (collectives, which take `link_s` seconds)."""
+        """Return the resource whose removal shortens the step with these `events` most: `host`,
+        `compute`, `memory` or `LINK`. `link_s` is the time of its collectives in seconds."""
         shares = (self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)).T
         without = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
         known = [len(self._works)]
@@ -186,8 +186,8 @@ class Clocks:
 class Table:
     """Estimates of the times of kernels and of the host with `gpu`, from measured times.
 
-    `times` is the content of a file in `pace/`, and `kinds` its kernels, measured on `origin`.
-    `file` names a user's file for reports, if its times replace the package's.
+    `times` is the content of a file in `pace/`. `kinds` has its calls by kind of work, measured on
+    the GPU `origin`. `file` names the user's file for reports, empty if only the package's is used.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Table:
         """Measured GPU whose efficiencies are used; empty if it is this one."""
 
     def host_s(self, work: Work, host: int) -> float:
-        """Return seconds of the host for a call; `host`: `FORWARD`, `BACKWARD` or `OPTIMIZER`."""
+        """Return the host's seconds for a call; `host` is `FORWARD`, `BACKWARD` or `OPTIMIZER`."""
         if work.kind in IN_PYTHON:
             return 1e-6 * self._us[work.kind] * work.num_tensors
         launch_us = self._launch_us[host][host_kind(work)]
@@ -227,8 +227,8 @@ class Table:
         return max(LEAST_S, self._seconds(work, efficiency)) + sum(map(self.kernel_s, work.more))
 
     def _seconds(self, work: Work, efficiency: float) -> float:
-        """Return seconds of a kernel that reaches the share `efficiency` of the peak rates on the
-        measured GPU. On a GPU with the same peak rates, only the time for bytes differs."""
+        """Return the seconds of a kernel, whose share of the measured GPU's peak rates is
+        `efficiency`. On a GPU with the same peak rates, only the time for bytes differs."""
         if self._gpu.tflops != self._measured.tflops:
             return max(self.bounds_s(work)) / efficiency
         bounds_s = roofline_s(work.rate, work.num_flops, work.num_bytes, self._measured)
@@ -248,8 +248,8 @@ class Table:
 
 
 def nearest(kind: str, kinds: Iterable[str]) -> str:
-    """Return which of `kinds` has the operator of `kind` and the fewest differing words; "" if
-    none has. A kind is an operator and words of its variant, as in `matmul-odd float16`."""
+    """Return the one of `kinds` with the operator of `kind` and the fewest differing words, else
+    "". A kind is an operator and words of its variant, as in `matmul-odd float16`."""
     words = re.split("[ -]", kind)
     names, found = (words[0], words[0].removesuffix("_backward")), []
     for other in kinds:
@@ -267,8 +267,8 @@ def roofline_s(rate: str, num_flops: float, num_bytes: float, gpu: Gpu) -> tuple
 
 
 class Calls:
-    """Measured calls of one `kind`, from which the efficiency at other sizes is interpolated.
-    Each of `rows` has sizes, operations, bytes and microseconds of a call on `gpu`."""
+    """Measured calls of one `kind`, from which the efficiency at other sizes is interpolated. A row
+    of `rows` has the sizes, operations, bytes and microseconds of one call on `gpu`."""
 
     def __init__(self, kind: str, rows: list[list[float]], gpu: Gpu) -> None:
         last = kind.rpartition(" ")[2]
@@ -299,10 +299,10 @@ class Calls:
 
 
 def table_of(gpu: Gpu, *, has_own: bool = True) -> Table:
-    """Return times on `gpu`, from the user's file (`MEMEST_PACE`) if that is of its chip.
+    """Return the times on `gpu`, of the user's file (`MEMEST_PACE`) if that is of the same chip.
 
-    Else kernel times are the package's, and host times still the user's. The user's file is not
-    read without `has_own`, so that the memory of a training does not depend on it.
+    Else kernel times are the package's, and host times still the user's. `has_own` False ignores
+    the user's file, so that the memory of a training does not depend on it.
 
     Raises:
         PlanError: the file cannot be read.

@@ -99,7 +99,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
 
 
 def by_bytes(kind: str, num_bytes: int, *sizes: int) -> Work:
-    """Return the work of a memory-bound kernel of `kind`; `sizes` also decide its time."""
+    """Return the work of a memory-bound kernel of `kind`; its time also depends on `sizes`."""
     return Work(kind, (num_bytes, *sizes), "", 0, num_bytes)
 
 
@@ -109,19 +109,19 @@ def fused_work(tensors: Iterable[Tensor]) -> Work:
 
 
 def host_kind(work: Work) -> int:
-    """Return the index in `HOST_KINDS` of what the host does for `work`: launch, cuDNN, view."""
+    """Return what the host does for `work`, as an index of `HOST_KINDS`: launch, cuDNN, view."""
     return 2 if work == VIEW else int(work.kind.startswith(("convolution", "cudnn_batch_norm")))
 
 
 def _scale(x: Tensor, out: Tensor) -> int:
-    """Return the larger number of elements of both tensors divided by the smaller, at least 1."""
+    """Return the larger number of elements divided by the smaller, an integer of at least 1."""
     a, b = x.numel(), out.numel()
     return max(1, a // max(1, b), b // max(1, a))
 
 
 def _length(x: Tensor, dims: Any = None) -> int:
-    """Return the product of the sizes of `dims`, at least 1: a dimension, several, or by default
-    all. A tensor without dimensions has a length of 1."""
+    """Return the number of elements along `dims`: one dimension, several, or by default all. It is
+    1 for a tensor without dimensions."""
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
     return prod(x.shape[dim] for dim in dims if -x.dim() <= dim < x.dim())
 
@@ -175,7 +175,8 @@ def _steps(x: Tensor) -> list[int]:
 
 
 def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
-    """Return how many elements of a `cat` or `stack` are contiguous in a source and in `out`."""
+    """Return the length in elements of the contiguous runs that a `cat` or `stack` along `dim`
+    copies, from the largest of `tensors` to `out`."""
     x, steps = max(tensors, key=Tensor.numel), list(out.stride())
     if out.dim() > x.dim():
         del steps[dim]
@@ -184,7 +185,8 @@ def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
 
 def _order(shape: Strides, given: Strides, made: Strides) -> tuple[Any, ...]:
     """Return (kind, *sizes) of a copy of `shape` from strides `given` to `made`. It is (`permute`,
-    contiguous elements), or (`transpose`, innermost length before, innermost length after)."""
+    contiguous elements) if the innermost dimension stays. Otherwise it is (`transpose`, innermost
+    length before, innermost length after)."""
     ends = [
         max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=-1)
         for steps in (given, made)
@@ -206,7 +208,7 @@ def _run(shape: Strides, given: Strides, made: Strides) -> int:
 
 
 def _copied(x: Tensor) -> Work:
-    """Return the work of the contiguous copy that a norm or a softmax makes of a tensor."""
+    """Return the work of the contiguous copy of `x` that a norm or a softmax makes."""
     kind, *sizes = _order(x.shape, x.stride(), make_contiguous_strides_for(x.shape))
     return by_bytes(f"{kind} {x.element_size()}", 2 * x.nbytes, *sizes)
 
@@ -216,9 +218,9 @@ def _layout(x: Tensor) -> str:
 
 
 def _apart(name: str, x: Tensor, dim: int) -> Work:
-    """Return the work of a softmax over an inner `dim`, of size (threads, elements per thread). A
-    thread reads its elements one after another, so it waits for memory and does not use all of the
-    bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu."""
+    """Return the work of the softmax `name` over an inner `dim`, of size (threads, elements per
+    thread). A thread reads its elements one after another, so it waits for memory and does not use
+    all of the bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu."""
     inner, num = prod(x.shape[dim + 1 or x.dim() :]), x.shape[dim]
     sharing = 1  # threads that read one row
     if inner <= 64 <= num:
@@ -229,15 +231,15 @@ def _apart(name: str, x: Tensor, dim: int) -> Work:
 
 
 def _with_rate(kind: str, rate: str, size: Sizes, num_flops: float, num_bytes: int) -> Work:
-    """Return the work of a kernel with `num_flops` at the peak rate `rate`, such as `float16`.
-    Except in groups, where cuDNN has further kernels for float16, bfloat16 takes the same time."""
+    """Return the work of a kernel with `num_flops` at the peak rate `rate`, such as `float16`. Its
+    kind ends with the rate; bfloat16 counts as float16, except in grouped convolutions."""
     measured = "float16" if rate == "bfloat16" and " grouped" not in kind else rate
     return Work(f"{kind} {measured}", size, rate, int(num_flops), num_bytes)
 
 
 def rate_of(dtype: torch.dtype, operation: str = "") -> str:
     """Return the name of the peak rate of products of `dtype`. For float32 it is "tf32" if the
-    script allows that for the `operation` "matmul", "conv" or "rnn"."""
+    script allows that for `operation`: "matmul", "conv", "rnn", or "" to exclude it."""
     if dtype is torch.float32 and operation and allows_tf32(operation):
         return "tf32"
     name = str(dtype).removeprefix("torch.")
@@ -245,7 +247,7 @@ def rate_of(dtype: torch.dtype, operation: str = "") -> str:
 
 
 def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
-    """Return the work of a matrix product, of size (matrices, rows, columns, length of the sums).
+    """Return the work of the product `name`, of size (matrices, rows, columns, length of the sums).
     Kernels of TF32 are fast only if both matrices are contiguous along the summed dimension."""
     if name == "int8_linear_matmul":  # bitsandbytes: rows of any number of dimensions
         left, right = left.flatten(0, -2), right.t()
@@ -263,7 +265,7 @@ def _product(name: str, left: Tensor, right: Tensor, num_bytes: int) -> Work:
 
 def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
     """Return the work of attention, of size (heads of all samples, queries, keys, head length).
-    `values` are the operator's arguments by name."""
+    `name` is the operator without its prefix, `values` are its arguments by name."""
     query, key = values["query"], values["key"]
     *batch, num_queries, width = query.shape
     size = (prod(batch), num_queries, key.shape[-2], width)
@@ -275,10 +277,11 @@ def _attention(name: str, values: dict[str, Any], num_bytes: int) -> Work:
 
 
 def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
-    """Return the work of a convolution, whose arguments by name are `values`. Its sizes are
-    positions, channels of a group, elements of the window, groups. A transposed convolution counts
-    as the one that it reverses. With groups, other kernels run for sequences, for windows of one
-    element, and for depthwise convolutions with a window above 5 x 5 (`wide`)."""
+    """Return the work of a convolution with result `out`; `values` are its arguments by name. Its
+    size is (output positions, input positions, output channels, input channels, window). With
+    groups it has the channels of one group, and the number of groups at its end. A transposed
+    convolution counts as the one that it reverses. Grouped sequences, windows of one element, and
+    depthwise windows above 5 x 5 (`wide`) are kinds of their own."""
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]
     made = values.get("grad_output", out)
@@ -308,8 +311,8 @@ PRODUCTS = "convolution products"  # kind of a convolution that runs the kernels
 
 def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> list[Work]:
     """Return the matrix products that equal a 1x1 convolution in channels-last of this `size`.
-    `rate` is the key of a peak rate, `item` the bytes of an element. `data` and `weights`: in a
-    backward, True if the input's, or the weight's, gradient is computed; else both are False."""
+    `rate` is the key of a peak rate, `item` the bytes of an element. In a backward, `data` is True
+    for the input's gradient and `weights` for the weight's; in a forward both are False."""
     rows, _, made, given, _ = size
     forms = [(rows, given, made)] * data + [(made, given, rows)] * weights or [(rows, made, given)]
     kind = "matmul" + "-odd" * (item == 2 and bool(made % 8 or given % 8))
@@ -320,10 +323,10 @@ def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> l
 
 
 def _recurrent(values: dict[str, Any]) -> Work:
-    """Return the work of a recurrent network, of size (steps, layers, samples, hidden, gates).
-    `values` are the arguments by name. Steps run one after another, the kernels of both directions
-    at the same time. Only products with the hidden state count, as those with the inputs are one
-    large product for all steps."""
+    """Return the work of a recurrent network, of size (steps, layers, samples, hidden size, gates).
+    `values` are the operator's arguments by name. Steps run one after another, the kernels of both
+    directions at the same time. Only products with the hidden state count: those with the inputs
+    are one large product for all steps."""
     x, lengths, hidden = values["input"], values["batch_sizes"], values["hidden_size"]
     num_steps = len(lengths) or x.shape[1 if values["batch_first"] else 0]
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))
@@ -350,7 +353,7 @@ def _arguments(func: Any) -> tuple[str, ...]:
 
 
 def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the smallest number of bytes that a kernel of `func` has to read and write."""
+    """Return the least bytes that a kernel of `func`, `name` in tables, has to read and write."""
     if name in _NAMES["writes few"] and func._schema.is_mutable:
         given = list(tensors_in(args[1:]))
         return sum(map(_bytes_of, given)) + 2 * _bytes_of(given[-1])  # what the values change
@@ -396,7 +399,7 @@ FORWARD, BACKWARD, OPTIMIZER = range(NUM_HOSTS)  # kinds of Python and C++ code 
 class WorkLog:
     """Log of what the host launches and waits for in the last steps, to estimate their time. A
     launch is the number `NUM_HOSTS * index + phase`: the index of its work in `works`, and
-    `FORWARD`, `BACKWARD` or `OPTIMIZER`. Other events are negative numbers."""
+    `FORWARD`, `BACKWARD` or `OPTIMIZER`. Other events are negative: `WAITS`, `CUT` or `HOST`."""
 
     has_called: ClassVar[bool] = False  # whether an operator called bitsandbytes' library
 
@@ -421,7 +424,7 @@ class WorkLog:
             self._add(recipe.work)
 
     def call_library(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the kernel that an operator of bitsandbytes has called."""
+        """Add the kernel that an operator of bitsandbytes has called, if it has called one."""
         if WorkLog.has_called:
             WorkLog.has_called = False
             self.add(work_of(func, args, kwargs, out))
@@ -431,7 +434,7 @@ class WorkLog:
         self._add(self._index_of(work))
 
     def copy(self, direction: str, num_bytes: int, *, is_pinned: bool, waits: bool) -> None:
-        """Add a copy in `direction` "to_gpu" or "to_host"; the host `waits` for it or not."""
+        """Add a copy in `direction` "to_gpu" or "to_host"; with `waits`, the host waits for it."""
         self.add(by_bytes(f"{direction}_{'pinned' if is_pinned else 'pageable'}", num_bytes))
         if waits:
             self.wait()
@@ -468,8 +471,8 @@ class WorkLog:
     def stepped(
         self, optimizer: int = 0, num_params: int = 0, *, has_backward: bool = True
     ) -> None:
-        """Record a step of the optimizer object with this id. If it has stepped in this training
-        step already, another training step begins.
+        """Record a step of the optimizer whose `id()` is `optimizer` (0: a loop without one). If it
+        has already stepped in this training step, another training step begins.
 
         `num_params` counts the parameters with gradients. Without `has_backward`, no other training
         step begins: DeepSpeed steps once for each group of parameters.
@@ -486,7 +489,7 @@ class WorkLog:
         self.run_python(ZERO_GRAD, num_params)
 
     def dispatch(self, args: Any) -> None:
-        """Add the host time of an operator on tensors with a dispatch of their own, as DTensors."""
+        """Add the host time of an operator whose `args` dispatch it themselves, as DTensors do."""
         listed = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
         self.run_python("dtensors" if listed else "dtensor", sum(map(len, listed)) or 1)
 
