@@ -32,7 +32,7 @@ COLOURS = {"fits": GOOD, "tight": TIGHT, "may": OPEN, "OOM": BAD}  # colours by 
 
 
 def paint(text: str, code: str) -> str:
-    """Return `text` in the terminal's colour `code`, such as `GOOD`."""
+    """Return `text` between the escape codes of the terminal's colour `code`, such as `GOOD`."""
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
@@ -46,10 +46,8 @@ def plain(text: str) -> str:
 
 
 def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
-    """Return a coloured line: the verdict on one GPU, the needed memory and the margin.
-
-    `so_far` adds the words "so far" to a verdict that fits, for a script that has not ended.
-    """
+    """Return a coloured line on whether a run fits the GPU named `gpu`: needed memory and margin.
+    `so_far` is True for a script that has not ended: the line then has "fits so far"."""
     needs, usable = gib_or_mib(verdict.needs_bytes), gib_or_mib(verdict.limit_bytes)
     paints = COLOURS[verdict.word]
     if verdict.verdict is Outcome.OOM:
@@ -74,9 +72,9 @@ def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
 def summary_line(
     report: SimulatedReport, gpu: str = "", *, measured_bytes: int | None = None
 ) -> str:
-    """Return one line: memory, the verdict on `gpu`, and where the peak or the failure is. The
-    memory is what is reserved, or what is needed if the run does not fit. `measured_bytes` is the
-    peak reserved of a real run. The default of `gpu` is the report's own."""
+    """Return one line: memory, the verdict on `gpu` (empty: the report's GPU), and the place of the
+    peak or failure. The memory is the peak reserved, or the need if the run may not fit. With
+    `measured_bytes`, the peak reserved of a real run, the line has both figures."""
     gpu = gpu or report.gpu
     verdict = report.verdicts[gpu]
     is_oom = verdict.verdict is Outcome.OOM
@@ -96,7 +94,7 @@ def summary_line(
 
 
 def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
-    """Return text on when and where the verdict's request failed, or else the peak was."""
+    """Return as text step, phase and place of the failed request, or of the peak if none failed."""
     peak = report.peak
     own = f"step {peak.step + 1}, {peak.phase}, {peak.places[-1]}"
     at = place_in_words(verdict.at) if verdict.at else own
@@ -107,7 +105,7 @@ def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
 
 
 def moment(step: int, phase: str) -> str:
-    """Return text on a moment of a run: its `step`, counted from 0, and its `phase`.
+    """Return words for a time of a run: `step`, counted from 0, and `phase`, empty if unknown.
 
     >>> moment(1, "optimizer"), moment(0, "setup")
     ('while the optimizer steps, in step 2', 'while the model is built')
@@ -119,7 +117,7 @@ def moment(step: int, phase: str) -> str:
 
 
 def shares(kinds: Iterable[tuple[str, int]]) -> str:
-    """Return as text the share of each of `kinds`, (name, bytes); equal shares are written once.
+    """Return text on the share of each kind of memory in `kinds`, pairs (name, bytes).
 
     >>> shares([("params", 32), ("grads", 32), ("batch", 4), ("optimizer", 32)])
     '32 % each for params, grads and optimizer, 4 % for the rest'
@@ -144,11 +142,9 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
 
 
 def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[str]:
-    """Return lines with the verdict and what fills the peak; if out of memory, also what may help.
-
-    `change` is the cheapest change with which a plan fits; None if it is unknown. The lines have
-    colours of a terminal.
-    """
+    """Return coloured lines: the verdict on the report's GPU, and what fills the peak. If a plan is
+    out of memory, a line has `change`, the cheapest change with which it fits; None if that is
+    unknown. The result is [] if the report has no verdict on its GPU."""
     verdict, peak = report.verdicts.get(report.gpu), report.peak
     if verdict is None:
         return []
@@ -183,8 +179,8 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
 
 
 def kernels_line(versions: Mapping[str, str]) -> list[str]:
-    """Return a line, in a list, if kernels of another torch than the installed one are simulated,
-    else []. `versions` has both versions."""
+    """Return [a line] if memest simulates the kernels of another torch than the installed one, else
+    []. `versions` has a report's versions by name, the simulated one with the key `KERNELS`."""
     torch, simulated = versions.get("torch", ""), versions.get(KERNELS, "")
     other = versions.get(BUILT_FOR, "")
     build = f" (built for {other})" if other else " (a nightly build)" if is_nightly(torch) else ""
@@ -205,7 +201,7 @@ def _others(report: SimulatedReport) -> list[str]:
 
 
 def advise_command(prediction: SimulatedReport) -> str:
-    """Return the command `memest advise` for the plan of a report and its first GPU."""
+    """Return the command `memest advise ...` for the plan of `prediction`, on the report's GPU."""
     values = {k: v for k, v in prediction.plan.items() if k not in ("padded", "name")}
     if len(values.get("gpu") or ()) != 1 and values.get("gpu_memory") is None:
         values["gpu"] = [prediction.gpu]
@@ -214,7 +210,7 @@ def advise_command(prediction: SimulatedReport) -> str:
 
 
 def place_in_words(at: str) -> str:
-    """Return `at`, the place of a failed request, with steps from 1 and without the operator.
+    """Return `at`, the place of a failed request, with steps counted from 1 and no operator.
 
     >>> place_in_words("step 0, forward, encoder.layers.1, aten.addmm")
     'step 1, forward, encoder.layers.1'
@@ -233,7 +229,7 @@ def operator_of(at: str) -> str:
 
 
 def failures(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a line for each operator in which `verdicts` run out of memory, with their GPUs."""
+    """Return a line per operator that runs out of memory, with the names of its GPUs."""
     gpus: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         if operator_of(verdict.at):
@@ -258,9 +254,10 @@ class DoesNotFitError(MemestError):
 def resource_lines(
     report: SimulatedReport, scheduler: str, *, num_gpus: int = 1, num_nodes: int = 1
 ) -> str:
-    """Return lines of a job file for `scheduler` that request the smallest GPU that fits.
+    """Return lines of a job file that request the smallest GPU of the report on which the run fits.
 
-    They request `num_gpus` on each of `num_nodes`. A tight verdict does not count as fitting.
+    `scheduler` is `sky`, `slurm` or `dstack`. Each of `num_nodes` nodes gets `num_gpus` GPUs. A GPU
+    with a tight verdict, which another driver may turn into out of memory, does not count.
 
     Raises:
         DoesNotFitError: the run fits no GPU of the report.

@@ -22,7 +22,8 @@ MAX_ROWS = 8  # most rows in the text; the others are counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Bytes that one script line or kind of memory holds at the peak, in two reports."""
+    """Bytes that a script line or a kind of memory holds at the peak, before and after a change.
+    `source` is the text of the script line, and empty for a kind."""
 
     name: str  # `train.py:12` with its number after the change, or `activations`
     source: str
@@ -31,7 +32,7 @@ class Change:
 
     @property
     def added_bytes(self) -> int:
-        """Bytes after less bytes before; negative if the memory shrank."""
+        """`after_bytes` minus `before_bytes`; negative if the memory shrank."""
         return self.after_bytes - self.before_bytes
 
     def __str__(self) -> str:
@@ -43,10 +44,9 @@ class Change:
 def changes(
     before: Iterable[HeldRow | Term], after: Iterable[HeldRow | Term]
 ) -> tuple[Change, ...]:
-    """Return a `Change` per line or kind whose bytes differ, the largest growth first.
-
-    Lines with the same text in the same file are one row, so that a line may move.
-    """
+    """Return a `Change` per script line or kind of memory whose bytes differ, largest growth first.
+    `before` and `after` are rows at the peak in two reports. Lines with the same text in the same
+    file are one row, so that a line may move."""
     old, new = _sizes(before), _sizes(after)
     found = [
         Change(
@@ -62,8 +62,8 @@ def changes(
 
 
 def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
-    """Return (name, bytes) by what identifies a row in both reports. This is (file, source text)
-    for a script line and (kind of memory, "") for others."""
+    """Return (name, bytes) by key; rows with the same key are added up. The key is (file, source
+    text) for a script line, and (kind of memory, "") for other rows."""
     found: dict[tuple[str, str], tuple[str, int]] = {}
     for row in rows:
         key = (row.kind.rpartition(":")[0], row.source) if row.source else (row.kind, "")
@@ -73,7 +73,7 @@ def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, i
 
 
 def grown(found: Sequence[Change]) -> list[str]:
-    """Return a line of text per change that grew, at most `MAX_ROWS`, then the number of others."""
+    """Return a line per change in `found` that grew, at most `MAX_ROWS`, then a count of others."""
     rows = [str(change) for change in found if change.added_bytes > 0]
     rest = [f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
     return rows[:MAX_ROWS] + rest
@@ -82,8 +82,8 @@ def grown(found: Sequence[Change]) -> list[str]:
 def other_versions(
     before: Mapping[str, str], after: Mapping[str, str], what: str = "the stored peak"
 ) -> str:
-    """Return a sentence if the versions of memest or torch differ in `before` and `after`, else "".
-    `what` is the sentence's name for the report of `before`."""
+    """Return a sentence if memest's or torch's versions differ, else "". `before` and `after` have
+    two reports' versions by library. `what` is the sentence's name for the first report."""
     names = [n for n in ("memest", "torch") if before.get(n, "") != after.get(n, "")]
     old = ", ".join(f"{n} {before.get(n) or 'unknown'}" for n in names)
     new = ", ".join(f"{n} {after.get(n) or 'unknown'}" for n in names)
@@ -91,7 +91,7 @@ def other_versions(
 
 
 def peaks_text(name: str, before_bytes: int, after_bytes: int) -> str:
-    """Return a text of the peak `name`: `before_bytes`, `after_bytes` and their difference."""
+    """Return a line on the peak `name`, such as `reserved`: bytes before, after, and difference."""
     added = after_bytes - before_bytes
     sign = "+" if added > 0 else ""
     return (
@@ -109,7 +109,7 @@ class Difference:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The changed lines of a script, or the changed kinds of a plan."""
+        """Changes at the peak: by line if both reports are of scripts, else by kind of memory."""
         if self.are_scripts:
             return changes(self.before.lines, self.after.lines)
         return changes(self.before.terms, self.after.terms)
@@ -166,7 +166,7 @@ class Difference:
 
 
 def read_reports(path: Path) -> list[SimulatedReport]:
-    """Return the reports of scripts and plans in a JSON Lines file; `PlanError` as `read_lines`."""
+    """Return the reports in a JSON Lines file; raise a `PlanError` if it is not such a file."""
     hint = "name files of `memest run --json` or `memest predict --json`"
     return read_lines(path, SimulatedReport, hint)
 
@@ -174,10 +174,10 @@ def read_reports(path: Path) -> list[SimulatedReport]:
 def differences(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
-    """Pair the reports with equal names; if both sides have one report, pair these two.
+    """Return pairs of reports with equal names; if both sides have one report, return this pair.
 
     Raises:
-        PlanError: there are no pairs.
+        PlanError: no name is on both sides.
     """
     if len(before) == len(after) == 1:
         return [Difference(before=before[0], after=after[0])]
@@ -195,7 +195,7 @@ def differences(
 def unpaired(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], found: Sequence[Difference]
 ) -> list[str]:
-    """Return a line for each side, `before` and `after`, that has reports in no pair of `found`."""
+    """Return lines on `before` and on `after` that name the reports in no pair of `found`."""
     lines = []
     pairs = [({d.before.name for d in found}, before), ({d.after.name for d in found}, after)]
     for which, (paired, reports) in zip(("first", "second"), pairs, strict=True):
@@ -206,9 +206,8 @@ def unpaired(
 
 def markdown(report: SimulatedReport, found: Difference | None, base: str = "") -> str:
     """Return a comment for a pull request: the peak, and the lines that changed or hold memory.
-
-    `found` is the difference from the branch `base`; without it nothing is compared.
-    """
+    `found` is the difference from an earlier report, or None to compare nothing. `base` is the
+    branch of the earlier report, or empty if it has none."""
     lines = ["### GPU memory", "", f"`{report.name}`: {summary_line(report)}", ""]
     if found is not None:
         lines += [f"| peak | {base or 'before'} | now | change |", "|---|---:|---:|---:|"]
@@ -239,9 +238,9 @@ RULES = {
 def sarif(
     pairs: Sequence[tuple[SimulatedReport, Difference | None]], folder: Path
 ) -> dict[str, Any]:
-    """Return a SARIF log of runs out of memory, and of lines or kinds that hold more than before.
-    `pairs` are reports, each with its difference from an earlier one. Paths in the log are relative
-    to `folder`, the repository."""
+    """Return SARIF (JSON with results of code checks) on runs out of memory and on memory that
+    grew. `pairs` are reports, each with its difference from an earlier one, or None. Paths in the
+    result are relative to `folder`, the repository."""
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -286,8 +285,8 @@ def _result(rule: str, level: str, text: str, where: str, folder: Path) -> dict[
 
 
 def _path_in(folder: Path, name: str) -> str:
-    """Return the path in `folder` of the file `name`, or `name` if it is not found. Hidden folders
-    and installed libraries are not searched."""
+    """Return the path of the file `name`, searched in `folder` and below, relative to `folder`.
+    Return `name` if it is not found. Hidden folders and installed libraries are not searched."""
     for root, folders, _ in os.walk(folder):
         folders[:] = sorted(f for f in folders if f[0] != "." and f != "site-packages")
         path = Path(root, name)
@@ -303,8 +302,8 @@ _HEADER = [
 
 
 def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> str:
-    """Return text on predictions against measurements: a table of totals, and a summary. It also
-    has the phases in which large errors begin."""
+    """Return text that compares predictions with measurements: a table of peaks, then `summary`.
+    For each experiment with a large error, a line has the phase in which the error begins."""
     lines = table([_HEADER, *(_cells(c) for c in comparisons)], left=1)
     residuals = [  # runs that are off by more than half a percent, or 256 MiB
         f"residual of {c.name}: {c.residual}"
@@ -319,7 +318,7 @@ def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> st
 
 
 def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summary) -> str:
-    """Return totals and summary as Markdown, for a page of the documentation."""
+    """Return the table of peaks and errors, and `summary`, as Markdown for the documentation."""
     lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(c)) + " |" for c in comparisons]
     lines += ["", *(f"- {line}" for line in [*_summary(summary), *_others(comparisons, summary)])]
@@ -327,7 +326,7 @@ def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summa
 
 
 def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict[str, Any]:
-    """Return predictions against measurements, and their summary, as JSON values."""
+    """Return `comparisons` of predictions with measurements, and `summary`, as JSON values."""
     return {
         "experiments": [
             {
@@ -384,7 +383,7 @@ def _summary(summary: Summary) -> list[str]:
 
 
 def _others(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
-    """Return a line for each library version that differs, and for each broken tolerance."""
+    """Return a line per library version that differs, and per figure outside its tolerance."""
     found = dict.fromkeys(f"versions differ: {line}" for c in comparisons for line in c.versions)
     return [*found, *(f"outside its tolerance: {line}" for line in summary.broken)]
 

@@ -41,10 +41,11 @@ def explorer_data(
     points: Sequence[Explored], limits: dict[str, int], *, tokens: str,
     presets: Sequence[TrainingPlan] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the data of the interactive page as JSON values: its choices, and figures of `points`.
+    """Return the data of the interactive page as JSON values: its choices, and figures per plan.
 
-    `limits` has the allocator's limit on each GPU, `tokens` describes the inputs, and `presets` are
-    plans among `points` to choose by name.
+    `points` are predicted plans. `limits` has the bytes that the allocator can reserve, by GPU.
+    `tokens` is text on the inputs, such as `512 tokens`. `presets` are plans to choose by name;
+    those that are not among `points` are left out.
     """
     values = {name: _values(points, of) for name, (_, of) in _AXES.items()}
     axes = {
@@ -83,7 +84,7 @@ def explorer_data(
 
 
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
-    """Return the values by which the plans of a page differ, which identify a plan on the page."""
+    """Return the settings that identify a plan on the page: axes, LoRA rank, length, strategy."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
     return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 

@@ -34,7 +34,8 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Values of one colour in a chart, such as the gradients of every experiment."""
+    """Values of one colour in a chart, such as the gradients of every experiment: GiB per category.
+    `color` is a kind of memory, `between`, `more` or `less`, or empty for an invisible part."""
 
     name: str
     color: str  # a kind of memory, `between`, `more`, `less`, or empty for an invisible part
@@ -43,7 +44,8 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Data of a chart: stacked bars, and a line for the GPU's limit."""
+    """Chart of stacked bars with a line at a GPU's limit in GiB. Each category has a bar, made of
+    one value of each series. Bars are vertical if `is_upright`, else horizontal."""
 
     is_upright: bool
     categories: tuple[str, ...]
@@ -61,7 +63,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slide:
-    """A title that states the finding, a chart, and the speaker's notes."""
+    """Slide of a lecture: a title that states a finding, a chart, lines of speaker's notes."""
 
     title: str
     subtitle: str
@@ -71,8 +73,8 @@ class Slide:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A change from an experiment (`before`) to a later one (`after`) of a lecture. Each experiment
-    follows the earlier one whose settings differ least."""
+    """Change from an experiment of a lecture (`before`) to a later one (`after`). `before` is the
+    earlier experiment whose settings differ least. `changes` has (old, new) words by setting."""
 
     before: Row
     after: Row
@@ -80,29 +82,29 @@ class Step:
 
     @property
     def added_bytes(self) -> int:
-        """Needed bytes of `after` less those of `before`."""
+        """Bytes that `after` needs minus those that `before` needs."""
         return self.after.needs_bytes - self.before.needs_bytes
 
     @property
     def distance(self) -> float:
-        """Distance of the plans: 30 for the model, 10 per other setting, 1 per doubled batch."""
+        """Sum of changes: model 30, batch or accumulation 1 per doubling, tokens 0, others 10."""
         old, new = self.before.plan, self.after.plan
         kinds = sum(30 if key == "model" else 10 for key in self.changes if key not in _NUMBERS)
         counts = new.accumulate_grad_batches / old.accumulate_grad_batches
         return kinds + sum(abs(math.log2(r)) for r in (new.batch_size / old.batch_size, counts))
 
     def added(self, part: str) -> int:
-        """Return the bytes by which `part` of the need, a key of `Row.parts`, grows."""
+        """Return the growth in bytes of `part` of the needed memory, a key of `Row.parts`."""
         return self.after.parts[part] - self.before.parts[part]
 
     @property
     def most(self) -> str:
-        """The part of the need, a key of `Row.parts`, whose bytes change most."""
+        """Part of the needed memory, a key of `Row.parts`, whose bytes change most."""
         return max(self.after.parts, key=lambda part: abs(self.added(part)))
 
     @property
     def words(self) -> list[str]:
-        """New values of the changed settings; batch and tokens only if nothing else changed."""
+        """New values of the changed settings; batch and tokens only if no other setting changed."""
         main = [new for key, (_, new) in self.changes.items() if key not in _NUMBERS]
         return main or [new for _, new in self.changes.values()]
 
@@ -120,7 +122,7 @@ class Lecture:
         self.steps = [step for step in map(self._step, range(len(rows.rows))) if step is not None]
 
     def slides(self) -> list[Slide]:
-        """Return all slides: overview, build-up of a step, waterfall charts, and one per change."""
+        """Return all slides: overview, a step's memory in frames, waterfall charts, each change."""
         found = [self._overview(), *self._build_up(), *self._waterfalls()]
         return found + [self._slide_of(step) for step in self.steps]
 
@@ -131,7 +133,7 @@ class Lecture:
     # ------------------------------------------------------------------ changes
 
     def _step(self, index: int) -> Step | None:
-        """Return the change to row `index` from the most similar row before; None without one."""
+        """Return the change to row `index` from the most similar earlier row; None without one."""
         *others, row = self.rows.rows[: index + 1]
         steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
         nearest = min(steps, key=lambda step: step.distance, default=None)
@@ -195,7 +197,7 @@ class Lecture:
         return f"{words} {verb}{plural} {size} GiB: {name} {verdict}"
 
     def against_limit(self, row: Row) -> str:
-        """Return a sentence with the GPU's limit, and the margin of experiment `row` to it."""
+        """Return a sentence on the GPU's usable memory, and what `row` leaves or lacks of it."""
         margin = row.verdicts[self.gpu].margin_bytes
         words = f"{gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
         return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {words}, {row.verdict.word}."
@@ -250,7 +252,7 @@ class Lecture:
         )
 
     def _build_up(self) -> list[Slide]:
-        """Return slides that add up a step's memory, of the first plan that fits; [] if none."""
+        """Return five slides on a step's memory, for the first plan that fits; [] if none fits."""
         row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
         if row is None:
             return []
@@ -304,7 +306,7 @@ class Lecture:
         ]
 
     def _waterfalls(self) -> Iterator[Slide]:
-        """Yield a waterfall chart per model, of the changes that make a plan fit."""
+        """Yield a slide per model: a waterfall chart of successive changes that make a plan fit."""
         by_after = {id(step.after): step for step in self.steps if "model" not in step.changes}
         chains: dict[str, list[Step]] = {}
         for row in self.rows.rows:
@@ -350,7 +352,7 @@ class Lecture:
     # ------------------------------------------------------------------ exercises
 
     def exercises(self) -> str:
-        """Return questions and, after them, answers, as Markdown."""
+        """Return Markdown with questions on the experiments, followed by their answers."""
         firsts = {row.plan.model_name: row for row in reversed(self.rows.rows)}
         rows = [row for row in self.rows.rows if firsts[row.plan.model_name] is row]
         environment = Environment(
@@ -377,7 +379,7 @@ def _optimizer(plan: TrainingPlan) -> str:
 
 
 def _held(moment: PhaseRow) -> dict[str, int]:
-    """Return the bytes by kind in the row `moment`, and `between`: its peak less these bytes."""
+    """Return bytes by kind of memory in row `moment`; `between` is the peak less all of these."""
     between = max(0, moment.peak_allocated_bytes - moment.allocated_bytes)
     return {**moment.kinds, "between": between}
 
@@ -393,14 +395,15 @@ def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str
 
 
 def _round(num_bytes: int) -> str:
-    """Return `num_bytes` in GiB as text for titles, with one decimal below 10."""
+    """Return `num_bytes` in GiB as text for titles, with one decimal below 10 GiB."""
     size = num_bytes / GIB
     return f"{size:.0f}" if round(size, 1) >= 10 else f"{size:.1f}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One experiment of a lecture: its plan and predicted figures."""
+    """Experiment of a lecture: its plan and predicted figures. `kinds` has bytes by kind of memory
+    at the peak; `arithmetic` has their formulas. `is_cut` is True if the run ends out of memory."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `explore.KINDS`; without a limit, unless `is_cut`
@@ -418,7 +421,7 @@ class Row:
 
     @property
     def needs_bytes(self) -> int:
-        """The least limit under which the plan fits, on the first GPU."""
+        """Bytes that the allocator must be able to reserve for the plan to fit the first GPU."""
         return self.verdict.needs_bytes
 
     @property
@@ -428,14 +431,15 @@ class Row:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part of `needs_bytes`: kinds of memory at the peak, and cached blocks."""
+        """Bytes by part of `needs_bytes`: kinds of memory at the peak, and the rest as `cached`."""
         cached = max(0, self.needs_bytes - sum(self.kinds.values()))
         return {**self.kinds, "cached": cached}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Predicted experiments of a suite (`rows`), and an explorer page of their models."""
+    """Predicted experiments of a suite, and data of an interactive page of their plans. `limits`
+    has usable bytes by GPU; `failed` has reasons by label of plans that were not predicted."""
 
     name: str
     rows: tuple[Row, ...]
@@ -446,7 +450,7 @@ class Rows:
 
 
 def stored_rows(path: Path) -> Rows | None:
-    """Return the stored rows of the suite file `path`; None if there are none of its plans."""
+    """Return the stored predictions of the suite file `path`; None if missing or of other plans."""
     stored = path.with_suffix(".json.gz")
     if not stored.is_file():
         return None
@@ -469,7 +473,8 @@ def stored_rows(path: Path) -> Rows | None:
 
 
 def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
-    """Predict a suite's plans on `gpus` in `jobs` processes, for a lecture and its web page."""
+    """Predict the plans of suite file `path` on `gpus`, and compute the data of an interactive
+    page. `jobs` is the number of processes; None is one for few plans, else one per core."""
     plans = read_suite(path, {})
     found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
     predicted, failed = partition(plans, found)

@@ -35,9 +35,9 @@ _POLICY = (
 
 
 def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dict[str, str]) -> str:
-    """Return HTML of the step with the peak: timeline, flame graph and table of its memory blocks.
-    `limit_bytes` is the allocator's limit. `sources` has the text of script lines by place, such as
-    `train.py:12`."""
+    """Return HTML on the step with the peak: timeline, flame graph and table of its memory blocks.
+    `limit_bytes` is the allocator's limit on the GPU named `gpu`. `sources` has the text of script
+    lines by place, such as `train.py:12`."""
     step = step_blocks(recording)
     if len(step.blocks) > MAX_BLOCKS:
         return (
@@ -52,10 +52,9 @@ def instrument(recording: Recording, *, limit_bytes: int, gpu: str, sources: dic
 
 
 def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
-    """Return the memory blocks of a step as JSON values; blocks made at one place share an entry.
-
-    `columns` are 32-bit integers, little-endian, deflated, as base64.
-    """
+    """Return the memory blocks of `step` as JSON values, for the script of a page. `sites` has each
+    place in code that makes blocks once. `columns` has the blocks' numbers as 32-bit little-endian
+    integers, compressed with zlib, in base64."""
     storages = recording.storages
     places: dict[tuple[Any, ...], int] = {}
     sites = []
@@ -109,9 +108,8 @@ RANKS = "<!-- by rank -->"  # placeholder for the table of ranks in a page
 
 def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | None = None) -> str:
     """Return an HTML page that needs no other file: all of one report, or a table of several plans.
-
-    `recording` is the run of a single report, for the timeline of its step.
-    """
+    For a single report, `recording` has the allocator's actions, shown as a timeline of the step
+    with the peak; None leaves it out."""
     if len(reports) == 1:
         (report,) = reports
         step = ""
@@ -152,7 +150,7 @@ def fragment(report: SimulatedReport) -> str:
 
 
 class PredictionTable(list[Prediction]):
-    """Predictions that a notebook shows as one table: a row each, its verdict on every GPU.
+    """List of predictions that a notebook shows as a table: a row each, with verdicts by GPU.
 
     PredictionTable(predict(plan) for plan in plans)
     """
@@ -171,12 +169,12 @@ class PredictionTable(list[Prediction]):
 
 
 def with_all_ranks(rendered: str, report: RunReport) -> str:
-    """Return `rendered`, the HTML page of one rank, with the table of all ranks in `report`."""
+    """Return `rendered`, the HTML page of one rank, with a table of all ranks from `report`."""
     return rendered.replace(RANKS, _parts().ranks(report), 1)
 
 
 def render_difference(found: Sequence[Difference]) -> str:
-    """Return an HTML page on pairs of reports: peaks, kinds and lines before and after."""
+    """Return an HTML page on the pairs in `found`: peaks, kinds of memory and lines that differ."""
     title = found[0].after.name if len(found) == 1 else f"{len(found)} plans"
     return page(f"{title}: what changed", "\n".join(map(_parts().difference, found)))
 
@@ -200,7 +198,7 @@ def _parts() -> Any:
 
 
 def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
-    """Return the cells of a table: heads, then for each report verdicts by GPU and peaks in GiB."""
+    """Return rows of a table: a header, then per report its name, verdicts by GPU, peaks in GiB."""
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
@@ -223,7 +221,7 @@ def _held_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def _scale(rows: Sequence[Change]) -> tuple[int, str, int]:
-    """Return (bytes of the unit for `rows`, name of the unit, bytes of the largest change)."""
+    """Return (bytes of a unit that suits `rows`, the unit's name, bytes of the largest change)."""
     largest = max(max(row.before_bytes, row.after_bytes) for row in rows)
     unit = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
     return *unit, max(abs(row.added_bytes) for row in rows)
@@ -237,7 +235,7 @@ def _facts(report: SimulatedReport) -> str:
 
 
 def _shares(report: SimulatedReport) -> list[tuple[str, float, str]]:
-    """Return (kind, share from 0 to 1, GiB as text) for each kind at the peak; the texts add up."""
+    """Return rows (kind of memory, share of the peak, GiB as text); `rest` has uncoloured kinds."""
     parts = dict.fromkeys(_OWN_COLOUR, 0)
     for term in report.terms:
         if term.kind in parts:

@@ -23,7 +23,7 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of files of type `name`, such as `run` or `plan`.
+    """Return the JSON schema (draft 2020-12) of report files of type `name`, a key of `REPORTS`.
 
     >>> schema_of("run")["properties"]["kind"]
     {'const': 'run'}
@@ -39,7 +39,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of dataclass `kind`; put those of nested classes in `definitions`."""
+    """Return the JSON schema of dataclass `kind`; add those of nested classes to `definitions`."""
     hints: dict[str, Any] = get_type_hints(kind)
     docs = field_docs(kind)
     if kind is TrainingPlan:  # schema of plan files, since fields hold the values after reading
@@ -85,7 +85,7 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return, by field name, the comment or the string that describes a field of class `kind`."""
+    """Return descriptions of the fields of class `kind` by name: the comment or string of each."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         source = textwrap.dedent(inspect.getsource(each))

@@ -128,10 +128,8 @@ def _colour(native: Any, chart: Chart, theme: Theme) -> None:
 
 
 def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, float, float]) -> None:
-    """Draw a line at the GPU's memory limit over `chart` on the slide `page`, with its name.
-
-    `inner` is the plot area's (left, top, width, height) as shares of the chart's box.
-    """
+    """Draw a labelled line at the GPU's memory limit over `chart` on `page`, a PowerPoint slide.
+    `inner` is the plot area's (left, top, width, height) as shares of the chart's box."""
     left, top = _BOX[0] + inner[0] * _BOX[2], _BOX[1] + inner[1] * _BOX[3]
     width, height = inner[2] * _BOX[2], inner[3] * _BOX[3]
     share = chart.limit / round(chart.top, 2)
