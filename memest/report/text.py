@@ -32,10 +32,9 @@ def render_text(
     colour: bool = False, verbose: bool = False,
 ) -> str:  # fmt: skip
     """Return the report as text: answer, contents of the peak, verdicts, times, assumptions.
-
-    `change` is the cheapest change with which a plan fits. `training` adds hours and price of a
-    whole training. `colour` adds terminal colours, and `verbose` all assumptions.
-    """
+    `change` is the cheapest change with which a plan fits, or None if unknown. `training` adds
+    hours and price of a whole training. `colour` adds terminal colours, and `verbose` all
+    assumptions."""
     levels = level_rows(report) if isinstance(report, RunReport) else phase_rows(report)
     sections = [
         [paint(f"warning: {line}", BAD) for line in report.warnings],
@@ -58,7 +57,7 @@ def render_text(
 
 
 def _times(report: SimulatedReport, training: Training | None) -> list[str]:
-    """Return lines on the estimated time of a step, and of `training`; [] without an estimate."""
+    """Return lines on the estimated times of a step, and of `training` if given; [] if unknown."""
     if not report.times:
         return []
     rows = table(time_cells(report, training), left=1)
@@ -98,7 +97,7 @@ _ENDINGS = {
 
 
 def heading(report: SimulatedReport) -> list[str]:
-    """Return lines on what ran and on which GPU; for a script also how it ended, and its error."""
+    """Return lines on a plan's settings and model, or on a script's GPU, ending and error."""
     if isinstance(report, Prediction):
         return _heading_of_plan(report)
     steps = counted(report.num_steps, "optimizer step")
@@ -159,10 +158,8 @@ def _heading_of_plan(prediction: Prediction) -> list[str]:
 
 
 def term_cells(report: SimulatedReport) -> list[list[str]]:
-    """Return a row (kind of memory, size, share, note) for each part of the peak.
-
-    Sizes have the unit of the report. The printed sizes and shares add up to the whole.
-    """
+    """Return a row of texts (kind of memory, size, share, note) per kind of memory at the peak.
+    Sizes are in the unit `unit_in(report)`. Sizes and shares are rounded so that they add up."""
     terms: Sequence[Any] = report.terms
     sizes = [term.num_bytes for term in terms]
     shares = units.shares_that_add_up(sizes, report.peak_allocated_bytes)
@@ -171,7 +168,7 @@ def term_cells(report: SimulatedReport) -> list[list[str]]:
 
 
 def unit_in(report: SimulatedReport) -> Unit:
-    """Return the unit of all sizes in the report's tables: GiB, or MiB if the peak is small."""
+    """Return the unit of all sizes in the report's tables: GiB, or MiB for a peak below 0.1 GiB."""
     return units.unit_of(report.peak_reserved_bytes)
 
 
@@ -217,7 +214,7 @@ def _totals(report: SimulatedReport) -> list[str]:
 
 
 def tokens_of(plan: Mapping[str, Any]) -> str:
-    """Return as text how many tokens the samples of `plan` have.
+    """Return text on the tokens per sample, from `plan`, the settings of a plan by key.
 
     >>> tokens_of({"seq_len": 512}), tokens_of({"seq_len": None, "lengths": [96, 512]})
     ('512 tokens', '2 lengths from 96 to 512 tokens')
@@ -255,7 +252,8 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def _closed_form(report: SimulatedReport) -> list[str]:
-    """Return lines on the MiB that a layer saves for backward, by textbook and simulated; or []."""
+    """Return lines that compare the MiB which a layer saves for backward, as simulated, with a
+    textbook's formula; [] if the report has no formula."""
     found = report.closed_form
     if found is None:
         return []
@@ -290,7 +288,8 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
 
 
 def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[str]]:
-    """Return a header and a row of memory by module; those after the first `limit` share one."""
+    """Return a header and a row per module: memory at the peak by kind. Modules after the first
+    `limit` share a row; None is no limit."""
     unit = unit_in(report)
     shown = list(report.modules[:limit])
     found = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]
@@ -327,7 +326,7 @@ def _lines(report: SimulatedReport) -> list[str]:
 
 
 def level_rows(report: RunReport) -> list[list[str]]:
-    """Return a header and a row per phase and step: peak of allocated and of reserved memory."""
+    """Return a header, then rows by phase and rows by step: peaks allocated and reserved."""
     unit = unit_in(report)
     rows = [[unit.name, "allocated after", "peak allocated", "peak reserved"]]
     for phase in report.phases:
@@ -340,7 +339,8 @@ def level_rows(report: RunReport) -> list[list[str]]:
 
 
 def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list[str]:
-    """Return a line per read of an unknown, guessed value; those after `limit` share a line."""
+    """Return a line per unknown value that the script read and memest guessed. Reads after the
+    first `limit` share a line; None is no limit."""
     lines = [
         f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
         for guess in report.guesses[:limit]
@@ -357,7 +357,7 @@ def times(count: int) -> str:
 
 
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return lines: a header, then each GPU's usable, needed and used memory, and verdict."""
+    """Return a header and a line per GPU in `verdicts`: memory usable, needed and used; verdict."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
     for name, v in verdicts.items():
         sizes = map(gib_or_mib, (v.limit_bytes, v.needs_bytes, v.reserved_bytes))
@@ -372,7 +372,7 @@ def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
-    """Return lines: notes, assumptions (only one unless `verbose`), coverage and versions."""
+    """Return lines: notes, assumptions (one unless `verbose`), modelled operators, versions."""
     lines = [f"note: {line}" for line in report.notes]
     lines += [f"assumed: {line}" for line in report.assumptions[: None if verbose else 1]]
     if not verbose and len(report.assumptions) > 1:
@@ -387,7 +387,8 @@ def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
 
 
 def covered(coverage: Mapping[str, Any]) -> list[str]:
-    """Return lines on `coverage`: the number of modelled operator calls, then other operators."""
+    """Return lines on `coverage`, a value of a report: the number of modelled operator calls, then
+    each operator whose workspace is not modelled."""
     known, every = coverage["num_modelled"], coverage["num_ops"]
     return [
         f"coverage: {known} of {every} operator calls modelled",
@@ -399,7 +400,8 @@ def covered(coverage: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
-    """Return `rows` as lines. The first `left` columns align left, the last one if `last_left`."""
+    """Return `rows` as lines of aligned columns. The first `left` columns align left, and so does
+    the last one with `last_left`; all others align right."""
     num_columns = len(rows[0])
     widths = [max(len(row[i]) for row in rows) for i in range(num_columns)]
     lines = []
@@ -415,10 +417,8 @@ def table(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) 
 
 
 def fold(text: str, width: int) -> str:
-    """Return `text` with each line folded to at most `width` columns, between words.
-
-    A folded line continues under its last column. Lines with commands stay whole, to be copied.
-    """
+    """Return `text` with each line folded between words to at most `width` characters. A folded
+    line continues below the start of its last column. Lines with commands stay whole."""
     return "\n".join(_folded_line(line, width) for line in text.split("\n"))
 
 
@@ -437,7 +437,7 @@ def _folded_line(line: str, width: int) -> str:
 
 
 def evidence(gpu: Gpu) -> str:
-    """Return the origin of a GPU's catalogue figures: `measured` by memest, or `sources`."""
+    """Return the origin of a GPU's figures: `measured` with memest, or public `sources`."""
     if "not measured on this GPU" in gpu.source:
         return "sources, context of the H200"
     is_own = "`memest validate`" in gpu.source or "validation/" in gpu.source
@@ -544,7 +544,7 @@ _NOUNS = {"batch_size": "batch size", "seq_len": "sequence length"}
 
 
 def render_largest(rows: Sequence[Largest]) -> str:
-    """Return as text the largest batch size or sequence length on each GPU, and its memory."""
+    """Return a table as text: the largest batch size or sequence length per GPU, and its memory."""
     plan = rows[0].plan
     noun = _NOUNS[rows[0].key]
     lines = [f"{plan.label}: the largest {noun} that fits"]
@@ -568,7 +568,7 @@ def render_largest(rows: Sequence[Largest]) -> str:
 
 
 def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
-    """Return a table of the largest `key` (`batch_size`, `seq_len`) by technique and GPU."""
+    """Return a table of the largest `key` (`batch_size`, `seq_len`) by technique (LoRA) and GPU."""
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     names = list(dict.fromkeys(row.technique for row in rows))
     by_cell = {(row.technique, row.gpu): row for row in rows}

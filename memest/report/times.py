@@ -19,21 +19,22 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A whole training, for its estimated time and price: its steps, GPUs and their prices."""
+    """Training whose time and price are estimated. `num_steps` are its optimizer steps. `prices`
+    has the price of one GPU for an hour by GPU name; `""` is any other GPU."""
 
     num_steps: int
     prices: Mapping[str, float]  # price of one GPU for an hour by name; `""` is any other GPU
     num_gpus: int = 1
 
     def hours(self, time: StepTime) -> tuple[float, float, float]:
-        """Return (estimated, lowest, highest) hours of the training, of steps that take `time`."""
+        """Return (estimated, lowest, highest) hours of the training, from the `time` of a step."""
         each = (time.seconds, time.low_seconds, time.high_seconds)
         repeated = 1 - time.first_seconds / time.seconds
         low, middle, high = sorted(s * repeated * self.num_steps / HOUR_S for s in each)
         return middle, low, high
 
     def price_of(self, gpu: str) -> float | None:
-        """Return the price of an hour of the training on GPUs of model `gpu`; None if not known."""
+        """Return the price per hour of all the training's GPUs, of model `gpu`; None if unknown."""
         price = self.prices.get(gpu, self.prices.get(""))
         return None if price is None else price * self.num_gpus
 
@@ -46,7 +47,8 @@ def steps_of_plan(plan: Mapping[str, Any], epochs: float, samples: int) -> int:
 def read_prices(given: str | None) -> dict[str, float]:
     """Return the price of one GPU for an hour, by GPU name; `""` stands for every other GPU.
 
-    `given` is a number, a file (YAML, JSON), a folder of gpuhunt's catalogues, or None: no prices.
+    `given` is a number as text, a path, or None: no prices. The path is that of a YAML or JSON
+    file, or of a folder with price lists that the package gpuhunt wrote.
 
     Raises:
         PlanError: a price is not a positive number, a GPU is not known, or there is no such file.
@@ -128,7 +130,8 @@ def _positive(value: Any) -> float:
 def time_cells(
     report: SimulatedReport, training: Training | None = None, gpus: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """Return a header and step times per GPU of `gpus` (None: all); `training` adds its hours."""
+    """Return a header and a row per GPU of `gpus` (None: all) with the times of a step. `training`
+    adds columns for its hours and price; None adds none."""
     plan = {} if report.plan.get("lengths") else report.plan  # tokens per second need equal lengths
     tokens = int(plan["seq_len"]) * _samples(plan) if plan.get("seq_len") else 0
     has_price = training is not None and any(training.price_of(g) for g in report.times)

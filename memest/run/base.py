@@ -16,7 +16,9 @@ from memest.report import RunReport
 
 @dataclass(frozen=True, slots=True)
 class BothReports:
-    """Reports of one script in the current folder (`now`) and on the base branch (`base`)."""
+    """Reports of one script in the current folder (`now`) and on the base branch (`base`). A report
+    is None if its run did not write one. `exit_code` is that of the first run, `notes` are reasons
+    why `base` is None."""
 
     exit_code: int  # exit code of `memest run --check` now
     now: RunReport | None  # None if the run ended without a report
@@ -26,10 +28,8 @@ class BothReports:
 
 def run_both(arguments: Sequence[str], base: str) -> BothReports:
     """Run `memest run` on a script in the current folder, and on its version in branch `base`.
-
-    `arguments` are options, script and its arguments. The first run has `--check`. The second is
-    left out if `base` is empty or the first gives no report.
-    """
+    `arguments` are options, script and its arguments. The first run also gets the option `--check`.
+    The second is left out if `base` is empty or the first writes no report."""
     with tempfile.TemporaryDirectory(prefix="memest-") as name:
         folder = Path(name)
         code, now = _run(arguments, Path.cwd(), folder / "now.json", "--check")
@@ -60,7 +60,7 @@ def _run(
 
 @contextmanager
 def _work_tree(base: str, folder: Path) -> Iterator[Path]:
-    """Check out branch `base` as `folder`; yield the counterpart of the current folder in it."""
+    """Check `base` out into `folder` for the block; yield the current folder's path within it."""
     top = _git("rev-parse", "--show-toplevel")
     if top is None:
         raise MemestError("git finds no repository here, so there is no base to compare with")

@@ -57,7 +57,7 @@ def dummy_folder(folder: Path, about: str) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a `PlanError` if `folder` is a file, or has files not of a dummy checkpoint."""
+    """Raise a `PlanError` if `folder` is a file, or has files that memest has not written."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -93,7 +93,8 @@ Either of the first two `files` is sufficient. `special` has the texts of specia
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """Facts about a model's vocabulary, from which a dummy tokenizer is made."""
+    """Facts about a model's vocabulary, from which a dummy tokenizer is made. `family` is
+    transformers' `model_type`, and `ids` has ids of special tokens by name, such as `bos`."""
 
     size: int  # rows of the embedding; every id is below
     family: str  # transformers' `model_type` of the language model
@@ -156,7 +157,8 @@ def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def _token_ids(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
-    """Return ids by token: the model's own ids for tokens in `special`, else ids that are free."""
+    """Return ids by token, for all ids of `vocabulary`. Tokens in `special` (texts by name) get the
+    model's own ids if it has them. All other tokens get ids that are free."""
     taken = {special[name]: index for name, index in vocabulary.ids.items()}
     others = dict.fromkeys(token for token in special.values() if token not in taken)
     free = sorted(set(range(vocabulary.size)) - set(taken.values()))
@@ -205,7 +207,8 @@ LITGPT_DTYPE = torch.bfloat16  # dtype of a model that memest does not bundle
 
 @dataclass(frozen=True, slots=True)
 class DummyModel:
-    """A model for which a dummy checkpoint can be written."""
+    """Model for which a dummy checkpoint can be written: `write` writes the files into a folder.
+    `vocabulary` is None if the model has no text input. `weights` are meta tensors by name."""
 
     name: str
     vocabulary: Vocabulary | None  # None for a model without text
@@ -321,7 +324,8 @@ def _write_processors(config: Any, folder: Path) -> None:
 
 
 def _default_of(mapping: Any, config: Any) -> Any:
-    """Return the processor that `mapping` has for `config`, at its image size; None without one."""
+    """Return the processor of inputs that `mapping` (config class to processor class) has for
+    `config`, for images of the config's size; None without one."""
     found: Any = mapping.get(type(config), None)
     if isinstance(found, dict):
         found = tuple(found.values())
@@ -355,7 +359,8 @@ FORMATS = {"litgpt": litgpt_model, "hf": hugging_face_model}  # `litgpt download
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """Facts about a dummy checkpoint that was written, for a message."""
+    """Facts about a dummy checkpoint that was written, for a message. `num_bytes` is its size on
+    disk; `stands_for_bytes` is the size of the real weights."""
 
     folder: Path
     model: str

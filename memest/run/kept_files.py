@@ -38,7 +38,8 @@ _thread = _Thread()
 
 
 class KeptFiles:
-    """The user's files that were moved aside before a script changed them; `journal` lists them."""
+    """The user's files that are moved aside before a script changes them, and put back at the end.
+    The folder `journal` has an entry for each file."""
 
     def __init__(self, journal: Path) -> None:
         self.journal = journal
@@ -59,7 +60,7 @@ class KeptFiles:
     def opened_by_flags(
         self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None
     ) -> None:
-        """Move the file at `path` aside before `os.open` opens it, if `flags` can write."""
+        """Move the file at `path` aside before `os.open` (same arguments), if `flags` can write."""
         if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and dir_fd is None:
             self.opened(path, "w" if flags & os.O_TRUNC else "a")
 
@@ -68,18 +69,20 @@ class KeptFiles:
         self.opened(path, "a")
 
     def saved(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """Move the file `f` aside before `torch.save` writes to it in C++, without `open`."""
+        """Move the file `f` aside, if it is a path, before `torch.save` writes `obj` to it."""
         if isinstance(f, str | os.PathLike):
             self.opened(f, "w")
 
     def removed(self, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-        """Move the file at `path`, or all files of that folder, aside before a deletion."""
+        """Move the file at `path`, or all files in that folder, aside before a deletion. Do nothing
+        with `dir_fd`, an open folder to which `path` is relative."""
         if dir_fd is None:
             for name in _files_of(path):
                 self._keep(name, is_linked=True)
 
     def renamed(self, src: Any, dst: Any, **dir_fds: int | None) -> None:
-        """Move files at `src` and `dst` aside before a rename, unless the script made them."""
+        """Move the files at `src` and `dst` aside before a rename. Do nothing if one of `dir_fds`
+        (`src_dir_fd`, `dst_dir_fd`) is not None."""
         if any(dir_fd is not None for dir_fd in dir_fds.values()):
             return
         before, after = (os.path.abspath(os.fsdecode(path)) for path in (src, dst))
@@ -91,10 +94,8 @@ class KeptFiles:
                 self._note_made(after + name.removeprefix(before))
 
     def _keep(self, path: str, *, is_linked: bool = False, has_copy: bool = False) -> None:
-        """Move the file at `path` aside, unless it was moved before or the script made it.
-
-        `is_linked` leaves a hard link at `path`, and `has_copy` a copy.
-        """
+        """Move the file at `path` aside, unless it was moved before or the script made it. With
+        `is_linked` a hard link stays at `path`, with `has_copy` a copy; without both, no file."""
         own = OWN_FILES, str(cache_folder())  # other processes of memest write the cache, too
         if path in self._seen or path.endswith(".pyc") or path.startswith(own):
             return
@@ -136,7 +137,7 @@ class KeptFiles:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock against other threads and ranks in the block, or none after `WAIT_MS` ms."""
+        """Hold a lock against other processes in the block; after `WAIT_MS` ms, run it without."""
         lock = self.journal / "lock"
         for _ in range(WAIT_MS):
             with suppress(FileExistsError):
@@ -198,9 +199,7 @@ def _files_of(path: Any) -> list[str]:
 @contextmanager
 def kept_files() -> Iterator[KeptFiles]:
     """Move the user's files aside before they change in the block, and put them back at its end.
-
-    If this block is within another one, also of a parent process, the outer one puts them back.
-    """
+    Within another such block, also of a parent process, the outer one puts them back."""
     outer = os.environ.get(FOLDER)
     if not outer and os.name == "posix":  # Windows has no test of which processes live
         for journal in _journals().glob("*"):
@@ -228,7 +227,7 @@ def kept_files() -> Iterator[KeptFiles]:
 
 
 def _before(see: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `see`, and then `function` with the same arguments."""
+    """Return a wrapper of `function` that first calls `see` with the same arguments."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,10 @@ from memest.packages import require
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A script that a launcher starts, with its arguments and the number of its ranks."""
+    """Script or module that a launcher starts, with its arguments and the number of its ranks.
+    `num_local` is the number of ranks per node, or None if the launcher starts no ranks.
+    `environment` has variables that the launcher sets besides `torchrun`'s. `local_rank` is an
+    argument to which each rank appends its number, or empty."""
 
     script: str  # path of the script, or name of the module
     args: tuple[str, ...]
@@ -104,10 +107,8 @@ def _read_accelerate_launch(words: list[str]) -> Launch:
 
 
 def _read_trl(words: list[str]) -> Launch:
-    """Return what TRL's command with arguments `words` would start by `accelerate launch`.
-
-    TRL first checks its script's arguments. For most trainers that needs a GPU: here a virtual one.
-    """
+    """Return what TRL's command with arguments `words` would start by `accelerate launch`. TRL
+    first checks its script's arguments. For most trainers that needs a GPU: here a virtual one."""
     require("trl")
     session = import_module("memest.run.session")
 
@@ -119,7 +120,7 @@ def _read_trl(words: list[str]) -> Launch:
 
 
 def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
-    """Return what `accelerate launch`, called by `start`, would start; `name` is for messages."""
+    """Return what `start`, a call of `accelerate launch`, would start; `name` is for errors."""
     launcher = import_module("accelerate.commands.launch")
 
     def one_process(args: Any) -> None:
@@ -217,11 +218,9 @@ def _start(args: Any) -> NoReturn:
 
 
 def _until_started(name: str, start: Callable[[], object]) -> tuple[Any, Mapping[str, str]]:
-    """Call `start`, which runs a launcher, and stop it before the launcher starts processes.
-
-    Return (the launcher's parsed arguments, the environment variables of its processes). `name` is
-    the launcher's name in error messages.
-    """
+    """Call `start`, which runs a launcher, and stop it before the launcher starts processes. Return
+    (the launcher's parsed arguments, the environment variables of its processes). `name` is the
+    launcher's name in error messages."""
     run, launch = map(import_module, ("torch.distributed.run", "torch.distributed.launch"))
     try:
         with mock.patch.object(run, "run", _start), mock.patch.object(launch, "run", _start):

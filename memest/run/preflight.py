@@ -42,7 +42,8 @@ _NO_DEVICE = ("", "-1", "NoDevFiles")  # values of `CUDA_VISIBLE_DEVICES` that h
 
 @dataclass(frozen=True, slots=True)
 class DeviceAtHand:
-    """The real GPU of this process, and its free memory."""
+    """Real GPU of this process, and its free memory. If `has_context`, `free_bytes` is already less
+    by the CUDA context of the process that read it."""
 
     name: str
     total_bytes: int  # total of `torch.cuda.get_device_properties`, without the driver's own memory
@@ -76,7 +77,7 @@ class DeviceAtHand:
 
 
 def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand | None:
-    """Return the GPU `cuda:0` under `environment` (None: this process's); None without a GPU."""
+    """Return the GPU `cuda:0` under the variables `environment` (None: this process's), or None."""
     environment = os.environ if environment is None else environment
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     first = None if visible is None else visible.partition(",")[0].strip()
@@ -133,11 +134,10 @@ class _UnsureError(Exception):
 
 
 def _read_nvml(nvml: Any, visible: str | None, order: str) -> DeviceAtHand | None:
-    """Return the GPU that CUDA would call `cuda:0`, by NVML; None if its index is too large.
-
-    `visible` is the first item of `CUDA_VISIBLE_DEVICES` (index or UUID), and `order` the value of
-    `CUDA_DEVICE_ORDER`. Raise `_UnsureError` if CUDA may choose another GPU or a MIG instance.
-    """
+    """Return the GPU that CUDA would call `cuda:0`, by NVML; None if its index is too large. `nvml`
+    is the module pynvml. `visible` is the first item of `CUDA_VISIBLE_DEVICES` (index or UUID; None
+    if unset), and `order` the value of `CUDA_DEVICE_ORDER`. Raise `_UnsureError` if CUDA may choose
+    another GPU or a MIG instance."""
     if visible is not None and not visible.isdecimal():
         handle = nvml.nvmlDeviceGetHandleByUUID(visible)
     else:
@@ -311,7 +311,9 @@ def _print(lines: list[str]) -> None:
 def _check(
     typed: "Command | None", max_steps: int, deadline: float, margin_bytes: int | None
 ) -> Preflight:
-    """Simulate the script `typed`; print if it does not fit or less than `margin_bytes` is left."""
+    """Simulate `typed` for `max_steps` steps until `deadline` (monotonic, seconds), and return
+    whether it fits. Print a report if not, and a warning if less than `margin_bytes` stays free
+    (None: `Gpu.spread_bytes`). The outcome is unknown if `typed` is None, as in a notebook."""
     if typed is None:
         return Preflight(outcome=Outcome.UNKNOWN, why=NO_SCRIPT)
     size = os.environ.get("WORLD_SIZE", "1").strip()
@@ -342,7 +344,7 @@ def _check(
 
 
 def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
-    """Return lines on `script`, which does not fit: its report, the memory needed, and changes."""
+    """Return lines on `script`, which does not fit: report, needed memory, possible changes."""
     own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
     lines = [
         f"memest preflight: `{script.typed.label}` will not fit {_gpu_text(script.device)}, so it"
@@ -384,10 +386,8 @@ class _Script:
         self, options: Sequence[str] = (), *, memory: str | None = None, alloc_conf: str = ""
     ) -> tuple[RunReport | None, str]:
         """Run the script on a virtual GPU like `device`; return (report, "") or (None, the reason).
-
-        `options` are of `memest run`. `memory` replaces the GPU's. `alloc_conf` is added to the
-        allocator's settings.
-        """
+        `options` are added to those of `memest run`. `memory`, such as `32TiB`, replaces the GPU's
+        memory; None is what is free. `alloc_conf` is added to the allocator's settings."""
         device = self.device
         of_gpu = ["--gpu", device.gpu.name]
         if memory is not None:
@@ -414,7 +414,8 @@ class _Script:
 def _run_script(
     typed: "Command", options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> tuple[RunReport | None, str]:
-    """Run `typed` by `memest run OPTIONS` within `seconds`; return (report, "") or (None, why)."""
+    """Run `typed` by `memest run` for at most `seconds`; return (report, "") or (None, the reason).
+    `environment` has the process's variables, and `folder` gets its files."""
     report, output = folder / "report.json", folder / "output.txt"
     folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=folder_of_memest)
@@ -458,7 +459,8 @@ PARTS = (2, 4, 8, 16, 32, 64)  # numbers of parts into which a micro-batch is cu
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change that may make a script fit, its cost, and the bytes that it saves at the peak."""
+    """Change that may make a script fit, its cost, and the bytes that it saves at the peak.
+    `options` or `alloc_conf` simulate it; if both are empty, the script must be edited."""
 
     title: str
     price: str  # cost in plain words
@@ -499,7 +501,7 @@ def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
-    """Return lines on the first two of `found`, or one line that no change alone is enough."""
+    """Return lines on the first two of `found`, or that no change is enough if it is empty."""
     if not found:
         return [
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
@@ -534,10 +536,9 @@ class Command:
 
 
 def typed_command(frame: FrameType | None = None) -> Command | None:
-    """Return the command that runs this process's script; None in a notebook or a shell.
-
-    A script run there (`%run train.py`) has a command; its search begins at `frame`, the caller's.
-    """
+    """Return the command that runs this process's script; None in a notebook or a shell. A script
+    that these run (`%run train.py`) is searched in `frame` and its callers; a `frame` of None has
+    none."""
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if getattr(sys, "frozen", False):

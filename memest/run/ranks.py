@@ -29,10 +29,10 @@ _BADNESS = (Outcome.FITS, Outcome.MAY, Outcome.OOM)
 
 
 def chosen_ranks(num_local: int | None, num_nodes: int, numbers: str = "") -> list[Rank]:
-    """Return the ranks to simulate: by default the first and the last of all.
+    """Return the ranks to simulate, named by `numbers`: `all`, or a list such as `0,5`. If
+    `numbers` is empty, they are the first and the last.
 
-    `numbers` is `all` or a list such as `0,5`. There are `num_local` ranks on each of `num_nodes`;
-    None is one rank without a launcher.
+    Each of `num_nodes` nodes has `num_local` ranks; None is one rank without a launcher.
 
     Raises:
         PlanError: too many ranks, or a number that is no rank.
@@ -91,7 +91,7 @@ def environment(rank: Rank) -> dict[str, str]:
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
-    """Return `run(rank)`, called in a child process, without other ranks; see `run_together`."""
+    """Return `run(rank)`, called in a child process without peers; `is_silent` hides output."""
     return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 
@@ -160,10 +160,8 @@ def _print(output: tuple[str, str]) -> None:
 def _interrupted(
     running: Mapping[Child, Rank], error: KeyboardInterrupt | Terminated
 ) -> Iterator[tuple[Rank, RunResult]]:
-    """Interrupt the running ranks as `error` did this process; yield their results so far.
-
-    A rank that has not begun, or that a second Ctrl-C ends, has no result.
-    """
+    """Send the signal that raised `error` to the ranks in `running`; yield their results so far. A
+    rank that has not begun, or that a second Ctrl-C ends, has no result."""
     for child in running:
         child.send(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     for child, rank in running.items():
@@ -191,9 +189,7 @@ def _result(rank: Rank, child: Child) -> RunResult:
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
     """Return `report` with the verdict `may`: it fits if some blocks are freed early enough.
-
-    `decides` is a text that describes these blocks.
-    """
+    `decides` is a text that describes these blocks."""
     own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
     verdicts = {**report.verdicts, report.gpu: own}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)

@@ -179,9 +179,9 @@ def virtual_gpu(
         gpu: a name of `memest gpus`.
         gpu_memory: memory of a GPU that is not in the catalogue, in bytes or as `24GiB`; its
             kernels are those of `gpu`.
-        memory_limit: most memory that the allocator may reserve.
-        beside: memory of the GPU that other processes hold.
-        max_steps: optimizer steps after which a `SystemExit` ends the block.
+        memory_limit: most memory that the allocator may reserve; None is the GPU's.
+        beside: memory of the GPU that other processes hold; None is none.
+        max_steps: optimizer steps after which a `SystemExit` ends the block; None is no limit.
         strict: raise an error where the code reads a tensor's value, which is otherwise guessed.
         torch_release: simulated release of torch, such as `2.11`; the installed one by default.
 
