@@ -43,7 +43,7 @@ _MODULES = (
 
 
 def forget() -> None:
-    """Clear cached results of functions that check whether packages and a GPU are available."""
+    """Clear cached results of functions of libraries that check for packages or for a GPU."""
     for name in _MODULES:
         for function in list(vars(sys.modules.get(name, object)).values()):
             if isinstance(function, functools._lru_cache_wrapper):  # others may only look alike

@@ -36,7 +36,7 @@ def _note_call(*args: Any) -> int:
 
 
 class KernelLibrary:
-    """Stub of `libbitsandbytes_cuda*`: kernels do nothing, CPU functions are the real ones."""
+    """Stub of `libbitsandbytes_cuda*` without kernels; `load` opens the CPU library in `folder`."""
 
     def __init__(self, load: Callable[[str], Any], folder: str) -> None:
         self._load = load
@@ -109,7 +109,7 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 class _WithNumbers:
-    """Wrapper of `optimizer_update_32bit` that passes the tensor `param_norm` on as a number."""
+    """Wrapper of the operator `optimizer_update_32bit` that passes its `param_norm` as a number."""
 
     def __init__(self, update: Any) -> None:
         self._update = update

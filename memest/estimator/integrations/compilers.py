@@ -83,7 +83,7 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
 
 
 def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> None:
-    """Call `note(text)`, unless the noted call is by a library that is being imported."""
+    """Call `note(text)`, unless a library that is being imported made the call to report."""
     frame = sys._getframe(2)
     script = mode.attribution.lines.frame(frame)
     while frame is not None and frame is not script:
@@ -137,9 +137,9 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
-    """Call `func` with `inputs` (tuple or dict) as tracing does; if `checks`, four times more. The
-    check keeps the outputs of its last three calls until it ends, and the first copy of a module's
-    inputs (torch/jit/_trace.py, 2.11)."""
+    """Call `func` with `inputs` (a tuple, or a dict by name) once, and with `checks` four times
+    more. The check keeps the outputs of its last three calls until it ends. If `func` is a module,
+    it also keeps its first copy of the inputs (torch/jit/_trace.py, 2.11)."""
 
     cloned: Any = _trace._clone_inputs
 
@@ -158,7 +158,7 @@ def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
 
 
 def _has_gpu_code(*args: Any, **options: Any) -> bool:
-    """Return whether a C++ extension, built with these arguments, has sources for the GPU."""
+    """Return whether a C++ extension with these arguments of `load` has sources for the GPU."""
     if options.get("with_cuda") or options.get("cuda_sources"):
         return True
     sources = options.get("sources", args[1] if len(args) > 1 else ())

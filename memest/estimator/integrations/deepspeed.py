@@ -47,8 +47,8 @@ class _Extension:
 
 
 def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
-    """Return a variant of `wrap`, DeepSpeed's wrapper of tensor factories, without effect on calls
-    inside of an operator, by memest or C++."""
+    """Return DeepSpeed's wrapper of tensor factories, `wrap`, limited to the script's own calls.
+    Calls within an operator, by memest or C++, run the factory that was wrapped."""
 
     def wrapping(make: Maker, *args: Any, **kwargs: Any) -> Maker:
         wrapped = wrap(make, *args, **kwargs)
@@ -62,14 +62,14 @@ def _for_scripts(wrap: Callable[..., Maker]) -> Callable[..., Maker]:
 
 
 def _cpu_info(get_cpu_info: Callable[[], Any]) -> Any:
-    """Return `{}` to DeepSpeed in place of `cpuinfo`, which takes a second in a new process.
-    DeepSpeed reads only the CPU vendor from it."""
+    """Return `{}` to DeepSpeed, which reads only the CPU's vendor, and `get_cpu_info()` to others.
+    `cpuinfo` takes a second in a new process."""
     caller = sys._getframe(1).f_globals.get("__name__", "")
     return {} if caller.startswith("deepspeed.") else get_cpu_info()
 
 
 def _label(mode: CudaSimMode, engine: Any) -> None:
-    """Label DeepSpeed's tensors: optimizer states, gradients, parameters and buckets."""
+    """Label tensors of DeepSpeed's `engine`: optimizer states, gradients, parameters, buckets."""
     optimizer = engine.optimizer
     if optimizer is None:
         return
@@ -86,7 +86,7 @@ def _label(mode: CudaSimMode, engine: Any) -> None:
 
 
 def _buckets(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the gradient buckets: lists of buffers in stages 1 and 2, one buffer in stage 3."""
+    """Yield the buffers of gradient buckets: several in ZeRO stages 1 and 2, one in stage 3."""
     yield from getattr(optimizer, "ipg_buffer", None) or ()
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buffer = getattr(bucket, "buffer", None)
@@ -94,7 +94,7 @@ def _buckets(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleType) -> None:
-    """Label the buckets of ZeRO stages 1 and 2, and assume that gradients are finite."""
+    """Label the buckets of ZeRO stages 1 and 2 (`module`), and assume that gradients are finite."""
     kind = module.DeepSpeedZeroOptimizer
 
     @patches.wrap(kind, "_has_inf_or_nan")

@@ -45,8 +45,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[..., Any]:
-    """Return a replacement of `HfApi`'s method `name` that uploads nothing, calls `note` with a
-    text, and returns a result such as the Hub's. `module` has the classes of results."""
+    """Return a replacement of `HfApi`'s method `name`, which calls `note(text)` and uploads
+    nothing. It returns `module`'s object for a commit or a new repository, else None."""
 
     def call(api: Any, *args: Any, **kwargs: Any) -> Any:
         note(NOT_SENT)

@@ -67,7 +67,7 @@ def _guess_samples(patches: Patches, mode: CudaSimMode, module: ModuleType) -> N
 
 
 def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Return indices of all boxes by score, none suppressed; run the operators of `nms_kernel`."""
+    """Run the operators of `nms_kernel`; return all indices by score, as if no boxes overlapped."""
     if torch.is_autocast_enabled("cuda"):
         boxes, scores = boxes.float(), scores.float()
     count = boxes.shape[0]
@@ -86,7 +86,7 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
 
 
 def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
-    """Run `then`; under autocast in float32, and cast the result back (csrc/ops/autocast)."""
+    """Run `then` on `image` and `args`; under autocast in float32, with the result cast back."""
     if not torch.is_autocast_enabled("cuda"):
         return then(image, *args)
     wide = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]
@@ -97,7 +97,7 @@ MAX_IMAGES = 32  # `kMaxParallelImgs` of deform_conv2d_kernel.cu: most images of
 
 
 def _num_images(batch: int) -> int:
-    """Return the images of one product: the largest divisor of `batch` up to `MAX_IMAGES`."""
+    """Return the images per matrix product: the largest divisor of `batch` up to `MAX_IMAGES`."""
     return max(n for n in range(1, MAX_IMAGES + 1) if batch % n == 0)
 
 
@@ -112,7 +112,7 @@ def _deform_conv2d(
     x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *args: Any
 ) -> Tensor:
     """Run `deform_conv2d_forward_kernel`: a matrix product for each group of each block of images.
-    `args` are the operator's further arguments; number 6 is the number of groups."""
+    `args` are the operator's further arguments; `args[6]` is the number of groups."""
     x, offset, weight, mask, bias = (t.contiguous() for t in (x, offset, weight, mask, bias))
     groups, images, size = args[6], _num_images(len(x)), offset.shape[2:]
     out = x.new_zeros((len(x) // images, images, len(weight), *size))
@@ -131,7 +131,7 @@ def _deform_conv2d_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
     """Run `deform_conv2d_backward_kernel`; return the gradients of `x`, `weight`, `offset`, `mask`
-    and `bias`. `args` are the forward's further arguments."""
+    and `bias`. `grad` is the output's gradient, `args` are the forward's further arguments."""
     grad, x, weight, offset, mask, bias = (
         t.contiguous() for t in (grad, x, weight, offset, mask, bias)
     )

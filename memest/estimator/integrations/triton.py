@@ -150,7 +150,7 @@ class Autotuner(KernelInterface):
         self.best_config = self.configs[0]
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Time all configs if dtypes or values of `keys` arguments are new; launch nothing."""
+        """Time all configs if dtypes or values of the arguments in `keys` are new; then launch."""
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         types = [str(value.dtype) for value in given.values() if hasattr(value, "dtype")]
         kind = (*(given[name] for name in self.keys if name in given), *types)
@@ -359,7 +359,7 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
 
 
 def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `fn` without and with the array that clears the L2 cache; return a constant time, ms."""
+    """Run `fn`, then again with an array that clears the L2 cache; return a constant time in ms."""
     fn()
     cleared = torch.empty(CLEARED_BYTES, dtype=torch.uint8, device="cuda")
     found = do_bench_cudagraph(fn, **kwargs)
@@ -379,7 +379,7 @@ _BENCHES = {"do_bench": do_bench, "do_bench_cudagraph": do_bench_cudagraph}
 
 
 def _renew(patches: Patches) -> None:
-    """Give Inductor modules that were imported without Triton the stub's names."""
+    """Put the stub's names into Inductor's modules that were imported without Triton."""
     compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
     if compat is None or hasattr(compat.triton, "Config"):
         return

@@ -100,7 +100,7 @@ class Engine:
                     storages.shares[index] = self._share, self._num_bytes[WEIGHTS] or 0
 
     def sleep(self, level: int) -> None:
-        """Free all GPU memory; only at `level` 1 the weights are copied to pinned host memory."""
+        """Free all GPU memory. `level` 1 copies the weights to pinned host memory, 2 drops them."""
         weights = self._held.get(WEIGHTS)
         if level == 1 and weights is not None:
             num_items = weights.numel() // torch.float16.itemsize
@@ -113,7 +113,7 @@ class Engine:
 
 
 class SamplingParams:
-    """Stub of `vllm.SamplingParams`; only numbers of tokens and completions have an effect."""
+    """Stub of `vllm.SamplingParams`: `n` completions of `max_tokens` tokens (None: unlimited)."""
 
     def __init__(self, n: int = 1, max_tokens: int | None = MAX_TOKENS, **others: Any) -> None:
         self.n, self.max_tokens = n, max_tokens
@@ -183,7 +183,7 @@ class LLM:
         self._engine.take(tags or (WEIGHTS, KV_CACHE))
 
     def collective_rpc(self, method: Any, *args: Any, **others: Any) -> list[None]:
-        """Return [None]: a worker's `method`, such as `reload_weights`, allocates no memory."""
+        """Return [None]: a worker's `method`, such as "reload_weights", allocates no memory."""
         if not isinstance(method, str):
             raise UnsupportedError("a function for vLLM's workers cannot be simulated")
         return [None]
@@ -201,7 +201,8 @@ class LLM:
     def generate(
         self, prompts: Any = None, sampling_params: Any = None, *args: Any, **others: Any
     ) -> list[Any]:
-        """Return `n` completions of `max_tokens` tokens for each prompt, by `sampling_params`."""
+        """Return `n` completions of `max_tokens` tokens for each of `prompts` (texts or token ids).
+        `sampling_params` has both numbers (None: defaults), for all prompts or one per prompt."""
         given = others["prompt_token_ids"] if prompts is None else prompts
         is_one = isinstance(given, str | Mapping) or (given and isinstance(given[0], int))
         rows = [given] if is_one else list(given)
@@ -210,7 +211,7 @@ class LLM:
         return [self._complete(row, one) for row, one in zip(rows, of_rows, strict=True)]
 
     def chat(self, messages: Any, sampling_params: Any = None, *args: Any, **others: Any) -> Any:
-        """Return completions of a conversation, or of each conversation in a list."""
+        """Return completions of a conversation (a list of messages), or of each one in a list."""
         rows = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         text = self.get_tokenizer().apply_chat_template
         prompts = [text(row, add_generation_prompt=True, tokenize=False) for row in rows]
@@ -272,7 +273,7 @@ def files_bytes(model: str) -> int | None:
 
 
 class Finder(StubFinder):
-    """Import finder of the vLLM stub: for the script and TRL, or if vLLM is installed, for all."""
+    """Import finder of the vLLM stub, for the script and TRL; with vLLM installed, for all."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode

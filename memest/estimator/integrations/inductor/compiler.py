@@ -93,14 +93,14 @@ def install_fakes(patches: Patches) -> None:
 
 
 def encoder_layer_like(fake_mode: Any, func: Any, source: Tensor, *args: Any) -> Tensor:
-    """Return a fake result like `source` for `func`, which has no meta kernel."""
+    """Return a fake tensor like `source` as the result of `func`, which has no meta kernel."""
     with fake_mode:
         return torch.empty_like(source)
 
 
 def _lay_out_attention(patches: Patches) -> None:
-    """Give outputs of cuDNN's attention the strides of later torch releases, if one is simulated
-    by an older installed torch."""
+    """Give outputs of cuDNN's attention the strides of torch 2.8 and later. It does so if such a
+    release is simulated with an older installed torch."""
     from torch import _meta_registrations
     from torch._subclasses.fake_impls import op_implementations_dict
 
@@ -111,7 +111,7 @@ def _lay_out_attention(patches: Patches) -> None:
 
 
 def attention_as_on_cuda(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return fake results of the attention `func`, the first with the strides of the query."""
+    """Return fake results of attention by `func`; the first has the strides of the query."""
     with in_kernel_invocation_manager(fake_mode):
         made = cudnn_output(args, func(*args, **kwargs))
     return fake_mode.wrap_meta_outputs_with_default_device_logic(made, func, args, None)
@@ -130,7 +130,7 @@ EAGERLY = "`torch.compile` ran {name} as it is written, which keeps more tempora
 
 
 class NotSimulated(UnsupportedError):
-    """The installed compiler lacks what its simulation needs: a private name, or Triton."""
+    """Error: the installed compiler lacks what its simulation needs, a private name or Triton."""
 
 
 @contextmanager
@@ -173,8 +173,8 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(_ops, "resolve_key")
     def key_of(resolve: Any, op: Any, key: Any) -> Any:
-        """Return the dispatch key whose kernel of `op` runs. An operator without a meta kernel that
-        C++ decomposes is decomposed; else `resolve`, torch's `resolve_key`, decides."""
+        """Return the dispatch key whose kernel of `op` runs for `key`. An operator that C++
+        decomposes, without a meta kernel, is decomposed; else `resolve`, torch's own, decides."""
         if key == _AUTOGRAD_META and isinstance(op, _ops.OpOverload):  # others call operators
             name, has = op._name, torch._C._dispatch_has_kernel_for_dispatch_key
             if has(name, "CompositeImplicitAutograd") and not has(name, "Meta"):
@@ -229,7 +229,7 @@ def _empty_cuda(mode: CudaSimMode, size: Any, stride: Any, dtype: torch.dtype) -
 
 
 def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
-    """Make Inductor fold constants on the host, and collectives wait on the GPU."""
+    """Make Inductor fold constants on the host, and wait for collectives on the virtual GPU."""
     from torch._inductor.fx_passes import joint_graph
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -244,8 +244,8 @@ def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
-    """Compile the FX `graph` by Inductor; return its function, or if that fails the uncompiled one.
-    `options` are those of `compile_fx_inner`."""
+    """Return the function that Inductor compiles from an FX `graph`, or if it fails the graph's
+    own. `inputs` and `options` are those of `compile_fx_inner`."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor import compile_fx
 
@@ -272,8 +272,8 @@ class _Name(str):
 
 
 def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
-    """Return a decorator of the compiled function of `graph`: it computes integer and boolean
-    results from known inputs, as simulated kernels do not. A later shape can depend on them."""
+    """Return a decorator of `graph`'s compiled function, which stores integer and boolean results
+    in `values`. They are computed from known inputs, since later shapes can depend on them."""
     from torch.fx.node import map_arg
 
     def named(value: Any) -> Any:
@@ -338,7 +338,7 @@ class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OnHost(TorchFunctionMode):
-    """Mode in which functions make tensors on the host, because Inductor reads the values."""
+    """Function mode that makes tensors on the host, because Inductor reads their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -346,7 +346,7 @@ class _OnHost(TorchFunctionMode):
 
 
 def place_on_gpu(graph: Any) -> None:
-    """Replace `meta` by the GPU in the arguments of all nodes of an FX graph."""
+    """Replace device `meta` by the GPU in the arguments of all nodes of an FX `graph`."""
     _set_devices(graph.graph.nodes, lambda device: GPU.device if device.type == "meta" else device)
     graph.recompile()
 
@@ -377,7 +377,7 @@ def _constants_on_the_host(graph: Any) -> Iterator[None]:
 
 
 def why(error: Exception) -> str:
-    """Return one line about the innermost cause of `error`."""
+    """Return one line with the type and the message of the innermost cause of `error`."""
     error = getattr(error, "inner_exception", error)
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -387,7 +387,7 @@ def why(error: Exception) -> str:
 
 
 class Kernel:
-    """A Triton kernel that Inductor has generated; running it computes no values.
+    """Triton kernel that Inductor has generated as Python `source`; a run computes no values.
 
     The first run times several launch configs (`benchmark_gpu`, `bench` of `CachingAutotuner`).
     That needs copies of the tensors that the kernel writes, and an array as large as the L2 cache.
@@ -409,9 +409,8 @@ class Kernel:
         self._source = source
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Record a launch. The first run also allocates as Inductor's timing of launch configs
-        does. It copies the tensors that the kernel writes, and makes a buffer that clears the
-        cache."""
+        """Record a launch. The first run also allocates as Inductor's timing of configs does. It
+        copies the tensors that the kernel writes, and makes a buffer that clears the L2 cache."""
         tensors = [value for value in args if isinstance(value, Tensor)]
         self._mode.work.add(fused_work(tensors))
         changed = [tensors[i] for i in self._declared.changes if i < len(tensors)]
@@ -504,7 +503,7 @@ class Declaration:
 
 
 def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
-    """Return what Inductor times: `configs`, and for some a copy with half the reduction block."""
+    """Return configs that Inductor times: `configs`, some also with half the reduction block."""
     timed = list(configs)
     for config in timed:
         if is_scaled(kernel, config, gpu):
@@ -518,8 +517,8 @@ def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list
 
 
 def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
-    """Return whether Inductor also times `config` with half its reduction block. That is so for a
-    reduction whose registers per thread keep the GPU below full occupancy."""
+    """Return whether Inductor also times `config` with half its reduction block: for a reduction
+    whose registers per thread keep the GPU below full occupancy."""
     meta = kernel.inductor_meta
     if not kernel.is_reduction or meta.get("persistent_reduction"):
         return False
@@ -535,7 +534,7 @@ def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
 
 
 def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
-    """Return the registers per thread of a kernel, compiled by Triton with `config`.
+    """Return the registers per thread of `kernel` as Triton compiles it with `config` for `gpu`.
 
     Raises:
         NotSimulated: Triton is not installed.
@@ -627,7 +626,7 @@ _MARGIN = 1.1  # factor by which padding must be faster (`is_padded_faster` in p
 
 
 def is_estimated() -> bool:
-    """Return whether memest decides when Inductor pads: torch has the `pad_mm` of 2.11 on."""
+    """Return whether memest estimates where Inductor pads, which it does from torch 2.11 on."""
     from torch._inductor.fx_passes import pad_mm
 
     return hasattr(pad_mm, "_should_pad")
@@ -678,10 +677,10 @@ def _install_padding(patches: Patches, mode: CudaSimMode) -> None:
 def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) -> bool:
     """Return whether padding `mat1` and `mat2` makes their product faster by Inductor's margin.
 
-    `time = operations / (share * peak rate)` of a product, where the share depends on how leading
-    dimensions are aligned, and `bytes read and written / (share * bandwidth)` of each padded copy.
-    `is_free` has True for a matrix whose copy Inductor does not time. Kernels for float32 without
-    TF32 need no alignment, so padding them only adds copies.
+    A product takes operations / (share * peak rate); the share depends on how leading dimensions
+    are aligned. A padded copy takes bytes read and written / (share * bandwidth). `is_free[i]` is
+    True if Inductor does not time the copy of that matrix. In float32 without TF32, padding only
+    adds copies: kernels need no alignment.
     """
     dtype = mat1.dtype
     if dtype is torch.float32 and not allows_tf32("matmul"):
@@ -727,7 +726,7 @@ def _hint(size: Any) -> int:
 
 
 def _leading(matrix: Any) -> int:
-    """Return BLAS's leading dimension: the stride of rows; of columns if it is transposed."""
+    """Return BLAS's leading dimension of `matrix`: the stride of rows, of columns if transposed."""
     rows, columns = (_hint(stride) for stride in matrix.stride()[-2:])
     return rows if columns == 1 else columns
 

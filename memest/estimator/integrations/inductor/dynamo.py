@@ -91,7 +91,7 @@ def _install_autograd(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
 
 
 def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
-    """Compile Python frames as on a GPU; run a frame that fails only here eagerly, and warn."""
+    """Compile frames as on a GPU; run those that fail only on the virtual GPU eagerly, and warn."""
     from torch._dynamo import exc
 
     convert_frame = dynamo.convert_frame
@@ -173,7 +173,7 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
 
 
 def _install_device(patches: Patches, module: Any) -> None:
-    """Replace functions of `torch.cuda` that Dynamo's device interface, in `module`, has copied."""
+    """Patch the copies of `torch.cuda`'s functions in Dynamo's device interface, in `module`."""
     patches.set(module, "caching_worker_device_properties", {})  # cached for an earlier GPU
     interface = module.CudaInterface
     replacements = {original: made for made, original in patches.originals().items()}
