@@ -30,7 +30,7 @@ class PreflightCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         logs: dict[str, Any] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Report the predicted and the measured peak with the last log of the training."""
+        """Print and log the predicted and measured peak with the last of the training's logs."""
         if "train_runtime" not in (logs or {}):
             return
         for figures in report_measured(self._result):

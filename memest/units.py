@@ -119,7 +119,7 @@ def gib_that_add_up(sizes: Sequence[int]) -> list[str]:
 
 
 def shares_that_add_up(sizes: Sequence[int], total: int) -> list[str]:
-    """Return texts of `sizes` as per cent of `total`, one decimal, rounded to add up."""
+    """Return texts of `sizes` in per cent of `total`, one decimal, rounded to add up to the sum."""
     whole = max(1, total)
     return [f"{x:.1f} %" for x in rounded_to_sum([100 * n / whole for n in sizes], 1)]
 

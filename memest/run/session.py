@@ -61,11 +61,12 @@ class Session:
     """Context manager that `virtual_gpu` returns: its block runs on a simulated CUDA GPU.
 
     Args:
-        gpu: the GPU.
+        gpu: the GPU to simulate.
         memory_limit: bytes that its allocator may reserve at most; None is all.
         name: name of the code, for the report.
         rank: the rank of a distributed script that the block simulates.
-        batch_parts: DataLoaders keep 1/`batch_parts` of each batch.
+        batch_parts: DataLoaders load 1/`batch_parts` of each batch.
+        torch_release: simulated release of torch; None is the installed one.
         others: names of other GPUs for which the report has a verdict.
         options: those of `VirtualGpu`: `max_steps`, `is_strict`, `roots`, `is_immediate`.
     """
@@ -254,7 +255,9 @@ _TRACKERS = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE":
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Result of running a script: its report, error and exit code."""
+    """Result of running a script. `report` is None if the script never used the GPU. `refusal` is
+    the memest error that ended the script, or None. `decides` is text on the blocks whose free
+    timing decides the verdict, or empty."""
 
     exit_code: int  # exit code of the script
     error_text: str  # text that Python would write to stderr, such as a traceback
@@ -264,9 +267,8 @@ class RunResult:
 
 
 def run_target(target: Target, session: Session, *, limit_s: float | None = None) -> RunResult:
-    """Run the script or module `target` on the GPU of `session`, which has not been entered.
-
-    After `limit_s` seconds the run is ended by an error that names the current line.
+    """Run the script or module `target` on the GPU of `session`, whose block it enters and leaves.
+    After `limit_s` seconds (None: never) an error ends the run and names the current line.
 
     Raises:
         PlanError: the module is not there, or cannot be run.
@@ -313,7 +315,8 @@ def _note_kept(session: Session, kept: KeptFiles) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]:
-    """End the block after `seconds` by an `UnsupportedError` with the script's line, `line()`."""
+    """End the block after `seconds` (None: never) by an `UnsupportedError`. Its text has `line()`,
+    the current line of the script."""
     if seconds is None:
         yield
         return

@@ -53,10 +53,8 @@ def report_of(
     virtual: VirtualGpu, *, name: str, ending: Ending, error: str, elapsed_s: float,
     others: Sequence[str],
 ) -> RunReport:  # fmt: skip
-    """Return the report of the run on `virtual` so far, with verdicts on the GPUs `others`.
-
-    `name` is the script's. `ending` and `error` state how it ended, after `elapsed_s` seconds.
-    """
+    """Return the report of the run on `virtual` so far, with verdicts on the GPUs `others`. `name`
+    is the script's. `ending` and `error` state how it ended, after `elapsed_s` seconds."""
     mode, gpu = virtual.mode, virtual.gpu
     outside_bytes = gpu.context_bytes + virtual.communicators_bytes
     if VirtualGpu._active is virtual:
@@ -102,10 +100,10 @@ def report_of(
 
 
 def _held_for(entry: Held) -> str:
-    """Return the kind of memory, an item of `KINDS`, as which the report counts `entry`.
+    """Return the kind of memory, an item of `KINDS`, under which the report counts `entry`.
 
-    Storages without a label are `temporaries` in backward and optimizer, `other` before the first
-    call of a model, and else `activations`.
+    A storage of unknown owner has the label `activations`. It counts as `temporaries` in backward
+    and optimizer, and as `other` before the first call of a model.
     """
     if entry.kind is not MemKind.ACTIVATIONS:
         return str(entry.kind)
@@ -147,7 +145,7 @@ def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
 
 
 def _module_group(entry: Held) -> str:
-    """Return a module's row: `PREFIX.*` for a layer of a stack, else three parts of its name."""
+    """Return the row's name for the module of `entry`: `PREFIX.*` for a layer, else three parts."""
     module = entry.site.module
     layer = LAYER.match(module)
     return f"{layer[1]}.*" if layer else ".".join(module.split(".")[:3]) or "(outside of modules)"
@@ -223,9 +221,7 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
 
 def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
     """Return the stored allocations and frees of a script as a `Run`, for replay on any GPU.
-
-    `share` is the share of a GPU's memory to which the script limits itself, or None.
-    """
+    `share` is the share of a GPU's memory to which the script limits itself, or None."""
     log = virtual.mode.memory.log
     ends = (at for at, name in log.marks if name == "after_optimizer_step")
     steps: list[list[MicroBatch]] = [
@@ -239,11 +235,9 @@ def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
 def verdicts_of(
     virtual: VirtualGpu, outcome: Outcome, share: float | None, others: Sequence[str]
 ) -> tuple[dict[str, Verdict], list[str]]:
-    """Return (verdicts by GPU name: on the run's own GPU and on `others`; notes on them).
-
-    `outcome` is that on the run's own GPU. `share` is the share of a GPU's memory to which the
-    script limits itself, or None.
-    """
+    """Return (verdicts by GPU name, notes on them), for the run's own GPU and `others`. `outcome`
+    is that on the own GPU. `share` is the share of a GPU's memory to which the script limits
+    itself, or None."""
     own = virtual.gpu
     on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
     of_run = on_gpus.own(_own_verdict(virtual, outcome))
@@ -288,9 +282,7 @@ def _with_own_shares(
     virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
 ) -> Verdict | None:
     """Return `verdict` on `gpu`, corrected for storages whose size is a share of the GPU's memory.
-
-    `own` is the verdict on the run's GPU. Return None if the events of the run do not suffice.
-    """
+    `own` is the verdict on the run's GPU. Return None if the events of the run do not suffice."""
     memory, run = virtual.mode.memory, run_of(virtual)
     there = memory.storages.on(gpu.memory_bytes)
     run = replace(run, program=replace(run.program, storages=there))
@@ -314,11 +306,9 @@ def _with_own_shares(
 
 
 def intervals_of(virtual: VirtualGpu, *, outside_bytes: int) -> dict[str, Interval]:
-    """Return the lowest and highest `allocated`, `reserved` and `process` peak of the run.
-
-    They differ if blocks of several streams may be freed earlier, unless the event log is full.
-    `outside_bytes` is the memory of the process outside the allocator.
-    """
+    """Return the intervals of the run's peaks `allocated`, `reserved` and `process`, by name.
+    Bounds differ if blocks of several streams may be freed earlier, unless the event log is full.
+    `outside_bytes` is the memory of the process outside the allocator."""
     limit = virtual.allocator.limit_bytes
     earlier = [run_of(virtual).on(limit, timing) for timing in _earlier_timings(virtual)]
     return intervals([_own_figures(virtual), *earlier], outside_bytes=outside_bytes)
@@ -334,7 +324,8 @@ def _own_figures(virtual: VirtualGpu) -> Replayed:
 
 
 def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
-    """Return the timings of frees, besides `LATEST`, that change the peak and can be replayed."""
+    """Return the free timings other than `LATEST` to replay; () if the peak depends on none or the
+    event log is full."""
     memory = virtual.mode.memory
     if not virtual.depends_on_time or memory.log.is_full:
         return ()
@@ -361,7 +352,8 @@ def _spread_bytes(virtual: VirtualGpu, gpu: Gpu, limit_bytes: int) -> int:
 
 
 class _Verdicts:
-    """Verdicts on GPUs by replay of `run` under their limits; it may be only the script's start."""
+    """Verdicts on GPUs by replay of `run` under their limits. `outcome` is that on the run's own
+    GPU. `run` has only the script's start if the event log is full."""
 
     def __init__(self, virtual: VirtualGpu, outcome: Outcome, run: Run) -> None:
         memory = virtual.mode.memory
@@ -381,7 +373,7 @@ class _Verdicts:
             self._scenarios = [Scenario(run, unlimited=unlimited), *earlier]
 
     def own(self, verdict: Verdict) -> Verdict:
-        """Return the verdict on the run's own GPU, with the least limit that fits as its need."""
+        """Return `verdict`, of the run's own GPU, with the least limit that fits as its need."""
         if not self._is_whole:
             return verdict
         limit = verdict.limit_bytes
@@ -393,7 +385,8 @@ class _Verdicts:
         return verdict_over(self._scenarios, [latest, *earlier], limit_bytes, spread_bytes)
 
     def verdict(self, limit_bytes: int, spread_bytes: int) -> Verdict | None:
-        """Return the verdict on a GPU of this limit and spread; None if the log is too short."""
+        """Return the verdict on a GPU whose allocator can reserve `limit_bytes`; None if the event
+        log is too short. Of that limit, `spread_bytes` may be missing with another driver."""
         is_enough = self._felt_no_limit and self._reserved <= limit_bytes
         if self._is_whole:
             latest = self._own if is_enough else self._scenarios[0].under(limit_bytes)
@@ -426,7 +419,8 @@ _PROBES = {
 
 
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
-    """Replay the stored events of a script; return a recording of the allocator's actions."""
+    """Return a recording of the allocator's actions, by replay of a script's stored events under
+    the limit in `report`, the report of the run."""
     memory, like = virtual.mode.memory, virtual.allocator
     recording = Recording(memory.storages, report.limit_bytes, report.gpu)
     allocator = recording.allocator

@@ -39,7 +39,9 @@ huggingface_hub that is too old for transformers 5.
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A script or a module that `memest run` runs, with its arguments."""
+    """Script or module that `memest run` runs, with its arguments. `path` is the script, or the
+    first folder of a module's import path. `roots` are folders of libraries whose code is the
+    script's. `local_rank` is an argument to which each rank appends its number, or empty."""
 
     name: str  # name as typed
     args: tuple[str, ...]
@@ -49,7 +51,7 @@ class Target:
     local_rank: str = ""  # argument to which each rank adds its number: `--local_rank=`
 
     def of_rank(self, local_rank: int) -> "Target":
-        """Return one rank's target: with `--local_rank=N`, if its launcher adds the argument."""
+        """Return the target of rank `local_rank`, with `--local_rank=N` if its launcher adds it."""
         first = (f"{self.local_rank}{local_rank}",) if self.local_rank else ()
         return replace(self, args=(*first, *self.args), local_rank="")
 
@@ -61,7 +63,7 @@ class Target:
 
 
 def find_script(name: str, args: tuple[str, ...]) -> Target:
-    """Return the script `name`: a file, a folder or archive with `__main__.py`, or a command.
+    """Return the script `name`: a file, a folder or archive with `__main__.py`, a console script.
 
     Raises:
         PlanError: there is no such script, or it cannot be read.
@@ -189,9 +191,10 @@ def active_environment() -> Path | None:
 
 
 def run_elsewhere(python: Path, arguments: Sequence[str]) -> int | None:
-    """Run `memest run` with `arguments` under another interpreter; return its exit code.
+    """Run `memest run` with `arguments` under the interpreter `python`; return its exit code.
 
-    Return None if `python` is the interpreter of this environment.
+    Return None if `python` is the interpreter of this environment. On POSIX, the call does not
+    return otherwise, since the interpreter replaces this process.
 
     Raises:
         PlanError: there is no such interpreter, it is too old, or it has no torch or no NumPy.
@@ -214,7 +217,8 @@ def _interpreters(folder: Path) -> list[Path]:
 
 
 def _examine(python: Path) -> tuple[Path, str, list[str]]:
-    """Return (path, `sys.prefix`, installed dependencies of memest) of interpreter `python`."""
+    """Return (path, `sys.prefix`, installed packages of `PURE`, torch and NumPy) of `python`, an
+    interpreter or the folder of its environment."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
     found = shutil.which(python)
@@ -245,7 +249,7 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
 
 
 def _folder_of_links(lacking: Sequence[str]) -> Path:
-    """Return a folder with links to memest and packages `lacking`, for another Python's path."""
+    """Return a folder with links to memest and the packages `lacking`, for another `PYTHONPATH`."""
     import hashlib  # 5 ms, which a run in this environment does not need
 
     sources = {"memest": Path(memest.__file__).parent}

@@ -28,7 +28,7 @@ STATES = ("params_bytes", "grads_bytes", "optimizer_bytes")  # must be equal to 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """A predicted and a measured figure, in bytes."""
+    """Predicted interval and measured bytes of the figure named `what`, such as `process_bytes`."""
 
     what: str  # name of the figure, such as `peak_allocated_bytes`, or its phase
     predicted: Interval
@@ -41,7 +41,7 @@ class Deviation:
 
     @property
     def error_bytes(self) -> int:
-        """Predicted minus measured; for an interval, from its nearest value, so 0 inside it."""
+        """Predicted minus measured, from the interval's nearest value; 0 if measured within it."""
         nearest = max(self.measured_bytes, self.predicted.low_bytes)
         return min(nearest, self.predicted.high_bytes) - self.measured_bytes
 
@@ -55,7 +55,9 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Differences between one experiment's prediction and its measurement."""
+    """Differences between one experiment's prediction and its measurement. `totals` are by key of
+    `TOTALS`, `phases` are the allocated bytes at each phase, and `states` those of parameters,
+    gradients or optimizer that differ. `residual` is text on where the error begins, or empty."""
 
     name: str
     measured: Measurement
@@ -79,7 +81,9 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Errors and verdicts of many experiments in total."""
+    """Errors and verdicts of many experiments in total. Errors are in per cent by total, and over
+    all phases. `verdicts` counts experiments by (measured, predicted) verdict. `broken` has a line
+    per figure outside its tolerance."""
 
     median_percent: Mapping[str, float]  # median absolute error by total; `phase` covers all phases
     worst_percent: Mapping[str, float]  # largest error by total, signed
@@ -115,7 +119,7 @@ def plan_of(measurement: Measurement) -> TrainingPlan:
 def summarise(
     comparisons: Sequence[Comparison], tolerances: Mapping[str, float] = TOLERANCES
 ) -> Summary:
-    """Return a summary of `comparisons`: median and worst errors, verdicts, broken `tolerances`."""
+    """Return median and worst errors, verdicts, and figures outside `tolerances` (in per cent)."""
     from statistics import median
 
     errors = {k: [c.totals[k].error_percent for c in comparisons] for k in TOTALS}
@@ -201,7 +205,7 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """Return as text where in `pairs` (predicted, measured) the error changes most, in MiB."""
+    """Return text on where in `pairs` (predicted, measured) the error changes most; else empty."""
     largest, where, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:

@@ -116,11 +116,9 @@ def device_clock_mhz(index: int) -> int | None:
 
 
 def process_figures(used_before: int | None, index: int) -> dict[str, int]:
-    """Return this process's bytes on GPU `index` by source, the most reliable source first.
-
-    Sources are NVML's figure of the process, the growth of all used memory since `used_before`
-    (read before CUDA was opened), and all memory that is not free.
-    """
+    """Return this process's bytes on GPU `index` by source, the most reliable source first. Sources
+    are NVML's figure of the process, all memory that is not free, and the growth of used memory
+    since `used_before` (read before CUDA was opened, or None)."""
     import torch
 
     figures: dict[str, int] = {}
@@ -136,7 +134,7 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
 
 
 def _process_bytes(nvml: Any, index: int) -> int | None:
-    """Return NVML's bytes of this process, or of the only one, on GPU `index`; None if unknown."""
+    """Return NVML's bytes on GPU `index` of this process, else of the only one; None if unknown."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     return None if len(mine) != 1 or mine[0].usedGpuMemory is None else int(mine[0].usedGpuMemory)
@@ -156,7 +154,7 @@ AFTER_SETUP = "after the strategy's setup"
 
 
 def sample_host(moment: str) -> dict[str, Any]:
-    """Return a sample of host memory, in bytes by name, with `moment`, which names the time.
+    """Return host memory in bytes by name, and the time's name `moment` with the key `moment`.
 
     `RssAnon` and `RssShmem` are of this process, and may omit `pinned_allocated`, torch's pinned
     memory. `MemAvailable` is of the machine, as a check of the sum over the ranks.
@@ -182,15 +180,15 @@ def held_bytes(samples: Sequence[dict[str, Any]]) -> int:
         max(own(s) for s in samples) - own(before the model)
         own(s) = RssAnon + max(RssShmem, pinned_allocated)
 
-    Pages of files are left out, since ranks share them. Libraries take 0.8 to 1.4 GiB of it in each
-    rank, as a run without tensors on the host shows.
+    Pages of files are left out, since ranks share them. Libraries take 0.8 to 1.4 GiB of these
+    pages in each rank, as a run without tensors on the host shows.
     """
     before = next((s for s in samples if s["moment"] == BEFORE_MODEL), {})
     return max(map(_own_bytes, samples), default=0) - _own_bytes(before)
 
 
 def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples that explain `held_bytes`: before the model, after setup, the highest."""
+    """Return up to three of `samples` to report: before the model, after setup, the highest."""
     if not samples:
         return []
     by_moment = {s["moment"]: s for s in reversed(samples)}  # the first sample of each moment
@@ -254,7 +252,7 @@ def write_recording(path: Path) -> None:
 
 
 def snapshot_path(path: Path) -> Path:
-    """Return the path of PyTorch's snapshot next to a recording.
+    """Return the path of PyTorch's snapshot next to the recording `path`.
 
     >>> snapshot_path(Path("runs/gpt2-fp32.npy.gz")).name
     'gpt2-fp32.pickle'
@@ -304,7 +302,9 @@ _OUT_OF_MEMORY = (
 
 @dataclass(slots=True)
 class _Run:
-    """State of a running experiment, from which a report can be made at any moment."""
+    """State of a running experiment, from which a report can be made at any moment. `started` and
+    `ends` (of the steps) are seconds of `time.perf_counter`. `marks` has the number of allocator
+    events before each phase."""
 
     job: Job
     device: Device
@@ -327,7 +327,7 @@ class _Run:
         return self.job.recorder
 
     def note_end_of_step(self) -> None:
-        """Wait for the kernels of a complete step, and record the time at which they ended."""
+        """Wait for the kernels if a step is complete, and record the time at which they ended."""
         if self.recorder.rows[-1].phase is Phase.AFTER_OPTIMIZER_STEP:
             torch.cuda.synchronize()
             self.ends.append(time.perf_counter())
@@ -337,7 +337,7 @@ class _Run:
             self.samples.append(sample_host(moment))
 
     def begin_training(self) -> None:
-        """Store the peaks of setup, reset them, and empty torch's cache (several GPUs only)."""
+        """On several GPUs, store and reset the peaks of the setup, and empty torch's cache."""
         if not self.plan.is_distributed:
             return
         self.recorder.note_peaks()
@@ -433,10 +433,8 @@ def run_experiment(
 def _recorded(
     run: _Run, path: Path, deliver: Callable[[Measurement], Any]
 ) -> Callable[[Measurement], Any]:
-    """Record the allocator's events; return a `deliver` that first writes them to `path`.
-
-    Each phase of the report gets the number of events so far. Call it before the model is built.
-    """
+    """Record the allocator's events; return a `deliver` that first writes them to `path`. Each
+    phase of the report gets the number of events so far. Call it before the model is built."""
     torch.cuda.memory._record_memory_history(
         enabled="all", context="alloc", stacks="python", max_entries=MAX_ENTRIES
     )
@@ -452,7 +450,8 @@ def _recorded(
 def execute(
     run: _Run, *, where: str, deliver: Callable[[Measurement], Any], accelerator: str = "gpu"
 ) -> None:
-    """Train on device `where`, of Lightning's kind `accelerator`; pass the report to `deliver`."""
+    """Train on the device `where`, such as `cuda:0`; pass the report to `deliver` at the end or
+    when out of memory. `accelerator` is Lightning's name of the device's kind."""
     delivered: list[BaseException | None] = []
 
     def on_end() -> None:

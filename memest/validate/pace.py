@@ -44,7 +44,8 @@ NUM_WARM, NUM_HOST_STEPS = 2, 6  # steps of a model in a round: warm-up steps, a
 
 
 class Observer(TorchDispatchMode):
-    """Records torch's calls: `found` has the `Work` of kernels, `counts` calls by `HOST_KINDS`."""
+    """Dispatch mode that records torch's calls: `found` has the `Work` (FLOPs, bytes) of each
+    kernel, and `counts` the number of calls for each of `HOST_KINDS`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,7 +64,7 @@ class Observer(TorchDispatchMode):
 
 
 def host_times() -> dict[str, float]:
-    """Return the host's microseconds for parts of a training step other than kernel launches.
+    """Return the host's microseconds by part of a training step, without kernel launches.
 
     Optimizer: `step` and `zero_grad` are per parameter, `list` per tensor of a multi-tensor call,
     and `loop` per call where one parameter is updated after another. Checkpointing: `region` is per
@@ -151,10 +152,10 @@ a list, and `names` of tensors. A name and a step of `calls` have a function and
 
 
 def model_times() -> Iterator[dict[str, list[list[float]]]]:
-    """Yield {"forward": rows, "backward": rows}, with a row for each of some small models.
+    """Measure some small models in rounds; yield {"forward": rows, "backward": rows} per round.
 
-    A row has the numbers of kernel launches, cuDNN calls and views (`HOST_KINDS`), then the host's
-    microseconds: a median of all rounds so far. Each yield is a round, since a host's speed varies.
+    A row is of one model: numbers of kernel launches, cuDNN calls and views (`HOST_KINDS`), then
+    the host's microseconds. These are a median of all rounds so far, since a host's speed varies.
     """
     library: Any = import_module("transformers")
     models = []
@@ -177,10 +178,9 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
-    """Fit microseconds per launch, cuDNN call and view (`HOST_KINDS`) to rows of `model_times`.
-
-    The fit is a median: half of the models take longer than it predicts.
-    """
+    """Return the host's microseconds per launch, cuDNN call and view, such as `forward_view`. They
+    are fitted to `forward` and `backward`, rows of `model_times`. The fit is a median: half of the
+    models take longer than it predicts."""
     found = {}
     for phase, rows in (("forward", forward), ("backward", backward)):
         counts, times = np.array(rows)[:, :-1], np.array(rows)[:, -1:]
@@ -205,7 +205,8 @@ def _not_negative(a: Any) -> Any:
 def phases(
     model: nn.Module, x: Tensor, is_autocast: bool
 ) -> tuple[list[list[int]], Callable[[], tuple[float, ...]]]:
-    """Return (calls by `HOST_KINDS` in forward and backward, a step that returns their seconds)."""
+    """Return (numbers of calls by `HOST_KINDS` in forward and in backward, step). `step()` trains
+    `model` on `x` once, in bfloat16 if `is_autocast`, and returns the host's seconds of both."""
     optimizer, observers = torch.optim.AdamW(model.parameters()), (Observer(), Observer())
 
     def run(*modes: Any) -> tuple[float, ...]:
@@ -226,7 +227,7 @@ def phases(
 
 
 def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:
-    """Return the host's microseconds per call; with `waits`, until the GPU has ended all calls."""
+    """Return the host's mean microseconds of `count` calls; `waits` includes the GPU's work."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(count):
@@ -248,7 +249,8 @@ NUM_PARTS = 3  # rounds over the families: time that runs out costs each of them
 
 
 def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measure the GPU for at most `seconds`; return the times, and pass those so far to `write`."""
+    """Measure kernels and the host for at most `seconds`, and return the times as JSON values.
+    `write` is called with the times so far after each family of kernels."""
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, Any] = {
         "format": FORMAT, "device": properties.name, "memory_bytes": properties.total_memory,
@@ -286,17 +288,15 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
 
 
 def rounds(family: str) -> list[list[Case]]:
-    """Return the cases (calls to time) of a family of kernels, shuffled into `NUM_PARTS` lists."""
+    """Return the calls to time in the kernel family `family`, shuffled into `NUM_PARTS` lists."""
     mixed = list(cases(SHAPES["families"][family]))
     Random(0).shuffle(mixed)
     return [mixed[part::NUM_PARTS] for part in range(NUM_PARTS)]
 
 
 def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
-    """Time a call; return (its work, microseconds of its kernels, extra ones of the first call).
-
-    `make` makes the tensors and returns the call. `heat` makes the GPU busy before the timing.
-    """
+    """Time a call; return (its work, its kernels' microseconds, extra ones of the first call).
+    `make` makes the tensors and returns the call. `heat` makes the GPU busy before the timing."""
     with torch.no_grad():
         call = make()
         first, second = (host_us(call, waits=True) for _ in range(2))
@@ -356,7 +356,8 @@ def random(
 
 
 def weights_of(name: str, dtype: torch.dtype, hidden: int, *options: Any) -> list[Tensor]:
-    """Return weights of `nn.NAME`, such as `LSTM`; `options`: number of layers, bidirectional."""
+    """Return the weights of `nn.NAME`, such as `LSTM`, on the GPU. Inputs and states have `hidden`
+    features. `options` are the number of layers and whether it is bidirectional."""
     network: nn.Module = getattr(nn, name)(hidden, hidden, options[0], bidirectional=options[1])
     return [parameter.detach().to("cuda", dtype) for parameter in network.parameters()]
 
@@ -378,7 +379,8 @@ WORDS: dict[str, Any] = {
 
 
 def cases(family: dict[str, Any]) -> Iterator[Case]:
-    """Yield the cases of `family` for each combination of its axes; a backward runs its forward."""
+    """Yield cases of `family`, an entry of `shapes.json`, for each combination of its axes. Each
+    times one step of a list of calls, after the steps before it: a backward runs its forward."""
     axes = family["axes"]
     lists = [SHAPES[values] if isinstance(values, str) else values for values in axes.values()]
     for values in itertools.product(*lists):
@@ -393,10 +395,9 @@ def cases(family: dict[str, Any]) -> Iterator[Case]:
 
 def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call:
     """Make tensors, run all but the last of `steps`, and return the last as a call to be timed.
-
-    `names` has calls that make tensors, and `scope` the meaning of words in them and in `steps`.
-    A step can use `r0`, the first result of the step before.
-    """
+    `names` has the call that makes each tensor, by the tensor's name. `scope` has the objects for
+    which words in `names` and `steps` stand. A step can use `r0`, the previous step's first
+    result."""
     scope = dict(scope)
     with torch.device("cuda"):
         for name, step in names.items():
@@ -409,7 +410,8 @@ def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call
 
 
 def called(step: list[Any], scope: dict[str, Any]) -> Call:
-    """Return the call that `step` lists: function, arguments, maybe a dict of keyword arguments."""
+    """Return `step` as a call without arguments. `step` lists a function, its arguments, and maybe
+    a dict of keyword arguments; `scope` has the objects for which its words stand."""
     function, *args = named(step, scope)
     options = args.pop() if args and isinstance(args[-1], dict) else {}
     if isinstance(function, str):

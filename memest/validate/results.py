@@ -18,7 +18,7 @@ _OF_THE_DATA = ("seq_len", "image_size", "padded")  # keys set by the data set, 
 
 
 def append(path: Path, measurement: Measurement) -> None:
-    """Append `measurement` to the file as one line, and wait until it is on disk."""
+    """Append `measurement` to the results file `path` as a JSON line; wait until it is on disk."""
     with _writing(path), path.open("ab") as file:
         file.write((measurement.to_json() + "\n").encode())
         file.flush()
@@ -26,7 +26,7 @@ def append(path: Path, measurement: Measurement) -> None:
 
 
 def drop_cut_line(path: Path) -> bool:
-    """Remove the last line if it is cut off or no JSON; return whether it was removed.
+    """Remove the last line of `path` if it is cut off or no JSON; return True if it was removed.
 
     Raises:
         PlanError: the file cannot be read or written.
@@ -44,7 +44,7 @@ def drop_cut_line(path: Path) -> bool:
 
 
 def prepare(path: Path, *, resume: bool) -> list[Measurement]:
-    """Return the finished measurements in `path`, and prepare the file for appending.
+    """Return the measurements that did not fail in `path`, and prepare the file for appending.
 
     With `resume`, failed runs are removed from the file, to be tried again; their logs stay.
 
@@ -73,7 +73,7 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
 
 
 def sort(path: Path, labels: Sequence[str]) -> None:
-    """Sort the lines of `path` in the order of `labels`, after results with other labels."""
+    """Sort the results in `path` in the order of `labels`; results with other labels come first."""
     order = {label: number for number, label in enumerate(labels)}
     with _writing(path):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -83,7 +83,7 @@ def sort(path: Path, labels: Sequence[str]) -> None:
 
 
 def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
-    """Return whether `measured` has a run of this plan's name; `PlanError` if its plan differs."""
+    """Return whether `measured` has a run named like `plan`; `PlanError` if its plan differs."""
     defaults = {f.name: f.default for f in dataclasses.fields(TrainingPlan)}
     same_name = [m for m in measured if m.name == plan.label]
     for measurement in same_name:

@@ -52,7 +52,7 @@ OOM_GRACE_S = 2.0  # wait for other ranks after one is out of memory, since they
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return `torchrun`'s variables for `rank` of `world_size` on a node; rank 0 uses `port`."""
+    """Return `torchrun`'s variables for `rank` of `world_size` on a node; `port` is rank 0's."""
     from memest.estimator.gpu.worlds import Rank
 
     made = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
@@ -62,9 +62,9 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> list[Measurement]:
     """Run `num_ranks` ranks, a process each, and return their reports.
 
-    Ranks without a report are left out if one is out of memory. Otherwise the list is empty if a
-    rank ended without a report, and its log is printed. `run` runs a rank, writes its report to the
-    given path in `folder`, and does not return.
+    `run` trains as one rank, writes its report to the path that it is given in `folder`, and does
+    not return. If a rank is out of memory, ranks without a report are left out. If a rank ends
+    without a report otherwise, the list is empty, and its log is printed.
     """
     if not CAN_FORK:
         raise UnsupportedError(
@@ -188,20 +188,16 @@ def start_experiment(
     plan: TrainingPlan, options: RunOptions, *, report: Path, log: Path,
     experiment: Experiment = run_experiment, is_copy: bool = True,
 ) -> Child:  # fmt: skip
-    """Start an experiment in a child process: a fork of this one (`is_copy`), or a fresh one.
-
-    It writes its measurement to `report`, and its output to `log`.
-    """
+    """Start `experiment` in a child process: a fork of this one (`is_copy`), or a new one. The
+    process writes the measurement to `report`, and its output to `log`."""
     return begin(partial(run_and_exit, plan, options, report, experiment), log, is_copy=is_copy)
 
 
 def run_and_exit(
     plan: TrainingPlan, options: RunOptions, report: Path, experiment: Experiment
 ) -> NoReturn:
-    """Run an experiment, write its measurement to `report`, and exit without any teardown.
-
-    A plan with a Lightning strategy gets one process per GPU, and their reports are merged.
-    """
+    """Run `experiment`, write its measurement to `report`, and end the process without any
+    teardown. A plan with a Lightning strategy gets a process per GPU; their reports are merged."""
     if not plan.is_distributed:
         _run(plan, options, report, experiment, lambda: leave(0))
     measured = run_ranks(
@@ -285,7 +281,7 @@ def validate(
         resume: continue a file that holds results, skipping those.
         timeout_s: seconds after which an experiment is ended as failed.
         options: whether weights and data are random; None means that both are.
-        start: starts an experiment; None forks, or spawns where a fork is not possible.
+        start: replaces `start_experiment`; None forks, or spawns where a fork is not possible.
         engine: where the experiments run, as in `memest.engines`.
         workers: experiments at a time; None is one per GPU.
 
@@ -433,7 +429,8 @@ def _measure(
     plan: TrainingPlan, *, logs: Path, device: Device, timeout_s: float, options: RunOptions,
     start: Callable[..., Child] | None,
 ) -> Measurement:  # fmt: skip
-    """Run an experiment for at most `timeout_s`; if it fails, its output stays in `logs`."""
+    """Return the measurement of `plan`, run for at most `timeout_s`. If it fails, its output stays
+    in the folder `logs`. `start` is as in `validate`."""
     refusal = _refusal(device, plan)
     if refusal:
         return _unfinished(device, plan, f"{SKIPPED}{refusal}")
