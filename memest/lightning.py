@@ -22,7 +22,7 @@ __all__ = ["PreflightCallback"]
 
 
 class PreflightCallback(Callback):
-    """Predicts the peak memory by `memest.preflight` when `trainer.fit` begins.
+    """Lightning callback that predicts the peak memory by `memest.preflight` when a fit begins.
 
     The model goes to the GPU afterwards. At the end of the fit, a line on stderr and the loggers
     have the predicted and the measured peak.
@@ -30,7 +30,9 @@ class PreflightCallback(Callback):
         trainer = L.Trainer(callbacks=[PreflightCallback()])
 
     Args:
-        max_steps, time_limit, margin: as in `memest.preflight`.
+        max_steps: optimizer steps to simulate.
+        time_limit: seconds after which the preflight is given up.
+        margin: memory to stay free, in bytes or as `2GiB`, else a warning; None: the GPU's default.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class PreflightCallback(Callback):
         self._result: Preflight | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Run the preflight before a fit, on global rank 0; Lightning calls this hook first."""
+        """Run the preflight on global rank 0 before a fit (`stage` is `fit`)."""
         if stage == "fit" and trainer.is_global_zero:
             self._result = preflight(**self._options)
 

@@ -40,7 +40,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 class CellReport:
-    """Report of a notebook cell: HTML in a notebook, text in a terminal."""
+    """Report of a notebook cell: the HTML `page` in a notebook, text in a terminal."""
 
     def __init__(self, report: RunReport, page: str) -> None:
         self.report = report
@@ -98,8 +98,8 @@ class _Magic:
                 self.left[name] = value
 
     def _check(self, cell: str) -> None:
-        """Raise an `UnsupportedError` if `cell` has a top-level `await`, or tensors of other GPUs.
-        Other GPUs are the real one, and the virtual one of an earlier cell."""
+        """Raise an `UnsupportedError` if `cell` has a top-level `await`, or uses tensors of the
+        real GPU or of an earlier cell's virtual GPU."""
         namespace, source = self.shell.user_ns, self.shell.transform_cell(cell)
         if _awaits(source):
             raise UnsupportedError(
@@ -150,7 +150,7 @@ def _awaits(source: str) -> bool:
 
 
 def _names(source: str, namespace: dict[str, Any]) -> set[str]:
-    """Return the keys of `namespace` that the cell `source` uses, also inside functions it uses."""
+    """Return the names in `namespace` that cell `source` reads, itself or in functions it calls."""
     try:
         cell = compile(source, "<cell>", "exec")
     except SyntaxError:  # the shell prints it
@@ -177,7 +177,7 @@ def _names(source: str, namespace: dict[str, Any]) -> set[str]:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`: a tensor, a module, an optimizer, or a container of them."""
+    """Yield tensors of `value`: a tensor, module, optimizer, or container of the first two."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):

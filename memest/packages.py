@@ -45,18 +45,14 @@ def require(*packages: str) -> None:
 
 
 def is_in_packages(path: str | Path) -> bool:
-    """Return whether a file or folder is inside a folder of installed packages.
-
-    Such a folder is `site-packages` or, in Debian's Python, `dist-packages`.
-    """
+    """Return whether `path` is inside a folder of installed packages: `site-packages`, or
+    `dist-packages` of Debian's Python."""
     return not _FOLDERS.isdisjoint(Path(path).parts)
 
 
 def broken_package(error: BaseException) -> tuple[str, str] | None:
-    """Return (message, hint) for an `error` raised while an installed package was imported.
-
-    None if it was raised outside of such an import.
-    """
+    """Return (message, hint) for an `error` raised while an installed package was imported; None if
+    it was raised outside of such an import."""
     modules = [
         str(frame.f_globals.get("__name__"))
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -79,7 +75,7 @@ def how_to_install(package: str) -> str:
 
 
 def with_nvml(read: Callable[[Any], T]) -> T | None:
-    """Return `read(pynvml)`, called while NVML is initialised; None if NVML is missing or fails."""
+    """Return `read(pynvml)`, called with NVML initialised; None if NVML is missing or fails."""
     try:
         import pynvml
     except ImportError:

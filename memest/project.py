@@ -22,7 +22,7 @@ class Project:
 
 
 def find_project(folder: Path) -> Project:
-    """Return the nearest pyproject.toml's settings, from `folder` up; `PlanError` if invalid."""
+    """Return settings of the nearest pyproject.toml, from `folder` up; `PlanError` if invalid."""
     for parent in (folder, *folder.parents):
         if (parent / FILE).is_file():
             return _read(parent / FILE)

@@ -58,7 +58,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
-    """A virtual GPU for the test: that of its mark, else of `[tool.memest]`, else the default."""
+    """Virtual GPU for the test: of its mark, else of `[tool.memest]`, else the default."""
     from memest.errors import MemestError
     from memest.run.session import virtual_gpu as simulate
     from memest.units import parse_bytes
@@ -77,7 +77,8 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
 
 
 def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
-    """Return (memory limit, GPU) of a test, each from its mark, else the project, else ""."""
+    """Return (memory limit, GPU) by the test's mark, else the project; "" if none. Without a mark
+    there is no limit."""
     from memest.project import find_project
 
     mark, project = item.get_closest_marker("gpu_memory"), find_project(item.config.rootpath)
@@ -113,7 +114,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
-    """Yield lines on why the peak in `report` fails the test, if it does, and record the peak."""
+    """Yield lines on why the peak in `report` fails the test, if it does; record the peak."""
     from memest.report import StoredPeak, read_as
     from memest.report.difference import changes, grown, other_versions, peaks_text
     from memest.units import format_bytes, parse_bytes
@@ -172,7 +173,7 @@ def _held(report: "RunReport") -> list[str]:
 
 
 def _stored(config: pytest.Config) -> dict[str, Any]:
-    """Return the stored peaks by id of the test; the first call reads the file."""
+    """Return {test id: stored peak}; the first call reads the file."""
     if _STORED not in config.stash:
         path = config.rootpath / PEAKS
         try:
@@ -187,7 +188,7 @@ def _stored(config: pytest.Config) -> dict[str, Any]:
 
 
 class _Collector:
-    """Collector of the peaks and notes of tests, in the controller process if xdist runs."""
+    """Collector of tests' peaks and notes; with xdist, in the controller process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config

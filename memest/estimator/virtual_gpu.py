@@ -60,7 +60,7 @@ ALL_ON_ONE = (
 
 
 class StepLimit(SystemExit):
-    """Exception that ends the script after `max_steps` optimizer steps (`VirtualGpu`)."""
+    """Exception by which a `VirtualGpu` ends the script after `max_steps` optimizer steps."""
 
 
 class VirtualGpu:
@@ -68,14 +68,14 @@ class VirtualGpu:
 
     Args:
         gpu: the GPU to simulate.
-        limit_bytes: bytes that its allocator may reserve; None is all of the GPU but its context.
+        limit_bytes: bytes that its allocator may reserve; None: all but those of CUDA and NCCL.
         max_steps: optimizer steps after which `StepLimit` ends the script; None is unlimited.
-        is_strict: raise instead of guessing values.
+        is_strict: True raises an error where False guesses a value that the script reads.
         roots: folders whose code counts as the script's, not as a library's.
-        lines: finds the running line of the script; None skips libraries, but not `roots`.
+        lines: finder of the running line of the script; None makes one with `roots`.
         rank: rank of this GPU among several.
         settings: settings of the allocator; None reads the environment at the first use.
-        is_immediate: free blocks immediately, even if other streams use them.
+        is_immediate: True frees blocks at once; False waits for other streams that use them.
     """
 
     _active: "VirtualGpu | None" = None
@@ -119,23 +119,23 @@ class VirtualGpu:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report, without duplicates."""
+        """Notes for the report, each once; warnings come first."""
         return [*self.mode.notes.warnings, *self.mode.notes.texts]
 
     @property
     def depends_on_time(self) -> bool:
-        """True if NCCL's watchdog or the speed of ranks decides when blocks are freed."""
+        """True if NCCL's watchdog or the ranks' speed decides when blocks are freed."""
         storages = self.mode.memory.storages
         return bool(storages.stashed) or (self.mode.timeline.is_slow and storages.depends_on_time)
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Most bytes allocated at once since the start; resets by the script have no effect."""
+        """Highest allocated bytes since the start; resets of torch's peaks have no effect."""
         return self.allocator.peak_allocated_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Most bytes reserved at once since the start; resets by the script have no effect."""
+        """Highest reserved bytes since the start; resets of torch's peaks have no effect."""
         return self.allocator.peak_reserved_bytes
 
     def __enter__(self) -> "VirtualGpu":
@@ -211,13 +211,13 @@ class VirtualGpu:
 
     @contextlib.contextmanager
     def in_this_thread(self, *thread: Any) -> Iterator[None]:
-        """Make the block run on the virtual GPU, in the current thread (`thread` is ignored)."""
+        """Run a `with` block on the virtual GPU, in the current thread; `thread` is ignored."""
         with decisions_of(self.gpu), self.mode:
             yield
 
     @property
     def communicators_bytes(self) -> int:
-        """GPU memory in bytes of NCCL's communicators, for the groups that were used."""
+        """Bytes of GPU memory of NCCL's communicators, for the process groups that were used."""
         return self.mode.works.library_bytes(self.rank)
 
     def _install_steps(self) -> None:
@@ -280,7 +280,7 @@ class VirtualGpu:
             raise StepLimit(0)
 
     def _count_own_step(self) -> None:
-        """Count a step of a training loop without a torch optimizer."""
+        """Count a step of a script that trains without a torch optimizer, as `_count_step` does."""
         self.mode.memory.settle()
         self.mode.work.stepped()
         self._count_step()
@@ -295,10 +295,10 @@ class VirtualGpu:
 
 
 class OwnSteps:
-    """Finds steps of a script that trains without a torch optimizer; calls `at_end` after each.
+    """Finder of the steps of a script without a torch optimizer; `at_end()` is called after each.
 
-    A step begins with a write to a leaf tensor of the last backward. It ends before the next call
-    of a model, or the next operator that autograd records.
+    A step begins when an operator of `mode` writes to a leaf tensor of the last backward. It ends
+    before the next call of a model, or the next operator that autograd records.
     """
 
     def __init__(self, mode: CudaSimMode, at_end: Callable[[], None]) -> None:
@@ -308,7 +308,7 @@ class OwnSteps:
         self._has_optimizer = False
 
     def install(self, patches: Patches) -> None:
-        """Observe the script's operators, until the script creates a torch optimizer."""
+        """Observe the script's operators, by `patches`, until it creates a torch optimizer."""
         request = self._mode.request
 
         @patches.wrap(Optimizer, "__init__")
@@ -329,7 +329,7 @@ class OwnSteps:
         self._leaves.clear()
 
     def follow(self, outputs: Any) -> None:
-        """Record the leaf tensors of the backward that has just run from `outputs`."""
+        """Record the leaf tensors, such as parameters, of the last backward, from `outputs`."""
         if self._has_optimizer:
             return
         self._leaves.clear()
@@ -340,7 +340,7 @@ class OwnSteps:
                     self._leaves.add(index)
 
     def end(self) -> None:
-        """End the step, if one has begun."""
+        """End the step and call `at_end`, if a step has begun."""
         if self.has_written:
             self.has_written = False
             self._leaves.clear()
@@ -360,7 +360,7 @@ def _in_backward() -> bool:
 
 
 def _grads_of(optimizer: Any) -> list[Any]:
-    """Return the gradients of the parameters of `optimizer`."""
+    """Return the gradients of the parameters of `optimizer`, without None."""
     grads = (p.grad for group in optimizer.param_groups for p in group["params"])
     return [grad for grad in grads if grad is not None]
 
@@ -393,7 +393,8 @@ def _next_number() -> int:
 
 
 class DeviceThread:
-    """Gives autograd nodes the sequence numbers, and so the order, of the GPU's backward thread."""
+    """Numbering of autograd nodes, and so their order, as in a GPU's backward thread.
+    `at_end(outputs)` is called after each backward; `line()` returns the script's running line."""
 
     def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
         self._at_end, self._line = at_end, line
@@ -404,13 +405,13 @@ class DeviceThread:
         self._skipped = [_next_number()]  # sequence numbers where stretches between backwards begin
 
     def install(self, patches: Patches) -> None:
-        """Patch torch's function that runs a backward (`_engine_run_backward`)."""
+        """Replace `_engine_run_backward` of torch, which runs each backward, by `_run`."""
         run = partial(self._run, torch.autograd.graph._engine_run_backward)
         patches.set_all({"_engine_run_backward": run}, torch.autograd.graph, torch.autograd)
 
     def _run(self, engine: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward of `outputs` by `engine` (torch's `_engine_run_backward`), renumber the
-        autograd nodes that it makes, and return its gradients."""
+        """Return the gradients of a backward of `outputs` by `engine`, torch's
+        `_engine_run_backward`. Renumber the autograd nodes made during it; call `at_end`."""
         if self._is_running:  # a nested backward runs in the same thread
             return engine(outputs, *args, **kwargs)
         if self._is_mixed:
@@ -443,8 +444,8 @@ class DeviceThread:
         return grads
 
     def _renumber(self, tensors: Iterable[Any], first: int) -> None:
-        """Renumber the autograd nodes below `tensors` as on a GPU. There nodes from number `first`
-        on are made in the device's thread, earlier ones in the calling thread."""
+        """Renumber the autograd nodes that computed `tensors` as on a GPU. A node with number
+        `first` or more was made in the device's thread, an earlier one in the calling thread."""
         for node in _nodes_below(tensors, lambda node: node._sequence_nr() < RENUMBERED):
             number = node._sequence_nr()
             if number < first:
@@ -455,7 +456,8 @@ class DeviceThread:
 
 
 def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the autograd nodes of `tensors` and their inputs, as far as `selects` accepts them."""
+    """Yield each autograd node that computed `tensors`. A node for which `selects(node)` is False
+    is left out, and so are nodes reached only through it."""
     todo = [node for tensor in tensors for node in _nodes(tensor)]
     seen = set()
     while todo:
@@ -467,8 +469,8 @@ def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iter
 
 
 def _nodes(made: Any) -> Iterator[Any]:
-    """Yield the autograd node of `made`, a tensor or `GradientEdge`. For a tensor that `torch.func`
-    has wrapped, also yield those of the tensors inside."""
+    """Yield the autograd node of `made`, a tensor or `GradientEdge`. For a tensor wrapped by
+    `torch.func`, also yield the node of each tensor inside."""
     if isinstance(made, torch.autograd.graph.GradientEdge):
         yield made.node
     while isinstance(made, Tensor):

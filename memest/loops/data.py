@@ -29,7 +29,7 @@ Inputs = dict[str, Any]  # keyword arguments of a forward, on the host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feed:
-    """Micro-batches of a run, in host memory, with their sizes."""
+    """Training and validation micro-batches of a run, in host memory, and their sizes."""
 
     batches: Sequence[Inputs]  # batches that are used in turn, repeatedly
     val_batches: Sequence[Inputs]
@@ -41,7 +41,7 @@ class Feed:
 
 
 def initialise(model: nn.Module) -> None:
-    """Set random weights in place from one normal distribution, so that activations stay finite."""
+    """Set float parameters in place to normal random numbers, so that activations stay finite."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -49,7 +49,8 @@ def initialise(model: nn.Module) -> None:
 
 
 class RandomWeight:
-    """Random weight in a state dict, generated when transformers indexes it like a file's slice."""
+    """Entry of a state dict: random numbers in the shape and dtype of `weight`. Indexing, by which
+    transformers reads a file, generates them by repeating those of `pool`."""
 
     def __init__(self, pool: Tensor, weight: Tensor) -> None:
         self._pool, self.shape, self.dtype = pool, weight.shape, weight.dtype
@@ -60,12 +61,12 @@ class RandomWeight:
         return repeated.view(self.shape).to(self.dtype)[index]
 
     def to(self, *args: Any) -> Tensor:
-        """Generate the weight and return `to(*args)` of it, as transformers before 5 requests."""
+        """Return the whole weight after `Tensor.to(*args)`, which transformers before 5 calls."""
         return self[...].to(*args)
 
 
 def random_state(module: nn.Module) -> dict[str, Any]:
-    """Make a state dict for `module`, which is on meta: random weights, and buffers of ones."""
+    """Return a state dict for `module`, on meta: `RandomWeight` for weights, ones for buffers."""
     # A parameter: the host of a virtual GPU stores no values of tensors computed from parameters.
     pool = nn.Parameter(torch.randn(_POOL_NUMEL) * INIT_STD).detach()
     tied = getattr(module, "all_tied_weights_keys", {})
@@ -80,10 +81,9 @@ def random_state(module: nn.Module) -> dict[str, Any]:
 
 
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
-    """Make synthetic micro-batches: one for all steps, or one for each of the plan's lengths.
-
-    They equal those of a prediction, with random numbers for its meta tensors, such as pixels.
-    """
+    """Make synthetic micro-batches for `model`: one for all steps, or one for each of
+    `plan.lengths`. They are those of `make_batch`, with random numbers in place of its meta
+    tensors, such as pixels."""
 
     def make(batch_size: int, length: int) -> Batch:
         is_padded = plan.is_padded and batch_size > 1
@@ -113,7 +113,7 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
 
 
 def moved(inputs: Inputs, device: Any) -> Inputs:
-    """Return the inputs with their tensors moved to `device`."""
+    """Return `inputs` with tensors moved to `device` and other values unchanged."""
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
 
@@ -126,7 +126,8 @@ def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
 
 
 def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
-    """Make micro-batches of captioned images from a `datasets` folder, by the model's processor.
+    """Make micro-batches of captioned images from a `datasets` folder, by the processor of
+    `config`.
 
     Raises:
         PlanError: the folder is no data set, is empty, or lacks the columns `image` and `text`.
@@ -185,8 +186,8 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
 
 
 def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
-    """Cast float inputs on the host to 16 bits for the precisions `bf16-true` and `16-true`, as
-    Lightning's `HalfPrecision.convert_input` does."""
+    """Return `inputs` with float tensors cast to 16 bits if the plan's precision is `bf16-true` or
+    `16-true`, as Lightning does (`HalfPrecision.convert_input`)."""
     dtype = input_dtype(plan)
     if dtype is None:
         return inputs
@@ -197,7 +198,7 @@ def _cast(inputs: Inputs, plan: TrainingPlan) -> Inputs:
 
 
 def checkpoint_source(config: ModelConfig) -> str:
-    """Return a local folder or Hub id with weights for `config`; `PlanError` without one."""
+    """Return a Hub id, or a folder with weights, for `config`; `PlanError` if it has none."""
     if config.entry is not None:
         return config.entry.hub_id
     if config.source.startswith("hub:"):
@@ -211,10 +212,11 @@ def checkpoint_source(config: ModelConfig) -> str:
 def load_base(
     plan: TrainingPlan, config: ModelConfig, built: BuiltModel, *, is_random: bool, device: str
 ) -> nn.Module:
-    """Return the model `built`, which is on meta, loaded to `device` by `from_pretrained`.
+    """Return the model of `built`, which is on meta, with weights on `device`, by
+    `from_pretrained`.
 
-    `is_random` means random weights, else a checkpoint's. QLoRA quantises each weight while it is
-    loaded, unless the plan quantises in place.
+    Weights are random if `is_random`, else those of a checkpoint. QLoRA quantises each weight while
+    it is loaded, unless the plan quantises in place.
 
     Raises:
         MemestError: the weights are not found or do not load.

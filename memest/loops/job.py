@@ -82,7 +82,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """Callbacks of a run; `on_end` and `on_error` are called before the loop's own teardown."""
+    """Callbacks of a run; `on_end`, or `on_error` after an error, precedes the loop's teardown."""
 
     on_end: Callable[[], None]
     on_error: Callable[[BaseException], None] = lambda error: None
@@ -93,7 +93,7 @@ class Listener:
 
 @dataclass(slots=True)
 class Job:
-    """A training run: its plan, and what is built and recorded so far."""
+    """Training run: its plan, options and callbacks, and the results that `run_job` fills in."""
 
     plan: TrainingPlan
     recorder: PhaseRecorder
@@ -121,7 +121,7 @@ class Task:
     feed: data.Feed
 
     def loss(self, model: Any, inputs: data.Inputs) -> Any:
-        """Return the loss of `model` for the micro-batch `inputs`, on the device."""
+        """Return the loss of `model` for the micro-batch `inputs`, which is on the device."""
         return self.job.loss_of(model, inputs, self.feed.loss_output)
 
     def batch(self, number: int) -> data.Inputs:
@@ -134,7 +134,7 @@ class Task:
 
 
 def run_job(job: Job) -> None:
-    """Build the model of `job.plan`, and train it for the plan's steps."""
+    """Build the model of `job.plan`, train it for the plan's steps, and fill in `job`'s results."""
     plan, options = job.plan, job.options
     torch.manual_seed(SEED)
     config = resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)

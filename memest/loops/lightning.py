@@ -24,7 +24,7 @@ from memest.report import Phase
 
 
 def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
-    """Return the value of `Trainer(strategy=...)`: a strategy object, or `auto` on one GPU.
+    """Return `plan`'s value of `Trainer(strategy=...)`: a strategy object, or `auto` on one GPU.
 
     Raises:
         PlanError: the model has no layer of a class to wrap or to checkpoint.
@@ -69,7 +69,7 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
 
 
 def shard_model(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
-    """Shard the model in place over `mesh`, that of Lightning's `ModelParallelStrategy`."""
+    """Shard `model` in place by FSDP2, over Lightning's device `mesh` (`ModelParallelStrategy`)."""
     is_hybrid = sharding.hybrid_shape(plan) is not None
     sharding.fully_shard_layers(model, plan, mesh if is_hybrid else mesh["data_parallel"])
 
@@ -119,11 +119,11 @@ class FineTune(L.LightningModule):
         self._record(Phase.AFTER_VALIDATION)
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Record the memory after the forward and, in a step's first micro-batch, `zero_grad`."""
+        """Record memory after the forward and, in a step's first micro-batch, after `zero_grad`."""
         self._record(Phase.AFTER_FORWARD)
 
     def on_after_backward(self) -> None:
-        """Record the memory while the graph's last tensors, including the loss, are alive."""
+        """Record the memory after the backward, while the graph's last tensors are alive."""
         self._record(Phase.AFTER_BACKWARD)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +160,8 @@ class _Messenger(Callback):
 
 
 class OneProcess(LightningEnvironment):
-    """Lightning environment in which one process is `rank`; launchers' variables have no effect."""
+    """Lightning environment of one process that simulates global rank `rank`, with `num_local`
+    ranks per host. Environment variables of launchers, such as torchrun, have no effect."""
 
     creates_processes_externally = True  # so Lightning starts no processes
     main_address, main_port = "127.0.0.1", 1  # are never contacted
@@ -170,19 +171,17 @@ class OneProcess(LightningEnvironment):
         self._host, self._rank = divmod(rank, num_local)
 
     def local_rank(self) -> int:
-        """Rank within its host."""
+        """Return the rank within its host, from 0."""
         return self._rank
 
     def node_rank(self) -> int:
-        """Index of the host."""
+        """Return the index of the rank's host, from 0."""
         return self._host
 
 
 def fit(task: Task) -> None:
-    """Train for the plan's steps by Lightning's Trainer, with the same micro-batches on each rank.
-
-    A listener may end the process before the Trainer's teardown.
-    """
+    """Train the model of `task` for the plan's steps by Lightning's Trainer. All ranks get the same
+    micro-batches. A listener may end the process before the Trainer's teardown."""
     job, plan = task.job, task.job.plan
     kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
     module = kind(task)

@@ -12,7 +12,7 @@ from memest.report import Phase
 
 
 def fit(task: Task) -> None:
-    """Train for the plan's steps, and validate as often as the plan specifies."""
+    """Train `task.model` for the plan's steps, and validate as often as the plan specifies."""
     loop, listener, plan = _Loop(task), task.job.listener, task.job.plan
     listener.on_ready()
     num_batches = plan.steps * plan.accumulate_grad_batches
@@ -35,7 +35,7 @@ class _Loop:
         self.scaler = torch.amp.GradScaler(self.device_type, enabled=is_scaled)
 
     def micro_batch(self, number: int) -> None:
-        """Run forward and backward of micro-batch `number`; record the memory around each."""
+        """Run forward and backward of micro-batch `number` (from 0); record memory around each."""
         self._record(Phase.BEFORE_FORWARD)
         inputs = moved(self.task.batch(number), self.where)
         with self._autocast():

@@ -9,7 +9,7 @@ from memest.report import Phase, PhaseRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """Allocated and reserved bytes, now and at their peaks."""
+    """Allocated and reserved bytes of the allocator, and their peaks since the previous reading."""
 
     allocated_bytes: int
     peak_allocated_bytes: int  # highest since the previous reading
@@ -23,7 +23,7 @@ class CudaMemory:
     device_type = "cuda"
 
     def read(self) -> Reading:
-        """Return current and peak bytes, and reset the peaks; the GPU need not be idle."""
+        """Return current and peak bytes, and reset the peaks; do not wait for kernels."""
         import torch
 
         reading = Reading(
@@ -38,7 +38,7 @@ class CudaMemory:
 
 @dataclass(slots=True)
 class PhaseRecorder:
-    """Collects a row of bytes at the end of each phase of a run, and the highest figures so far."""
+    """Recorder of a row of memory figures at each phase of a run, and of the run's peaks."""
 
     memory: CudaMemory
     num_micro_batches: int
@@ -56,7 +56,7 @@ class PhaseRecorder:
         self.on_start()
 
     def note_peaks(self) -> Reading:
-        """Read the allocator, update the highest figures so far, and return the reading."""
+        """Read the allocator, update the run's peaks, and return the reading."""
         reading = self.memory.read()
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, reading.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reading.peak_reserved_bytes)
@@ -64,11 +64,12 @@ class PhaseRecorder:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Return whether an optimizer step follows the current micro-batch."""
+        """True if an optimizer step follows the current micro-batch."""
         return self.micro_batches_begun % self.num_micro_batches == 0
 
     def record(self, phase: Phase, model: Any, optimizer: Any) -> None:
-        """Append a row of memory figures for `phase`; `before_forward` begins a micro-batch."""
+        """Append a row of memory figures at `phase`; `before_forward` begins a micro-batch. The row
+        has the bytes of parameters, gradients and optimizer state of `model` and `optimizer`."""
         if phase is Phase.BEFORE_FORWARD:
             self.micro_batches_begun += 1
         number = max(0, self.micro_batches_begun - 1)  # a validation may precede all micro-batches

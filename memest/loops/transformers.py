@@ -21,7 +21,7 @@ from memest.report import Phase
 
 
 def fit(task: Task) -> None:
-    """Train for the plan's steps, and evaluate as often as the plan specifies."""
+    """Train `task.model` for the plan's steps, and evaluate as often as the plan specifies."""
     plan = task.job.plan
     with tempfile.TemporaryDirectory() as folder:
         # as in a user's script the Trainer makes the optimizer, in groups with and without decay
@@ -39,7 +39,7 @@ def fit(task: Task) -> None:
 
 
 class ProbedTrainer(Trainer):
-    """Trainer that takes the batches of `task` and records memory."""
+    """`Trainer(**options)` that trains on the micro-batches of `task` and records memory."""
 
     def __init__(self, task: Task, **options: Any) -> None:
         self.task, self.listener, self.num_ahead = task, task.job.listener, task.job.num_ahead
@@ -51,18 +51,19 @@ class ProbedTrainer(Trainer):
         return self.accelerator.prepare(_loader(self.train_dataset, self.task.batch))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader of the validation micro-batches."""
+        """Return a loader of the validation micro-batches; `eval_dataset` is ignored."""
         return self.accelerator.prepare(_loader(self.eval_dataset, self.task.val_batch))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return a step's micro-batches; also move `num_ahead` that are not run to the GPU."""
+        """Return a step's micro-batches and number of items, as transformers does. Also move the
+        job's `num_ahead` micro-batches, which are loaded and not run, to `device`."""
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self.task.batch(number) for number in range(self.num_ahead)]
         self._ahead = [send_to_device(batch, device) for batch in batches]
         return found
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a micro-batch; record the memory before its forward and after its backward."""
+        """Return a micro-batch's loss; record memory before its forward and after its backward."""
         self.record(Phase.BEFORE_FORWARD)
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.record(Phase.AFTER_BACKWARD)
@@ -72,7 +73,7 @@ class ProbedTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, *args: Any, **kw: Any
     ) -> Any:
-        """Return the loss of a micro-batch; with `return_outputs`, (loss, {"loss": loss})."""
+        """Return the loss of `inputs`; with `return_outputs`, (loss, {"loss": loss})."""
         if not model.training:
             loss = loss_of(model, inputs, self.task.feed.loss_output)
         else:
@@ -109,7 +110,7 @@ def _loader(numbers: Any, batch_of: Any) -> Any:
 
 
 def _optimizer(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the Trainer arguments for the plan's optimizer; {} if the Trainer cannot make it."""
+    """Return `TrainingArguments` by name for the plan's optimizer; {} if `Trainer` lacks it."""
     name = OPTIMIZERS[plan.optim].transformers
     if not name or plan.momentum or plan.nesterov or plan.optim_options:
         return {}

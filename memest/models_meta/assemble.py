@@ -32,8 +32,9 @@ def assemble(
 ) -> BuiltModel:  # fmt: skip
     """Build the model of `config`, and quantise, adapt, freeze and cast it as `plan` specifies.
 
-    `load` gets the model on meta and returns it with weights on `device`, quantised if the plan
-    quantises while loading; None builds it on `device`. `initialise` then sets its weights.
+    `load(built)` returns the model `built`, which is on meta, with weights on `device`. It
+    quantises them if the plan quantises while loading. If `load` is None, the model is built on
+    `device`. `initialise(model)` then sets weights; None leaves them as they are.
 
     Raises:
         MemestError: the plan's adapters, patterns or options do not fit the model.
@@ -83,8 +84,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return a report's figures: `class` (the model's class name), `num_params` and
-    `num_trainable_params`. Quantised weights count as their bytes: two of 4 bits are one."""
+    """Return `class` (the model's class name), `num_params` and `num_trainable_params` for a
+    report. A quantised weight counts by its bytes, so two of 4 bits count as one."""
     return {
         "class": type(unwrapped(model)).__name__,
         "num_params": sum(p.numel() for p in model.parameters()),
@@ -99,7 +100,7 @@ def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
 
 
 def half_dtype(plan: TrainingPlan) -> torch.dtype:
-    """Return the 16-bit dtype of the plan's precision."""
+    """Return bfloat16 if the plan's precision begins with `bf16`, else float16."""
     return torch.bfloat16 if plan.precision.startswith("bf16") else torch.float16
 
 
@@ -111,8 +112,8 @@ def input_dtype(plan: TrainingPlan) -> torch.dtype | None:
 def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
     """Return the dtype in which the weights are loaded.
 
-    Without QLoRA it is float32, or 16 bits for a `*-true` precision. With QLoRA it is the
-    checkpoint's, or 16 bits for quantisation in place and for FlashAttention-2.
+    Without QLoRA it is float32, or 16 bits for a `*-true` precision. With QLoRA it is that of the
+    checkpoint. It is 16 bits for quantisation in place, and for FlashAttention-2 on any checkpoint.
     """
     if not plan.use_qlora:
         return input_dtype(plan) or torch.float32
@@ -125,7 +126,8 @@ def load_dtype(plan: TrainingPlan, config: ModelConfig) -> torch.dtype:
 
 
 def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
-    """Return tokens per sample: the plan's, or the modality's default cut to the model's positions.
+    """Return tokens per sample: the plan's (the longest, if they change), or a default by modality,
+    cut to the model's positions.
 
     Raises:
         PlanError: the plan's length is more than the model's positions.
@@ -146,7 +148,8 @@ def sequence_length(plan: TrainingPlan, config: ModelConfig) -> int:
 
 
 def _prepare_for_kbit_training(model: Any, plan: TrainingPlan) -> None:
-    """Freeze the model and cast its unquantised weights to fp32, by peft's function."""
+    """Freeze the model and cast its unquantised weights to fp32, by peft's function of this name.
+    It also turns activation checkpointing on, unless the plan turns that off."""
     from peft import prepare_model_for_kbit_training
 
     options: dict[str, Any] = {}
@@ -244,10 +247,8 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def lora_targets(model: Any) -> Sequence[str] | None:
-    """Return the names of the model's q and v projections, or of the fused projection with both.
-
-    None, for a model with neither, leaves the choice to peft.
-    """
+    """Return the names of the model's query and value projections, or of one fused projection with
+    both. None, for a model without these, leaves the choice to peft."""
     names = set(linear_names(model))
     for pair in (["q_proj", "v_proj"], ["q", "v"], ["query", "value"]):
         if names.issuperset(pair):

@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Checked arguments of `make_batch`, and facts about the model."""
+    """Checked arguments of `make_batch`, and facts about the model, from which a batch is made."""
 
     config: Any
     class_name: str
@@ -57,7 +57,8 @@ Recipe = Callable[[Request], Batch]
 def batch_of(
     request: Request, named: Mapping[str, Tensor | bool], *notes: str, image_size: int | None = None
 ) -> Batch:
-    """Make a `Batch` of `named` inputs; without labels, the loss is the mean hidden state."""
+    """Make a `Batch` of the inputs `named`, by argument name. Without labels, the loss is the mean
+    of the last hidden state, which is added to `notes`. `image_size` is in pixels a side."""
     loss_output = "loss"
     if not {"labels", "start_positions", "return_loss"} & set(named):
         loss_output = "last_hidden_state"
@@ -66,7 +67,7 @@ def batch_of(
 
 
 def random_ids(request: Request, num_tokens: int) -> Tensor:
-    """Return random ids (B, num_tokens) of a fixed seed; special ids only for lack of others.
+    """Return random token ids (B, `num_tokens`). Special ids are replaced, if there are others.
 
     Special ids are all `*_token_id` and `*_token_index` of the config.
     """
@@ -86,7 +87,8 @@ def random_ids(request: Request, num_tokens: int) -> Tensor:
 
 
 def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
-    """Return `input_ids` and `attention_mask` (B, T); the ids begin with `prefix` (B, T')."""
+    """Return `input_ids` and `attention_mask`, both (B, T). The ids begin with `prefix` (B, T'), if
+    given. Rows but the first end with `request.num_padded` tokens of padding."""
     num_prefix = 0 if prefix is None else prefix.shape[1]
     ids = random_ids(request, request.seq_len - num_prefix)
     if prefix is not None:
@@ -104,8 +106,8 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
 
 
 def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
-    """Return (inputs, S): fp32 `pixel_values` (B, C, S, S), of S pixels a side. The flag
-    `interpolate_pos_encoding` is added if S is not the model's size."""
+    """Return (inputs, S), for S pixels a side: `pixel_values` (B, C, S, S) on meta, and the flag
+    `interpolate_pos_encoding` if S is not the model's size. `PlanError` if S does not fit."""
     vision = vision_config(request.config) or request.config
     own = default_image_size(request.config)
     size = request.image_size or own
@@ -131,7 +133,7 @@ def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
 
 
 def class_labels(request: Request) -> Tensor:
-    """Return (B,) class numbers; floats for a regression head, which has a single label."""
+    """Return random class numbers (B,), or float zeros for regression (a config with one label)."""
     num_labels = int(request.config.num_labels)
     if num_labels == 1:
         return torch.zeros(request.batch_size)
@@ -139,8 +141,8 @@ def class_labels(request: Request) -> Tensor:
 
 
 def num_image_tokens(config: Any, image_size: int | None) -> int:
-    """Return a row's number of image tokens, start and end marks included; 0 without images.
-    `image_size` is in pixels a side; None is the model's."""
+    """Return a row's number of image tokens, start and end tokens included; 0 for a model without
+    them. `image_size` is in pixels a side; None is the model's."""
     size = image_size or default_image_size(config) or 0
     vision: Any = getattr(config, "vision_config", None)
     if config.model_type == "llava":
@@ -155,10 +157,8 @@ def num_image_tokens(config: Any, image_size: int | None) -> int:
 
 
 def text_with_image(request: Request, size: int, *around: int) -> dict[str, Tensor]:
-    """Return text inputs that begin with the tokens of an image of `size` pixels a side.
-
-    `around` are the ids of the tokens before and after the image.
-    """
+    """Return text inputs that begin with the tokens of an image of `size` pixels a side. `around`
+    are the ids of its start and end token, or nothing. `PlanError` if there is no room for text."""
     num_tokens = num_image_tokens(request.config, size) - len(around)
     row = [*around[:1], *[request.config.image_token_id] * num_tokens, *around[1:]]
     if request.seq_len <= len(row):
@@ -210,8 +210,8 @@ def _image_batch(request: Request) -> Batch:
 
 
 def _speech_batch(request: Request) -> Batch:
-    """Make Whisper's batch: fp32 features (B, M, F) of the full 30 s window, and labels (B, T). The
-    encoder's strided convolution halves the frames, so F is twice its positions."""
+    """Make Whisper's batch: features (B, mel bins, frames) of 30 s on meta, and labels (B, T).
+    There are two frames per position of the encoder, since its strided convolution halves them."""
     config = request.config
     mels = getattr(config, "num_mel_bins", None)
     positions = getattr(config, "max_source_positions", None)
@@ -236,7 +236,7 @@ RECIPE_BY_MAIN_INPUT: dict[str, Recipe] = {
 
 
 def _contrastive_batch(request: Request) -> Batch:
-    """Make the batch of CLIP: as many images as texts; the contrastive loss compares all pairs."""
+    """Make the batch of CLIP or SigLIP: as many images as texts; their loss compares all pairs."""
     pixels, size = image_inputs(request)
     text = {k: v for k, v in text_inputs(request).items() if k in request.forward}
     return batch_of(request, {**text, **pixels, "return_loss": True}, image_size=size)
@@ -265,8 +265,8 @@ def _image_text_batch(request: Request) -> Batch:
 
 
 def _qwen2_vl_batch(request: Request) -> Batch:
-    """Make Qwen2-VL's batch: patches of two frames as flat rows, merged two by two to tokens.
-    pixel_values is (B * grid * grid, C * temporal * patch * patch)."""
+    """Make Qwen2-VL's batch. `pixel_values` has a row per patch: (B * grid * grid, C * frames *
+    patch * patch), for `grid` patches a side. A token stands for 2 x 2 patches."""
     config, vision = request.config, request.config.vision_config
     size = request.image_size or default_image_size(config)
     unit = vision.patch_size * vision.spatial_merge_size
@@ -312,11 +312,11 @@ def make_batch(
 ) -> Batch:  # fmt: skip
     """Make the micro-batch on which `model` (a transformers class, or adapters around one) trains.
 
-    Ids are random under a fixed seed, and never a special id of the config. `padded` keeps the
-    first row full and masks the last quarter of the others, whose ids are the padding id. Labels
-    are the ids themselves, unmasked, as a plain fine-tuning loop passes them. `seq_len` counts all
-    tokens, image placeholders included. Images are square, one per row, of the model's size unless
-    `image_size` is given.
+    Ids are random under a fixed seed, and special only if the config leaves no others. `padded`
+    keeps the first row full and masks the last quarter of the others, whose ids are the padding id.
+    Labels of text are the ids themselves, unmasked, as a plain fine-tuning loop passes them.
+    `seq_len` counts all tokens, image placeholders included. Images are square, one per row, of
+    `image_size` pixels a side; None is the model's size.
 
     Raises:
         PlanError: a size is not positive, does not fit the model, or has no room for the image.
@@ -348,7 +348,7 @@ def make_batch(
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """Return the transformers model inside adapters."""
+    """Return the transformers model in `model`, without the adapters of peft around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def set_tied_embeddings(model: Any, tied: bool) -> None:
     """Give the output head the embeddings' weight if `tied`, or else a weight of its own.
 
-    A config alone cannot specify it for T5. transformers 5.17 builds it tied whatever the file has
+    A config cannot turn tying off for T5: transformers 5.17 always builds T5 tied
     (models/t5/configuration_t5.py), while the published flan-t5 checkpoints load untied.
 
     Raises:
@@ -67,9 +67,9 @@ def build_model(
     """Build the model class of `config` in training mode, with all parameters in one `dtype`.
 
     Weights are not initialised. `attn_implementation` None is transformers' default, `sdpa`; a
-    class without it gets `eager`, and `notes` reports that. Left out: changes that
-    `from_pretrained` makes while it loads (T5's float32 `wo` under float16, heads that the
-    checkpoint stores untied).
+    class without it gets `eager`, and `notes` reports that. Changes that `from_pretrained` makes
+    while it loads are left out: T5's float32 `wo` under float16, heads that the checkpoint stores
+    untied.
 
     Raises:
         PlanError: the class rejects the sizes in its config.
@@ -91,8 +91,9 @@ def build_model(
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:
-    """Return the model class: of remote code, named in `architectures`, or found by an Auto class.
-    Append a note to `notes` unless `architectures` names it."""
+    """Return the class of the model. It is an Auto class for remote code, the class in
+    `architectures`, or else the class that an Auto class has for `config`. `notes` gets the first
+    and the last."""
     import transformers
 
     if config.remote_code:
@@ -121,8 +122,8 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
 
 
 def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
-    """Return [note] on sub-models eager for lack of sdpa; [] if none, or if `requested` is
-    eager."""
+    """Return [note] on sub-models that use eager attention because they lack sdpa, if there are
+    any. If `requested`, the plan's attention or None, is `eager`, there is no note."""
     if requested == "eager":
         return []
     eager = {
@@ -200,7 +201,7 @@ def num_positions(config: "PretrainedConfig") -> int | None:
 
 
 def default_image_size(config: "PretrainedConfig") -> int | None:
-    """Return the side of the model's images in pixels, 448 if it takes any; None without images."""
+    """Return the model's image size, pixels a side: 448 if it takes any, None without images."""
     vision = vision_config(config)
     size = getattr(vision if vision is not None else config, "image_size", None)
     if isinstance(size, Sequence) and size:
@@ -211,7 +212,7 @@ def default_image_size(config: "PretrainedConfig") -> int | None:
 
 
 def text_config(config: Any) -> Any:
-    """Return the config of the text side (the decoder's if there are two), or the config itself."""
+    """Return the config of the text part (the decoder's, if there are two), or else `config`."""
     from transformers import PretrainedConfig
 
     try:
@@ -223,7 +224,7 @@ def text_config(config: Any) -> Any:
 
 
 def vision_config(config: Any) -> Any:
-    """Return the config of the vision side, or None without one."""
+    """Return the config of the vision part of `config`; None if there is none."""
     from transformers import PretrainedConfig
 
     vision = getattr(config, "vision_config", None)

@@ -43,7 +43,8 @@ _library.define(  # type: ignore[no-untyped-call]
 def _forward_on_meta(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (output, logsumexp, random state); `query` is (B, L, H, E), (N, H, E) if packed."""
+    """Return meta tensors (output, logsumexp, random state). `query` is (B, tokens, heads, width),
+    or (tokens, heads, width) if `cu_seqlens` has the bounds of texts packed into a row."""
     out = torch.empty_like(query if query.stride(-1) == 1 else query.contiguous())
     B, L, H = (1, *query.shape[:2]) if cu_seqlens is not None else query.shape[:3]
     lse_shape = (H, L) if cu_seqlens is not None else (B, H, L)
@@ -57,7 +58,9 @@ def _backward_on_meta(
     grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, cu_seqlens: Tensor | None,
     deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    """Return row sums of `grad_out` times `out`, without values; a kernel writes the gradients."""
+    """Return an fp32 meta tensor of the row sums of `grad_out` times `out`. `grad_query`,
+    `grad_key` and `grad_value` are outputs of the real kernel, unchanged here. `cu_seqlens` has the
+    bounds of texts packed into a row, or is None."""
     if cu_seqlens is not None:
         N, H = query.shape[:2]
         shape: tuple[int, ...] = (H, N + _BLOCK * (cu_seqlens.numel() - 1))
@@ -78,7 +81,8 @@ class FlashAttention(torch.autograd.Function):
     """`FlashAttnFunc`, `FlashAttnVarlenFunc` and their variants for packed tensors.
 
     It saves query, key, value, output and logsumexp, padded to a width that is a multiple of 8.
-    `packed` has key and value, and the query if `query` is None; so has its gradient.
+    `packed` stacks key and value, and before them the query if `query` is None. Otherwise it is
+    None.
     """
 
     @staticmethod
@@ -88,8 +92,9 @@ class FlashAttention(torch.autograd.Function):
         max_lengths: tuple[int, int], dropout_p: float, is_windowed: bool, deterministic: bool,
         is_kept: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the attention's output, as wide as the inputs; save tensors only if `is_kept`. Of
-        packed texts, `cu_seqlens` are the bounds of (queries, keys), `max_lengths` the longest."""
+        """Return the output, as wide as the inputs; save tensors for the backward only if
+        `is_kept`. For texts packed into a row, `cu_seqlens` has the bounds of (queries, keys); else
+        it is None. `max_lengths` is (longest query, longest key), in tokens."""
         parts = () if packed is None else packed.detach().unbind(-3)
         ctx.num_parts = len(parts)
         given: list[Any] = [t for t in (query, key, value, *parts) if t is not None]
@@ -108,7 +113,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Return gradients of query, key, value and packed tensor, with the strides of each."""
+        """Return meta gradients of the first four arguments of `forward`; None for the others."""
         # read once, since a checkpointed region refuses a second read
         query, key, value, out, softmax_lse, *lengths, _rng_state = ctx.saved_tensors
         grad_out, num = grad_outputs[0], ctx.num_parts
@@ -146,8 +151,8 @@ class _Options(NamedTuple):
 def _function(name: str, tensors: str, texts: str = "") -> Callable[..., Tensor]:
     """Return the replacement of function `name` of `flash_attn`, with the same signature.
 
-    `tensors` and `texts` list argument names: tensors, then bounds and longest lengths of texts
-    that are packed into one row. The options follow.
+    `tensors` has its tensor arguments, such as `q kv`. `texts` has those for texts packed into a
+    row, bounds and then longest lengths; "" for other functions. The fields of `_Options` follow.
     """
     names = (*tensors.split(), *texts.split())
     every = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in (*names, *_Options._fields)]
@@ -188,7 +193,8 @@ def _attend(
     query: Tensor | None, key: Tensor | None, value: Tensor | None, packed: Tensor | None,
     options: _Options, *texts: Any,
 ) -> Tensor:  # fmt: skip
-    """Run the attention; `texts`, if packed: bounds of queries and keys, longest query and key."""
+    """Return the output of the attention. `texts` is empty, or for texts packed into a row: bounds
+    of queries, bounds of keys, longest query, longest key (tokens)."""
     parts = () if packed is None else packed.unbind(-3)
     given = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
     _check_call(given, options)
@@ -209,7 +215,7 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _check_call(given: Sequence[Tensor], options: _Options) -> None:
-    """Raise a `PlanError` if `mha_fwd` of flash_api.cpp refuses `given` (query, key, value)."""
+    """Raise a `PlanError` if `mha_fwd` of flash_api.cpp refuses `given`, (query, key, value)."""
     query, key, _ = given
     dtypes = {str(t.dtype).removeprefix("torch.") for t in given}
     if len(dtypes) > 1 or query.dtype not in _HALF:
@@ -280,8 +286,9 @@ class _PutRows(torch.autograd.Function):
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Return (rows (N, ...) of (B, L, ...) that the masks select, their indices in (B * L), bounds
-    of the texts (B + 1), longest text, lengths (B) by `attention_mask`)."""
+    """Return the tokens (N, ...) of `hidden_states` (B, L, ...) that the masks (B, L) select, their
+    indices in (B * L), the texts' bounds (B + 1), the longest text, and lengths (B) by
+    `attention_mask`. `unused_mask`, if not None, selects tokens besides `attention_mask`."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -293,7 +300,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Put rows (N, ...) at `indices` into (`batch`, `seqlen`, ...), with zeros elsewhere."""
+    """Return (`batch`, `seqlen`, ...): `hidden_states` (N, ...) at `indices`, zeros elsewhere."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
     return out.reshape(batch, seqlen, *hidden_states.shape[1:])
 
@@ -345,7 +352,7 @@ def replace_functions() -> Iterator[None]:
 
 
 def refuse_old_release(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise an `UnsupportedError`: `replace_functions` does not work with this transformers."""
+    """Raise an `UnsupportedError`: transformers is too old for `replace_functions`."""
     raise UnsupportedError(
         "the installed transformers is too old for FlashAttention here",
         hint="take `sdpa`, whose kernel saves the same tensors, or install transformers 5",

@@ -16,8 +16,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
-    """Sizes of one layer, for the textbook formula of activation bytes and its corrections. `h` is
-    the hidden width, `a` and `k` the query and key heads, `f` the MLP's inner width."""
+    """Sizes of one transformer layer, for the textbook formula of its activation bytes. `h` is the
+    hidden width, `a` and `k` the numbers of query and key heads, `f` the MLP's inner width."""
 
     h: int
     a: int
@@ -69,7 +69,7 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
 
 
 def _is_written_norm(module: nn.Module, width: int) -> bool:
-    """Return whether `module` is an RMS norm over `width` in Python code, not torch's own."""
+    """Return whether `module` is an RMS norm over `width` elements that is not torch's own."""
     name = type(module).__name__
     weight = getattr(module, "weight", None)
     is_torch = type(module).__module__.startswith("torch.")

@@ -19,7 +19,7 @@ ASSUMPTION = (
 
 
 def compute_dtype(plan: TrainingPlan) -> torch.dtype:
-    """Return the dtype in which a 4-bit layer multiplies (`bnb_4bit_compute_dtype`)."""
+    """Return the 16-bit dtype in which a 4-bit layer multiplies (`bnb_4bit_compute_dtype`)."""
     return torch.float16 if plan.precision.startswith("16") else torch.bfloat16
 
 
@@ -49,10 +49,10 @@ def skipped_modules(model: Any, plan: TrainingPlan) -> list[str]:
 
 
 def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return names and layers that `replace_with_bnb_linear` of transformers would convert.
+    """Return (name, layer) of each layer that transformers quantises (`replace_with_bnb_linear`).
 
-    The list keeps all original layers alive until a loop over it ends. `skip` has patterns of names
-    of modules to leave alone.
+    `skip` has patterns of names of modules to leave out. The list keeps all original layers alive
+    until a loop over it ends.
 
     Raises:
         PlanError: no layer is left to quantise.
@@ -92,8 +92,8 @@ def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
 def quantize(model: nn.Module, plan: TrainingPlan, skip: Sequence[str] = ()) -> None:
     """Replace the linear layers of `model` by bitsandbytes' `Linear4bit` (nf4) or `Linear8bitLt`.
 
-    All original layers stay alive until the end, as in transformers' loop. `skip` has patterns of
-    names of modules to leave alone.
+    `skip` has patterns of names of modules to leave alone. All original layers stay alive until the
+    end, as in transformers' loop.
 
     Raises:
         PlanError: no layer is left to quantise.
@@ -110,7 +110,7 @@ def quantize(model: nn.Module, plan: TrainingPlan, skip: Sequence[str] = ()) -> 
 
 
 def _quantized(original: Any, plan: TrainingPlan) -> Any:
-    """Return the bitsandbytes layer for `original`; its move to the device quantises the weight."""
+    """Return a bitsandbytes layer with the quantised weight of `original`, without its bias."""
     import bitsandbytes.nn as bnb
 
     # transformers' Conv1D stores the weight as (in_features, out_features)
@@ -132,10 +132,8 @@ def _quantized(original: Any, plan: TrainingPlan) -> Any:
 
 
 def quant_state_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of quantisation besides the parameters of `model`: scales and codes.
-
-    They are the nested `quant_state` of `Params4bit`, and the `SCB` of `Int8Params`.
-    """
+    """Yield the scales and codes of the quantised weights of `model`, which are no parameters: the
+    nested `quant_state` of `Params4bit`, and the `SCB` of `Int8Params`."""
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)

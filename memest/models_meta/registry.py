@@ -77,7 +77,7 @@ class ModelConfig:
 
     @property
     def saved_dtype(self) -> "torch.dtype":
-        """Dtype of the published weights in the config; float32 if it has none."""
+        """Dtype of the published weights according to the config; float32 if it gives none."""
         import torch
 
         found = getattr(self.pretrained, dtype_keyword(), None)
@@ -90,9 +90,9 @@ def list_models() -> list[ModelEntry]:
 
 
 def find_entry(name: str) -> ModelEntry | None:
-    """Return the bundled model with this short name, Hub id or alias, or None.
+    """Return the bundled model with this short name, Hub id or alias; None if there is none.
 
-    Case does not matter. `-`, `_` and a blank are ignored, but between two digits they are alike.
+    Case does not matter. `-`, `_` and a blank are ignored, but equal each other between two digits.
 
     >>> find_entry("salesforce/BLIP2-flan-t5-xxl").name, find_entry("openllama-7b").name
     ('blip2-flan-t5-xxl', 'open_llama_7b')
@@ -103,16 +103,17 @@ def find_entry(name: str) -> ModelEntry | None:
 def resolve_config(
     name: str, *, trust_remote_code: bool = False, packages: Sequence[str] = PLANS
 ) -> ModelConfig:
-    """Return the config that `name` refers to; `packages`, which the caller needs, are checked.
+    """Return the config that `name` refers to, after a check that `packages` are installed.
 
     Tried in this order: a bundled name, a path (a config.json or its folder), and a Hub id
-    `org/name`. Only the config.json of a Hub id is downloaded.
+    `org/name`. Only the config.json of a Hub id is downloaded, but `trust_remote_code` loads and
+    runs the code that the config names.
 
     Raises:
         UnknownModelError: nothing has this name, or the Hub cannot be reached.
         PlanError: the file is not a config that transformers can read.
-        UnsupportedError: the config needs code of its own, or is of a quantised checkpoint; or one
-            of `packages` is not installed.
+        UnsupportedError: the config names code of its own that is not trusted, or is of a quantised
+            checkpoint; or one of `packages` is not installed.
     """
     if not name.strip():
         raise _unknown(name)
@@ -136,14 +137,14 @@ def resolve_config(
 
 
 def check_name(name: str) -> None:
-    """Raise errors of `resolve_config` that `name` alone shows, without imports or the network."""
+    """Raise the errors of `resolve_config` for `name` that need neither imports nor the network."""
     if find_entry(name) is None and _config_path(name) is None and not _HUB_ID.fullmatch(name):
         raise _unknown(name)
     require(*PLANS)
 
 
 def _key(name: str) -> str:
-    """Fold `name` for comparison. Separators between two digits stay, so 3-18 is not 31-8.
+    """Fold `name` for comparison. A separator between two digits stays, so 3-18 is not 31-8.
 
     >>> _key("Open_LLaMA-7B"), _key("llama-2-7b")
     ('openllama7b', 'llama2-7b')
@@ -165,7 +166,7 @@ def _entries() -> dict[str, ModelEntry]:
 
 @cache
 def _entries_by_key() -> dict[str, ModelEntry]:
-    """Return bundled models by each of their names, folded by `_key`; each name is unique."""
+    """Return {name folded by `_key`: bundled model} for every name; no two models share a name."""
     by_key: dict[str, ModelEntry] = {}
     for entry in _entries().values():
         for name in (entry.name, entry.hub_id, *entry.aliases):
@@ -210,7 +211,7 @@ def _config_path(name: str) -> Path | None:
 
 
 def _read_json(path: Path) -> Any:
-    """Read the JSON value in `path`; every fault of the file is a `PlanError`."""
+    """Return the JSON value in the file `path`; every fault of the file is a `PlanError`."""
     text = read_limited(path, MAX_CONFIG_BYTES, what="a transformers model: its config.json")
     try:
         return json.loads(text)
@@ -220,7 +221,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _download_config(hub_id: str) -> Path:
-    """Download config.json alone of the Hub repository `hub_id`; return its local path."""
+    """Download only config.json of the Hub repository `hub_id`; return its local path."""
     from huggingface_hub import errors, hf_hub_download
 
     local = "give a bundled name, or the path of a config.json that you have"
@@ -248,7 +249,7 @@ def _download_config(hub_id: str) -> Path:
 
 
 def _hub_is_reachable(hub_id: str) -> bool:
-    """Return whether the Hub answers for `hub_id` within 5 s, since its client retries for 30 s."""
+    """Return whether the Hub answers for `hub_id` within 5 s; its own client retries for 30 s."""
     from huggingface_hub import get_session, hf_hub_url
 
     try:
@@ -266,14 +267,14 @@ def dtype_keyword() -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's text on one line, cut to 200 characters; its type when it has none."""
+    """Return the text of `error` as a line of up to 200 characters, or its type if it has none."""
     text = " ".join(str(error).split())
     return text[:200] if text else type(error).__name__
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide warnings and progress bars of transformers; memest's errors and notes replace them."""
+    """Hide warnings and progress bars of transformers in a `with` block; memest reports instead."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -292,8 +293,8 @@ def parse_config(
     raw: object, *, name: str, source: str = "", entry: ModelEntry | None = None,
     remote_from: str = "",
 ) -> ModelConfig:  # fmt: skip
-    """Check `raw`, the content of a config.json, and return it as a `ModelConfig`. `remote_from` is
-    the folder or Hub id whose code may run; "" allows none."""
+    """Return a `ModelConfig` of `raw`, the content of a config.json, after checks. `name` is also
+    for errors. `remote_from` is the folder or Hub id whose code may run; "" allows none."""
     if not isinstance(raw, dict):
         kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
         raise PlanError(
@@ -340,7 +341,7 @@ def parse_config(
 
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
-    """Yield (innermost key or "", number) for each number in the JSON value `value`."""
+    """Yield (innermost key or "", number) for each number in the JSON `value`, however deep."""
     rest: list[tuple[str, object]] = [("", value)]
     while rest:
         key, item = rest.pop()
@@ -365,7 +366,7 @@ def _check_counts(raw: Mapping[str, Any], name: str) -> None:
 
 
 def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
-    """Return the transformers config made of the dict `raw`, by its `model_type`."""
+    """Return the transformers config made of `raw`, by its `model_type`; `name` is for errors."""
     from transformers import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
@@ -392,7 +393,7 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
 
 
 def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str) -> str:
-    """Return the class name in `architectures` of `raw`, after a check; "" if there is none."""
+    """Return the first class in `architectures` of `raw`, after a check; "" if there is none."""
     import transformers
 
     names = raw.get("architectures")

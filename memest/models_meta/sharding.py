@@ -35,19 +35,16 @@ class States:
         self._optimizer = optimizer
 
     def params(self) -> Iterator[Tensor]:
-        """Yield the parameters that this rank stores between steps.
-
-        FSDP1: shards of the flat parameters with padding; FSDP2: local tensors; ZeRO-3:
-        `ds_tensor`.
-        """
+        """Yield the parameters that this rank stores between steps. They are FSDP1's shards of flat
+        parameters with padding, FSDP2's local tensors, or ZeRO-3's partitions (`ds_tensor`)."""
         yield from (getattr(flat, "_local_shard", flat) for flat in self._flats)
         yield from (_local(getattr(p, "ds_tensor", p)) for p in self._parameters)
 
     def grads(self) -> Iterator[Tensor]:
-        """Yield the stored gradients: `.grad`, or the strategy's replacement.
+        """Yield the stored gradients: `.grad` of each parameter, and those of the strategy.
 
-        FSDP1: those of the flat parameters. ZeRO 1 and 2: averaged and accumulated gradients of the
-        partition, besides `.grad`. ZeRO-3: its flat buffer of partitions.
+        FSDP1 has gradients of flat parameters. ZeRO 1 and 2 have averaged and accumulated gradients
+        of this rank's partition, ZeRO-3 a flat buffer of partitions.
         """
         found: list[Any] = [p.grad for p in self._parameters]
         for flat in self._flats:
@@ -61,10 +58,8 @@ class States:
         return _distinct(_local(t) for t in found if isinstance(t, Tensor))
 
     def optimizer(self) -> Iterator[Tensor]:
-        """Yield the state of the (innermost) optimizer, and for DeepSpeed the master copies.
-
-        A master copy that is a parameter's own partition does not count.
-        """
+        """Yield the tensors of the optimizer's state, and DeepSpeed's master copies of parameters.
+        A master copy that shares its memory with a parameter's partition does not count."""
         inner = self._optimizer
         while hasattr(inner, "optimizer"):
             inner = inner.optimizer
@@ -107,8 +102,8 @@ def _distinct(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
 def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
     """Return the class names of layers that FSDP wraps: the plan's, or the model's own, sorted.
 
-    The model's are `_no_split_modules` of itself and its inner models (`post_init` of transformers
-    5), without names that no module has.
+    The model's own are in `_no_split_modules` of the model and its sub-models. Names that no module
+    has are left out.
 
     Raises:
         PlanError: a class that the plan names matches no module, or the model names none.
@@ -130,7 +125,7 @@ def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
 
 
 def checkpointed_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
-    """Return the classes of layers to checkpoint, `activation_checkpointing_policy` of the plan.
+    """Return the class names of layers to checkpoint: the plan's `activation_checkpointing_policy`.
 
     Raises:
         PlanError: the model has no module of one of the classes.
@@ -141,10 +136,8 @@ def checkpointed_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str,
 
 
 def stop_caching(model: nn.Module) -> None:
-    """Turn the generation cache off, as `gradient_checkpointing_enable` of transformers does.
-
-    A checkpointed layer that runs again would add to the cache a second time, and fail.
-    """
+    """Turn the generation cache off, as `gradient_checkpointing_enable` of transformers does. A
+    checkpointed layer that runs again would add to the cache a second time, and fail."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
@@ -152,7 +145,7 @@ def stop_caching(model: nn.Module) -> None:
 
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
-    """Return the module classes of `model` that have one of `names`."""
+    """Return the classes of modules in `model` whose class name is one of `names`."""
     chosen = set(names)
     return {type(module) for module in model.modules() if type(module).__name__ in chosen}
 
@@ -204,12 +197,12 @@ def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
 def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     """Apply FSDP2's `fully_shard` to each layer to wrap, then to the model, in place.
 
-    Layers to checkpoint are wrapped before. For `*-mixed`, parameters are gathered in 16 bits and
-    gradients summed in 32, as in Lightning's example. `mesh` has one axis, or under `HYBRID_SHARD`
-    replicas by shards.
+    Layers to checkpoint get torch's `checkpoint_wrapper` before. For `*-mixed`, parameters are
+    gathered in 16 bits and gradients summed in 32, as in Lightning's example. `mesh` has one axis;
+    under `HYBRID_SHARD` it is (replicas, shards).
 
     Raises:
-        PlanError: a class to wrap or to checkpoint is not there.
+        PlanError: no module has a class to wrap or to checkpoint.
     """
     layers = modules_named(model, wrap_class_names(model, plan))
     if names := checkpointed_class_names(model, plan):

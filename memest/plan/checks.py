@@ -22,7 +22,7 @@ WORDS: Mapping[str, tuple[str, str]] = read_table(__file__, "checks.json")
 
 def check(plan: TrainingPlan, rows: Rows) -> None:
     """Raise a `PlanError` if a value of `plan` is not allowed or contradicts another key. `rows`
-    has the type and the allowed values of each key, by its name."""
+    are the keys by name."""
     for row in rows.values():
         _check_type(row, getattr(plan, row.name))
     for row in rows.values():

@@ -99,8 +99,8 @@ def read_lengths(value: Any) -> tuple[int, ...]:
 
 
 def steps_of(lengths: tuple[int, ...], num_micro_batches: Any) -> int:
-    """Return how many optimizer steps `lengths`, one per micro-batch, are enough for; at least 1. A
-    step has `num_micro_batches`."""
+    """Return the number of whole optimizer steps, at least 1, that `lengths` (one per micro-batch)
+    give. A step has `num_micro_batches`; a value that is no positive integer counts as 1."""
     is_count = isinstance(num_micro_batches, int) and num_micro_batches > 0
     return max(1, len(lengths) // (num_micro_batches if is_count else 1))
 
@@ -134,7 +134,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Condition for a key to differ from its default, such as adapters for `lora_bias`."""
+    """Condition under which a key may differ from its default: `lora_bias` needs adapters."""
 
     is_met: Callable[[TrainingPlan], bool]
     error: str  # message, with `{key}` and `{strategy}`
@@ -190,7 +190,7 @@ class Key:
 
     @property
     def is_repeated(self) -> bool:
-        """True if the key is a list of names, each of which repeats the flag."""
+        """True if the key is a list of names; the flag is given once per name."""
         return self.type == "tuple[str, ...]"
 
     @property
@@ -200,7 +200,7 @@ class Key:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The command-line flag; for a switch two flags, which turn it on and off."""
+        """Command-line flag of the key; a switch has two flags, which turn it on and off."""
         on, _, off = self.flag.partition("/")
         return (on, off or f"--no-{on[2:]}") if self.is_switch else (on,)
 
@@ -210,7 +210,7 @@ class Key:
         return self.help.replace("{choices}", ", ".join(self.choices))
 
     def read(self, value: Any) -> Any:
-        """Convert `value`, from a file or a flag, to the key's type, or raise `PlanError`."""
+        """Return `value`, from a file or a flag, as the key's type; `PlanError` if invalid."""
         if self.is_size:
             return parse_bytes(value)
         if self.is_repeated:
@@ -223,7 +223,7 @@ class Key:
         return value
 
     def words(self, value: Any) -> list[str]:
-        """Return command-line arguments that set the key to `value`, in the form of `to_dict`."""
+        """Return command-line arguments that set the key to `value`, a value of `to_dict`."""
         if self.is_switch:
             return [self.flags[0 if value else 1]]
         if self.is_repeated:
@@ -238,7 +238,7 @@ class Key:
 
 
 def rows_of(plan: type[TrainingPlan]) -> dict[str, Key]:
-    """Return the keys in `keys.json` by name, in the order of the fields of the class `plan`."""
+    """Return {name: `Key`} of `keys.json`, in the order of the fields of the class `plan`."""
     table: Mapping[str, Mapping[str, dict[str, Any]]] = read_table(__file__, "keys.json")
     rows = {name: _read(section, **rows[name]) for section, rows in table.items() for name in rows}
     return {
@@ -255,8 +255,8 @@ def _read(
 ) -> Key:
     """Return the `Key` for a row of `keys.json` in `section`; `rest` are its other fields.
 
-    `choices` is the name of a constant of this module, `need` a key of `NEEDS`. `bounds` are fields
-    of `Bounds`, or a list for whole numbers: lowest, highest, optional end of the hint.
+    `choices` names a constant of this module, `need` is a key of `NEEDS`; "" is none. `bounds` has
+    fields of `Bounds`, or [lowest, highest, end of the hint] for whole numbers; None: no bounds.
     """
     if isinstance(bounds, list):
         low, high, *more = bounds

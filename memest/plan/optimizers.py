@@ -66,9 +66,8 @@ _ALIASES |= _TABLE["aliases"]
 
 
 def optimizer_name(given: str) -> str:
-    """Return the key in `OPTIMIZERS` of the optimizer that `given` names.
-
-    `given` is this key, the name of a class, or a name of `TrainingArguments`.
+    """Return the key in `OPTIMIZERS` for `given`: this key, the name of a class, or a value of
+    `optim` in `TrainingArguments`.
 
     Raises:
         PlanError: no optimizer has this name.

@@ -27,19 +27,19 @@ _CUDA = ("gpu", "cuda", "auto", None)
 
 
 def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
-    """Return all names that `read_other_names` converts, ignores or refuses, of the keys `rows`."""
+    """Return the names that `read_other_names` accepts or refuses; `rows`: plan keys by name."""
     return _OTHERS | {*_same(rows), "accelerator"}
 
 
 def _same(rows: Mapping[str, Key]) -> dict[str, str]:
-    """Map each name of `TrainingArguments` to the plan key, of `rows`, with the same meaning."""
+    """Return {name in `TrainingArguments`: same key of plans}; `rows` are the plan keys by name."""
     return {other: name for name, row in rows.items() for other in row.other_names}
 
 
 def read_other_names(
     values: Mapping[str, Any], rows: Mapping[str, Key]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return (`values` with other libraries' names replaced by plan keys, notes on assumptions).
+    """Return (`values` under names of plan keys, notes on assumptions); `rows`: plan keys by name.
 
     Raises:
         PlanError: two values contradict each other, or the device is not a CUDA GPU.

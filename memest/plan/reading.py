@@ -22,7 +22,7 @@ def read_table(module: str, name: str) -> Any:
 
 
 def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:
-    """Return the text of the regular file or pipe `path`; error hints call its content `what`.
+    """Return the text of the regular file or pipe `path`. `what` is its content in hints of errors.
 
     Raises:
         PlanError: it cannot be read, is larger than `max_bytes`, not text, a device or a folder.
@@ -67,7 +67,7 @@ def _read(descriptor: int, max_bytes: int) -> bytes:
 
 
 def parse_yaml(text: str, path: Path) -> Any:
-    """Return the values in `text`: YAML or JSON, or TOML if its file's `path` ends with `.toml`.
+    """Return the value in `text`, None if empty: YAML or JSON, or TOML if `path` ends with `.toml`.
 
     Raises:
         PlanError: it is not valid, or has more than `MAX_NODES` values with YAML aliases expanded.
@@ -108,9 +108,9 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
-    """Return the number of values in a YAML `node`, with aliases expanded. `known` has the sizes of
-    nodes counted before, by id; `above` has the ids of the node's parents. A node inside itself
-    counts as more than `MAX_NODES`."""
+    """Return the number of values in a YAML `node`, with aliases expanded; over `MAX_NODES` if it
+    contains itself. `known` has the sizes of nodes counted before, by id. `above` has the ids of
+    the nodes that contain this one."""
     if id(node) in above:
         return MAX_NODES + 1
     if id(node) not in known:

@@ -36,8 +36,8 @@ def plot_largest_batch(
 ) -> Figure:  # fmt: skip
     """Draw the largest batch that fits `gpu`, by row (such as a model) and column of `table`.
 
-    0 is a model that does not fit at all, None a combination that does not exist. `remarks` are
-    texts for the subtitle.
+    A value of 0 means that not even a batch of 1 fits, None that the combination does not exist.
+    `remarks` are texts for the subtitle.
 
     Raises:
         PlanError: the table is empty.
@@ -72,7 +72,7 @@ def plot_fits(
     verdicts: Mapping[tuple[str, str], Verdict], *, across: str, gpu: str, dark: bool = False,
     remarks: Sequence[str] = (),
 ) -> Figure:  # fmt: skip
-    """Draw the verdicts of a sweep by (row, column); `across` is the setting of the columns.
+    """Draw the verdicts of a sweep by (row, column); `across` is the setting in the columns.
 
     A cell that fits is coloured by the share of the GPU that it needs. The subtitle has `remarks`.
 

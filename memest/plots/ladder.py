@@ -25,7 +25,7 @@ UNKNOWN = "unknown"  # kind of the need beyond a failure, whose contents were no
 
 
 def peak_parts(report: Prediction) -> dict[str, int]:
-    """Return the allocated bytes at the peak, by the kinds of memory in `style.KINDS`."""
+    """Return the allocated bytes at the peak by kind of memory, one of `style.KINDS`."""
     parts = dict.fromkeys(style.KINDS, 0)
     for term in report.terms:
         parts[term.kind if term.kind in parts else "rest"] += term.num_bytes
@@ -35,8 +35,8 @@ def peak_parts(report: Prediction) -> dict[str, int]:
 def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[str, int]:
     """Return `report.needs_bytes` split by kind of memory; cached blocks are one part.
 
-    For a plan that does not fit, `unlimited` is its prediction on a GPU that holds it. Without it,
-    bytes beyond the failure are `UNKNOWN`.
+    For a plan that does not fit, `unlimited` is its prediction on a GPU that holds it. If that is
+    None, bytes beyond the failure are `UNKNOWN`.
     """
     is_oom = report.verdict is Outcome.OOM
     parts = peak_parts(unlimited if is_oom and unlimited is not None else report)
@@ -48,10 +48,11 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
 
 
 def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
-    """Return the verdict on a GPU that can reserve `limit_bytes`: `fits`, `tight`, `may` or `OOM`.
+    """Return the verdict on a GPU that can reserve `limit_bytes`: `fits`, `tight`, `may`, `OOM` or
+    `?`.
 
-    It is a stored verdict on the GPU `gpu` or on this limit. Without one, it is `fits` if the limit
-    is at least the peak reserved, `OOM` if it is below the peak allocated, else `?`.
+    It is a stored verdict on this limit, or on the GPU with the label `gpu`. Else it is `fits` if
+    the limit is at least the peak reserved, `OOM` if it is below the peak allocated.
     """
     for name, verdict in report.verdicts.items():
         is_gpu = gpu_label(name) == gpu and not report.plan.get("memory_limit")
@@ -74,7 +75,8 @@ _ROW = 0.62  # largest height of a row, inches
 
 class _Layout:
     """Font sizes in points, and sizes of the chart in inches, at which all rows and columns fit.
-    `gpus` are (name, limit in bytes), ascending; those in `drawn` have a line in the chart."""
+    `words` are (name, settings) of each report. `gpus` are (name, limit in bytes), ascending; those
+    in `drawn` have a line in the chart."""
 
     def __init__(
         self, reports: Sequence[Prediction], words: Sequence[tuple[str, str]],
@@ -110,8 +112,8 @@ def plot_ladder(
 ) -> Figure:  # fmt: skip
     """Draw the memory each experiment needs as a stacked bar, against lines of the GPUs' limits.
 
-    `limits` are the bytes that the allocator can reserve, by GPU. `unlimited` has predictions of
-    experiments that do not fit, by name, on a GPU that holds them. `suite` is for the subtitle.
+    `limits` are {GPU: bytes that the allocator can reserve}. `unlimited` are {name of an experiment
+    that does not fit: its prediction on a GPU that holds it}. `suite` is a name for the subtitle.
 
     Raises:
         PlanError: there is no report.
@@ -148,7 +150,7 @@ def plot_ladder(
 
 
 def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
-    """Return (name of an experiment, text of its settings); tokens only if `reports` differ."""
+    """Return (experiment's name, settings), with tokens only if those of `reports` differ."""
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
     first = re.sub(r"\W|_", "", report.name.split()[0] if report.name.split() else "").casefold()
@@ -160,13 +162,13 @@ def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]
 
 
 def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:
-    """Return the largest font size, from `least` to `size`, at which `texts` fit their column."""
+    """Return the largest font size in points, `least` to `size`, at which `texts` fit a column."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
     return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
 
 
 def _own_limit(report: Prediction, layout: _Layout) -> float | None:
-    """Return the limit in GiB of the report's GPU if the run is out of memory there, else None."""
+    """Return the limit in GiB of the report's GPU if it is out of memory there, else None."""
     if report.verdict is not Outcome.OOM:
         return None
     if report.gpu in report.verdicts:
@@ -228,9 +230,8 @@ def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
 def _limit_labels(
     gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """Return (text, middle in GiB, level) for each of `gpus`, (name, limit in bytes). The level is
-    the lowest line of text with room, from 0 on. The axis ends at `edge` GiB and has `per_gib`
-    inches per GiB."""
+    """Return (text, its middle on the axis in GiB, line from 0) for each of `gpus`, (name, limit in
+    bytes). The line is the lowest with room. The axis goes to `edge` GiB, `per_gib` inches each."""
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:
@@ -344,10 +345,11 @@ _SPARE, _LACK = "#56B4E9", "#D55E00"  # colours of free memory and of missing me
 
 
 def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = False) -> Figure:
-    """Draw per experiment the memory left on `gpu`, in GiB, and the time of a step, in seconds.
+    """Draw the memory left on `gpu`, in GiB, and the time of a step, in seconds, of each
+    experiment.
 
-    The line over a time bar is its interval. If an experiment does not fit, its missing memory is
-    to the left of zero and its time bar is faint.
+    The line over a time bar is its interval. For an experiment that does not fit, the missing
+    memory is left of zero and the time bar is faint.
 
     Raises:
         PlanError: there is no report.

@@ -21,7 +21,7 @@ FAR_LIMIT = 2.2  # a limit above this many times the highest bar is named at the
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One bar of the chart: the figures of a phase, or a mark for a phase without figures."""
+    """One bar of the chart: figures of a phase (`row`), or without them (None) a mark."""
 
     report: Report
     row: PhaseRow | None
@@ -30,8 +30,8 @@ class Column:
 
 
 def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
-    """Return a bar for each phase of `micro_batch` in `step`, both counted from 0. If the run is
-    out of memory, the first phase without figures has a mark up to the bytes of the failure."""
+    """Return a bar for each phase of `micro_batch` in `step`, both from 0. If the run is out of
+    memory, the first phase without figures has a mark up to the bytes allocated at the failure."""
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
     missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
@@ -45,10 +45,9 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
 
 
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
-    """Return (step, micro-batch) to draw, from 0: the last of step 1, where optimizer state exists.
-
-    A run of one step gives step 0. A run out of memory gives the micro-batch that failed.
-    """
+    """Return (step, micro-batch) to draw, both from 0: the last micro-batch of step 1, in which
+    optimizer state exists. It is of step 0 in a run of one step, and where a run is out of memory
+    the one that failed."""
     failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
     if failed:
         return min((rows[-1].step, rows[-1].micro_batch) if rows else (0, 0) for rows in failed)

@@ -55,7 +55,7 @@ def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
 
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
-    """Return bytes by kind of memory that more GPUs do not shrink, if above 1 % of the peak."""
+    """Return {kind of memory: bytes} that more GPUs do not shrink, if above 1 % of the peak."""
     least = _MIN_SHARE * _last(line).peak_allocated_bytes
     return {kind: size for kind, size in constant_terms(line).items() if size > least}
 
@@ -112,7 +112,7 @@ def _set_axes(axes: Axes, lines: Sequence[ScalingLine]) -> None:
 
 
 def _marks(theme: Theme, lines: Sequence[ScalingLine]) -> dict[str, dict[str, Any]]:
-    """Return matplotlib's style of a cross for each verdict's word in `lines` other than `fits`."""
+    """Return {verdict's word: matplotlib style of its cross} for `lines`, except of `fits`."""
     words = {report.word for line in lines for report in line.reports.values()}
     shape = {"marker": "x", "markersize": 15, "markeredgewidth": 3.2}
     return {word: {"color": color, **shape} for word, color in theme.fills.items() if word in words}
@@ -168,7 +168,7 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
 
 
 def _stays(line: ScalingLine) -> str:
-    """Return as text the largest kinds of memory that more GPUs do not shrink, as many as fit."""
+    """Return text on the largest kinds of memory that more GPUs do not shrink, as many as fit."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
         text = ", ".join(terms[:count])
@@ -275,8 +275,8 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
 
 
 def _bar(report: Prediction) -> dict[str, int]:
-    """Return the bytes by part of a bar, which ends at the need. The parts are the peak by kind,
-    and then cached blocks, or the need beyond a failure."""
+    """Return {part: bytes} of a bar that ends at the need. The parts are kinds of memory at the
+    peak, then `cached` blocks, or for a run out of memory the need beyond the failure."""
     parts = stack_of(report)
     more = max(0, report.needs_bytes - sum(parts.values()))
     is_oom = report.verdict is Outcome.OOM
@@ -286,8 +286,8 @@ def _bar(report: Prediction) -> dict[str, int]:
 def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:
     """Draw the peak of each rank: allocated, cached by the allocator, and outside of it.
 
-    The outline goes up to the peak if blocks used by two streams are freed at the least favourable
-    time. `limit_bytes` is the memory of the GPU.
+    The outline goes up to the highest peak over the times at which blocks used by two streams are
+    freed. `limit_bytes` is the memory of the GPU.
     """
     rows = report.ranks
     highest = max(map(_highest, rows))
@@ -314,8 +314,8 @@ def _stacked(
     parts: Mapping[tuple[str, str], Sequence[int]], under: Iterable[str], limit_bytes: int,
     limit_name: str,
 ) -> Chart:  # fmt: skip
-    """Return a chart of stacked bars: bytes in `parts` by (name, colour), a text `under` each bar.
-    `limit_name` labels the line at `limit_bytes`; 0 draws no line."""
+    """Return a chart of stacked bars: `parts` are {(name, colour): bytes of each bar}, `under` a
+    text for each bar. `limit_name` labels the line at `limit_bytes`; 0 draws no line."""
     series = (
         Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
         for (name, color), sizes in parts.items()
@@ -343,7 +343,7 @@ _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":
 def plot_fragmentation(
     report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
 ) -> Figure:
-    """Draw reserved GiB over optimizer steps, a line for each of `runs`: settings of the allocator.
+    """Draw reserved GiB over optimizer steps: a line for each run, which has its allocator setting.
 
     Thick lines are under the limit `gpu_limit_bytes`, thin ones without a limit. A cross is a step
     that runs out of memory. The area is the memory in use under the first setting.

@@ -19,7 +19,7 @@ _AXIS, _NAMES, _AT_LEFT = 1.2, 1.2, 4.6  # inches: numbers of an axis, names bel
 
 
 def colors_of(theme: Theme) -> Mapping[str, str]:
-    """Return the colour of each part of a lecture's bars, by its name in `Series.color`."""
+    """Return {name in `Series.color`: colour} for the parts of a lecture's bars."""
     is_dark = theme.ink > theme.background
     more, less = theme.kinds["grads"], theme.kinds["gathered"]
     return {

@@ -50,7 +50,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> str:
-    """Return `text`, its middle replaced by an ellipsis if wider than `inches` at font `size`."""
+    """Return `text`, its middle an ellipsis if wider than `inches` at font `size` (points)."""
 
     def cut(num_kept: int) -> str:
         tail = num_kept // 2
@@ -65,7 +65,7 @@ def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> s
 
 
 def wrapped(text: str, size: float, inches: float) -> str:
-    """Return `text` in lines of at most `inches` at font `size`; its own line breaks stay."""
+    """Return `text` in lines of at most `inches` at `size` points; its own line breaks stay."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         start = len(lines)
@@ -78,7 +78,7 @@ def wrapped(text: str, size: float, inches: float) -> str:
 
 
 def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str], float]:
-    """Return (wrapped `texts`, largest font size) such that each fits `inches` by `tall` inches."""
+    """Return (wrapped `texts`, largest font size at which each fits `inches` by `tall` inches)."""
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
         found = [wrapped(text, size, inches) for text in texts]
         lines = [text.split("\n") for text in found]
@@ -89,7 +89,7 @@ def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str],
 
 
 def first_size(text: str, sizes: Sequence[float], inches: float, *, bold: bool = False) -> float:
-    """Return the first of `sizes` in which `text` is at most `inches` wide, or the last."""
+    """Return the first of font `sizes` at which `text` is at most `inches` wide, or the last."""
     return next((s for s in sizes if text_width(text, s, bold=bold) <= inches), sizes[-1])
 
 
@@ -100,7 +100,7 @@ def limit_text(gpu: str, limit_bytes: int, inches: float) -> str:
 
 
 def row_size(num_rows: int, inches: float) -> float:
-    """Return the font size, in points, at which `num_rows` lines fill `inches`."""
+    """Return the font size, at most `VALUE` points, at which `num_rows` lines fill `inches`."""
     return min(float(VALUE), 0.86 * 72 * inches / num_rows)
 
 
@@ -162,7 +162,7 @@ LIGHT, DARK = (Theme(**colors) for colors in read_table(__file__, "themes.json")
 
 @contextmanager
 def plain_matplotlib(settings: Mapping[Any, Any]) -> Iterator[None]:
-    """Set matplotlib's defaults and `settings` in a `with` block, without the user's settings."""
+    """Replace matplotlib's settings, in a `with` block, by its defaults and `settings`."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(settings)
@@ -196,7 +196,8 @@ class Panel:
         return [(x * self.width, y * self.height) for x, y in to_shares.transform(list(points))]
 
     def write(self, x: float, y: float, text: str, **style: Any) -> None:
-        """Write `text` at (`x`, `y`) in inches from the axes' lower left, centred at `y`."""
+        """Write `text` at (`x`, `y`) in inches from the axes' lower left; `style`: of
+        `Axes.text`."""
         style = {"va": "center_baseline", **style}
         self.axes.text(
             x / self.width, y / self.height, text, transform=self.axes.transAxes, clip_on=False,
@@ -231,7 +232,7 @@ class Panel:
         )  # fmt: skip
 
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
-        """Draw a line at `limit` on the y axis, with `text` over or under its right or left end."""
+        """Draw a line at `limit` of the y axis, with `text` over or under its right or left end."""
         axes = self.axes
         axes.axhline(limit, color=self.theme.ink, linewidth=3.0, zorder=3, gid="limit")
         axes.annotate(
@@ -299,7 +300,7 @@ class Canvas:
         self, left: float, bottom: float, width: float, height: float, *,
         grid: Literal["", "x", "y"] = "",
     ) -> Panel:  # fmt: skip
-        """Add axes with lower left (`left`, `bottom`); `grid` draws the grid lines of one axis."""
+        """Add axes with lower left (`left`, `bottom`); `grid`: the axis with grid lines, if any."""
         tall = self.height
         axes = self.figure.add_axes((left / WIDTH, bottom / tall, width / WIDTH, height / tall))
         if grid:
@@ -412,7 +413,7 @@ def save(
 ) -> list[Path]:
     """Write `figure` in each of `formats` and return the paths; if one fails, none is written.
 
-    `path` has no suffix, or that of the only format to write.
+    A suffix of `path` that is a format replaces `formats`.
 
     Raises:
         PlanError: a format does not exist, or the folder cannot be written.

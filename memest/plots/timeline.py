@@ -37,7 +37,7 @@ def plot_timeline(
     """Draw memory over the events of one step, as stacked areas under the line of reserved memory.
 
     The horizontal axis counts allocations and frees; it is not time. `rest` is buffers, the batch
-    and workspaces. `name` and settings in `plan` are for the title.
+    and workspaces. `name` and `plan`, its keys and values, are for the title.
     """
     columns = _columns(timeline)
     areas = {
@@ -95,7 +95,7 @@ def color_of(theme: Theme, area: str) -> str:
 
 
 def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequence[float]]) -> None:
-    """Draw stacked `areas`, GiB at each event of `columns` by name; write names that have room."""
+    """Draw stacked `areas`, {name: GiB at each event of `columns`}; write names that have room."""
     axes, theme = panel.axes, panel.theme
     x = [*columns, int(axes.get_xlim()[1])]
     floors = [[0.0] * len(columns)]

@@ -95,7 +95,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """Moment and module at which the allocated bytes are highest."""
+    """Moment at which the allocated bytes are highest: step, phase, module and operator."""
 
     step: int
     phase: str
@@ -161,7 +161,7 @@ class Term:
 
     @property
     def note(self) -> str:
-        """Text for tables: the arithmetic and the reason for the bytes, without an operator."""
+        """Text for tables: the arithmetic and the reason of the bytes, but not their operator."""
         if self.kind == "params":
             return self.arithmetic
         head, colon, tail = self.why.rpartition(": ")
@@ -170,7 +170,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClosedForm:
-    """Activation bytes per layer: by the textbook's formula, and as simulated."""
+    """Activation bytes of one layer: by the textbook's formula, and as simulated."""
 
     formula: str
     letters: Mapping[str, int]
@@ -205,7 +205,7 @@ class StepTime:
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """Convert `value`, made of JSON values, to the type `kind`, such as a dataclass.
+    """Convert `value`, made of JSON values, to the type `kind`, such as a dataclass or a tuple.
 
     Unknown keys, and keys of computed fields, are ignored.
 
@@ -322,7 +322,7 @@ class Report(JsonReport):
 
 
 class Simulated:
-    """Base of simulated reports, of plans and of scripts: their forms as text and HTML."""
+    """Base of reports on simulated plans and scripts, with their forms as text and HTML."""
 
     def __str__(self) -> str:
         """The report as text."""
@@ -331,8 +331,8 @@ class Simulated:
         return render_text(self, verbose=True)  # type: ignore[arg-type]
 
     def summary(self, gpu: str = "", *, measured_bytes: int | None = None) -> str:
-        """Return one line: memory, and the verdict on `gpu`, by default the report's own. It has
-        `measured_bytes`, the peak reserved of a real run, if given."""
+        """Return one line: memory, the verdict on `gpu` ("": the report's own), and where the peak
+        is. It has `measured_bytes`, the peak reserved of a real run, if that is not None."""
         from memest.report.answer import summary_line
 
         return summary_line(self, gpu, measured_bytes=measured_bytes)  # type: ignore[arg-type]
@@ -421,7 +421,7 @@ class Measurement(Report):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report in `values`; an old plan gets `quant_load` as it was run with."""
+        """Return the report in `values`. A plan without `quant_load` gets the way it was run in."""
         return super().from_dict({**values, "plan": _plan_as_run(values["plan"])})
 
 
@@ -454,7 +454,7 @@ class HeldRow:
 
     @property
     def kind(self) -> str:
-        """The `name`, under the field name that `Term` has for it."""
+        """The `name`, so that rows are read like a `Term`."""
         return self.name
 
     @property
@@ -497,7 +497,7 @@ class RunPeak(Peak):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guess:
-    """A value that a script line reads from a tensor without data, so that memest assumes one."""
+    """Value that memest assumes, because a script line reads it from a tensor without data."""
 
     line: str
     what: str
@@ -585,7 +585,7 @@ class RunReport(Simulated, JsonReport):
 
     @property
     def is_cut_short(self) -> bool:
-        """True if a crash, an unsupported operation or the user ended it, or it still runs."""
+        """True if a crash, unsupported operation or user ended the script, or it still runs."""
         return self.ending in _CUT_SHORT
 
     @property
@@ -622,8 +622,8 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
     `kinds` is a report class, or a union of the classes that the file may have.
 
     Raises:
-        PlanError: the file cannot be read, is empty or cut short, or has other content, for which
-            `hint` is the error's hint.
+        PlanError: the file cannot be read, is empty or cut short, or has other content. The error
+            has `hint` for an empty file, and for reports of other kinds.
     """
     classes = {kind.kind: kind for kind in get_args(kinds) or (kinds,)}
     found = []
@@ -658,7 +658,7 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored plan; one from before the key `quant_load` gets the defaults it ran with."""
+    """Return a stored plan; without a key `quant_load`, it gets the values of its run."""
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
     if "quant_load" in plan:

@@ -13,7 +13,8 @@ from memest.estimator.tensors.patches import Patches
 
 
 def install(patches: Patches, hooks: ImportHooks, work: WorkLog) -> None:
-    """Make `work` log host time of checkpointing, saved-tensor hooks and parallelism libraries."""
+    """Patch torch so that `work` logs calls of saved-tensor hooks and of checkpointing, which take
+    host time. `hooks` do the same to libraries of parallelism when they are imported."""
     make = saved_tensors_hooks.__init__
 
     def init(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:
@@ -36,7 +37,7 @@ def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) ->
 
 
 def _count(patches: Patches, work: WorkLog, names: dict[str, str], module: Any) -> None:
-    """Make `work` log calls of functions of `module`. `names`: {function: kind of host time}."""
+    """Make `work` log calls of functions of `module`; `names`: {function: kind of host time}."""
     for name, kind in names.items():
         owner, _, attribute = name.rpartition(".")
         place = getattr(module, owner) if owner else module

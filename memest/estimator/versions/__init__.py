@@ -86,15 +86,16 @@ BUILT_FOR = "torch built for"  # platform of torch in a report, if neither CUDA 
 
 
 def simulated() -> TorchRelease:
-    """Return the torch release whose kernels are simulated; `PlanError` if it is unknown."""
+    """Return the torch release to simulate: that of `MEMEST_TORCH`, or else the one nearest to the
+    installed torch. `PlanError` if `MEMEST_TORCH` has an unknown release."""
     requested = os.environ.get(ENVIRONMENT)
     return known(requested) if requested else nearest(_installed())
 
 
 @contextmanager
 def simulating(release: str | None) -> Iterator[None]:
-    """Simulate torch `release` in the block and its child processes; None changes nothing.
-    `PlanError` if the release is unknown."""
+    """Simulate torch `release`, such as `2.11`, in the `with` block and in processes started there.
+    None changes nothing. `PlanError` if the release is unknown."""
     if release is None:
         yield
         return
@@ -110,7 +111,7 @@ def simulating(release: str | None) -> Iterator[None]:
 
 @cache
 def known(text: str) -> TorchRelease:
-    """Return the release of a version such as `2.11.0+cu130`; `PlanError` if it is unknown."""
+    """Return the release of torch version `text`, such as `2.11.0+cu130`; else a `PlanError`."""
     for release in RELEASES:
         if release.version == _numbers(text):
             return release
@@ -122,7 +123,7 @@ def known(text: str) -> TorchRelease:
 
 @cache
 def nearest(text: str) -> TorchRelease:
-    """Return the newest known release that is not newer than version `text`, or the oldest known.
+    """Return the newest known release up to torch version `text`, or the oldest if all are newer.
 
     >>> nearest("2.14.1+cu130").name, nearest("3.0").name, nearest("2.9").name
     ('2.14', '2.15', '2.9')
@@ -160,17 +161,17 @@ def returns_large_numbers() -> bool:
 def makes_subclasses_under_modes() -> bool:
     """Return whether `Tensor.as_subclass` works under a dispatch mode in the installed torch.
 
-    Before torch 2.6 it refuses the tensor that a mode returns (`THPVariable_NewWithVar`,
+    Before torch 2.6 `as_subclass` refuses a tensor that a mode returns (`THPVariable_NewWithVar`,
     torch/csrc/autograd/python_variable.cpp).
     """
     return (_numbers(_installed()) or RELEASES[-1].version) >= (2, 6)
 
 
 def allows_tf32(operation: str) -> bool:
-    """Return whether float32 products of `operation`, a `matmul`, `conv` or `rnn`, may use TF32.
+    """Return whether `torch.backends` allows TF32 for `operation`: `matmul`, `conv` or `rnn`.
 
-    From torch 2.9 `fp32_precision` is what the kernels read. There `allow_tf32` raises an error
-    after a script has set both (`Context::allowTF32CuBLAS`, `allowTF32CuDNN`, ATen/Context.cpp).
+    From torch 2.9 kernels read `fp32_precision`. Reading `allow_tf32` raises an error after a
+    script has set both (`Context::allowTF32CuBLAS`, `allowTF32CuDNN`, ATen/Context.cpp).
     """
     from torch import backends
 
@@ -183,14 +184,14 @@ def allows_tf32(operation: str) -> bool:
 
 
 def other_kernels(torch: ModuleType) -> str:
-    """Return the platform, such as ROCm, of a torch build for neither CUDA nor CPU; else ""."""
+    """Return the platform of the build of module `torch`, such as `MPS`; "" for CUDA and CPU."""
     if hip := getattr(torch.version, "hip", None):
         return f"ROCm {hip}"
     return "MPS" if torch.backends.mps.is_built() else ""
 
 
 def is_nightly(text: str) -> bool:
-    """Return whether version `text` is a nightly build or one that a user has compiled.
+    """Return whether `text` is the version of a nightly build, a prerelease or a build from source.
 
     >>> is_nightly("2.15.0.dev20261101+cu130"), is_nightly("2.14.0a0+git1b2c3d"), is_nightly("2.14")
     (True, True, False)
@@ -199,7 +200,9 @@ def is_nightly(text: str) -> bool:
 
 
 def library_versions(*packages: str) -> dict[str, str]:
-    """Return {package: version} of memest, torch and `packages`, and of the simulated release."""
+    """Return {package: version} of memest, and of torch and `packages` if installed. `kernels of
+    torch` has the simulated release, `torch built for` the platform of an imported torch for
+    neither CUDA nor CPU."""
     found = installed_versions("torch")
     if "torch" in found:
         found[KERNELS] = simulated().name
@@ -209,7 +212,7 @@ def library_versions(*packages: str) -> dict[str, str]:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return {package: version} of memest and of those of `packages` that are installed."""
+    """Return {package: version} of memest, and of each of `packages` that is installed."""
     from importlib import metadata
 
     from memest import __version__

@@ -31,11 +31,12 @@ DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config
 
 
 class NoWeights(str):
-    """Path of a weight file that does not exist, for a model without weights on this machine."""
+    """Path of no file, which stands for the weights of a model that has none on this machine."""
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Make transformers, if a script imports it, load models without weight files."""
+    """Make transformers load models without weight files. `hooks` apply `patches` when a script
+    imports it; `mode` collects notes for the report."""
     hooks.after("transformers.utils.hub", partial(_install_configs, patches, mode))
     hooks.after(  # without threads, whose allocation order would be random
         "transformers.core_model_loading",
@@ -45,7 +46,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
 
 def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) -> None:
-    """Make transformers use memest's bundled config if this machine has none for the model."""
+    """Patch `module`, `transformers.utils.hub`: it reads a bundled config if this machine has none
+    for a model, and adds a note to `mode`."""
 
     @cache
     def folder() -> Path:
@@ -82,8 +84,8 @@ def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) ->
 
 
 def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
-    """Make transformers look for weight files on this machine only, never on the Hub. Without them
-    the model is built from its config. `module` is `transformers.modeling_utils`."""
+    """Patch `module`, `transformers.modeling_utils`, to look for weights on this machine only.
+    Without weights it builds a model from its config, and adds a note to `mode`."""
 
     @wrap_everywhere(patches, module, "_get_resolved_checkpoint_files")
     def resolve_here(resolve: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +121,8 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call transformers' `get_dtype`, which may read a dtype from the weights; without weight files
-    it gets an empty tensor of the default dtype."""
+    """Return transformers' `get_dtype(*args, **kwargs)`: the dtype in which to load a model. It may
+    read weights; without weight files it gets an empty tensor of the default dtype."""
     given = inspect.signature(get_dtype).bind(*args, **kwargs)
     files = given.arguments["checkpoint_files"]
     if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
@@ -129,8 +131,8 @@ def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
-    """Return the state dict of a checkpoint of `model`, without data; tied weights appear once.
-    `conversions`, by which transformers 5 changes weights at loading, are undone (None: none)."""
+    """Return {name: meta tensor} as in a checkpoint of `model`, a tied weight once; `mode` counts
+    their host bytes. `conversions`, by which transformers 5 changes loaded weights, are undone."""
     weights = {}
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, tensor in model.state_dict().items():
