@@ -31,10 +31,11 @@ MOST_SIDE = 256  # most pixels of a padded image's side that is transformed as a
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionShapes:
-    """Shapes of one convolution as cuDNN gets it.
+    """Shapes and options of one convolution, as cuDNN gets them.
 
-    A transposed convolution has the shapes of the ordinary one whose input gradient it computes.
-    `tensor` (N, C, ...) is the input, `weight` (O, C / groups, ...), `output` (N, O, ...).
+    N samples, C input and O output channels. `tensor` (N, C, ...) is the input, `weight` (O, C /
+    groups, ...), `output` (N, O, ...). A transposed convolution is described by the ordinary one
+    whose input gradient it computes.
     """
 
     tensor: tuple[int, ...]
@@ -69,7 +70,7 @@ class ConvolutionShapes:
 
     @property
     def is_depthwise(self) -> bool:
-        """True if each group has one input channel."""
+        """True if there are several groups, of one input channel each."""
         return self.groups > 1 and self.weight[1] == 1
 
     @property
@@ -79,28 +80,27 @@ class ConvolutionShapes:
 
 
 def planar(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
-    """Return `extents` (one per dimension), with `fill` put first if there is only one: torch runs
-    1-d convolutions as 2-d."""
+    """Return `extents`, one number per dimension of an image. A single number gets `fill` before
+    it, since torch runs 1-d convolutions as 2-d."""
     return extents if len(extents) > 1 else (fill, *extents)
 
 
 def is_product(c: ConvolutionShapes) -> bool:
-    """Return whether the convolution is a matrix product: 1 x 1, stride 1, no padding or groups."""
+    """Return whether it is a matrix product: a 1 x 1 window, stride 1, one group and no padding."""
     return c.groups == 1 and {*c.window, *c.stride} == {1} and not any(c.padding)
 
 
 def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS) -> int:
-    """Return the workspace of a convolution that is a matrix product by cuBLASLt (13.1).
+    """Return the workspace bytes of cuBLASLt (13.1) for a convolution that is a matrix product.
 
-    Only `direction` "weight", whose gradient sums over samples and pixels, has one. Each partial
-    sum has C * O accumulators:
+    Only `direction` "weight" (the weight's gradient, a sum over samples and pixels) has one. The
+    GPU has `num_sms` multiprocessors. Each partial sum has an accumulator per pair of channels:
 
         channels first: one partial sum for each sample
         channels last:  as many as fill the GPU with tiles of 128 x 128, if each sums enough
 
-    Some kernels add 272 or 400 bytes. Of products on an H100, 68 and 67 % are right to 512 B
-    forward and for the input, 97 and 98 % within 512 B. For the weight 83 % are right in NCHW, 35 %
-    channels-last.
+    Some kernels add 272 or 400 bytes. On an H100, 68 % (forward) and 67 % (input) are right to 512
+    B, 97 and 98 % within 512 B. "weight" is right for 83 % in NCHW, 35 % in channels-last.
     """
     if direction != "weight":
         return 0
@@ -115,10 +115,10 @@ def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS)
 
 
 def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Return the workspace of a depthwise convolution by an engine that cuDNN compiles at run time.
+    """Return the workspace bytes of a depthwise convolution in an engine compiled at run time.
 
-    Only `direction` "weight" in channels-last has one. It holds 8 partial sums of float32 for each
-    sample, with channels padded to 32:
+    Only `direction` "weight" (the weight's gradient) in channels-last has one. It holds 8 partial
+    sums of float32 for each of N samples, with the C channels padded to 32:
 
         8 * 4 * N * up(C, 32) * window
 
@@ -131,24 +131,26 @@ def compiled_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def is_winograd(c: ConvolutionShapes, direction: str) -> bool:
-    """Return whether cuDNN's Winograd engines accept a convolution: 3x3 windows with stride 1.
+    """Return whether cuDNN's Winograd engines accept a convolution in `direction`.
 
-    In channels-last only the engine of direction `weight` (the weight's gradient) accepts it.
+    The window is 3x3, with stride and dilation 1, and not float64. In channels-last only the engine
+    of `direction` "weight" (the weight's gradient) accepts it.
     """
     is_taken = direction == "weight" or not c.is_channels_last
     return is_taken and c.is_plane and c.window == (3, 3) and c.dtype != torch.float64
 
 
 def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Return the workspace of a convolution with a 3x3 window by Winograd.
+    """Return the workspace bytes of a convolution with a 3x3 window by Winograd's method.
 
-    The output, or the image in direction `input`, is cut into tiles of 4 x 4 pixels. A tile and a
-    window become 6 x 6 float32. At most 8 groups are computed at a time; channels are those of one
-    group. N is padded to 16, except in direction `weight`:
+    The output, or in `direction` "input" (the input's gradient) the image, is cut into tiles of 4 x
+    4 pixels. A tile and a window become 6 x 6 float32. At most 8 groups are computed at a time. C
+    and O are input and output channels of a group. N samples are padded to 16, except in
+    `direction` "weight":
 
         36 * 4 * (tiles * N * (C + O) + C * O) * min(groups, 8)
 
-    In channels-last it also holds channels-first copies of the operands.
+    In channels-last, channels-first copies of input, output and weight are added.
     """
     samples, inputs, outputs = c.channels
     inputs, outputs = inputs // c.groups, outputs // c.groups
@@ -161,12 +163,12 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
 
 
 def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
-    """Return whether cuDNN's Fourier engines accept a convolution.
+    """Return whether cuDNN's Fourier engines accept a convolution in `direction`.
 
-    They accept float32 or float16 in one or two dimensions without dilation. Only in direction
-    `input` (the input's gradient) they accept strides; without one, both sides of the window exceed
-    1. In others the padded image has at most 256 pixels a side (`CUDNN_CONVOLUTION_FWD_ALGO_FFT`
-    and `BWD_FILTER_ALGO_FFT` of cuDNN's API reference).
+    They accept float32 or float16 in one or two dimensions without dilation. Strides are accepted
+    only in `direction` "input" (the input's gradient). Without strides it needs a window of at
+    least 2 x 2. "forward" and "weight" need a padded image of at most 256 pixels a side
+    (`CUDNN_CONVOLUTION_FWD_ALGO_FFT` and `BWD_FILTER_ALGO_FFT` of cuDNN's API reference).
     """
     is_flat = len(c.tensor) <= 4 and {*c.dilation} == {1}
     if c.dtype not in (torch.float32, torch.float16) or not is_flat:
@@ -182,10 +184,11 @@ def _padded_side(c: ConvolutionShapes) -> int:
 
 
 def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Return the workspace of a convolution by Fourier transforms.
+    """Return the workspace bytes of a convolution by Fourier transforms, for N samples.
 
-    A channel's plane becomes `s * (s / 2 + 1)` complex float32, where s is the padded image's side
-    as a power of two, at least 16. Transforms are stored twice, `weight` or `output` in float32:
+    A plane is the transform of one channel: `s * (s / 2 + 1)` complex float32. Its side s is that
+    of the padded image as a power of two, at least 16. C and O are input and output channels. In
+    two directions planes are stored twice, and `weight` or `output` in float32:
 
         forward  weight + 2 * max(C * O + N * C, N * O) planes
         weight   output + 2 * max(C * O, N * (C + O)) planes
@@ -194,8 +197,8 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
 
         input    min(tiles, 2) * N * (C + O) + C * O planes
 
-    In channels-last it also holds channels-first copies of the operands. Of several groups, up to
-    eight are computed at a time, each with copies of its operands.
+    In channels-last, channels-first copies of input, output and weight are added. Of several
+    groups, up to eight are computed at a time, each with such copies.
 
     Evidence: 761 convolutions with groups or strides under `cudnn.benchmark` on an H100. Groups
     with other numbers of input than output channels may take more.
@@ -240,10 +243,10 @@ def _one_group(c: ConvolutionShapes, direction: str) -> int:
 
 
 def _strided_fourier_bytes(c: ConvolutionShapes) -> int:
-    """Return the workspace of the input's gradient of a strided convolution by Fourier transforms.
-    Each of the `stride**2` phases is a convolution of its own, with every `stride`-th element of
-    the window and of the input. With a stride of 2, input channels are padded to an even number. Of
-    218 calls on an H100, 175 are right to 512 B, and the worst is 1.1 % off."""
+    """Return the workspace bytes of the input's gradient by Fourier transforms, with a stride. Each
+    of the `stride**2` phases is a convolution of its own, on every `stride`-th element of window
+    and input. With a stride of 2, input channels are padded to an even number. Of 218 calls on an
+    H100, 175 are right to 512 B; the worst is 1.1 % off."""
     samples, inputs, outputs = c.channels
     if max(c.stride) == 2:
         inputs += inputs % 2
@@ -267,10 +270,11 @@ def _plane_bytes(side: int) -> int:
 
 
 def workspace_bytes(c: ConvolutionShapes, direction: str) -> int:
-    """Estimate the workspace of one `direction` (forward, input, weight) without cuDNN.
+    """Estimate the workspace bytes of a convolution without cuDNN.
 
-    Tensor-core kernels read channels-last, so in NCHW input, weight and output are copied. Kernels
-    for products, depthwise convolutions and few channels need no copies.
+    `direction` is "forward", or for a gradient "input" or "weight". Tensor-core kernels read
+    channels-last, so in NCHW input, weight and output are copied. Kernels for products, depthwise
+    convolutions and few channels need no copies.
     """
     if is_product(c):
         return product_bytes(c, direction)

@@ -44,7 +44,8 @@ op(
 
 @registry.requests("where.self")
 def where(c: KernelCall) -> Scratch:
-    """Allocations of `where_self_out` (TensorCompare.cpp): casts, and a copy of a host number."""
+    """Allocations of `where_self_out` (TensorCompare.cpp): casts, and a copy of a host number. A
+    condition on the host is also copied."""
     item, values = c.out.itemsize, (c.self, c.other)
     casts = [t.numel() * item for t in values if t.device.type != "cpu" and t.dtype != c.out.dtype]
     copies = [1] if c.condition.device.type == "cpu" else []
@@ -98,7 +99,8 @@ register(
 
 def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
     def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Run softmax: from float16 to float32 in one kernel (SoftMax.cpp), else by `then`."""
+        """Run softmax: from float16 to float32 in one kernel (SoftMax.cpp), else by `then`, the
+        next kernel of torch. A `dtype` of None is that of `x`."""
         if x.dtype is torch.float16 and dtype is torch.float32:
             return kernel(x, dim, True)
         return then(x, dim, dtype)
@@ -113,7 +115,7 @@ for _name in ("softmax", "log_softmax"):
 
 @registry.above_autograd("mish_backward")
 def mish_backward(then: Next, grad: Tensor, x: Tensor) -> Tensor:
-    """Run `then` below autograd, as one kernel; on other devices autograd decomposes it."""
+    """Run `then`, torch's next kernel, below autograd; on other devices autograd decomposes it."""
     return then.below_autograd(grad, x)
 
 
@@ -133,7 +135,8 @@ def observe_and_quantize(
     channel: int, per_row: bool = False, symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run `fused_moving_avg_obs_fake_quant_cuda`: minimum and maximum of `x`, then fake
-    quantization. Return (quantized values, mask of the values in range)."""
+    quantization. With `per_row`, each index of dimension `channel` has its own scale. Return
+    (quantized values, mask of the values in range)."""
     contiguous = x.contiguous()
     if not per_row:
         torch.aminmax(contiguous)

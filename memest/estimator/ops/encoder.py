@@ -23,7 +23,7 @@ from memest.estimator.tensors.placement import CPU, on_gpu
 
 
 class Packed(Tensor):
-    """Stub of a nested tensor, its rows without padding; `padded_shape`: (batch, steps, width)."""
+    """Stub of a nested tensor: rows without padding. `padded_shape` is (batch, steps, width)."""
 
     padded_shape: torch.Size
     is_nested = True
@@ -37,7 +37,8 @@ class Packed(Tensor):
 
 
 def install(patches: Patches, mode: SimMode) -> None:
-    """Replace the functions of torch.nn's fast path for encoders by those of this file."""
+    """Replace the functions of torch.nn's fast path for encoders by those of this file. They read
+    the known values of padding masks from `mode`."""
 
     def lengths(mask: Tensor) -> list[int] | None:
         value = mode.values.value_of(mask)
@@ -125,16 +126,16 @@ def _bytes(num_bytes: int) -> Tensor:
 
 
 def _pass(*sizes: int) -> None:
-    """Allocate temporaries of these bytes in order, then free them in reverse order."""
+    """Allocate temporaries of `sizes` bytes in order, then free them in reverse order."""
     held = [_bytes(n) for n in sizes]
     while held:
         held.pop()
 
 
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Allocate what CUDA needs to find each row's first masked position; return the tensors that
-    stay. The kernel adds a column to the mask, casts to int32 and searches. The comparison needs
-    two int64 tensors of the mask's size, one of which stays."""
+    """Allocate what CUDA needs to find the first masked position in each row of `mask`; return the
+    tensors that stay allocated. The kernel adds a column to the mask, casts to int32 and searches.
+    The comparison needs two int64 tensors of the mask's size, one of which stays."""
     batch, steps = mask.shape
     column = _bytes(batch)
     wider = _bytes(batch * (steps + 1))
@@ -152,7 +153,8 @@ def _attention(
     qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None,
     need_weights: bool = True, average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Run `native_multi_head_attention_cuda`; return (output, attention weights or None)."""
+    """Run `native_multi_head_attention_cuda`; return (output, attention weights). The weights are
+    None without `need_weights` and for a `Packed` query."""
     x = query.as_subclass(Tensor) if isinstance(query, Packed) else query
     batch, steps, width = x.shape
     head = width // num_heads
@@ -189,7 +191,8 @@ def _attention(
 
 
 def _layer(src: Tensor, *args: Any) -> Tensor:
-    """Run torch's C++ encoder layer on meta tensors, with `_attention` as its attention."""
+    """Run torch's C++ encoder layer on meta tensors, with `_attention` as its attention. `args` are
+    the arguments of `_transformer_encoder_layer_fwd` after `src`."""
     cpu = torch._C.DispatchKey.CPU
     out: Tensor = torch.ops.aten._transformer_encoder_layer_fwd.default._op_dk(cpu, src, *args)
     return _as_packed(out, src.padded_shape) if isinstance(src, Packed) else out

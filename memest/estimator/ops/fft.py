@@ -49,7 +49,7 @@ def _largest_prime(n: int) -> int:
 
 
 def _convolved(n: int) -> int:
-    """Return the padded length of `n` points in Bluestein's method: no prime factor exceeds 5."""
+    """Return the length to which Bluestein's method pads `n` points, with prime factors up to 5."""
     length = 2 * n - 1
     while _largest_prime(length) > 5:
         length += 1
@@ -65,8 +65,8 @@ def _is_split(n: int, item: int = 16) -> bool:
 
 
 def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
-    """Return cuFFT's workspace for `batch` complex transforms of `n` points of `item` bytes. `kind`
-    is "fft", or "fft by strides" if the transformed dimension is not contiguous."""
+    """Return the bytes of cuFFT's workspace for `batch` complex transforms of `n` points, `item`
+    bytes each. `kind` is "fft", or "fft by strides" if their dimension is not contiguous."""
     if item == 8 and n in SHARES[kind]:
         return n * item * batch * (SHARES[kind][n] == "a")
     if _is_convolved(n, item):
@@ -78,9 +78,9 @@ def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
 
 
 def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
-    """Return cuFFT's workspace of `batch` transforms of `n` real points to n // 2 + 1, or back.
-    `item` is the bytes of a complex number. `kind` is "rfft" or "irfft", also with " by
-    strides"."""
+    """Return the bytes of cuFFT's workspace for `batch` transforms between `n` real points and n //
+    2 + 1 complex ones, `item` bytes each. `kind` is "rfft" (from real) or "irfft" (to real), with "
+    by strides" if their dimension is not contiguous."""
     share = SHARES[kind].get(n, "") if item == 8 else ""
     if share and share in "-hg":
         return {"-": 0, "h": n // 2, "g": n // 2 + 1}[share] * item * batch
@@ -102,7 +102,7 @@ def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
 
 
 def _split(tensor: Tensor, dims: Any) -> tuple[list[int], int]:
-    """Return (sizes of the transformed dimensions `dims`, number of transforms)."""
+    """Return (sizes of `tensor` in the transformed `dims`, number of transforms)."""
     sizes = [tensor.shape[dim] for dim in dims]
     return sizes, tensor.numel() // max(1, prod(sizes))
 
@@ -126,8 +126,8 @@ def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
 
 
 def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
-    """Return the bytes of the contiguous input for transforms of `dims`; 0 for a view. `_exec_fft`
-    sorts the dimensions that are not transformed by `strides` and merges them into one."""
+    """Return the bytes of a contiguous copy of `tensor` for transforms of `dims`; 0 if a view is
+    enough. `_exec_fft` sorts the other dimensions by `strides` and merges them into one."""
     transformed = {dim % tensor.dim() for dim in dims}
     kept = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))
             if i not in transformed and n != 1]  # fmt: skip

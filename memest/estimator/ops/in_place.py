@@ -30,11 +30,12 @@ def in_nodes(
     more: Args = (),
     is_possible: Callable[..., bool] | None = None,
 ) -> Callable[[Any, Args], tuple[Any, Args]]:
-    """Return a rule for operators that autograd runs in place without a dispatch mode.
+    """Return a rule for an operator that autograd, without a dispatch mode, runs in place.
 
-    `rule(func, args)` returns (func, args), changed if an autograd node named in `nodes` is
-    running. The new operator is `instead`, by default the in-place overload, with the further
-    arguments `more`. `is_possible(*args)` returns whether a call can run in place.
+    The rule gets an operator and its arguments, and returns both as they are to run. They change
+    while an autograd node named in `nodes` (separated by blanks) runs. The new operator is
+    `instead` or, if None, the in-place overload; `more` arguments follow. `is_possible(*args)`
+    returns whether the call can run in place; None means always.
     """
     names = nodes.split()
 
@@ -51,11 +52,11 @@ def in_nodes(
 
 
 def _sum_of_gradients(func: Any, args: Args) -> tuple[Any, Args]:
-    """Return (`aten.add_`, args) for a sum of two gradients that autograd computes in place, else
-    (func, args). `InputBuffer` does so if the first one is dense and has no other owner
-    (`can_accumulate_inplace`). Sums in the gradient of a Cholesky decomposition and in the second
-    gradient of a convolution are no such sums. Left out: the sum of two gradients of one matrix
-    (`cholesky_backward`)."""
+    """Return the operator and arguments by which autograd adds two gradients: (`aten.add_`, args)
+    if it adds in place, else (func, args). `InputBuffer` adds in place if the first one is dense
+    and has no other owner (`can_accumulate_inplace`). Sums within the gradient of a Cholesky
+    decomposition and within the second gradient of a convolution are out of place. Left out: the
+    sum of two gradients of one matrix (`cholesky_backward`)."""
     if torch.is_grad_enabled() or INSIDE.double_backward or not _are_alike(*args):
         return func, args
     node = torch._C._current_autograd_node()
@@ -77,7 +78,7 @@ def _are_alike(left: Any, right: Any) -> bool:
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:
-    """Return (references to the tensor, references to its storage), those of this call included."""
+    """Return the numbers of references to (`tensor`, its storage), with those of this call."""
     storage = tensor.untyped_storage()
     held = torch._C._storage_Use_Count(storage._cdata)
     return tensor._use_count(), held  # type: ignore[attr-defined]
@@ -85,10 +86,8 @@ def _owners(tensor: Tensor) -> tuple[int, int]:
 
 @cache
 def owners_of_a_sole_gradient() -> tuple[int, int]:
-    """Return `_owners` of a gradient whose only owner is autograd's input buffer.
-
-    Releases of torch differ, so it is measured in a small backward that sums two gradients of `x`.
-    """
+    """Return what `_owners` returns for a gradient that only autograd's input buffer refers to.
+    Releases of torch differ, so a small backward that sums two gradients of `x` measures it."""
     watch = _WatchSums()  # type: ignore[no-untyped-call]
     leaf = torch.empty(2, device="meta", requires_grad=True)
     with torch.enable_grad(), watch:
@@ -98,7 +97,7 @@ def owners_of_a_sole_gradient() -> tuple[int, int]:
 
 
 class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that stores `_owners` of the first summand of autograd's last sum."""
+    """Dispatch mode that sets `owners` to `_owners` of the first summand of autograd's last sum."""
 
     owners = (0, 0)
 

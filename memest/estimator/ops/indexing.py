@@ -54,8 +54,8 @@ def is_a_row(tensor: Tensor) -> bool:
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
-    """Return whether the gradient of `embedding` is summed by atomics (`use_fused_kernel`). That is
-    so for many indices into few rows: `num_rows` of the weight, each of `width` elements."""
+    """Return whether the gradient of `embedding` is summed by atomics (`use_fused_kernel`). It is
+    for many indices into few rows. The weight has `num_rows` rows of `width` elements."""
     warped = round_up(width, 32)
     segments = min(num_indices, num_rows)
     grid = ceil_div(segments * warped, min(warped, MAX_BLOCK_SIZE))
@@ -69,8 +69,8 @@ def broadcast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return bytes of int64 copies of int32 indices (`make_info` of TensorAdvancedIndexingUtils.h).
-    Contiguous copies of all indices follow if their strides differ (`AdvancedIndex`)."""
+    """Return the bytes of each copy of `indices`. int32 ones are cast to int64 (`make_info` of
+    TensorAdvancedIndexingUtils.h). If strides differ, all are made contiguous (`AdvancedIndex`)."""
     expanded = broadcast(indices)
     long = [
         i if i.dtype != torch.int32 else torch.empty_like(i, dtype=torch.int64) for i in expanded
@@ -81,7 +81,7 @@ def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def index_tensors(args: Args) -> list[Tensor]:
-    """Return the index tensors of `index` and `index_put`, without the `None`s."""
+    """Return the index tensors among the `args` of `index` or `index_put`, without the `None`s."""
     return [index for index in args[1] if index is not None]
 
 
@@ -136,8 +136,8 @@ _MAXIMUM = 2  # `EmbeddingBagMode::MAX`
 def embedding_backward(c: KernelCall) -> Events:
     """Allocations of `embedding_dense_backward` (Embedding.cu): more than 3072 indices are sorted.
 
-    The sort is in EmbeddingBackwardKernel.cu. Left out: `scale_grad_by_freq` (counts of 8 * n
-    bytes, and scans) and deterministic algorithms.
+    The sort is in EmbeddingBackwardKernel.cu. Left out: `scale_grad_by_freq` (counts of 8 bytes per
+    index, and scans) and deterministic algorithms.
     """
     grad, num_indices = c.grad_output, c.indices.numel()
     copies = contiguous_copy(c.indices, grad)
@@ -149,9 +149,9 @@ def embedding_backward(c: KernelCall) -> Events:
 def _sorted_gradient(
     copies: tuple[int, ...], num_indices: int, num_rows: int, grad: Tensor, gpu: Gpu
 ) -> Events:
-    """Allocations of a gradient by sorted indices: sort, runs of equal indices, partial sums. The
-    number of runs is an upper bound that does not depend on the indices' values. The weight has
-    `num_rows` rows; `copies` are the bytes of contiguous copies."""
+    """Return the allocations of an embedding's gradient: sorted indices, runs of equal ones, sums.
+    The `num_indices` rows of `grad` are added in partial sums to the `num_rows` rows of the weight.
+    The number of runs is an upper bound. `copies` are the bytes of contiguous copies."""
     width = grad.shape[-1]
     gradient = outputs({0: num_rows * width * grad.itemsize})
     row = num_indices * INDEX_BYTES
@@ -177,9 +177,7 @@ def _sorted_gradient(
 @registry.requests("index_reduce index_reduce_")
 def index_reduce(c: KernelCall) -> Events:
     """Allocations of `index_reduce` (cuda/Indexing.cu): for a mean, how often each element is hit.
-
-    With `include_self=False`, indices that are not int64 are cast first.
-    """
+    With `include_self=False`, indices that are not int64 are cast first."""
     is_cast = not c.include_self and c.index.dtype != torch.int64
     events = passing(c.index.numel() * INDEX_BYTES) if is_cast else []
     if c.reduce == "mean":
@@ -257,10 +255,8 @@ def masked_scatter_backward(c: KernelCall) -> Events:
 
 @registry.requests(*INDEX_PUT, modelled=_has_no_mask)
 def index_put(c: KernelCall) -> Scratch | Events:
-    """Allocations of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies.
-
-    A number on the host and indices with different strides are copied. A mask needs no copy.
-    """
+    """Allocations of `index_put` (cuda/Indexing.cu): a sort if values accumulate, else copies. A
+    number on the host and indices with different strides are copied. A mask needs no copy."""
     indices, value = index_tensors(c.args), c["values"]
     if not indices or any(i.dtype in MASK_DTYPES for i in indices):
         return Scratch()
@@ -271,13 +267,13 @@ def index_put(c: KernelCall) -> Scratch | Events:
 
 
 def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
-    """Allocations of `index_put_with_sort_kernel` (Indexing.cu): `index_put` with `accumulate`.
+    """Return the allocations of `index_put` with `accumulate`, at the tensors `indices`.
 
-    Each index is checked against both bounds, except in the backward of `index` (`unsafe`). Linear
-    indices follow (`computeLinearIndex`): a remainder and a product with the stride per index. For
-    host indices the host computes the products, which are copied. Then come contiguous values,
-    sorted indices, original positions and their range. The sort uses as many bits as the row count
-    needs.
+    Of `index_put_with_sort_kernel` (Indexing.cu): each index is checked against both bounds, except
+    in the backward of `index` (`unsafe`). Linear indices follow (`computeLinearIndex`). Each index
+    on the GPU takes a remainder and a product with its stride. For an index on the host, the
+    product is computed there and copied. Then come contiguous values, sorted indices, original
+    positions and their range. The sort uses as many bits as the row count needs.
     """
     target, values = c.self, c["values"]
     count = broadcast(indices)[0].numel()
@@ -304,12 +300,12 @@ op(
 
 
 def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return (func, args) as CUDA runs an indexing: indices on the GPU, masks as positions.
+    """Return (func, args) of an indexing as CUDA runs it: indices on the GPU, masks as positions.
 
-    If values accumulate, host indices stay on the host: `_sorted_events` copies their products.
-    `expandTensors` of native/IndexingUtils.h calls `nonzero` for each mask. `masked_select` is
-    `index` by the mask (cuda/IndexKernel.cpp). A call that writes one number through a mask
-    (`canDispatchToMaskedFill`), or that needs neither change, is returned unchanged.
+    `mode` runs the conversions. `expandTensors` of native/IndexingUtils.h calls `nonzero` for each
+    mask. `masked_select` becomes `index` by the mask (cuda/IndexKernel.cpp). If values accumulate,
+    host indices stay there: `_sorted_events` copies their products. A call is unchanged if it needs
+    no conversion or writes one number through a mask (`canDispatchToMaskedFill`).
     """
     is_select = func is aten.masked_select.default
     source, indices = args[0], args[1]
@@ -338,7 +334,7 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
 
 
 def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
-    """Raise torch's `IndexError` if a mask's shape differs from the dimensions that it indexes."""
+    """Raise torch's `IndexError` if a mask differs in shape from the dimensions that it indexes."""
     places: list[Any] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
@@ -350,7 +346,7 @@ def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
 
 
 def _is_fill(args: Args) -> bool:
-    """Return whether `index_put` writes a single number without accumulation."""
+    """Return whether `index_put` with `args` writes a single number without accumulation."""
     return len(args) > 2 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
 
 
@@ -405,7 +401,8 @@ register("masked_select", shaped_by=lambda args: args[1:])
 
 @registry.above_autograd("one_hot")
 def one_hot(then: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
-    """Scatter ones into zeros, as CUDA does; on meta torch would compare instead (Onehot.cpp)."""
+    """Scatter ones into zeros, as CUDA does; on meta torch would compare instead (Onehot.cpp). A
+    `num_classes` of -1 is the largest class + 1. Without classes, `then` (torch's own) runs."""
     if not classes.numel():
         return then(classes, num_classes)
     if num_classes == -1:

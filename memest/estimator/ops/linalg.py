@@ -31,6 +31,8 @@ POINTER = INDEX = 8
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
+    """A `batch` of m x n matrices, `item` bytes an element. `is_single`: no batch dimensions."""
+
     m: int
     n: int
     batch: int
@@ -47,7 +49,7 @@ class _Matrices:
 
     @property
     def pointers(self) -> Events:
-        """Allocations of pointers to two operands of batched cuBLAS."""
+        """Allocations and frees of pointers to both operands of batched cuBLAS."""
         return passing(POINTER * self.batch, POINTER * self.batch)
 
     @property
@@ -62,7 +64,7 @@ class _Matrices:
 
     @property
     def is_factored_by_cublas(self) -> bool:
-        """True if `getrfBatched` runs: a batch of up to 16 columns, or up to 8 with up to 128."""
+        """True if `getrfBatched` factors them: a batch with n <= 16, or at most 8 with n <= 128."""
         return not self.is_single and (self.n <= 16 or (self.n <= 128 and self.batch <= 8))
 
     def is_solved_in_a_loop(self, num_right: int) -> bool:
@@ -91,14 +93,16 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
 def _row(
     names: str, about: str, then: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
-    """Register the memory of `names`, operators of linalg. `then(call, matrices)` returns the
-    events after the outputs; `about` describes them. `parts` are further arguments of `op`."""
+    """Register what operators `names` (separated by blanks) allocate. `then(call, matrices)`
+    returns the events after the outputs, for the matrices of the first argument; `about` describes
+    them. `parts` are further arguments of `op`."""
     op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_is_measured, **parts)
 
 
 @_measured("_linalg_eigh")
 def eigh(c: KernelCall) -> Events:
-    """Allocations of `_linalg_eigh`: vectors and values, or values and a copy of the matrix."""
+    """Allocations of `_linalg_eigh`: vectors and values, or values and a copy of the matrix. The
+    copy is for a call without vectors."""
     a = _of(c.A)
     calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
     solved = around((INFO * a.batch,), calls + a.checks)
@@ -109,10 +113,8 @@ def eigh(c: KernelCall) -> Events:
 
 @_measured("_linalg_svd")
 def svd(c: KernelCall) -> Events:
-    """Allocations of `_linalg_svd`: both sets of vectors, values, a copy of the matrix.
-
-    The vectors are always computed. Matrices above 32 columns are decomposed one at a time.
-    """
+    """Allocations of `_linalg_svd`: both sets of vectors, values, a copy of the matrix. The vectors
+    are always computed. Matrices above 32 columns are decomposed one at a time."""
     a = _of(c.A)
     k = min(a.m, a.n)
     info, copy = INFO * a.batch, a.all_bytes
@@ -165,10 +167,8 @@ _row("linalg_householder_product", "the workspace of cuSOLVER",
 
 @registry.result("geqrf")
 def geqrf(c: KernelCall) -> tuple[Tensor, Tensor]:
-    """Return meta results of `geqrf`, for which torch's meta device has no kernel.
-
-    They are a column-major copy of the matrix, and the scalar factors of the reflectors.
-    """
+    """Return meta results of `geqrf`: a column-major matrix, and scalar factors of the reflectors.
+    torch's meta device has no kernel for it."""
     given: Tensor = c.self
     factors = given.new_empty((*given.shape[:-2], min(given.shape[-2:])))
     return torch.empty_like(given.mT, memory_format=torch.contiguous_format).mT, factors
@@ -197,10 +197,8 @@ def lstsq(c: KernelCall) -> tuple[Tensor, ...]:
 
 @_measured("linalg_lstsq")
 def lstsq_requests(c: KernelCall) -> Events:
-    """Allocations of `linalg_lstsq`: QR by cuBLAS for many small matrices, else by cuSOLVER.
-
-    The residuals come last. A wide matrix is decomposed as its conjugate transpose.
-    """
+    """Allocations of `linalg_lstsq`: QR by cuBLAS for many small matrices, else by cuSOLVER. The
+    residuals come last. A wide matrix is decomposed as its conjugate transpose."""
     a, solution = _of(c.self), c.out[0]
     is_vector = solution.dim() < c.self.dim()
     num_right = 1 if is_vector else solution.shape[-1]
@@ -257,8 +255,8 @@ op(
 
 
 def _lu(a: _Matrices) -> Events:
-    """Allocations of LU: one matrix by cuSOLVER, several small ones by batched cuBLAS. Other shapes
-    have no workspace, as torch is built without MAGMA."""
+    """Return the allocations of LU decompositions: one matrix by cuSOLVER, several small ones by
+    batched cuBLAS. Other shapes have no workspace, as torch is built without MAGMA."""
     if a.m != a.n:
         return []
     if not a.is_single:
@@ -305,8 +303,8 @@ def lu(c: KernelCall) -> Events:
 
 
 def _rows(a: _Matrices) -> Events:
-    """Allocations that turn LU's pivots into a row permutation: int64 row numbers of one matrix,
-    and for a batch their copies for each matrix."""
+    """Return the allocations that turn LU's pivots into a row permutation. They are int64 row
+    numbers of one matrix, and for a batch their copies for each matrix."""
     one, rows = INDEX * a.m, INDEX * a.m * a.batch
     return passing(one) if a.is_single else temporaries(one, rows, -one, -rows)
 
@@ -331,7 +329,7 @@ def eig(c: KernelCall) -> Events:
 
 @_measured("_linalg_eigvals")
 def eigvals_requests(c: KernelCall) -> Events:
-    """Allocations of `_linalg_eigvals`."""
+    """Allocations of `_linalg_eigvals`. They are those of `eig` without its check and vectors."""
     a, values = _of(c.self), c.out.nbytes
     found = around((values,), _geev(a) + _are_real(a))
     copies = c.outputs() + temporaries(-values)
@@ -339,7 +337,7 @@ def eigvals_requests(c: KernelCall) -> Events:
 
 
 def _geev(a: _Matrices) -> Events:
-    """Allocations of cuSOLVER's `geev`: a column-major copy, and a workspace right to 512 bytes."""
+    """Return events of cuSOLVER's `geev`: column-major copy, and a workspace exact to 512 bytes."""
     n = a.n
     work = max(388 * n + 16256 + BLOCK, n * n + 4 * n + BLOCK)
     if n <= 128:
@@ -349,7 +347,7 @@ def _geev(a: _Matrices) -> Events:
 
 
 def _are_real(a: _Matrices) -> Events:
-    """Allocations of the test whether any eigenvalue has an imaginary part."""
+    """Return the allocations of the test whether eigenvalues have imaginary parts."""
     count = a.n * a.batch
     return around((count,), passing(1)) if count > 1 else passing(1, 1)
 
@@ -381,7 +379,7 @@ _row(
 
 
 def _signs(a: _Matrices) -> Events:
-    """Allocations for the permutation's sign: mask of moved pivots, and their count per matrix."""
+    """Return events of the permutation's sign: mask of moved pivots, and their count per matrix."""
     count = a.n * a.batch
     taken = temporaries(4 * a.n, count, INDEX * a.batch)
     return taken + passing(INDEX * count) + temporaries(-count, -4 * a.n)
@@ -429,10 +427,10 @@ registry.register(
 
 @registry.composed("linalg_matrix_exp")
 def matrix_exp(a: Tensor) -> Tensor:
-    """Run `mexp` of LinearAlgebra.cpp with its polynomial of the highest degree for all matrices.
+    """Run `linalg_matrix_exp` as `mexp` of LinearAlgebra.cpp, with the polynomial of degree 18.
 
-    The host reads norms to group matrices by degree. One squaring is assumed; the powers computed
-    before it take more memory.
+    On a GPU the host reads norms and groups the matrices by the degree that each needs. Here all
+    have the highest. One squaring is assumed; the powers computed before it take more memory.
     """
     n = a.shape[-1]
     if n <= 1:
@@ -458,7 +456,7 @@ def _scaled_exp(a: Tensor, norms: Tensor) -> Tensor:
 
 
 def _taylor(a: Tensor) -> Tensor:
-    """Run `compute_T18`: powers of the matrices, and five sums of these powers."""
+    """Run `compute_T18` (Taylor's series): powers of matrices `a`, and five sums of powers."""
     num_sums = 5
     _coefficients = torch.empty(num_sums, num_sums, dtype=a.real.dtype, device=a.device)
     powers = a.new_empty(num_sums, *a.shape)
@@ -481,12 +479,12 @@ def up(count: int) -> int:
 
 
 def geqrf_bytes(n: int, item: int) -> int:
-    """Return the workspace of `geqrf` (QR) for any rows and `n` columns of `item`-byte numbers."""
+    """Return the workspace bytes of `geqrf` (QR): `n` columns, any rows, `item` bytes a number."""
     return item * (1024 * max(n, 256) + 524288) + 128
 
 
 def eigh_bytes(n: int, item: int, batch: int) -> int:
-    """Return the workspace of one call of the eigenvalue solver that torch selects.
+    """Return the workspace bytes of one call of the eigenvalue solver that torch selects.
 
     The `batch` matrices are n x n, with numbers of `item` bytes. The solver is Jacobi's in float32
     for 32 to 512 columns, except for a batch with 32. Otherwise it is divide and conquer; one call
@@ -504,8 +502,8 @@ def eigh_bytes(n: int, item: int, batch: int) -> int:
 
 
 def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
-    """Return cuSOLVER's workspace: of Jacobi's method for square matrices, else of QR iteration.
-    Matrices are m x n with numbers of `item` bytes; `is_full` is `full_matrices`."""
+    """Return cuSOLVER's workspace bytes: by Jacobi's method for square matrices, else QR iteration.
+    Matrices are m x n with numbers of `item` bytes; `is_full` is torch's `full_matrices`."""
     if m == n:
         blocks = ceil_div(n, BLOCK)
         if n <= 32:
@@ -519,6 +517,6 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:
-    """Return the workspace of a Cholesky decomposition of one n x n matrix, upper or lower."""
+    """Return the workspace bytes of the Cholesky decomposition of one n x n matrix by cuSOLVER."""
     blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)

@@ -35,8 +35,8 @@ def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
 def _reduced_loss(
     names: str, about: str, made: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
 ) -> None:
-    """Register the memory of the losses `names` if reduced to a mean or sum: the temporaries that
-    `made(call, *_elements(call))` returns. `about` describes them."""
+    """Register what the losses `names` (separated by blanks) allocate if reduced to a mean or sum:
+    the temporaries that `made(call, *_elements(call))` returns. `about` describes them."""
 
     def rule(c: KernelCall) -> Scratch:
         return made(c, *_elements(c)) if c.reduction else Scratch()
@@ -66,9 +66,7 @@ _reduced_loss(
 @registry.requests("binary_cross_entropy_with_logits")
 def bce_with_logits(c: KernelCall) -> Events:
     """Allocations of `binary_cross_entropy_with_logits` (Loss.cpp): log-sigmoid, then the loss.
-
-    `(pos_weight - 1) * target + 1` takes a tensor of the weights' size and one of the loss's.
-    """
+    With a `pos_weight`, two temporaries have the size of the weights and of the loss."""
     size, staged = _elements(c)
     loss = outputs({0: size})
     if c.reduction:
@@ -132,10 +130,8 @@ LARGE_CTC = 450  # bound of `is_large` of LossCTC.cu: above it blanks are summed
 
 @registry.requests("_ctc_loss_backward _ctc_loss_backward.Tensor")
 def ctc_loss_backward(c: KernelCall) -> Events:
-    """Allocations of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient.
-
-    For large inputs, a `logsumexp` over the blanks follows. `zero_infinity` adds a second gradient.
-    """
+    """Allocations of `_ctc_loss_backward` (LossCTC.cu): lengths, backward variables, gradient. For
+    large inputs, a `logsumexp` over the blanks follows. `zero_infinity` adds a second gradient."""
     alphas, num_samples = c.log_alpha, c.neg_log_likelihood.numel()
     gradient = c.outputs()
     steps, classes = c.log_probs.shape[0], c.log_probs.shape[-1]
@@ -171,9 +167,9 @@ register("binary_cross_entropy_backward", layout=like(1))  # cuda/Loss.cu
 
 
 def _is_in_place(left: Tensor, right: Any) -> bool:
-    """Return whether autograd writes `left * right`, or a difference or quotient, into `left`. It
-    does so if the backward is not recorded and the result has the shape of `left`. A `pos_weight`
-    gives another shape with a target of more dimensions."""
+    """Return whether autograd writes a product, difference or quotient of both tensors into `left`.
+    It does if the backward is not recorded and the result has the shape of `left`. It has another
+    shape for a `pos_weight` with a target of more dimensions."""
     if torch.is_grad_enabled():
         return False
     if not isinstance(right, Tensor):
@@ -202,8 +198,8 @@ def _goes_to_cudnn(
     batch: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int]
 ) -> bool:
     """Return whether cuDNN computes a CTC loss with blank 0 (`_use_cudnn_ctc_loss`). It takes
-    float32 log probabilities `batch` and short 1-d int32 `targets` on the host. `lengths` must all
-    equal the number of steps."""
+    float32 log probabilities `batch` (steps, samples, classes) and 1-d int32 `targets` on the host.
+    All input `lengths` must equal the steps; `target_lengths` are at most that, and below 256."""
     is_host = not on_gpu(targets) and targets.dtype is torch.int32 and targets.dim() == 1
     is_fit = {*lengths} == {len(batch)} and all(
         size < 256 and size <= len(batch) for size in target_lengths
@@ -216,9 +212,10 @@ def ctc_loss(
     then: Next, log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
     blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run cuDNN's kernel of `ctc_loss` where CUDA would, else torch's own kernel.
+    """Run cuDNN's kernel of `ctc_loss` where CUDA would, else torch's own; `then` is not called.
 
-    For `zero_infinity`, LossCTC.cpp makes a zero before it compares the losses with infinity.
+    `reduction` is 0 (none), 1 (mean) or 2 (sum). For `zero_infinity`, LossCTC.cpp makes a zero
+    before it compares the losses with infinity.
     """
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
     of_gpu: Any = {"dtype": batch.dtype, "device": "cuda"}
@@ -244,7 +241,7 @@ def ctc_loss(
 def ctc_loss_of_tensors(
     then: Next, log_probs: Tensor, targets: Tensor, *lengths_and_options: Any
 ) -> Tensor:
-    """Run `ctc_loss` for an overload that has the lengths in tensors."""
+    """Run `ctc_loss` for an overload that has both lengths in tensors, followed by the options."""
     lengths, target_lengths, *options = lengths_and_options
     return ctc_loss(then, log_probs, targets, lengths.tolist(), target_lengths.tolist(), *options)
 

@@ -62,9 +62,7 @@ They take 67,584 bytes for 132 multiprocessors, in each of 528 recorded calls.
 @registry.result("_grouped_mm")
 def grouped_mm_output(c: KernelCall) -> Tensor:
     """Return the result of `_grouped_mm` on meta, also for dtypes that torch's meta kernel refuses.
-
-    Rows are padded to 16 bytes, as `create_grouped_gemm_output_tensor` does.
-    """
+    Rows are padded to 16 bytes, as `create_grouped_gemm_output_tensor` does."""
     with contextlib.suppress(NotImplementedError, RuntimeError):
         return aten._grouped_mm.default(**c)
     left, right = c.self, c.mat2
@@ -82,7 +80,7 @@ def grouped_mm_output(c: KernelCall) -> Tensor:
 
 
 def _is_fused(c: KernelCall) -> bool:
-    """Return whether one kernel multiplies all groups: bfloat16 on 9.0, 10.x (`use_fast_path`)."""
+    """Return whether one kernel multiplies all groups: bfloat16 on capability 9.0 or 10.x."""
     is_bfloat16 = c.self.dtype == c.mat2.dtype == torch.bfloat16
     return is_bfloat16 and (c.gpu.capability == (9, 0) or c.gpu.capability[0] == 10)
 
@@ -110,7 +108,7 @@ def grouped_mm(c: KernelCall) -> Scratch:
 
 @registry.refuse("addmm addmm_")
 def refuse_addmm(c: KernelCall) -> str:
-    """Return the error text for dtypes that `addmm` refuses (cuda/Blas.cpp), else an empty one."""
+    """Return torch's error text for dtypes that `addmm` refuses (cuda/Blas.cpp), else ""."""
     right = c.mat2.dtype
     for name, dtype in (("self", c.self.dtype), ("mat1", c.mat1.dtype)):
         if dtype != right:
@@ -131,10 +129,10 @@ register("baddbmm", refuse=expects(1, 2, "baddbmm_cuda"))
 
 @registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)
 def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run `linear`. To the product of a non-contiguous batch, the bias is added in place.
+    """Run `linear`; add the bias in place if `x` is a batch that is not contiguous.
 
-    `then` would add it out of place, as torch does under a dispatch mode (`isTensorSubclassLike`,
-    native/Linear.cpp).
+    `then`, torch's next kernel, runs otherwise. For such a batch it would add the bias out of
+    place, as torch does under a dispatch mode (`isTensorSubclassLike`, native/Linear.cpp).
     """
     if bias is not None and x.dim() > 2 and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
@@ -149,7 +147,8 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Kind of cuBLAS call that an operator makes, and the positions of its factors."""
+    """cuBLAS call of an operator: its `kind`, the position of the `first` of two adjacent factors,
+    and what is `fused` in a call of cuBLASLt ("" for other calls)."""
 
     kind: str  # `matrix`, `batch`, `vector` or `dot`
     first: int = 0  # position of the first factor; a summand comes before it
@@ -174,14 +173,14 @@ for _names, _product in (
 
 @registry.result("_scaled_mm.out")
 def scaled_product(c: KernelCall) -> Tensor:
-    """Return `out`, resized to the product's shape; this overload has no meta kernel."""
+    """Return argument `out`, resized to the product's shape; the overload has no meta kernel."""
     out: Tensor = c["out"]
     others = {name: value for name, value in c.items() if name != "out"}
     return out.resize_(aten._scaled_mm.default(**others).shape)
 
 
 def _of_dtype(product: Product, c: KernelCall) -> Tensor:
-    """Return the result of a product whose argument after the factors is `out_dtype`."""
+    """Return the meta result of a product with argument `out_dtype`: `out`, resized, if given."""
     left, right = _factors(product, c.args)
     shape = (*left.shape[:-1], right.shape[-1])
     if "out" in c:
@@ -203,11 +202,11 @@ for _packet, _product in (
 
 
 def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -> int:
-    """Bytes of the workspace that torch gives each cuBLAS handle.
+    """Return the bytes of the workspace that torch gives each cuBLAS handle.
 
-    `parseChosenWorkspaceSize` (torch v2.11): Hopper 8 pools of 4096 KiB = 32 MiB, all others
-    `:4096:2:16:8` = 2 * 4096 KiB + 8 * 16 KiB = 8.125 MiB. Later releases give Blackwell (compute
-    capability 10.x and 12.x) 32 MiB too.
+    `capability` is the GPU's. `parseChosenWorkspaceSize` (torch v2.11): Hopper 8 pools of 4096 KiB
+    = 32 MiB, all others `:4096:2:16:8` = 2 * 4096 KiB + 8 * 16 KiB = 8.125 MiB. Later releases give
+    Blackwell (compute capability 10.x and 12.x) 32 MiB too.
 
     >>> from memest.estimator.versions import known
     >>> release = known("2.11")
@@ -222,7 +221,8 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
 
 @dataclass(frozen=True, slots=True)
 class CublasSettings:
-    """Sizes in bytes and lifetimes of the workspaces of cuBLAS in one process."""
+    """Sizes and lifetimes of the workspaces of a cuBLAS handle and of cuBLASLt (`lt`) in one
+    process. `is_shared`: cuBLASLt uses the handle's. `is_per_call`: each call allocates its own."""
 
     handle_bytes: int  # workspace of a handle
     lt_bytes: int  # workspace of cuBLASLt
@@ -234,11 +234,11 @@ class CublasSettings:
 def cublas_settings(
     capability: tuple[int, int], release: TorchRelease, environment: Mapping[str, str]
 ) -> CublasSettings:
-    """Return the cuBLAS settings of a process with the variables `environment`.
+    """Return the cuBLAS settings of a process with environment variables `environment`.
 
-    CublasHandlePool.cpp of torch 2.15 reads `CUBLAS_WORKSPACE_CONFIG` (pools of KiB),
-    `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since 2.15,
-    `TORCH_CUBLAS_WORKSPACE_CACHE`. Blas.cpp reads `DISABLE_ADDMM_CUDA_LT`.
+    `capability` is the GPU's. CublasHandlePool.cpp of torch 2.15 reads `CUBLAS_WORKSPACE_CONFIG`
+    (pools of KiB), `CUBLASLT_WORKSPACE_SIZE` (KiB), `TORCH_CUBLASLT_UNIFIED_WORKSPACE` and, since
+    2.15, `TORCH_CUBLAS_WORKSPACE_CACHE`. Blas.cpp reads `DISABLE_ADDMM_CUDA_LT`.
 
     >>> from memest.estimator.versions import known
     >>> release = known("2.11")
@@ -271,10 +271,8 @@ A thread's handle has one workspace per stream (`cublas_handle_stream_to_workspa
 
 
 class CublasWorkspaces:
-    """Record of the threads and streams of a process that have a cuBLAS workspace on one GPU.
-
-    The environment is read at the first call, as torch does.
-    """
+    """Record of the threads and streams of a process that have a cuBLAS workspace on one GPU. The
+    environment is read at the first call, as torch does. `capability` is the GPU's."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._capability = capability
@@ -326,16 +324,16 @@ class CublasWorkspaces:
 
 
 def _factors(product: Product, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Return the two factors, without the summand of `addmm`, `baddbmm` and `addmv`."""
+    """Return both factors among `args`, without the summand of `addmm`, `baddbmm`, `addmv`."""
     return args[product.first], args[product.first + 1]
 
 
 def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the call runs in cuBLASLt, which adds the bias in its epilogue.
-    `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer): beta is 1, the result is a
-    contiguous matrix, the second factor has several rows and columns, and the summand is a
-    contiguous row. With a fused activation it may be a matrix. One row called cuBLASLt on an H200
-    (torch 2.11.0)."""
+    """Return whether the call runs in cuBLASLt, which adds the bias in its epilogue. Conditions are
+    those of `isInputCompliesAddmmCudaLt` (torch v2.11, CUDA 12.1 or newer). `beta` is 1, the result
+    is a contiguous matrix, the second factor has several rows and columns, and the summand is a
+    contiguous row. With a fused activation the summand may be a matrix. Evidence: a first factor of
+    one row called cuBLASLt on an H200 (torch 2.11.0)."""
     if not product.fused or product.fused == "scaled":
         return bool(product.fused)
     bias, (left, right) = args[0], _factors(product, args)
@@ -353,10 +351,8 @@ def _calls_lt(product: Product, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the bytes of each contiguous copy of an operand, in CUDA's order.
-
-    cuBLAS is column-major, so the second factor of a row-major product is prepared first.
-    """
+    """Return the bytes of each contiguous copy of a factor, in CUDA's order. The second factor of a
+    row-major product is prepared first, since cuBLAS is column-major."""
     if product.kind == "dot":
         return ()
     left, right = _factors(product, args)
@@ -374,7 +370,7 @@ def _operand_copies(product: Product, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _matrix_has_unit_stride(tensor: Tensor) -> bool:
-    """Return whether cuBLAS reads the matrix without a copy: `prepare_matrix_for_cublas`."""
+    """Return whether cuBLAS reads matrix `tensor` without a copy: `prepare_matrix_for_cublas`."""
     (rows, cols), (row_stride, col_stride) = tensor.shape, tensor.stride()
     return (row_stride == 1 and col_stride >= max(1, rows)) or (
         col_stride == 1 and row_stride >= max(1, cols)
@@ -383,7 +379,7 @@ def _matrix_has_unit_stride(tensor: Tensor) -> bool:
 
 def _batch_fits(tensor: Tensor, *, fast: int) -> bool:
     """Return whether cuBLAS reads the batch without a copy: `prepare_batch_matrix_for_cublas`.
-    `fast` is the dimension that is contiguous when the factor needs no transposition."""
+    `fast` is the dimension (1 or 2) that is contiguous when the factor needs no transposition."""
     sizes, strides, leading = tensor.shape, tensor.stride(), 3 - fast
     if strides[fast] == 1 and strides[leading] >= max(1, sizes[fast]):
         return True

@@ -66,8 +66,9 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _workspace(tensor: Tensor, rows_of_block: int, block_bytes: int, header_bytes: int) -> int:
-    """Return the bytes of cuDNN's workspace: `header_bytes`, and for each group of 64 channels 4
-    bytes and `block_bytes` per block of `rows_of_block` rows. A row is one pixel of one sample."""
+    """Return the bytes of cuDNN's workspace for a batch norm of `tensor`: `header_bytes`, and 4
+    bytes for each group of 64 channels. A group also has `block_bytes` for each block of
+    `rows_of_block` rows. A row is one pixel of one sample."""
     channels = tensor.shape[1]
     groups = ceil_div(channels, CHANNELS_PER_BLOCK)
     blocks = ceil_div(tensor.numel(), channels * rows_of_block)
@@ -112,16 +113,16 @@ def batch_norm_backward_by_cudnn(c: KernelCall) -> Scratch:
 
 def _takes_rows(tensor: Tensor) -> bool:
     """Return whether torch's channels-last kernels run (`batch_norm_use_channels_last_kernels`).
-    Then the channels of `tensor` are contiguous in memory."""
+    They run if the channels of `tensor` are contiguous in memory."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(tensor.dim(), torch.contiguous_format)
     return tensor.is_contiguous(memory_format=last) and (tensor.dim() > 3 or tensor.stride(1) == 1)
 
 
 def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
-    """Return the bytes of two buffers through which thread blocks combine their sums: partial sums,
-    and a semaphore per group of channels. Each block of rows has `sums_per_channel` float32 sums
-    for each channel. Empty if channels are not contiguous, or for fewer than 8 blocks
+    """Return (bytes of partial sums, bytes of semaphores), by which thread blocks combine their
+    sums. A block of rows has `sums_per_channel` float32 sums for each channel, and a group of
+    channels one semaphore. Return () if channels are not contiguous, or for fewer than 8 blocks
     (`flexible_launch_configs`)."""
     if not _takes_rows(tensor):
         return ()
@@ -160,8 +161,8 @@ op(
 @registry.requests("native_batch_norm_backward", modelled=_has_no_gaps, layout=like(1))
 def native_batch_norm_backward(c: KernelCall) -> Events:
     """Allocations of `batch_norm_backward_cuda`: gradients by one kernel, or sums before them. One
-    kernel computes the gradients if channels are not contiguous and the input needs a gradient.
-    Else sums over the samples are allocated first."""
+    kernel runs if channels are not contiguous and the input needs a gradient. Else sums over the
+    samples are allocated first."""
     tensor, wanted = c.input, c.output_mask
     sizes = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and wanted[i]}
     if wanted[0] and not _takes_rows(tensor):
@@ -272,7 +273,7 @@ register("native_layer_norm", refuse=expects(0, 2, "LayerNormKernelImpl"))
 
 
 def _statistics(tensor: Tensor) -> Tensor:
-    """Return a meta tensor with one number for each channel, in float32 or wider."""
+    """Return a meta tensor with one number per channel of `tensor`, in float32 or wider."""
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return torch.empty(tensor.shape[1], dtype=dtype, device="meta")
 
@@ -286,8 +287,8 @@ register("batch_norm_elemt batch_norm_backward_elemt", result=lambda c: torch.em
 
 @registry.result("batch_norm_backward_reduce")
 def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
-    """Return meta tensors: two sums over the batch, then the gradients of weight and bias. A
-    gradient is None if the call does not request it."""
+    """Return meta results of `batch_norm_backward_reduce`: two sums over the batch, then the
+    gradients of weight and bias. A gradient is None if the call does not request it."""
     gradients = (
         torch.empty_like(c.weight) if c.weight is not None and is_wanted else None
         for is_wanted in (c.weight_g, c.bias_g)
@@ -297,8 +298,8 @@ def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
 
 @registry.above_autograd("batch_norm", vmap_key=registry.UNDER_VMAP)
 def batch_norm(then: Next, x: Tensor, *args: Any) -> Tensor:
-    """Run cuDNN's kernel if `_batch_norm_impl_index` of native/Normalization.cpp does. Else run
-    `then`, the next kernel of torch."""
+    """Run a batch norm by cuDNN if `_batch_norm_impl_index` of native/Normalization.cpp does, else
+    by `then`, the next kernel of torch. `args` are the further arguments of `torch.batch_norm`."""
     *tensors, training, momentum, eps, is_enabled = args
     is_by_cudnn = takes_cudnn(x, *tensors, is_training=training, is_enabled=is_enabled)
     if x.numel() > 0 and is_by_cudnn:
@@ -323,8 +324,8 @@ def rms_norm(
 def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return meta tensors: (contiguous result, reciprocal root mean squares in float32 or wider).
-    `shape` has the sizes of the last dimensions of `x`, over which the norm is computed."""
+    """Return meta results of `_fused_rms_norm`: (contiguous output, reciprocal root mean squares).
+    The norm is over the last dimensions of `x`, whose sizes are `shape`."""
     kept = x.dim() - len(shape)
     sizes = [*x.shape[:kept], *(1 for _ in shape)]
     dtype = torch.float32 if x.itemsize == 2 else x.dtype

@@ -42,7 +42,7 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * WORDS)
 
 
 def skip_mt19937(generator: torch.Generator, count: int) -> None:
-    """Advance a CPU `generator` (Mersenne Twister) by `count` 32-bit numbers, `WORDS` or more."""
+    """Advance a CPU `generator` (Mersenne Twister) by `count` 32-bit numbers, 624 or more."""
     # draw `WORDS` numbers, so that every word of the state is one that the recurrence made
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
@@ -63,8 +63,8 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
 
 def _after(words: Array, steps: int) -> Array:
     """Return the Mersenne Twister's state `steps` numbers after its state `words`. A step is linear
-    over bits, and its matrix is a root of its characteristic polynomial. So the result is the sum
-    of the states after k steps, for each exponent k of t^steps modulo this polynomial."""
+    over bits, and its matrix is a root of its characteristic polynomial. So the result is a sum of
+    states: those after k steps, for each exponent k of t^steps modulo this polynomial."""
     twister = np.random.MT19937()
     twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": WORDS}}
     blocks = [words]
@@ -82,8 +82,8 @@ def _after(words: Array, steps: int) -> Array:
 
 
 def _power(steps: int) -> int:
-    """Return t^`steps` modulo the characteristic polynomial of a step (Matsumoto and Nishimura,
-    1998). Bit i of the integer is the coefficient of t^i."""
+    """Return t^`steps` modulo the characteristic polynomial of a Mersenne Twister's step (Matsumoto
+    and Nishimura, 1998). Bit i of the result is the coefficient of t^i."""
     characteristic = 1
     for bit in range(31):
         product = (characteristic << WORDS - 1) ^ (characteristic << SHIFT - 1)
@@ -125,7 +125,7 @@ DEFAULT_SEED = 67280421310721  # `default_rng_seed_val` (GeneratorImpl.h); GPUs 
 
 @dataclass(slots=True)
 class GpuGenerator:
-    """State of a CUDA `torch.Generator`: its seed and the offset of Philox."""
+    """State of a CUDA `torch.Generator`: its seed and the offset in its numbers (Philox)."""
 
     seed: int = DEFAULT_SEED
     offset: int = 0
@@ -146,7 +146,8 @@ class GpuGenerator:
 
 
 def philox(seed: int, sequence: Words, counter: Words) -> list[Words]:
-    """Return four 32-bit random words for each (`sequence`, `counter`): Philox 4x32, ten rounds."""
+    """Return four arrays of 32-bit random words, with an item for each (`sequence`, `counter`):
+    Philox 4x32 in ten rounds, with key `seed`."""
     words = [counter & _LOW, counter >> _HALF, sequence & _LOW, sequence >> _HALF]
     keys = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(_ROUNDS):
@@ -163,7 +164,8 @@ def philox(seed: int, sequence: Words, counter: Words) -> list[Words]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Grid of `distribution_elementwise_grid_stride_kernel` that draws `count` numbers."""
+    """Grid of `distribution_elementwise_grid_stride_kernel`: `num_threads` that draw `count`
+    numbers. A call of Philox gives a thread four 32-bit words, which are `per_draw` numbers."""
 
     count: int
     num_threads: int
@@ -175,8 +177,8 @@ class Launch:
         return ((self.count - 1) // (self.num_threads * self.per_draw) + 1) * DRAWS
 
     def words(self, generator: GpuGenerator) -> tuple[list[Words], Parts]:
-        """Return four arrays of Philox words with an item per number, and the index of each
-        number's word. A number of 64 bits has a pair of words, and the index of the pair."""
+        """Return the words of all numbers, and each number's index among its words. The words are
+        four arrays with an item per number. A 64-bit number has a pair, and its index."""
         item = np.arange(self.count, dtype=np.uint64)
         turn, thread = np.divmod(item, np.uint64(self.num_threads))
         round_, part = np.divmod(turn, np.uint64(self.per_draw))
@@ -186,14 +188,14 @@ class Launch:
 
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
     """Return the grid of `calc_execution_policy` for `count` numbers. It has at most the blocks
-    that the GPU runs at once. A Philox call yields `per_draw` numbers."""
+    that `gpu` runs at once. A call of Philox gives `per_draw` numbers: 4, or 2 of 64 bits."""
     most = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
     return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
     """Return uniform numbers above 0, up to 1 (`curand_uniform4`, `curand_uniform2_double`), in
-    float64 if `is_double`, else float32. `words` and `part` are those of `Launch.words`."""
+    float64 if `is_double`, else float32. `part` is each number's index among its Philox `words`."""
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
@@ -206,8 +208,8 @@ def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
 
 
 def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
-    """Return exponential numbers with a rate of 1 (`transformation::exponential`). The arguments
-    are those of `_uniform`."""
+    """Return exponential numbers with a rate of 1 (`transformation::exponential`), in float64 if
+    `is_double`. `part` is each number's index among its Philox `words`."""
     uniform = _uniform(words, part, is_double)
     half = np.finfo(uniform.dtype).eps / 2
     return -np.where(uniform >= 1 - half, -half, np.log(uniform))
@@ -223,7 +225,7 @@ def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
 
 
 class CudaRng:
-    """Random generators of a GPU. Computes the numbers that CUDA's random operators draw."""
+    """Random generators of `gpu`, which compute the numbers that CUDA's random operators draw."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -235,7 +237,7 @@ class CudaRng:
     ) -> Tensor | None:
         """Advance the generator by one random operator, and return the drawn numbers. Return None
         if they are not computed: too many, no rule for their distribution, or unknown arguments.
-        `out` is the operator's meta result, `given` the value of its first argument."""
+        `out` is the meta result; `given` the value of the first argument, or None."""
         chosen = kwargs.get("generator")  # Python has several objects for one generator
         generator = self.of_script.get(getattr(chosen, "_cdata", 0), self.default)
         made: Tensor = out[0] if isinstance(out, tuple | list) else out
@@ -273,8 +275,8 @@ class CudaRng:
         return shaped.permute([order.index(d) for d in range(made.dim())])
 
     def _chosen(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
-        """Advance `generator` by a `multinomial`; return the samples of the probabilities `odds`.
-        Return None if `odds` is None (unknown) or this kind of draw is not computed."""
+        """Advance `generator` by call `c` of `multinomial`; return the drawn indices. `odds` are
+        the probabilities. Return None if they are unknown (None) or the draw is not computed."""
         given: Tensor = c.self
         num_samples: int = c.num_samples
         rows = given.numel() // given.size(-1)
@@ -295,8 +297,8 @@ class CudaRng:
 
 
 def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
-    """Return `num_samples` samples with replacement: uniform numbers searched in the cumulative
-    `odds`. Return None for more than `MAX_NUMEL` samples, or if `odds` are not float32."""
+    """Return `num_samples` indices drawn with replacement: uniform numbers searched in cumulative
+    sums of the probabilities `odds`. None for too many samples, or if `odds` are not float32."""
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
         return None
     thread = np.arange(num_samples, dtype=np.uint64)
@@ -310,7 +312,8 @@ def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | 
 def _uniform_of(
     words: list[Words], part: Parts, dtype: torch.dtype, start: float = 0.0, end: float = 1.0
 ) -> Tensor:
-    """Return uniform numbers from `start` to `end` (excluded), from `words` as in `_uniform`."""
+    """Return uniform numbers from `start` to `end` (excluded), as `dtype`. `part` is each number's
+    index among its Philox `words`."""
     drawn = _uniform(words, part, dtype == torch.float64)
     scaled = drawn * drawn.dtype.type(end - start) + drawn.dtype.type(start)
     made = torch.from_numpy(scaled).to(dtype)
@@ -320,7 +323,8 @@ def _uniform_of(
 def _normal_of(
     words: list[Words], part: Parts, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
-    """Return normal numbers by Box and Muller (`curand_normal4`), from `words` as in `_uniform`."""
+    """Return normal numbers by Box and Muller (`curand_normal4`), as `dtype`. `part` is each
+    number's index among its Philox `words`."""
     made = []
     for first, second in (words[:2], words[2:]):
         radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
@@ -371,8 +375,8 @@ def _overloads(*packets: Any) -> list[OpOverload]:
 
 @registry.random_offset(*_overloads(aten.randperm))
 def randperm_offset(c: KernelCall) -> int:
-    """Return the increase of the generator's offset by `randperm` (Randperm.cu). Random keys are
-    drawn, then numbers that shuffle items of equal keys."""
+    """Return the increase of the generator's offset by `randperm` (Randperm.cu). It draws random
+    keys, then numbers that shuffle items of equal keys."""
     count = c.out.numel()
     wide = count > 1 and math.log2(count) * 2 > 28  # keys with more bits are 64-bit
     return launch(count, c.gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
@@ -405,7 +409,7 @@ def dirichlet(c: KernelCall) -> Events:
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (lowest number, excluded upper bound) of the integers that `func` draws as `dtype`."""
+    """Return (lowest integer, excluded upper bound) of what `func(*args)` draws as `dtype`."""
     numbers = [int(a) for a in args if isinstance(a, int) and not isinstance(a, bool)]
     if func._schema.name == "aten::random_" and not numbers:
         if dtype in _LARGEST:
@@ -416,8 +420,8 @@ def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
-    """Return the numbers that describe the distribution, such as mean and deviation. They are in
-    the order of the schema; [] for operators with a fixed distribution, such as `rand`."""
+    """Return the numbers that describe a call's distribution, such as mean and deviation. They are
+    in the order of the schema; [] for operators with a fixed distribution, such as `rand`."""
     if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
         return []
     _, *given = registry.arguments_by_name(func, args, kwargs).items()
@@ -430,7 +434,7 @@ _KEPT = 0.9  # odds of no two equal keys, for which `randperm` draws enough bits
 
 
 def randperm_bits(num_items: int) -> int:
-    """Return the bits of the random keys that `randperm` of `num_items` sorts (Randperm.cu)."""
+    """Return the number of bits in the random keys that `randperm` of `num_items` sorts."""
     number = float(num_items)
     return min(64, ceil(log2(number - (6 * number * number + 1) / (12 * log(_KEPT)))))
 
@@ -527,7 +531,7 @@ IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOpera
 
 @registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)
 def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
-    """Run the fused kernel if `train` and 0 < p < 1 (`is_fused_kernel_acceptable`, Dropout.cpp);
+    """Run the fused kernel if `train` and 0 < `p` < 1 (`is_fused_kernel_acceptable`, Dropout.cpp);
     else run `then`, torch's next kernel."""
     if train and 0 < p < 1 and x.numel() > 0:
         return aten.native_dropout.default(x, p, train)[0]
@@ -536,8 +540,8 @@ def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
 
 @registry.result("normal_")
 def filled_normal(c: KernelCall) -> Tensor:
-    """Return the argument of `normal_` itself, without torch's meta kernel, which runs a dozen
-    operators. That kernel runs only to raise torch's error for arguments that it refuses."""
+    """Return the argument of `normal_`, without torch's meta kernel, which runs a dozen operators.
+    That kernel runs only for arguments that it refuses, to raise torch's error."""
     filled: Tensor = c.self
     if filled.is_floating_point() and c.std >= 0:
         return filled

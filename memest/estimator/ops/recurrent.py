@@ -53,7 +53,8 @@ _MASK_ALIGN = 32
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Sizes and options of one call of cuDNN's recurrent layers."""
+    """Sizes and options of one call of cuDNN's recurrent layers; `mode` is a `cudnnRNNMode_t`.
+    Without projections `proj_size` is 0. `num_rows` counts the steps of all sequences."""
 
     mode: int
     input_size: int
@@ -107,7 +108,7 @@ def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
 
 def uses_static_algorithm(layers: Layers) -> bool:
     """Return whether torch selects `CUDNN_RNN_ALGO_PERSIST_STATIC` (`get_algo` of RNN.cpp). The
-    algorithm takes one layer in float16, whose width is a multiple of 128."""
+    algorithm takes one LSTM or RNN layer in float16, whose width is a multiple of 128."""
     h, b = layers.hidden_size, layers.batch
     is_fit = layers.num_layers == 1 and h <= 1024 and not h % 128 and not layers.input_size % 128
     if layers.dtype is not torch.float16 or layers.is_packed or layers.proj_size or not is_fit:
@@ -145,7 +146,7 @@ def _common_bytes(layers: Layers) -> int:
 
 
 def _forward_bytes(layers: Layers, is_persistent: bool) -> int:
-    """Return the bytes of cuDNN's workspace of a forward in inference. The forward runs persistent
+    """Return the bytes of cuDNN's workspace of a forward in inference, which runs persistent
     kernels if `is_persistent`."""
     h, n, d, num = layers.hidden_size, layers.num_rows, layers.directions, layers.num_layers
     gates = _GATES[layers.mode]
@@ -196,8 +197,8 @@ def _chunk(layers: Layers) -> int:
 
 def workspace_bytes(layers: Layers, *, is_training: bool, is_backward: bool = False) -> int:
     """Return the bytes of the workspace that a call of cuDNN requests: a forward or, if
-    `is_backward`, a backward. In training, each call requests enough for both passes, by the
-    algorithm of that call."""
+    `is_backward`, a backward. In training, a call requests enough for both, by its own
+    algorithm."""
     is_persistent = uses_small_algorithm(layers, forward=not is_backward)
     is_persistent |= uses_static_algorithm(layers)
     forward = _forward_bytes(layers, is_persistent)
@@ -238,7 +239,7 @@ def _layers(call: KernelCall) -> Layers:
 
 
 def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
-    """Return `x`, if there is one, with the dimension of steps first, as cuDNN reads it."""
+    """Return `x` with the dimension of steps first, as cuDNN reads it; None if `x` is None."""
     return x if x is None or not call.batch_first or call.batch_sizes else x.transpose(0, 1)
 
 
@@ -249,9 +250,7 @@ def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
 )
 def recurrent(c: KernelCall) -> Events:
     """Allocations of `_cudnn_rnn` (RNN.cpp): copies, outputs, states, workspace, reserve space.
-
-    Inputs are copied unless they are contiguous step by step, weights unless they are one buffer.
-    """
+    Inputs are copied unless contiguous step by step, weights unless they are one buffer."""
     made = c.outputs(0, 1, 2)
     if c.weight_buf is None:
         made += c.outputs(4)
@@ -263,9 +262,7 @@ def recurrent(c: KernelCall) -> Events:
 @registry.requests("_cudnn_rnn_backward")
 def recurrent_backward(c: KernelCall) -> Events:
     """Allocations of `_cudnn_rnn_backward`: gradients of input and states, one buffer for weights.
-
-    Zeros are allocated first for states without an incoming gradient.
-    """
+    Zeros are allocated first for states without an incoming gradient."""
     given = [(c.output, c.grad_output), (c.hx, c.grad_hy), (c.cx, c.grad_cy)]
     zeros = [of.nbytes for of, grad in given if of is not None and grad is None]
     x_copy = contiguous_copy(_in_steps(c.input, c))
@@ -284,8 +281,8 @@ def recurrent_backward(c: KernelCall) -> Events:
 
 
 def _sums_over_samples(c: KernelCall, gates: int, bias: int) -> Events:
-    """Allocations of a bias gradient, result number `bias`, which sums result number `gates` over
-    the samples. None are made if the call does not return it."""
+    """Return the allocations of a bias gradient. It is result number `bias` and sums result number
+    `gates` over the samples. [] if the call does not return it."""
     if c.out[bias] is None:
         return []
     tensor: Tensor = c.out[gates]
@@ -324,13 +321,13 @@ def install(patches: Patches) -> None:
 
 
 def is_acceptable(tensor: Tensor) -> bool:
-    """Return whether cuDNN supports the tensor: `torch.backends.cudnn.is_acceptable`."""
+    """Return whether cuDNN supports `tensor`: `torch.backends.cudnn.is_acceptable`."""
     return torch._C._get_cudnn_enabled() and on_gpu(tensor) and tensor.dtype in _FLATTENED
 
 
 def flatten_weights(weights: Sequence[Tensor], stride: int, *sizes: Any) -> Tensor:
     """Make `weights` views of one new buffer and return it: `_cudnn_rnn_flatten_weight`. `stride`
-    is the number of parameters per layer and direction; `sizes` are not needed."""
+    is the number of parameters per layer and direction; `sizes` are not used."""
     buffer, views = _flat_copies(weights, stride, weights[0].dtype)
     for weight, view in zip(weights, views, strict=True):
         weight.set_(view)  # type: ignore[call-overload]
@@ -347,8 +344,8 @@ def _flat_copies(
 
 
 def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
-    """Return the buffer of which `weights` are views in cuDNN's order, or None if there is none:
-    `try_get_weight_buf`."""
+    """Return the buffer of which `weights` are views in cuDNN's order (`try_get_weight_buf`), or
+    None. `stride` is the number of parameters per layer and direction."""
     places, length = weight_places(weights, stride)
     first = weights[0]
     if first.untyped_storage().nbytes() < length * first.itemsize:
@@ -425,8 +422,9 @@ def _gru_cell_backward(c: KernelCall) -> Any:
 
 
 def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tensor]:
-    """Return slices of `x`, each with the steps of one batch size: `_pack_padded_sequence`.
-    `lengths` has the number of steps of each sample."""
+    """Return slices of the padded `x`: runs of steps with the same samples
+    (`_pack_padded_sequence`). `lengths` has the steps of each sample. If `batch_first`, samples
+    come before steps in `x`."""
     steps = x.transpose(0, 1) if batch_first else x
     found, start = [], 0
     for end in sorted(set(lengths.tolist())):
@@ -457,9 +455,10 @@ op(
 
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
     def layer(then: Next, *args: Any) -> Any:
-        """Run `_cudnn_impl` of RNN.cpp; return output, last hidden state and, for an LSTM, cell.
-        Autocast casts inputs, states and weights to float16, and the weights have a new buffer
-        (`_cudnn_rnn_cast_reflatten` of AutocastRNN.cpp)."""
+        """Run `_cudnn_impl` of RNN.cpp with the arguments of `torch.lstm`; without cuDNN run
+        `then`. Return output, last hidden state and, for an LSTM, cell. Autocast casts inputs,
+        states and weights to float16, the weights into a new buffer
+        (`_cudnn_rnn_cast_reflatten`)."""
         x, batch_sizes = args[0], []
         if not torch._C._get_cudnn_enabled():
             return then(*args)
@@ -505,7 +504,7 @@ def lstm_cell(
     then: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
 ) -> tuple[Tensor, Tensor]:
     """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest; return (h, c). `hidden`
-    has the previous (h, c)."""
+    has the previous (h, c). `biases` are none or those of both products."""
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hidden[0], w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     out = aten._thnn_fused_lstm_cell.default(*gates, hidden[1], b_ih, b_hh)
@@ -514,7 +513,8 @@ def lstm_cell(
 
 @registry.above_autograd("gru_cell")
 def gru_cell(then: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Tensor:
-    """Run `GRUCell` of RNN.cpp: two products, and one kernel for the rest."""
+    """Run `GRUCell` of RNN.cpp: two products, and one kernel for the rest; return the new state.
+    `hx` is the previous one. `biases` are none or those of both products."""
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())
     b_ih, b_hh = (*biases, None, None)[:2]
     return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
