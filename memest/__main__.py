@@ -9,11 +9,9 @@ from memest.cli import main
 
 
 def command() -> None:
-    """Run the command line and exit without Python's teardown, except after `memest run`.
-
-    The teardown frees each object, which takes a second once torch is imported. A script under
-    `memest run` ends with it, as usual.
-    """
+    """Run memest's command line, then end the process. Python's teardown is skipped, since it frees
+    each object, which takes a second once torch is imported. After `memest run` it is not skipped,
+    since a script expects it."""
     # set before torch is imported; else its waiting threads would take CPU time of other threads
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if sys.stdout is None:  # closed by `>&-`

@@ -39,14 +39,14 @@ class DiedError(MemestError):
 
 
 class Terminated(SystemExit):
-    """Exception that SIGTERM raises, so that a stopped script still gets its report."""
+    """Exception of `signals_once` for SIGTERM, with which a stopped script still gets a report."""
 
 
 @contextmanager
 def signals_once(*numbers: int) -> Iterator[None]:
-    """Raise an exception at the first of each of the signals `numbers`, and ignore repeated ones.
-    SIGINT raises `KeyboardInterrupt`, any other signal `Terminated`. Signals repeat because both a
-    terminal (or `timeout`) and the parent send them. Outside the main thread, change nothing."""
+    """Raise an exception when one of the signals `numbers` first arrives in the block; ignore it
+    from then on. SIGINT raises `KeyboardInterrupt`, another signal `Terminated`. A signal arrives
+    twice if both a terminal and the parent send it. Do nothing outside the main thread."""
     owner = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -71,8 +71,8 @@ def signals_once(*numbers: int) -> Iterator[None]:
 
 
 class Child:
-    """Process that this one has started: a fork of it, or the new `process`. `answer_file` is the
-    file to which the child writes its result; "" if it writes none."""
+    """Child process with number `pid`. `process` is its `Popen` if it is a new program, None if it
+    is a fork. It writes its result to the file `answer_file`; "" if it writes none."""
 
     def __init__(
         self, pid: int, *, process: subprocess.Popen[bytes] | None = None, answer_file: str = ""
@@ -83,7 +83,7 @@ class Child:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, -N after signal N; None while the process runs."""
+        """Return the exit status, or -N if signal N ended the process; None while it runs."""
         if self._process is not None:
             return self._process.poll()
         if self._status is None:
@@ -93,14 +93,15 @@ class Child:
         return self._status
 
     def wait(self, seconds: float = float("inf")) -> int | None:
-        """Return the exit status, or None if the process runs for longer than `seconds`."""
+        """Wait up to `seconds` for the end; return the exit status, or None if the process runs."""
         deadline = time.monotonic() + seconds
         while (status := self.poll()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return status
 
     def send(self, number: int) -> None:
-        """Send signal `number`. Do nothing on Windows, whose console sends Ctrl-C itself."""
+        """Send signal `number` if it runs; not on Windows, where the console sends Ctrl-C
+        itself."""
         if self.poll() is None and sys.platform != "win32":
             os.kill(self.pid, number)
 
@@ -122,7 +123,8 @@ class Child:
         self._forget_answer()
 
     def answer(self) -> Any:
-        """Wait for the process to end; return its result, or raise its error or a `DiedError`."""
+        """Wait for the process to end; return the result of its function, or raise its
+        `MemestError`. Raise `DiedError` if the process ended without a result."""
         status = self.wait() or 0
         try:
             if status:
@@ -140,7 +142,7 @@ class Child:
 
 
 def wait_any(children: Collection[Child], seconds: float) -> list[Child]:
-    """Return the ended children as soon as there is one; [] if none ends in `seconds`."""
+    """Wait until one of `children` ends, at most `seconds`; return the ended ones, [] if none."""
     deadline = time.monotonic() + seconds
     while True:
         ended = [child for child in children if child.poll() is not None]
@@ -150,7 +152,8 @@ def wait_any(children: Collection[Child], seconds: float) -> list[Child]:
 
 
 def fork(run: Callable[[], object]) -> Child:
-    """Start a forked copy of this process that calls `run`; it is killed if this process ends."""
+    """Call `run()` in a fork of this process, and return the fork. Its exit code is 0, or 70 if
+    `run` raises an error. Linux kills the fork when this process ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -172,8 +175,8 @@ SILENT = (os.devnull, os.devnull)
 
 def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None) -> Child:
     """Start `work()` in another process; `Child.answer` returns its result. The process is a fork
-    of this one if `CAN_FORK`, else a new Python. `output` has the paths of files for its stdout and
-    stderr; None leaves those of this process."""
+    of this one if `CAN_FORK`, else a new Python. `output` has the paths of two files, for stdout
+    and stderr of `work`; None leaves those of this process."""
     descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
     os.close(descriptor)
     if CAN_FORK:
@@ -189,8 +192,8 @@ def submit(work: Callable[[], object], *, output: tuple[str, str] | None = None)
 def command_of(
     work: Callable[[], object], file: str, output: tuple[str, str] | None = None
 ) -> list[str]:
-    """Return the command of a new Python process that calls `do_work(work, file, output)`. `work`
-    and `output` reach it pickled in `file`."""
+    """Return the command that starts a new Python, which calls `do_work(work, file, output)`. Write
+    `work` and `output` to `file` as pickle; the new process reads them there."""
     with open(file, "wb") as content:
         pickle.dump(sys.path, content)
         pickle.dump((work, output), content)
@@ -199,8 +202,8 @@ def command_of(
 
 
 def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | None) -> NoReturn:
-    """Call `work()`, pickle its result or `MemestError` to `file`, and end this process. `output`
-    has paths for stdout and stderr; None leaves them. Other errors are printed: exit code 1."""
+    """Call `work()`, pickle (True, its result) or (False, its `MemestError`) to `file`, and end
+    this process. Print any other error, and exit with code 1. `output` is as in `submit`."""
     if output is not None:
         for number, path in enumerate(output, start=1):
             _redirect(path, number)
@@ -218,7 +221,8 @@ def do_work(work: Callable[[], object], file: str, output: tuple[str, str] | Non
 
 
 def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
-    """Start `command` in a new session, with `options` of `Popen`; it prints to file `output`."""
+    """Start the program `command` in a new session. Its stdin is empty; its stdout and stderr go to
+    the file `output`. `options` are further arguments of `Popen`."""
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
@@ -228,8 +232,8 @@ def spawn(command: Sequence[str], output: Path, **options: Any) -> Child:
 
 
 def begin(work: Callable[[], object], output: Path, *, is_copy: bool) -> Child:
-    """Start `work()` in a new session: in a fork of this process if `is_copy`, or a new Python. Its
-    stdin is empty; its stdout and stderr go to the file `output`."""
+    """Start `work()` in a new session: in a fork of this process if `is_copy`, else in a new
+    Python. The process has an empty stdin; its stdout and stderr go to the file `output`."""
     if not is_copy:
         descriptor, file = tempfile.mkstemp(prefix="memest-answer-")
         os.close(descriptor)
@@ -278,10 +282,10 @@ T = TypeVar("T")
 
 @contextmanager
 def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
-    """Start `work` in a fork of this process; yield a function that waits for its result. That
-    function returns None if `work` failed, or did not run because this system is not Linux: the
-    caller then calls `work` itself. `work` cannot use autograd if this process has used it. The
-    fork is killed at the end of the block."""
+    """Start `work()` in a fork of this process; yield a function that waits for its result and
+    returns it. That function returns None if `work` failed, or was not started as this system is
+    not Linux: the caller then calls `work` itself. `work` cannot use autograd if this process has
+    used it. The fork is killed at the end of the block."""
     if not CAN_FORK:
         yield lambda: None
         return

@@ -39,11 +39,11 @@ class Event:
     """Message to watchers, such as a progress bar: a task begins, or has ended with a result."""
 
     label: str  # name of the task, for people
-    is_done: bool
+    is_done: bool  # False if the task begins
     weight: int  # number of plans in the task
     total: int  # number of plans in all tasks; 0 if unknown, as in a search
-    task: Any
-    result: Any = None
+    task: Any  # argument of the function that runs over the tasks
+    result: Any = None  # None if the task begins
 
 
 Watcher = Callable[[Event], None]
@@ -53,7 +53,7 @@ WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("WATCHERS", default=())
 
 @contextmanager
 def watched(by: Watcher) -> Iterator[None]:
-    """Add the watcher `by` in the block: a function that is called with each `Event`."""
+    """Call `by` in the block with each `Event` of the tasks that begin or end there."""
     token = WATCHERS.set((*WATCHERS.get(), by))
     try:
         yield
@@ -69,7 +69,7 @@ def notify(event: Event) -> None:
 
 class Engine(ABC):
     """Way to run a function over many tasks: on this machine, on a Ray cluster or under Slurm. At
-    most `workers` tasks run at a time (None: no limit), with `gpus` GPUs each."""
+    most `workers` tasks run at a time (None: no limit), each with `gpus` GPUs."""
 
     def __init__(self, workers: int | None = None, *, gpus: int = 0) -> None:
         self.workers = workers
@@ -79,9 +79,9 @@ class Engine(ABC):
         self, one: Callable[[T], R], tasks: Sequence[T], *, died: Callable[[T, DiedError], Any],
         label: Callable[[T], str] = str, weight: Callable[[T], int] = lambda task: 1,
     ) -> list[R]:  # fmt: skip
-        """Return `one(task)` of each task, in order; raise the first error that `one` raises.
-        `died` returns the result of a task whose worker was killed `ATTEMPTS` times. `label` and
-        `weight` return the task's name and number of plans, for its `Event`."""
+        """Return `one(task)` of each task, in order; raise the first error that `one` raises. If
+        the worker of a task was killed `ATTEMPTS` times, `died(task, error)` returns its result.
+        `label` and `weight` return the name of a task and its number of plans, for its `Event`."""
         total = sum(map(weight, tasks))
         found: dict[int, R] = {}
 
@@ -126,10 +126,10 @@ class Engine(ABC):
         alike: Callable[[T], Any], label: Callable[[Sequence[T]], str],
         work: Callable[[T], Any] = lambda item: 0, weight: Callable[[Sequence[T]], int] = len,
     ) -> "list[R | DiedError]":  # fmt: skip
-        """Return a result for each item, in order; `one` returns those of a group of items. Items
-        with an equal `alike(item)` form a group. Groups with the most `work` begin first, so that
-        no worker runs alone for long at the end. `label` and `weight` are as in `map`, for a group.
-        Items have a `DiedError` if their group's worker was killed `ATTEMPTS` times."""
+        """Return a result for each item, in order; `one(group)` returns those of a group of items.
+        Items with an equal `alike(item)` form a group. Groups of the largest `work(item)` begin
+        first, so that no worker runs alone for long at the end. `label` and `weight` are as in
+        `map`. If a group's worker was killed `ATTEMPTS` times, its items get a `DiedError`."""
         groups: dict[Any, list[int]] = {}
         for position, item in enumerate(items):
             groups.setdefault(alike(item), []).append(position)
@@ -147,22 +147,24 @@ class Engine(ABC):
     ) -> "Generator[tuple[int, R | _Failure | _Death], None, None]":
         """Yield (index of a task, its outcome) in the order in which tasks end. The outcome is the
         result of `one`, a `_Failure` or a `_Death`. `begins` is called with the index of each task
-        that starts. `again` is True when tasks of dead workers are repeated."""
+        that starts. `again` is True if workers of these tasks were killed before."""
 
 
 class _Failure:
+    """Outcome of a task that raised `error`."""
+
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 class _Death:
-    """Outcome of a task whose worker ended without a result; `how` describes that end."""
+    """Outcome of a task whose worker ended without a result; `how` is text on that end."""
 
     def __init__(self, how: str) -> None:
         self.how = how
 
     def error(self, label: str) -> DiedError:
-        """Return the error for a task named `label` whose workers all ended so."""
+        """Return the error of the task named `label`, whose workers all ended without a result."""
         return DiedError(
             f"`{label}` has no result: its worker died {ATTEMPTS} times, {self.how}",
             hint="give each worker more memory, or use fewer with `--workers`",
@@ -180,9 +182,9 @@ def _do(one: Callable[[T], R], task: T) -> R | _Failure:
 
 
 class Local(Engine):
-    """Engine of processes on this machine: `workers` of them, None for one per core. A single
-    worker is this process itself. `visible` lists GPUs as `CUDA_VISIBLE_DEVICES` does: each worker
-    gets all of them, beginning with its own."""
+    """Engine of `workers` processes on this machine, None for one per core. With one worker, tasks
+    run in this process. `visible` lists the GPUs, as `CUDA_VISIBLE_DEVICES` does: each worker gets
+    all of them, beginning with its own. () leaves the variable as it is."""
 
     def __init__(
         self, workers: int | None = None, *, gpus: int = 0, visible: Sequence[str] = ()
@@ -228,7 +230,7 @@ class Local(Engine):
 
 
 class _Worker:
-    """Child process that runs tasks in turn; a new process replaces a dead one."""
+    """Child process with `environment` that runs tasks in turn; a new one replaces a dead one."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -245,7 +247,7 @@ class _Worker:
 
     @property
     def ends(self) -> "tuple[Connection, int]":
-        """Connection and process handle: ready to wait on after an answer, and at the end."""
+        """Pair (connection, process handle) to wait on: ready after an answer or at the end."""
         return self._connection, self._process.sentinel
 
     def give(self, one: Callable[[T], Any], task: T) -> None:
@@ -266,7 +268,7 @@ class _Worker:
         return _Death(killed or f"with exit code {code}")
 
     def end(self, *, is_idle: bool) -> None:
-        """End the process and wait for that; unless `is_idle`, terminate it in its running task."""
+        """Close the connection and wait for the process; unless `is_idle`, terminate it first."""
         self._connection.close()
         if not is_idle:
             self._process.terminate()
@@ -274,6 +276,7 @@ class _Worker:
 
 
 def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn:
+    """Run the tasks that arrive at `connection`, until it is closed; first set `environment`."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     die_with_parent()
@@ -334,7 +337,7 @@ class Ray(Engine):
 class Slurm(Engine):
     """Engine that submits an array of Slurm jobs, from a working folder that the nodes share.
     `sbatch` reads `SBATCH_PARTITION`, `SBATCH_ACCOUNT` and `SBATCH_TIMELIMIT`. `workers` None runs
-    all jobs at once. `cluster` is submitit's name of the scheduler; `local` is for tests."""
+    all jobs at once. `cluster` is submitit's name of the scheduler; tests use `local`."""
 
     def __init__(
         self, workers: int | None = None, *, gpus: int = 0, cluster: str = "slurm"
@@ -382,11 +385,8 @@ _PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 
 def find_engine(name: str, workers: int | None = None, *, gpus: int = 0) -> Engine:
-    """Return the engine `name`, such as `slurm`, with `workers` that have `gpus` GPUs each.
-
-    Raises:
-        UnsupportedError: its package is not installed, or this machine has no Slurm.
-    """
+    """Return the engine `name`: `local`, `ray` or `slurm`. `workers` and `gpus` are as in `Engine`.
+    `UnsupportedError` if the engine's package is not installed, or this machine has no Slurm."""
     if name in _PACKAGES:
         require(_PACKAGES[name])
     if name == "slurm" and shutil.which("sbatch") is None:

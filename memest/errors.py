@@ -25,7 +25,7 @@ class MemestError(Exception):
 
 
 class PlanError(MemestError):
-    """Error of a request that contradicts itself, or has an unknown key or an invalid value."""
+    """Error of a contradictory plan or command line, or of an unknown key or an invalid value."""
 
     exit_code = 2
 
@@ -37,7 +37,7 @@ class UnknownModelError(MemestError):
 
 
 class UnsupportedError(MemestError):
-    """Error of a valid request that memest cannot model."""
+    """Error of a valid plan, setting or script that memest cannot simulate."""
 
     exit_code = 3
 
@@ -57,7 +57,7 @@ def result_or_error(function: Callable[..., T], /, *args: Any, **kwargs: Any) ->
 
 
 def raise_if_all_failed(results: Collection[object]) -> None:
-    """Raise the first of `results` if each is a `MemestError`; do nothing for no results."""
+    """Raise the first of `results` if all are a `MemestError`; do nothing if there are none."""
     errors = [result for result in results if isinstance(result, MemestError)]
     if errors and len(errors) == len(results):
         raise errors[0]

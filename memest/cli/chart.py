@@ -53,16 +53,17 @@ _CHART_OPTIONS = combined(
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Options of a chart command for its pictures: folder, formats, colours and title."""
+    """Options of a chart command for the files that it writes; `save` writes them."""
 
     folder: Path
-    formats: Sequence[str]
-    dark: bool
-    title: str
+    formats: Sequence[str]  # such as png, svg, pdf
+    dark: bool  # True for dark slides
+    title: str  # title in place of the chart's own, or ""
     as_json: bool  # True to print the paths as JSON
 
     def save(self, figure: Any, name: str, data: Sequence[dict[str, Any]]) -> None:
-        """Write `figure` to a file `name` per format, and `data` to JSON Lines; print the paths."""
+        """Write the matplotlib `figure` to `name.png`, or in other formats, and its rows `data` to
+        `name.jsonl`. Print the paths."""
         path = self.folder / name
         pictures = plots.save(plots.retitle(figure, self.title), path, self.formats)
         data_file = path.with_name(f"{name}.jsonl")
@@ -75,7 +76,7 @@ class Pictures:
 
 
 def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that all charts share to `command`, which gets them as `pictures`."""
+    """Add the options that all charts share to `command`; it gets them as `pictures: Pictures`."""
 
     @wraps(command)
     def run(*, out: Path, formats: str, dark: bool, title: str, as_json: bool, **rest: Any) -> Any:
@@ -286,8 +287,8 @@ def sweep_chart(
 
 
 def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
-    """Return words for settings that all plans of a sweep share, such as `512 tokens`. The plans
-    are those of `points`; if it has none, the `rows` of the sweep's table are compared."""
+    """Return descriptions of the settings that all plans of a sweep share, such as `512 tokens`.
+    `points` has the plans; if it is empty, the `rows` of the sweep's table are compared."""
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
     same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
     model = [str(same["model_name"])] if same.get("model_name") else []
@@ -362,6 +363,7 @@ def _stems(chart_name: str, plans: Sequence[TrainingPlan]) -> list[str]:
 
 
 def _points(line: Timeline) -> list[dict[str, Any]]:
+    """Return a row for each event of `line`: phase, reserved bytes, and allocated bytes by kind."""
     phases = {i: s.name for s in line.spans for i in range(s.start, s.stop + 1)}
     return [
         {"event": i, "phase": phases.get(i, ""), "reserved_bytes": reserved}

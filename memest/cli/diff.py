@@ -112,6 +112,7 @@ def ci(
 
 
 def _write_sarif(path: Path, pairs: Sequence[tuple[SimulatedReport, Difference | None]]) -> None:
+    """Write `pairs` of a report and its difference (None: no earlier report) to `path` as SARIF."""
     write_output(path, json.dumps(sarif(pairs, repository()), indent=1) + "\n")
 
 

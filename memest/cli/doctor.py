@@ -49,7 +49,7 @@ def doctor() -> int:
 
 
 def _torch() -> tuple[str, bool]:
-    """Return (text on torch's build and its GPU, True if torch cannot be imported)."""
+    """Return (description of the installed torch and its GPU, True if torch cannot be imported)."""
     try:
         torch = import_module("torch")
     except Exception as error:
@@ -64,7 +64,7 @@ def _torch() -> tuple[str, bool]:
 
 
 def _release() -> str:
-    """Return the name of the simulated torch release, and whether its kernels were measured."""
+    """Return text: the simulated release of torch, and whether its kernels were measured."""
     release = versions.simulated()
     sources = f"read from its sources; measured is {versions.MEASURED}"
     how = "measured" if release.is_measured else sources
@@ -72,7 +72,7 @@ def _release() -> str:
 
 
 def _extra(name: str) -> str:
-    """Return text on the group `name` of optional packages: installed, or how to install it."""
+    """Return text: the extra `name` of pyproject.toml is installed, or how to install it."""
     package = next(package for package, extra in packages.EXTRAS.items() if extra == name)
     if packages.is_installed(package):
         return f"{name} installed"

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def only_one(options: Mapping[str, Any]) -> str:
-    """Return the name of the only one of `options` with a value, "" if none; raise if several."""
+    """Return the name of the option in `options` ({name: value}) whose value is true; "" if none
+    is. Raise `PlanError` if several are."""
     given = [name for name, value in options.items() if value]
     if len(given) > 1:
         raise PlanError(f"`{given[0]}` and `{given[1]}` are given together", hint="choose one")
@@ -28,16 +29,17 @@ def only_one(options: Mapping[str, Any]) -> str:
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the options in `flags` that the user gave: those that are neither None nor ()."""
+    """Return the options of `flags` ({name: value}) that the user gave: neither None nor ()."""
     return {k: v for k, v in flags.items() if v is not None and v != ()}
 
 
 def read_plans(
     config: Path | None, suite: Path | None, given: dict[str, Any], *, tries_lora: bool = False
 ) -> list[TrainingPlan]:
-    """Return a command's plans: one in the file `config`, several in `suite`, or one of `given`.
-    `given` has the command's options, which override keys of a file. LoRA options are an error if
-    no plan has adapters, unless `tries_lora`."""
+    """Return the plans of a command: that of the file `config`, or those of the file `suite`. If
+    both are None, return one plan of the options `given`: {plan key: value}. Otherwise `given`
+    overrides the file. LoRA options are an error if no plan has adapters, unless the command itself
+    tries LoRA (`tries_lora`)."""
     only_one({"--config": config, "--suite": suite})
     trust_remote_code = given.pop("trust_remote_code", False)
     if suite is not None:
@@ -61,7 +63,7 @@ def with_gpus(plan: TrainingPlan, *names: str) -> TrainingPlan:
 
 
 def print_or_write(text: str, output: Path | None, *, is_folded: bool = False) -> None:
-    """Print `text`, wrapped to the terminal if `is_folded`, or write it to `output`."""
+    """Write `text` to the file `output`; None prints it, wrapped to the terminal if `is_folded`."""
     if output is None:
         click.echo(folded(text) if is_folded else text)
     else:
@@ -72,8 +74,9 @@ def write_pages(
     reports: Sequence[SimulatedReport], recording: "Recording | None", *, html: Path | None,
     snapshot: Path | None, chrome_trace: Path | None,
 ) -> None:  # fmt: skip
-    """Write those files whose path is not None: `html` is a page of `reports`. `recording` has the
-    allocator's actions, for a PyTorch memory `snapshot` and a Chrome trace."""
+    """Write each file whose path is not None. `html` is a page of `reports`. `snapshot` is a memory
+    snapshot as torch writes it, and `chrome_trace` a trace for Perfetto. These two show the
+    allocator's actions in `recording`; if that is None, they are not written."""
     if html is not None:
         from memest.report.page import render_page
 
@@ -88,7 +91,7 @@ def write_pages(
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` for output files if it is missing; `PlanError` if it is not writable."""
+    """Make `folder` if it is missing; raise `PlanError` if no files can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

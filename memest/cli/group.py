@@ -47,7 +47,7 @@ OPTION_SECTIONS: dict[str, str] = {}  # section of a command's help by parameter
 
 
 class _Group(click.Group):
-    """Group that turns every expected error into two lines on stderr and its own exit code."""
+    """Command group that prints an expected error as two lines, and exits with the error's code."""
 
     command_class = _Command
 
@@ -73,7 +73,7 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return (name, command, its arguments) of `args`; `UsageError` for an unknown command."""
+        """Return (args[0], command of this name, args[1:]); raise `UsageError` if there is none."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
             near = "".join(f" Did you mean {n!r}?" for n in closest(args[0], names, 1))

@@ -42,7 +42,7 @@ def mcp() -> None:
 
 
 def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wrap a tool of the server so that the agent gets a `MemestError` as text, with its hint."""
+    """Wrap the server's `tool`: a `MemestError` reaches the agent as text, with its hint."""
 
     @wraps(tool)
     async def called(**arguments: Any) -> Any:
@@ -111,11 +111,8 @@ async def gpus() -> list[dict[str, Any]]:
 
 
 async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Run the memest command `command` on a plan, and return its JSON output.
-
-    Raises:
-        MemestError: the command fails.
-    """
+    """Run the memest command `command`, such as `predict`, on the plan {key: value}; return its
+    JSON output. Raise `MemestError` if the command fails."""
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         path = Path(folder, "plan.json")
         path.write_text(json.dumps(plan), encoding="utf-8")
@@ -129,14 +126,10 @@ async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
 async def _memest(
     command: str, option: str, words: list[str], *, folder: str = ".", seconds: float = math.inf
 ) -> tuple[int, str, str]:
-    """Run a memest command; return (exit code, text of its output file, its stdout and stderr).
-
-    `option` is that of the output file, such as `--json`; `words` are the other arguments. The
-    command runs in `folder`, in a process of its own: the server's stdout has the protocol.
-
-    Raises:
-        MemestError: it does not end within `seconds`, or `folder` does not exist.
-    """
+    """Run `memest COMMAND OPTION FILE WORDS`; return (exit code, text of FILE, stdout and stderr).
+    `option` is the command's option for an output file, such as `--json`. FILE is temporary; its
+    text is "" if the command writes none. The working folder is `folder`. Raise `MemestError` if
+    the command does not end within `seconds`, or if there is no `folder`."""
     if not Path(folder).is_dir():
         raise MemestError(f"no such folder: {shown(folder)}")
     with tempfile.TemporaryDirectory(prefix="memest-") as temporary:
@@ -154,6 +147,7 @@ async def _memest(
 
 
 def _error_of(text: str) -> MemestError:
+    """Return the error that a memest command printed in `text`, its stdout and stderr."""
     lines = text.strip().splitlines()
     errors = [line for line in lines if line.startswith("Error: ")]
     hint = next((line for line in reversed(lines) if line.startswith("hint: ")), "")

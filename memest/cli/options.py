@@ -47,10 +47,10 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 
 
 class OutputPath(click.Path):
-    """Type of options for a file to write; an unwritable one is an error before anything runs."""
+    """Option type of output files; an unwritable path is an error before the command runs."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return `value` as a path, after a check that it can be written."""
+        """Return `value` as a path; raise `PlanError` if no file can be written there."""
         path = Path(str(super().convert(value, param, ctx)))
         if str(path) == "-":
             raise PlanError("`-` is not a file", hint="stdout is `/dev/stdout`")
@@ -62,8 +62,8 @@ class OutputPath(click.Path):
 
 
 def completes(values: Callable[[], Iterable[str]], *, is_list: bool = False) -> Any:
-    """Return a `shell_complete` function of click that proposes the fitting ones of `values`. With
-    `is_list`, it completes the last item of a comma-separated text."""
+    """Return a function for click's `shell_complete`. It proposes those strings of `values()` that
+    begin with the typed text; with `is_list`, with the typed text after its last comma."""
 
     def complete(ctx: Any, param: Any, incomplete: str) -> list[CompletionItem]:
         head, comma, tail = incomplete.rpartition(",") if is_list else ("", "", incomplete)
@@ -95,6 +95,7 @@ _TYPES = {"int": int, "float": float, "str": str}
 
 
 def _option(row: Key) -> Option:
+    """Return the option of the plan key `row`, and enter it in a section of `--help`."""
     OPTION_SECTIONS[row.name] = row.section
     if row.is_switch:
         return click.option("/".join(row.flags), row.name, default=None, help=row.help_text)
@@ -122,7 +123,7 @@ remote_code = click.option(
 
 
 def models(text: str, **settings: Any) -> Option:
-    """Return the repeatable option `--model`, with help `text` and other `settings` of click."""
+    """Return the repeatable option `--model`; `text` is its help, `settings` are click's."""
     complete = completes(VALUES["models"])
     return click.option(
         "--model", "models", multiple=True, help=text, shell_complete=complete, **settings
@@ -182,12 +183,12 @@ STEPS_WITHOUT_NUMBER = 1000  # number of steps that is priced if none is given
 
 @dataclass(frozen=True, slots=True)
 class WholeTraining:
-    """Steps, epochs, samples and prices of a whole training, from the command's options."""
+    """Length and prices of a whole training, as given on the command line, to estimate its cost."""
 
-    num_steps: int | None
-    prices: Mapping[str, float]
-    epochs: float | None
-    samples: int | None
+    num_steps: int | None  # optimizer steps; None if not given
+    prices: Mapping[str, float]  # price of one GPU for an hour, by name; `""` is any other GPU
+    epochs: float | None  # None if not given: 1
+    samples: int | None  # samples of an epoch; None if not given
 
     @property
     def is_given(self) -> bool:
@@ -195,8 +196,8 @@ class WholeTraining:
         return bool(self.num_steps or self.samples or self.prices)
 
     def of(self, plan: Mapping[str, Any]) -> Training:
-        """Return number of steps, prices and number of GPUs for a training of `plan`: {key: value}.
-        Without a number of steps or samples, it has `STEPS_WITHOUT_NUMBER` steps."""
+        """Return the `Training` (steps, prices, GPUs) of `plan`: {plan key: value}. If the command
+        line has neither steps nor samples, it has `STEPS_WITHOUT_NUMBER` steps."""
         num_steps = self.num_steps or STEPS_WITHOUT_NUMBER
         if self.samples is not None:
             num_steps = steps_of_plan(plan, self.epochs or 1.0, self.samples)
@@ -206,7 +207,7 @@ class WholeTraining:
 
 def training(*, has_epochs: bool) -> Option:
     """Return a decorator that adds `--train-steps` and `--price` to a command. The command gets
-    them as `whole`. `has_epochs` adds `--epochs` and `--samples`."""
+    them as one argument, `whole: WholeTraining`. `has_epochs` adds `--epochs` and `--samples`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
@@ -228,7 +229,7 @@ def training(*, has_epochs: bool) -> Option:
 
 
 def plan_without(*names: str) -> Option:
-    """Return a decorator that adds options for a plan's keys except `names`, and `--torch`."""
+    """Return a decorator that adds `--torch` and the options of all plan keys except `names`."""
     rows = (row for name, row in PLAN_KEYS.items() if row.flag and name not in names)
     return combined(*map(_option, rows), torch)
 

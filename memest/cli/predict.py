@@ -116,7 +116,8 @@ def _check_output(
 
 
 def _short(report: Prediction, emit: str | None) -> str:
-    """Return a summary line per GPU, or with `emit` the lines for a scheduler such as `slurm`."""
+    """Return one summary line per GPU. If `emit` names a scheduler, such as `slurm`, return the
+    resource lines of a job script instead."""
     plan = report.plan
     if emit:
         nodes = {"num_gpus": plan["devices"], "num_nodes": plan["num_nodes"]}
@@ -127,8 +128,8 @@ def _short(report: Prediction, emit: str | None) -> str:
 
 
 def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
-    """Return the cheapest single change with which `plan` fits its GPU; None if it fits as it is
-    (or may), or if no such change was found."""
+    """Return the cheapest single change with which `plan` fits its GPU. None if the verdict of
+    `report`, its prediction, is not `oom`, or if there is no such change."""
     verdict = report.verdicts.get(report.gpu)
     if verdict is None or verdict.verdict != "oom":
         return None
@@ -142,7 +143,8 @@ def _cheapest(plan: TrainingPlan, report: Prediction) -> "Option | None":
 def write_files(
     plans: Sequence[TrainingPlan], reports: Sequence[Prediction], **files: Path | None
 ) -> None:
-    """Write the given ones of `files`: `html` page, torch's memory `snapshot`, `chrome_trace`."""
+    """Write each of `files` ({name: path}) whose path is not None, as `write_pages` does. `reports`
+    are the predictions of `plans`. A snapshot or trace needs a single plan."""
     if not any(files.values()):
         return
     recording = None

@@ -20,9 +20,9 @@ from memest.writing import is_stream, writing
 
 
 class StoredResults:
-    """Results of a command so far, one per plan, in a JSON Lines file next to its output `target`.
-    With `is_resumed`, results of an interrupted run are read into `known`: {`plan_key`: result}.
-    Otherwise new ones replace them, after a message to the user. `forget` deletes the file."""
+    """Store of a command's results, one per plan, with which an interrupted command goes on. They
+    are in a JSON Lines file next to the output file `target`. With `is_resumed`, results of an
+    interrupted run are read into `known`: {`plan_key`: result}. Else they are overwritten."""
 
     def __init__(self, target: Path, *, is_resumed: bool) -> None:
         from memest.estimator.hardware.pace import PACE
@@ -53,7 +53,7 @@ class StoredResults:
         return found
 
     def add(self, plan: TrainingPlan, result: Any) -> None:
-        """Append the `result` of `plan`, as JSON values, to the file."""
+        """Append `result`, the JSON values of the result of `plan`, to the file."""
         row = {"version": self._versions, "plan": plan_key(plan), "result": result}
         with (
             writing(self.path, "name another folder"),
@@ -80,7 +80,7 @@ def plan_key(plan: TrainingPlan) -> str:
 
 
 def results_of(event: Event) -> dict[TrainingPlan, Any]:
-    """Return {plan: its result as JSON values} for an ended task, without failed plans."""
+    """Return {plan: result as JSON values} of the ended task in `event`, without failed plans."""
     pairs = zip(event.task, event.result, strict=True)
     return {
         plan: [point.to_dict() for point in made] if isinstance(made, list) else made.to_dict()
@@ -93,9 +93,9 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
 def _stored(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool
 ) -> Iterator[dict[TrainingPlan, Any]]:
-    """Yield {plan: its stored result as JSON values}; store the results that the block makes.
-    Nothing is stored if the output file `target` is None or a stream. On Ctrl-C, the number of
-    stored results is printed."""
+    """Yield {plan: stored result as JSON values}; store the results of tasks that end in the block.
+    Their file is next to the output file `target`; if that is None or a stream, store nothing.
+    Unless `is_resumed`, discard older results. On Ctrl-C, print how many are stored."""
     if target is None or is_stream(target):
         yield {}
         return
@@ -119,9 +119,9 @@ def _stored(
 def predict_resumably(
     plans: Sequence[TrainingPlan], target: Path | None, *, is_resumed: bool, jobs: int | None = None
 ) -> list[Prediction | MemestError]:
-    """Return the prediction of each plan, or its error, by `jobs` workers at a time. Each
-    prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
-    stored predictions are read and not made again."""
+    """Return the prediction of each plan, or its error. `jobs` is the number of workers, None for
+    one per core. Each prediction is stored next to the output file `target` (None: nowhere) for a
+    later run. With `is_resumed`, stored predictions are read and not made again."""
     with _stored(plans, target, is_resumed=is_resumed) as rows:
         known = {plan: Prediction.from_dict(row) for plan, row in rows.items()}
         new = [plan for plan in plans if plan not in known]
@@ -132,9 +132,8 @@ def predict_resumably(
 def sweep_resumably(
     grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
 ) -> list[dict[str, Any]]:
-    """Return the table rows of `sweep_grid(grid, **how)`, from stored or new predictions. Each
-    prediction is stored in a file next to the output file `target`, if any. With `is_resumed`,
-    stored predictions are read and not made again."""
+    """Return the table rows of `sweep_grid(grid, **how)`; `how` has `jobs` and `engine`. `target`
+    and `is_resumed` are as in `predict_resumably`."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     with _stored(plans, target, is_resumed=is_resumed) as rows:
         known = {p: [SweepPoint.from_dict(p, row) for row in each] for p, each in rows.items()}

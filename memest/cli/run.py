@@ -78,8 +78,9 @@ class _RunCommand(click.Command):
         return args[:position], args[position:]
 
     def with_project(self, args: list[str], script: list[str]) -> tuple[list[str], list[str]]:
-        """Return (`args`, `script`) with what `[tool.memest]` of pyproject.toml adds: a GPU and its
-        limit if `args` has none, and the script if `script` is empty. Added options are printed."""
+        """Complete `args`, memest's options, and `script`, the script with its arguments, from
+        `[tool.memest]` of pyproject.toml; return both. A GPU and its limit are added if `args`
+        names no GPU, the script if `script` is empty. Added options are printed."""
         project = find_project(Path.cwd())
         if not script and project.folder == Path.cwd():
             own, script = self.split(list(project.command))
@@ -206,8 +207,8 @@ def run(
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Return (GPUs per node, nodes) of the launcher that the command starts, such as `torchrun`.
-    Without one, return `num_local` (None if not given) and `num_nodes`, of memest's options."""
+    """Return (GPUs per node, nodes): of `launch`, if that is a launcher such as `torchrun`, else
+    memest's options `num_local` (None: not given) and `num_nodes`. Both are a `PlanError`."""
     if launch.num_local is None:
         return num_local, num_nodes
     if num_local is not None or num_nodes > 1:
@@ -216,15 +217,16 @@ def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[in
 
 
 def with_project(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` of `memest run`, with the options of pyproject.toml added."""
+    """Return `arguments` of `memest run`, completed by options and script of pyproject.toml."""
     assert isinstance(run, _RunCommand)
     own, script = run.with_project(*run.split(list(arguments)))
     return [*own, *script]
 
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
-    """Run `memest run` with `arguments` in the environment `python` or the active one. Return its
-    exit code, or None if the script has to run here: there is no other environment."""
+    """Run `memest run` with `arguments` in the environment `python`; None means the active one.
+    Return the exit code. Return None if the script has to run in this process, since there is no
+    other environment or it cannot be used."""
     if python is not None:
         return run_elsewhere(python, arguments)
     active = active_environment()
@@ -242,6 +244,10 @@ def _run_one(
     limit_s: float | None, has_input: bool, has_stdout: bool, is_immediate: bool = False,
     folder: str = "",
 ) -> RunResult:  # fmt: skip
+    """Run `target` as `rank`, in a session that `make` returns, for at most `limit_s` seconds.
+    Without `has_input`, the script cannot read stdin; without `has_stdout`, it prints to stderr.
+    Write `files` (None: none); unless `folder` is "", write them there under other names.
+    `is_immediate` makes blocks return to their pools at once, even if other streams use them."""
     from memest.run.ranks import rows_of
     from memest.run.session import run_target
 
@@ -261,8 +267,8 @@ def _run_one(
 
 
 def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
-    """Call `write`, which writes files of a run, and return `ran`. If a file cannot be written,
-    the error becomes part of `ran`, so that the report is still printed."""
+    """Call `write`, which writes files of a run, and return `ran`, the run's result. If a file
+    cannot be written, the result gets the error, so that the report is still printed."""
     try:
         write()
     except PlanError as error:
@@ -275,9 +281,9 @@ def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
 def _run_chosen(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
 ) -> RunResult:
-    """Call `run_one` for each rank of `chosen`; return one result, with the worst rank's report.
-    The only rank of a world runs in this process, others in child processes. `runs_others` also
-    runs ranks that are not chosen, if the chosen ones differ."""
+    """Call `run_one(files, rank)` for each rank of `chosen`; return one result, with the report of
+    the worst rank. The only rank of a world runs in this process, others in child processes. If the
+    peaks of the chosen ranks differ, `runs_others` also runs ranks that are not chosen."""
     from memest.run.ranks import environment
 
     if chosen[0].world_size == 1:
@@ -292,9 +298,9 @@ def _run_ranks(
     chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str,
     runs_others: bool,
 ) -> RunResult:  # fmt: skip
-    """Call `run_one` for each of `chosen` at the same time, with `folder` for the ranks' files.
-    Write `files` from those of the worst rank, and return a result with its report. `runs_others`
-    also runs ranks that are not chosen, if the chosen ones differ."""
+    """Call `run_one(files, rank)` for each of `chosen` at the same time; return one result, with
+    the report of the worst rank. Ranks write to `folder`; the worst rank's are copied to `files`.
+    `runs_others` is as in `_run_chosen`."""
     from memest.estimator.gpu.worlds import PeerEnded
     from memest.run.kept_files import kept_files
     from memest.run.ranks import merge_ranks, open_verdict, other_ranks, run_rank, run_together
@@ -369,8 +375,9 @@ _ONE = "leave `--nproc-per-node` and `--nnodes` of `memest run` out"
 
 
 def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Target]:
-    """Return (launch, target to run) for `-m module` or the words of `command`. The launch has the
-    script, and the ranks of a launcher such as `torchrun` if the command starts one."""
+    """Return (launch, target to run) of a command line: of `module` with arguments `command`, or if
+    `module` is None, of the script or launcher, such as `torchrun`, in `command`. The launch has
+    the number of ranks if a launcher starts them."""
     from memest.run.launch_command import Launch, read_launch
 
     if module is None and not command:
@@ -389,7 +396,8 @@ def _chosen_gpus(
     typed: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
 ) -> tuple[Gpu, tuple[str, ...]]:
     """Return (GPU to simulate, names of the GPUs for verdicts). The GPU is the first of `typed`,
-    the values of `--gpu`. It has `memory_bytes` if given; other processes hold `beside_bytes`."""
+    the values of `--gpu`, else `PRIMARY_GPU`. `memory_bytes` replaces its memory, unless None.
+    Other processes hold `beside_bytes` of it; None is 0."""
     names = [find_gpu(name).name for text in typed for name in text.split(",")]
     gpu = find_gpu(names[0] if names else PRIMARY_GPU)
     if memory_bytes is not None:
@@ -398,7 +406,8 @@ def _chosen_gpus(
 
 
 class _Files:
-    """Paths of the files to write besides the printed report: JSON, page, snapshot, trace."""
+    """Paths of the files to write, in this order: JSON, page, snapshot, trace; None: not
+    written."""
 
     def __init__(self, *paths: Path | None) -> None:
         self.paths = [path and Path(os.path.abspath(path)) for path in paths]
@@ -409,7 +418,8 @@ class _Files:
         return _Files(*(path and Path(folder, f"{rank}.{i}") for i, path in enumerate(self.paths)))
 
     def keep_of(self, report: RunReport, folder: str) -> None:
-        """Write these files from those of the reported rank in `folder`; `report` has all ranks."""
+        """Write these files from those that one rank wrote to `folder`: the rank of `report`. JSON
+        and page show all ranks of `report`."""
         from memest.report.page import with_all_ranks
 
         written = self.of_rank(folder, report.rank)
@@ -438,6 +448,8 @@ def _print(
     report: RunReport, out: TextIO, *, verbose: bool, summary: bool, emit: str | None,
     whole: WholeTraining, **nodes: int,
 ) -> None:  # fmt: skip
+    """Print `report` to `out`. `summary` prints one line instead, `emit` the lines for a scheduler.
+    `nodes` has `num_gpus` (per node) and `num_nodes`."""
     print_any_text(out)
     if emit or summary:
         line = resource_lines(report, emit, **nodes) if emit else summary_line(report)

@@ -106,7 +106,9 @@ def grid_points(
     *, gpu: tuple[str, ...], gpu_memory: str | None, vary: tuple[str, ...], config: Path | None,
     max_points: int, trust_remote_code: bool, **flags: str | None,
 ) -> Grid:  # fmt: skip
-    """Return ({varied key: value}, plan or its error) for each combination of options' values."""
+    """Return ({varied key: value}, plan or its error) for each combination of the keys' values.
+    `flags` ({key: text such as `1,2,4`}) and `vary` (texts `KEY=VALUES`) have these values. The
+    file `config` has the other keys. More than `max_points` combinations are an error."""
     varied = _varied(flags, vary)
     base: dict[str, Any] = {}
     if config is not None:
@@ -151,7 +153,8 @@ def sweep(
 
 
 def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, list[Any]]:
-    """Return {key: values to try} of the options in `flags` and of `KEY=VALUES` in `vary`."""
+    """Return {key: values to try}. `flags` has {key: text of the values, None if not given}; `vary`
+    has texts `KEY=VALUES`."""
     texts = {key: text for key, text in flags.items() if text is not None}
     for item in vary:
         key, equals, text = item.partition("=")
@@ -163,6 +166,7 @@ def _varied(flags: Mapping[str, str | None], vary: Sequence[str]) -> dict[str, l
 
 
 def _is_json(output: Path | None, as_json: bool) -> bool:
+    """Return True for JSON Lines, False for CSV: by the suffix of `output`; if None, `as_json`."""
     if output is None:
         return as_json
     kinds = {".csv": False, ".jsonl": True}
@@ -221,8 +225,9 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
 
 
 def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
-    """Run `script` on the GPU of `names` with most memory; return its report. The report has
-    verdicts and times for all `names`. `given` are options: only `gpu` is allowed."""
+    """Simulate `script`, a path and arguments, on that GPU of `names` which has most memory. Return
+    its report, with verdicts and times for all `names`. `given` has the command's options; any
+    except `gpu` is an error."""
     from memest.run.session import Session, run_target
 
     if unknown := sorted(set(given) - {"gpu"}):
@@ -239,6 +244,7 @@ def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any
 
 
 def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> str:
+    """Return a table of the GPUs `found`, cheapest first, and a note on those that do not fit."""
     too_small = [g for g, v in report.verdicts.items() if v.verdict != "fits"]
     warnings = [f"warning: {line}" for line in report.warnings]
     lines = [*warnings, f"{report.name}: {training.num_steps:,} steps", ""]

@@ -17,8 +17,8 @@ from memest.units import gib_or_mib
 
 
 def has_colour() -> bool:
-    """Return whether stdout is a terminal with colours, and `NO_COLOR` is not set. `NO_COLOR` of
-    any value except the empty one turns them off (https://no-color.org)."""
+    """Return whether to print colours: stdout is a terminal, `TERM` is not `dumb`, and `NO_COLOR`
+    is unset or empty (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return sys.stdout.isatty()
@@ -31,7 +31,7 @@ def print_any_text(out: TextIO) -> None:
 
 
 def folded(text: str, out: TextIO | None = None) -> str:
-    """Return `text` wrapped to the width of the terminal `out`; unchanged for a file or a pipe."""
+    """Return `text`, wrapped to the terminal's width if `out` (None: stdout) is a terminal."""
     from memest.report.text import fold
 
     out = out or sys.stdout
@@ -48,9 +48,9 @@ _UNCOUNTED = "{desc}  {elapsed}"
 def progress_bar(
     what: str = "reading the libraries", *, with_results: bool = True
 ) -> Iterator[None]:
-    """Show the tasks of the block on a terminal: the running one, how many are done, time left.
-    `what` is shown until a task begins. `with_results` adds a line for each result. If stderr is no
-    terminal, write a log line every half minute instead."""
+    """Show on the terminal which tasks of an engine run in the block, how many are done, and the
+    time left. The text `what` is shown until a task begins. `with_results` adds a line for each
+    result. If stderr is no terminal, write a log line every half minute instead."""
     if not sys.stderr.isatty():
         with watched(_Lines().show):
             yield
@@ -92,7 +92,8 @@ LOG_SECONDS = 30.0  # seconds between two lines of a log
 
 
 class _Display:
-    """Progress on a terminal: a line that is overwritten, and above it a line for each result."""
+    """Progress on a terminal: a line that is overwritten. It shows `what` until a task begins. With
+    `with_results`, there is a line for each result above it."""
 
     def __init__(self, what: str, *, with_results: bool) -> None:
         from tqdm import tqdm

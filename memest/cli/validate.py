@@ -100,7 +100,7 @@ MAX_PACE_SECONDS = 290.0
 
 
 def _measure_pace(path: Path) -> int:
-    """Measure times of kernels on the installed GPU, and write them to `path`."""
+    """Measure times of kernels on the installed GPU, write them to `path`, and return 0."""
     from memest.validate.pace import measure, write
     from memest.validate.runner import detect_device
 
@@ -117,7 +117,8 @@ def _measure_pace(path: Path) -> int:
 def _validation_rows(
     config: Path | None, suite: str | None, given: dict[str, Any], device: Any
 ) -> tuple[Sequence[TrainingPlan], str]:
-    """Return (plans to run, name for the results file): of the options, else `device`'s suite."""
+    """Return (plans to run, name for the results file). The plans are those of `config`, `suite` or
+    the options `given`: {plan key: value}. Without a model, they are the suite of `device`."""
     from memest.validate.experiment import file_stem
 
     if config is None and (suite is not None or "model_name" not in given):

@@ -16,15 +16,15 @@ SEGMENT_ROUND_BYTES = 2 << 20  # `kRoundLarge`: own segments are rounded up to a
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Part of a segment (memory of one `cudaMalloc`); `previous` and `next` are adjacent to it."""
+    """Part of a segment, which is the memory of one `cudaMalloc`; allocated or free."""
 
     address: int
     num_bytes: int
-    is_small: bool
+    is_small: bool  # True in a small pool
     is_free: bool = False
-    previous: "Block | None" = None
-    next: "Block | None" = None
-    stream: int = 0
+    previous: "Block | None" = None  # adjacent block before it in its segment
+    next: "Block | None" = None  # adjacent block after it
+    stream: int = 0  # stream, or private pool of a CUDA graph, to which it belongs
     requested_bytes: int = field(init=False, repr=False)
     """Requested bytes; set by allocators whose history is recorded."""
 
@@ -39,7 +39,7 @@ def round_request(num_bytes: int) -> int:
 
 
 def segment_bytes(block_bytes: int, large_bytes: int = LARGE_SEGMENT_BYTES) -> int:
-    """Return the size of a new segment for a block of `block_bytes`, a rounded request.
+    """Return the bytes of a new segment for a block of `block_bytes`, a rounded request.
 
     Segments of blocks between 1 and 10 MiB have `large_bytes`.
 
@@ -66,9 +66,7 @@ ADDRESS_BITS = 48  # bits for the address in a key of `FreeBlocks`; GPU addresse
 
 class FreeBlocks:
     """Free blocks of one pool in the order in which the allocator searches: by size, then address.
-
-    A key packs size and address; `CachingAllocator` uses `keys` and `by_key` on its hot paths.
-    """
+    `keys` is a sorted list of integers that pack both; `by_key` has the block of each key."""
 
     __slots__ = ("by_key", "keys")
 
@@ -150,7 +148,7 @@ class AddressSpace:
         self._first = self._own(self.FIRST_BYTES, self.FIRST_ROOM)
 
     def load_first_kernel(self) -> None:
-        """Map and free the memory that the driver itself uses at a process's first kernel."""
+        """Map and free memory as the driver does for itself at a process's first kernel."""
         self.take(self.CODE_BYTES)
         self._own(self.LATER_BYTES, self.LATER_ROOM)
         self.give_back(self._first, self.FIRST_BYTES)
@@ -163,7 +161,7 @@ class AddressSpace:
         self._has_handle = True
 
     def _own(self, num_bytes: int, room: int) -> int:
-        """Map a range with `num_bytes` of the driver and `room` free bytes; return its address."""
+        """Map a range: `num_bytes` for the driver, then `room` free bytes. Return its address."""
         hole = self._map(num_bytes + room)
         self._range_of[hole.address] = hole.range_at
         self._num_segments[hole.range_at] = 1
@@ -199,7 +197,7 @@ class AddressSpace:
         self._add_hole(_Hole(address, num_bytes, range_at))
 
     def _lowest_hole(self, num_bytes: int) -> _Hole | None:
-        """Remove and return the lowest hole of at least `num_bytes`; None if there is none."""
+        """Remove and return the hole of at least `num_bytes` at the lowest address, or None."""
         if num_bytes > self._most_room:
             return None
         for index, hole in enumerate(self._holes):
@@ -225,7 +223,8 @@ class AddressSpace:
         return _Hole(address, span, address)
 
     def _unmap(self, range_at: int) -> None:
-        """Unmap the range at `range_at`, and merge its addresses with the gaps next to it."""
+        """Unmap the range at `range_at`. If a kernel has run, its addresses become a gap for new
+        ranges, merged with adjacent gaps; those of the driver's first range never do."""
         begin, end = range_at, self._range_ends.pop(range_at)
         del self._num_segments[range_at]
         if range_at == self._first or not self._has_kernels:

@@ -37,8 +37,8 @@ class CachingAllocator:
     """Simulated caching allocator of one GPU.
 
     Args:
-        limit_bytes: total that `cudaMalloc` can return: the GPU's memory less its context, or the
-            cap of `set_per_process_memory_fraction`; None is unlimited.
+        limit_bytes: bytes that `cudaMalloc` can return in total: the GPU's memory less its context,
+            or the cap of `set_per_process_memory_fraction`; None is unlimited.
         addresses: model of segments' addresses, whose order breaks ties between equal blocks.
     """
 
@@ -76,13 +76,14 @@ class CachingAllocator:
         self._tuning = Tuning(self, DEFAULT)
 
     def read_settings(self) -> None:
-        """Read and apply the settings that `use_late` has deferred, if there are any."""
+        """Apply the settings that `use_late` has deferred, if they were not applied yet."""
         if self._read is not None:
             read, self._read = self._read, None
             self.use(read())
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
-        """Return a block for `num_bytes` on `stream`, or raise `OutOfMemory`."""
+        """Return a block of at least `num_bytes`, or raise `OutOfMemory`. `stream` is the number of
+        a CUDA stream (0 is the default one) or of a private pool."""
         tuning = self._tuning
         if tuning is None:
             size = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
@@ -120,7 +121,8 @@ class CachingAllocator:
         return block
 
     def malloc_at(self, address: int, num_bytes: int, stream: int) -> Block:
-        """Allocate a block at a free `address`, as torch does to restore a CUDA graph's pool."""
+        """Return a block of `num_bytes` at `address`, which is free in the pools of `stream`. torch
+        does so to restore a CUDA graph's pool."""
         pool, block = next(
             (pool, block)
             for pool in self.pools_of(stream)
@@ -198,7 +200,7 @@ class CachingAllocator:
             self.free(block)
 
     def empty_cache(self) -> None:
-        """Free deferred blocks; return every segment without live blocks to the driver."""
+        """Complete deferred frees; return each segment without allocated blocks to the driver."""
         for block in list(self._deferred.values()):
             self.complete(block)
         if self._tuning is not None and self._tuning.expandable is not None:
@@ -210,9 +212,9 @@ class CachingAllocator:
                 self.release(block)
 
     def unsplit(self, *, is_small: bool) -> Iterator[tuple[FreeBlocks, Block]]:
-        """Yield (pool, block) of each segment that is one free block, by stream, size and address.
-        `is_small` selects small or large pools; private pools of live CUDA graphs are left out. The
-        caller may release a segment while iterating."""
+        """Yield (pool, block) of each segment that one free block fills, by stream, size and
+        address. `is_small` selects the small pools, else the large ones. Private pools of live CUDA
+        graphs are left out. The caller may release a segment while iterating."""
         for stream in sorted(self._pools_of_streams):
             if stream >= FIRST_PRIVATE_POOL and stream not in self.released_pools:
                 continue
@@ -222,21 +224,21 @@ class CachingAllocator:
                     yield pool, block
 
     def release(self, block: Block) -> None:
-        """Return the segment `block` to the driver. The caller has removed it from its pool."""
+        """Return to the driver the segment that `block`, removed from its pool before, fills."""
         self.reserved_bytes -= block.num_bytes
         self.addresses.give_back(block.address, block.num_bytes)
 
     @property
     def streams(self) -> Iterable[int]:
-        """Numbers of the streams that have requested memory."""
+        """Numbers of the streams and private pools that have requested memory."""
         return self._pools_of_streams.keys()
 
     def pools_of(self, stream: int) -> tuple[FreeBlocks, FreeBlocks]:
-        """Return (free blocks of the large pool, of the small pool) of a stream."""
+        """Return (large pool, small pool) of free blocks of `stream`, or of a private pool."""
         return self._pools_of_streams.setdefault(stream, (FreeBlocks(), FreeBlocks()))
 
     def layout(self) -> tuple[object, ...]:
-        """Return the free blocks as comparable values; equal layouts serve requests equally."""
+        """Return a value to compare: allocators with equal layouts serve later requests equally."""
         every = (pool for pools in self._pools_of_streams.values() for pool in pools)
         free = tuple(tuple(pool.keys) for pool in every)
         return free if self._tuning is None else (*free, *self._tuning.layout())
@@ -246,8 +248,8 @@ class CachingAllocator:
         return id(block) in self._deferred
 
     def segments(self, live: list[Block]) -> list[Block]:
-        """Return the first block of every segment by address; `live` are the allocated blocks. Each
-        mapped part of an expandable segment counts as a segment."""
+        """Return the first block of every segment, by address; `live` has the allocated blocks.
+        Each mapped part of an expandable segment counts as a segment."""
         free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
         every = {
             id(b): b
@@ -262,9 +264,9 @@ class CachingAllocator:
         self.peak_reserved_bytes = self.reserved_bytes
 
     def new_segment(self, request_bytes: int, size: int, is_small: bool, stream: int) -> Block:
-        """Return a new block of at least `size` bytes for the small or large pool of `stream`. If
-        the driver has no memory, empty the cache and try again. Another failure raises
-        `OutOfMemory(request_bytes)`, or with `has_soft_limit` raises the limit."""
+        """Return a block of at least `size` bytes, the rounded `request_bytes`, from new memory for
+        the small or large pool of `stream`. If the driver has none, empty the cache and try again.
+        If that fails too, raise `OutOfMemory`, or with `has_soft_limit` increase the limit."""
         tuning = self._tuning
         block = self._from_driver(size, is_small, stream)
         if block is None and tuning is not None and tuning.release_oversize(size, is_small, stream):
@@ -282,7 +284,7 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Return a block in a new segment or an expandable one; None if no memory is left."""
+        """Return a block of new memory, of at least `size` bytes; None if the limit is reached."""
         tuning = self._tuning
         num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
         if tuning is not None and tuning.expandable is not None:

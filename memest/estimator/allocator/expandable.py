@@ -21,7 +21,7 @@ _ADDRESS = attrgetter("address")
 
 
 class Unmapped(Block):
-    """Block of an expandable segment whose addresses have no memory."""
+    """Addresses of an expandable segment to which no memory is mapped, as a block."""
 
     __slots__ = ()
 
@@ -30,8 +30,8 @@ Made = TypeVar("Made", bound=Block)
 
 
 class ExpandableSegments:
-    """Expandable segments of one allocator, which map and unmap their memory in pieces. A piece of
-    a large pool has `large_bytes`."""
+    """Expandable segments of `allocator`, which map and unmap their memory in pieces. A piece of a
+    large pool has `large_bytes`, one of a small pool 2 MiB."""
 
     def __init__(self, allocator: "CachingAllocator", large_bytes: int) -> None:
         self._allocator = allocator
@@ -40,9 +40,9 @@ class ExpandableSegments:
         self._lowest = HIGHEST_ADDRESS
 
     def best_index(self, pool: FreeBlocks, index: int) -> int:
-        """Return the index, from `index` on, of the block of `pool` that serves a request. The
-        block at `index` is the smallest that is large enough. A later one serves instead if it is
-        smaller once the unmapped addresses after each block are counted."""
+        """Return the index of the block of `pool` that serves a request. The block at `index` is
+        the smallest that is large enough. A later one serves instead if it is smaller once the
+        unmapped addresses after each block are counted."""
         keys, by_key = pool.keys, pool.by_key
         size = _size_if_grown(by_key[keys[index]])
         while index + 1 < len(keys):
@@ -53,9 +53,9 @@ class ExpandableSegments:
         return index
 
     def grow(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Map memory for a block of at least `size`; return it, removed from its pool. `is_small`
-        and `stream` select the segment. None if the GPU has no memory left; pieces mapped until
-        then stay mapped."""
+        """Return a free block of at least `size` bytes, after mapping memory for it; no pool has
+        it. It is in the segment of `stream` for small or large blocks (`is_small`). None if the GPU
+        has no memory left; pieces mapped until then stay mapped."""
         block = self._place_for(size, is_small, stream)
         if isinstance(block, Unmapped):
             mapped = self._map(block, min(block.num_bytes, size))
@@ -81,14 +81,15 @@ class ExpandableSegments:
                     self._unmap(block)
 
     def layout(self) -> tuple[object, ...]:
-        """Return ((stream, `is_small`), unmapped blocks) pairs, to compare with another layout."""
+        """Return ((stream, `is_small`), ((address, bytes) of each unmapped block)), to compare."""
         return tuple(
             (where, tuple((block.address, block.num_bytes) for block in blocks))
             for where, blocks in self._unmapped.items()
         )
 
     def _place_for(self, size: int, is_small: bool, stream: int) -> Block:
-        """Return the lowest block from which `size` bytes are free or unmapped, or a new range."""
+        """Return the lowest block from which `size` bytes are free or unmapped, in the segment of
+        `stream` and `is_small`. If there is none, return an unmapped block in a new range."""
         for block in self._unmapped.get((stream, is_small), ()):
             before = block.previous
             start: Block = before if before is not None and before.is_free else block
@@ -163,12 +164,13 @@ class ExpandableSegments:
 
 
 def _size_if_grown(block: Block) -> int:
+    """Return the bytes of `block` and of unmapped addresses directly after it."""
     following = block.next
     return block.num_bytes + (following.num_bytes if isinstance(following, Unmapped) else 0)
 
 
 def _has_room(block: Block, size: int) -> bool:
-    """Return whether free and unmapped blocks that follow each other from `block` have `size`."""
+    """Return whether `block` and the free or unmapped blocks after it have `size` bytes or more."""
     room, at = 0, block
     while room < size:
         if not (at.is_free or isinstance(at, Unmapped)):
@@ -184,7 +186,8 @@ def _linked(
     kind: type[Made], like: Block, address: int, num_bytes: int,
     previous: Block | None, following: Block | None,
 ) -> Made:  # fmt: skip
-    """Return a new block of class `kind` in the segment of `like`; link its neighbours to it."""
+    """Return a new block of class `kind`, linked to the blocks before and after it (None: no
+    block). It is in the segment of `like`."""
     is_free = kind is not Unmapped
     made = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
     link(made)
@@ -192,6 +195,7 @@ def _linked(
 
 
 def _merge(block: Block, other: Block) -> None:
+    """Extend `block` by the adjacent block `other`, on either side."""
     if block.previous is other:
         block.address, block.previous = other.address, other.previous
     else:

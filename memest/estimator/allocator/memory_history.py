@@ -18,7 +18,7 @@ POOL = (0, 0)  # id of the default pool, as `torch.cuda.MemPool` ids
 
 
 def settings_entry(settings: AllocatorSettings) -> dict[str, Any]:
-    """Return the value of `allocator_settings` in a memory snapshot."""
+    """Return the dict `allocator_settings` of a memory snapshot, from `settings`."""
     return {
         "PYTORCH_ALLOC_CONF": settings.text,
         "expandable_segments": settings.expandable_segments,
@@ -29,19 +29,19 @@ Stack = Any  # stack of a thread, as the caller gathers it
 
 
 class Context(IntEnum):
-    """Levels of events whose Python stacks are recorded: torch's `RecordContext`."""
+    """Setting of the events whose Python stacks are recorded: torch's `RecordContext`."""
 
     NEVER = 0
-    STATE = 1
-    ALLOC = 2
-    ALL = 3
+    STATE = 1  # stacks of live blocks, for a snapshot
+    ALLOC = 2  # also stacks of recorded actions: that of the block's request
+    ALL = 3  # also stacks of frees
 
 
 class Entry(NamedTuple):
     """Record of one action of the allocator: a `TraceEntry` of torch's memory snapshot."""
 
     action: str
-    address: int
+    address: int  # of `oom`: free bytes of the GPU
     num_bytes: int  # requested bytes of a block, bytes of a segment
     block_bytes: int  # bytes of the block or segment
     stream: int
@@ -64,7 +64,7 @@ class MemoryHistory:
     skipped: frozenset[str] = frozenset()
     metadata: str = ""  # value of `torch.cuda.memory._set_memory_metadata`
     stacks: dict[int, Stack] = field(default_factory=dict)  # of live blocks, by address
-    of_segments: dict[int, Stack] = field(default_factory=dict)
+    of_segments: dict[int, Stack] = field(default_factory=dict)  # of segments, by address
     _stack: Stack | None = None
     _freed_at: dict[int, Stack] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class MemoryHistory:
         self.entries: deque[Entry] = deque(maxlen=min(self.max_entries, 1 << 62))
 
     def continues(self, before: "MemoryHistory", *, keeps_entries: bool) -> None:
-        """Take over the stacks of the earlier history `before`; if `keeps_entries`, its entries."""
+        """Share the stacks of the history `before`; with `keeps_entries`, copy its entries."""
         self.stacks, self.of_segments = before.stacks, before.of_segments
         if keeps_entries:
             self.entries.extend(before.entries)
@@ -86,7 +86,7 @@ class MemoryHistory:
         self._stack = self._gather(Context.STATE)
 
     def storage_freed(self, address: int) -> None:
-        """Record the stack at which Python freed the storage at `address`."""
+        """Record the stack at which Python freed the storage at `address`, if `context` is ALL."""
         if self.context >= Context.ALL:
             self._freed_at[address] = self.gather_stack()
 
@@ -108,26 +108,26 @@ class MemoryHistory:
         self._add_block("free_completed", block, allocated_at if stack is None else stack)
 
     def segment_allocated(self, block: Block) -> None:
-        """Record that `cudaMalloc` returned a segment."""
+        """Record that `cudaMalloc` returned a segment, which `block` fills."""
         if self._stack is not None:
             self.of_segments[block.address] = self._stack
         self._add("segment_alloc", (block.address, block.num_bytes), block.stream, self._stack)
 
     def segment_freed(self, block: Block) -> None:
-        """Record that a segment was freed by `cudaFree`."""
+        """Record that `cudaFree` freed the segment that `block` fills."""
         stack = self.of_segments.pop(block.address, None)
         if self.context >= Context.ALL:
             stack = self.gather_stack()
         self._add("segment_free", (block.address, block.num_bytes), block.stream, stack)
 
     def segment_mapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Record that memory at `address` was mapped into the expandable segment of `block`."""
+        """Record that `num_bytes` were mapped at `address`, in the segment of `block`."""
         if self._stack is not None and block.previous is None:
             self.of_segments.setdefault(block.address, self._stack)
         self._add("segment_map", (address, num_bytes), block.stream, self._stack)
 
     def segment_unmapped(self, address: int, num_bytes: int, block: Block) -> None:
-        """Record that memory at `address` was unmapped from the expandable segment of `block`."""
+        """Record that `num_bytes` were unmapped at `address`, in the segment of `block`."""
         stack = self._gather(Context.ALL)
         self._add("segment_unmap", (address, num_bytes), block.stream, stack)
 
@@ -155,7 +155,7 @@ class MemoryHistory:
         self.entries.append(made)
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the entries as dicts of torch's snapshot; one without a stack has no `frames`."""
+        """Return the entries as in torch's snapshot; an entry without a stack has no `frames`."""
         return [self._entry(entry) for entry in self.entries]
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
@@ -172,11 +172,11 @@ class MemoryHistory:
         return made
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
-        """Return the frames of the request for the live block at `address`; [] if not recorded."""
+        """Return the stack frames of the request for the live block at `address`; [] if unknown."""
         return self.frames_of(self.stacks[address]) if address in self.stacks else []
 
     def frames_of_segment(self, address: int) -> list[dict[str, Any]]:
-        """Return the frames of the request for the segment at `address`; [] if not recorded."""
+        """Return the stack frames of the request for the segment at `address`; [] if unknown."""
         return self.frames_of(self.of_segments[address]) if address in self.of_segments else []
 
 
@@ -185,7 +185,7 @@ def segment_of(
 ) -> dict[str, Any]:
     """Return the segment that begins with `first`, as a dict of `torch.cuda.memory_snapshot`. An
     expandable segment ends at its first gap. `is_deferred` returns whether a freed block is still
-    used by another stream. `history` has the frames of blocks; None leaves them empty."""
+    used by another stream. `history` has the stack frames of requests; None leaves them empty."""
     blocks: list[dict[str, Any]] = []
     num_bytes = 0
     block: Block | None = first

@@ -100,7 +100,8 @@ def parse_settings(text: str) -> AllocatorSettings:
 
 
 def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
-    """Return the settings that variables of `environment` select; raises as `parse_settings`."""
+    """Return the settings in the variables `environment`, {name: value}; see `VARIABLES`. Raise as
+    `parse_settings`, and `UnsupportedError` if `NO_CACHE` is set."""
     if environment.get(NO_CACHE, "0").strip() not in ("", "0"):
         raise UnsupportedError(
             f"`{NO_CACHE}` selects an allocator without a cache, which cannot be simulated",
@@ -115,6 +116,8 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
 
 
 def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> AllocatorSettings:
+    """Return the settings in two texts: `common` for the options of all devices, `cuda` for CUDA's.
+    `large_bytes` is the size of large segments, if `common` does not set it."""
     given = common if common == cuda else f"{common}; {cuda}"
     unknown = [name for name, since in NEWER.items() if since > simulated().version]
     try:
@@ -138,7 +141,8 @@ def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> Al
 
 
 class _Tokens:
-    """Tokens of a settings text, split as by torch's `ConfigTokenizer`."""
+    """Tokens of a settings text, split as by torch's `ConfigTokenizer`. `large_bytes` is the size
+    of large segments, the least value of some options."""
 
     def __init__(self, text: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> None:
         self.words: list[str] = _TOKEN.findall("".join(text.split()))
@@ -171,7 +175,7 @@ class _Tokens:
         return float(found[0])
 
     def read_large_segment(self) -> None:
-        """Set `large_bytes`, on which bounds of other options depend, if its option is given."""
+        """Set `large_bytes` to the value of the option `large_segment_size_mb`, if it is given."""
         for at, word in enumerate(self.words):
             if word == _LARGE_SEGMENT:
                 value = self.integer(at + 2)
@@ -180,7 +184,7 @@ class _Tokens:
                 self.large_bytes = value * MIB
 
     def end_of_value(self, at: int) -> int:
-        """Return the index of the last token of the value that begins at `at`, such as a `]`."""
+        """Return the index of the last token, such as `]`, of the value that begins at `at`."""
         if self[at] != "[":
             return at
         while at < len(self.words) and self.words[at] != "]":
@@ -193,9 +197,9 @@ class _Tokens:
 def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
-    """Yield (field of `AllocatorSettings`, value) for options that a parser of torch reads. It is
-    CUDA's parser if `is_cuda`, else the one that all devices share. Keys in `unknown` are newer
-    than the simulated release, whose CUDA parser rejects them."""
+    """Yield (field of `AllocatorSettings`, value) of each option in `tokens`, as one of torch's
+    parsers reads it: CUDA's if `is_cuda`, else that of all devices. CUDA's rejects unknown keys.
+    `unknown` has the keys that are newer than the simulated release."""
     own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()
@@ -220,6 +224,7 @@ _Read = Callable[[_Tokens, int], object]  # reads the value at an index
 
 
 def _megabytes(tokens: _Tokens, at: int) -> int:
+    """Return the value at index `at`, in MiB, as bytes; it is at least `tokens.large_bytes`."""
     value, least = tokens.integer(at), tokens.large_bytes // MIB
     if value < least:
         key = tokens[at - 2]
@@ -305,7 +310,7 @@ _OF_HOST: dict[str, _Read] = {
 
 
 def describe(settings: AllocatorSettings) -> str:
-    """Describe settings for the assumptions of a report.
+    """Return a description of `settings`, for the assumptions of a report.
 
     >>> describe(DEFAULT)
     "PyTorch's default allocator"
@@ -326,7 +331,8 @@ _KEPT = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
-    """Return `before` as `_set_allocator_settings(text)` changes it; raises as `parse_settings`."""
+    """Return the settings after `torch.cuda.memory._set_allocator_settings(text)`, which were
+    `before` until then. Raise as `parse_settings`."""
     after = _parse(text, text, large_bytes=before.large_segment_bytes)
     fields = [_COMMON[key][0] for key in _KEPT if key not in _Tokens(text).words]
     return replace(after, **{field: getattr(before, field) for field in fields})

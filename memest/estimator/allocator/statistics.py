@@ -23,7 +23,8 @@ _malloc, _free = CachingAllocator.malloc, CachingAllocator.free  # looked up onc
 
 
 class Stat:
-    """Current value, peak, and total allocated and freed, of one statistic: torch's `Stat`."""
+    """One statistic, such as a number of blocks: value, peak, and totals of its increases and
+    decreases (torch's `Stat`)."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -46,8 +47,8 @@ class Stat:
 
 
 class CountingAllocator(CachingAllocator):
-    """A `CachingAllocator` with all statistics of `torch.cuda.memory_stats`. `gpu_bytes` is what it
-    could reserve if `limit_bytes` did not apply; None means `limit_bytes`."""
+    """`CachingAllocator` that also keeps the statistics of `torch.cuda.memory_stats`. `gpu_bytes`
+    is the memory that it could reserve without `limit_bytes`; None means `limit_bytes`."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class CountingAllocator(CachingAllocator):
         self._end(block)
 
     def _end(self, block: Block) -> None:
-        """Return `block`, counted as freed before, to its pool; count it as no longer active."""
+        """Return `block` to its pool, and count it as inactive. It was counted as freed before."""
         size, before, after = block.num_bytes, block.previous, block.next
         num_split = split_bytes = 0
         for free in (before, after):
@@ -160,7 +161,7 @@ class CountingAllocator(CachingAllocator):
         super().empty_cache()
 
     def release(self, block: Block) -> None:
-        """Return a segment to the driver, and count that."""
+        """Return the segment that `block` fills to the driver, and count that."""
         self.num_segments_freed += 1
         super().release(block)
         self._count(block.is_small, _SEGMENTS, (-1, -block.num_bytes))
@@ -169,7 +170,7 @@ class CountingAllocator(CachingAllocator):
             self.history.segment_freed(block)
 
     def taken(self, block: Block) -> None:
-        """Count a new segment."""
+        """Count the new segment that `block` fills."""
         self.num_segments += 1
         self._count(block.is_small, _SEGMENTS, (1, block.num_bytes))
         self._count_oversize("segments", block.num_bytes, 1)
@@ -195,7 +196,7 @@ class CountingAllocator(CachingAllocator):
     # --- queries
 
     def memory_stats(self) -> dict[str, Any]:
-        """Return the dict of `torch._C._cuda_memoryStats`."""
+        """Return the counters as the nested dict of `torch._C._cuda_memoryStats`."""
         self.read_settings()
         max_split = self.settings.max_split_bytes
         tables: dict[str, Any] = {
@@ -234,12 +235,13 @@ class CountingAllocator(CachingAllocator):
         return chain(*self._stats.values(), self._oversize.values())
 
     def _is_outside_splits(self, num_bytes: int, sign: int) -> bool:
-        """Count a block of `num_bytes`, made (`sign` 1) or freed (-1), if it is oversize. Return
-        whether segments are expandable: their free blocks do not count as inactive splits."""
+        """Count an allocation (`sign` 1) or free (-1) of a block of `num_bytes`, if it is oversize.
+        Return whether segments are expandable: then no free block counts as an inactive split."""
         self._count_oversize("allocations", num_bytes, sign)
         return self.settings.expandable_segments
 
     def _count_oversize(self, name: str, num_bytes: int, sign: int) -> None:
+        """Add `sign` to the oversize statistic `name`, if `num_bytes` reach `max_split_size_mb`."""
         max_split = self.settings.max_split_bytes
         if max_split is not None and num_bytes >= max_split:
             self._oversize[name].change(sign)

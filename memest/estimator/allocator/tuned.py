@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tuning:
-    """Rules of an allocator with non-default settings: how it rounds, searches, splits, frees."""
+    """Rules of `allocator` with other than default `settings`: rounding, search, split and free."""
 
     def __init__(self, allocator: "CachingAllocator", settings: AllocatorSettings) -> None:
         self.settings = settings
@@ -56,9 +56,8 @@ class Tuning:
 
     def best_index(self, pool: FreeBlocks, index: int, size: int, is_small: bool) -> int:
         """Return the index of the block in `pool` that serves a request of `size` bytes. The block
-        at `index` is the smallest that is large enough. If no block serves the request, free old
-        segments (if `collects`), and return the number of blocks that the pool then has. `is_small`
-        is True for the small pool."""
+        at `index` is the smallest that is large enough. If none serves the request, free old
+        segments (if `collects`), and return the pool's length. `is_small`: of a small pool."""
         if self.collects:
             self._num_searches[is_small] += 1
         if index < len(pool.keys) and self.expandable is not None:
@@ -96,7 +95,7 @@ class Tuning:
         )
 
     def inserted(self, block: Block) -> None:
-        """Record when `block` was inserted into its pool, in number of searches: for its age."""
+        """Record at which number of searches `block` was inserted into its pool, for its age."""
         if self.settings.garbage_collection_threshold:
             self._inserted_at[id(block)] = self._num_searches[block.is_small]
 
@@ -127,9 +126,9 @@ class Tuning:
         return self._num_searches[block.is_small] - self._inserted_at.get(id(block), 0)
 
     def release_oversize(self, size: int, is_small: bool, stream: int) -> bool:
-        """Free cached segments above `max_split_size_mb`, for a new segment of `size` bytes. One
-        that is large enough is freed, else several, the largest first. Return whether the freed
-        bytes suffice."""
+        """Free cached segments of at least `max_split_size_mb`, for a new segment of `size` bytes.
+        Free one that is large enough, else several, the largest first. Return whether the freed
+        bytes suffice. `stream` and `is_small` select the pool."""
         if self._max_split is None:
             return False
         allocator = self._allocator
@@ -152,7 +151,7 @@ class Tuning:
         return released >= wanted
 
     def layout(self) -> tuple[object, ...]:
-        """Return the state, besides free blocks, that decides future addresses, for comparison."""
+        """Return a value to compare: what decides later addresses, besides the free blocks."""
         if self.collects:
             return (object(),)  # ages differ, so two states never compare equal
         return () if self.expandable is None else self.expandable.layout()

@@ -22,8 +22,8 @@ from memest.estimator.tensors.storages import MemKind, Site
 
 
 class LiveModules:
-    """Tracker of the running module of a model, which is registered when it is first called. The
-    path of a module begins with the model's class: `GPT2LMHeadModel.transformer.h.0`."""
+    """Tracker of the module that is running. A model gives its modules their paths when it is first
+    called. A path begins with the model's class: `GPT2LMHeadModel.transformer.h.0`."""
 
     MAX_NOTES = 200_000
 
@@ -69,7 +69,7 @@ class LiveModules:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Remove the hooks of `hooks` within the block."""
+        """Remove the hooks that `hooks` has registered, within the block."""
         self._take_hooks()
         try:
             yield
@@ -120,14 +120,14 @@ class LiveModules:
         return self._names.get(id(module), "")
 
     def note_line(self, line: str) -> None:
-        """Record `line`, of the script, as the one that the running forward executes."""
+        """Record that the running forward executes `line` of the script, such as `train.py:12`."""
         if line != self._line:
             self._line = line
             self._note(-1)
 
     def in_backward(self) -> tuple[str, str]:
-        """Return (path of the module, script's line) of the forward that made the running node.
-        Both are "" if no autograd node runs; one is "" if it is unknown."""
+        """Return (path of the module, script's line) of the forward that made the running autograd
+        node. Both are "" if no node runs; one is "" if it is unknown."""
         node = torch._C._current_autograd_node()
         if node is None:
             return "", ""
@@ -138,14 +138,14 @@ class LiveModules:
         return self._owners[index] if index >= 0 else ("", "")
 
     def forget(self) -> None:
-        """Drop the oldest records of autograd nodes, if there are very many."""
+        """Drop the oldest records of autograd nodes, if there are more than `2 * MAX_NOTES`."""
         if len(self._starts) > 2 * self.MAX_NOTES:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record the running module and line as the origin of all following autograd nodes. They
-        have sequence numbers. `offset` is -1 in the dispatch below autograd, where the running
-        operator's node already has its number."""
+        """Record the running module and line as the origin of all autograd nodes that follow, which
+        have sequence numbers. `offset` is -1 below autograd, where the running operator's node has
+        its number already; else 0."""
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
         owner = name, self._line
@@ -164,6 +164,7 @@ class LiveModules:
         self._note()
 
     def _call(self, module: nn.Module) -> None:
+        """Record the call of an outermost `module`; at its first call, the paths of its modules."""
         if len(self._starts) > 4 * self.MAX_NOTES:
             self.forget()  # a script that only generates takes no optimizer steps
         is_new = id(module) not in self._names
@@ -188,8 +189,8 @@ class LiveModules:
 
 
 class Attribution:
-    """Finder of the origin (`Site`) of each allocation: module, phase, operator and line. The
-    `label` methods set kind and owning module of storages in the `StorageTable`."""
+    """Finder of the origin (`Site`) of each allocation: module, phase, operator and line. Its
+    `label` methods correct kind and module of storages in the table of `memory`."""
 
     def __init__(self, memory: Memory, lines: ScriptLines) -> None:
         self.lines = lines
@@ -204,7 +205,7 @@ class Attribution:
 
     def site(self, func: Any) -> Site:
         """Return the `Site` (module, phase, operator and line) of memory that `func` allocates.
-        `func` is an operator or a name. Equal sites are one object."""
+        `func` is an operator, or a name in place of one. Equal sites are one object."""
         module, phase = self.modules.current(), self.phase()
         line, caller = self.lines.current(), ""
         if phase in ("setup", "forward"):
@@ -249,8 +250,8 @@ class Attribution:
     # --- labels
 
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Set the memory kind of the parameters of `optimizer`, and of their gradients if
-        `with_grads`, else of its states."""
+        """Set the kind and module of memory: of the parameters of `optimizer`, and of their
+        gradients if `with_grads`, else of the optimizer's states."""
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -284,6 +285,7 @@ class Attribution:
                 self._label(parameter.grad, MemKind.GRADS, owner)
 
     def _label(self, tensor: Tensor, kind: MemKind, owner: str) -> None:
+        """Set the kind of the storage of `tensor`; also its module, to `owner`, if it has none."""
         try:
             index = self._live.get(storage_key(local_part(tensor)))
         except (NotImplementedError, RuntimeError):  # a subclass without a storage

@@ -28,7 +28,7 @@ ROUNDS = 2  # rounds of a loop that waits for an unknown value, while no optimiz
 
 
 class WaitingLoops:
-    """Counter of the rounds of loops whose condition depends on values that are not simulated. A
+    """Counter of the rounds of loops that wait for an unknown value, which also ends such loops. A
     loop is identified by its running frame and its lines."""
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class WaitingLoops:
         self._rounds.clear()
 
     def branch(self, guess: bool, notes: Notes) -> bool:
-        """Return the value for the unknown condition that the script is reading: mostly `guess`.
-        The condition of a loop gets the opposite after `ROUNDS` rounds, so that the loop ends; this
-        is added to `notes`. Other conditions get the opposite in the second round of such a
-        loop, or where the code raises on `guess` alone."""
+        """Return the value of the unknown condition that the script is reading: `guess` or its
+        opposite. A loop's condition gets the opposite after `ROUNDS` rounds, which ends the loop,
+        and `notes` gets a note. Another condition gets the opposite in the second round of such a
+        loop, or if the code raises on `guess` alone."""
         frame, loop = _read_now()
         if frame is None:
             return guess
@@ -54,12 +54,13 @@ class WaitingLoops:
         return not guess if guess in raises and (not guess) not in raises else guess
 
     def known(self) -> None:
-        """Count a round if the script is reading a loop's condition; its value is known."""
+        """Count a round, if the script reads the condition of a loop; the value is known."""
         frame, loop = _read_now()
         if frame is not None and loop is not None:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
 
     def _waiting_condition(self, guess: bool, frame: FrameType, loop: range, notes: Notes) -> bool:
+        """Return the value of the unknown condition of `loop`, which are its lines in `frame`."""
         key = id(frame), loop
         rounds = self._rounds.get(key, 0)
         if rounds < ROUNDS:
@@ -111,6 +112,7 @@ def _conditions(file: str) -> tuple[tuple[range, range], ...]:
 
 
 def _only_condition(loop: ast.While) -> ast.expr | None:
+    """Return the condition that alone ends `loop`; None if there are other exits."""
     exits = list(_exits(loop.body))
     if not isinstance(loop.test, ast.Constant):
         return None if exits or isinstance(loop.test, ast.BoolOp) else loop.test
@@ -138,8 +140,8 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 
 @cache
 def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
-    """Return those of True and False on which `code` raises right after the condition that is read
-    at bytecode `offset`; () if no branch follows."""
+    """Return the values (True, False) of the condition at bytecode `offset` on which `code` raises
+    at once; () if no branch follows the condition."""
     found = list(dis.get_instructions(code))
     index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
     if not found[index:][:1] or "POP_JUMP" not in found[index].opname:

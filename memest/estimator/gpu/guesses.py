@@ -85,16 +85,13 @@ class Guesses:
         return complex(number) if dtype.is_complex else number
 
     def branch(self, guess: bool) -> bool:
-        """Return `guess` for the condition that the script reads. It is inverted if it leads to a
-        `raise`, or to a loop that does not end."""
+        """Return `guess` for the condition that the script reads; its opposite, if `guess` leads to
+        a `raise` or to a loop that does not end."""
         return self.loops.branch(guess, self.notes)
 
     def note(self, what: str) -> None:
-        """Count one read of a guess, described by `what`, by the running line of the script.
-
-        Raises:
-            UnsupportedError: `is_strict`, or the line has read too many guesses in a row.
-        """
+        """Count one read of a guess by the script's running line; `what` describes the value. Raise
+        `UnsupportedError` if `is_strict`, or if the line has read too many guesses in a row."""
         where = self.line() or "the script"
         if self.is_strict:
             raise UnsupportedError(
@@ -129,7 +126,7 @@ _BELOW = operators("lt.Scalar le.Scalar")
 
 
 def guessed_comparison(func: Any, args: Args) -> bool | None:
-    """Return the guessed result of `func`, a comparison, `any` or `all`; else None."""
+    """Return the guessed result of the operator `func`, a comparison, `any` or `all`; else None."""
     if func in _ABOVE or func in _BELOW:
         size, is_upward = abs(args[1]), (func in _ABOVE) == (args[1] > 0)
         return 0 < size <= TOLERANCE if is_upward else size >= LARGE
@@ -144,10 +141,8 @@ MAX_MASK = 1 << 20  # largest number of elements of a mask with guessed values
 
 
 def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> None:
-    """Store a guess of the booleans `out`, the result of `func(*args)`, in `values` if unknown.
-
-    A selection, such as `gather`, has the value of its source if all elements there are equal.
-    """
+    """Store a guess of the booleans `out`, the result of `func(*args)`, in `values` if unknown. A
+    selection, such as `gather`, has the value of its source if all elements there are equal."""
     guess: bool | None = None
     if func in PASSING_CHECKS and (not values.is_known(out) or values.is_guessed([out])):
         guess = True
@@ -167,10 +162,9 @@ def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> N
 def guessed_bincount(
     guesses: Guesses, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor | None:
-    """Return a meta tensor for a `bincount` with `minlength` bins; None if `minlength` is 0.
-
-    This number of bins is a guess: it assumes that no value of `tensor` reaches `minlength`.
-    """
+    """Return `torch.bincount(tensor, weights, minlength)` as a meta tensor of `minlength` bins;
+    None if that is 0. The length is a guess, counted in `guesses`: it assumes that no value of
+    `tensor` reaches `minlength`."""
     if not minlength:
         return None
     guesses.note(f"{minlength} as the length of a bincount")
@@ -208,7 +202,7 @@ class _Selections:
         self._answers: set[int] = set()  # storages of `mask.any()`, of `mask.sum() > 0`
 
     def add(self, masks: Iterable[Tensor]) -> None:
-        """Record `masks` that selected elements; also `other`, if one was computed as `~other`."""
+        """Record that `masks` selected elements; for a mask made as `~other`, also `other`."""
         for key in map(storage_key, masks):
             self._masks.update((key, self._opposites.get(key, key)))
 
@@ -224,7 +218,7 @@ class _Selections:
             self._answers.add(storage_key(out))
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is `any()` or `count > 0` of a recorded mask: True only once."""
+        """Return True at the first call for a `tensor` that is `any()` or `count > 0` of a mask."""
         key = storage_key(tensor)
         is_answer = key in self._answers
         self._answers.discard(key)
@@ -240,10 +234,8 @@ class _Selections:
 
 class GuessedValues:
     """Guessed values of tensors that decide the shapes of results, such as a router's choices.
-
     Choices, such as those of `topk`, are spread evenly over all indices. Comparisons by size are
-    True. A guess is used even if `known` has a computed value. `guesses` counts each use.
-    """
+    True. A guess is used even if `known` has a computed value. `guesses` counts each use."""
 
     def __init__(self, known: KnownValues, guesses: Guesses) -> None:
         self._known = known
@@ -266,10 +258,8 @@ class GuessedValues:
 
     def read(self, func: Any, tensor: Tensor) -> Any:
         """Return the guessed number that the script reads from `tensor` by the operator `func`.
-
-        None if there is no guess, or if `func` is not a read such as `item`. A guessed boolean is
-        returned only if it tests a mask that has selected elements.
-        """
+        Return None if there is no guess, or if `func` is not a read such as `item`. A guessed
+        boolean is returned only if it tests a mask that has selected elements."""
         value_of = self.value_of(tensor)
         if value_of is None or func not in (
             aten._local_scalar_dense.default,
@@ -285,10 +275,9 @@ class GuessedValues:
         return value_of.item()
 
     def result(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Return a meta tensor of guessed shape for `func`, whose result's shape depends on values.
-
-        The guess is counted. None if the values are known, or if the shape has no upper bound.
-        """
+        """Return the result of `func(*args, **kwargs)`, whose shape depends on values, as meta
+        tensors of a guessed shape. Count the guess. Return None if the values are known, or if the
+        shape has no upper bound."""
         shaped_by = op_of(func).shaped_by
         assert shaped_by is not None
         deciding = list(tensors_in((shaped_by(args),)))
@@ -311,10 +300,9 @@ class GuessedValues:
         return made
 
     def follow(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
-        """Store a guess of `out`, the result of `func`, if it is a choice or a comparison.
-
-        Other results are computed if an argument has a guess. Call it before `KnownValues.follow`.
-        """
+        """Store a guess of `out = func(*args, **kwargs)`, if `func` chooses, such as `topk`, or
+        compares by size. If an argument has a guess, compute the value of another result from it.
+        Call this before `KnownValues.follow`."""
         layer = self._layer
         if id(func) in _CHOICES:
             if not self._known.is_known(args[0]):
@@ -338,6 +326,7 @@ class GuessedValues:
             self._selections.follow(func, first, out)
 
     def _choose(self, func: Any, args: Args, kwargs: Kwargs, out: Tensor) -> None:
+        """Store evenly spread indices as the guess of `out`, the choices that `func` makes."""
         source = args[0]
         default = None if func in (aten.argmax.default, aten.argmin.default) else -1
         dim = arguments_by_name(func, args, kwargs).get("dim", default)  # None: of all elements
@@ -357,10 +346,8 @@ class GuessedValues:
 
 
 def largest_result(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the largest possible result of `func`, on `meta`, if its shape depends on values.
-
-    None except for `nonzero`, `unique`, and `repeat_interleave` with an `output_size`.
-    """
+    """Return the largest possible result of `func(*args, **kwargs)`, as meta tensors. Return None
+    except for `nonzero`, `unique`, and `repeat_interleave` with an `output_size`."""
     source: Tensor = args[0]
     size = source.numel()
 
