@@ -184,7 +184,7 @@ def _cudnn_takes_mask(call: _Call) -> bool:
 
 def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
     """Return whether `call` passes the checks that all fused kernels share; `backend` accepts
-    `dtypes`. They are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
+    `dtypes`. The checks are `check_tensor_shapes`, `check_tensor_dtype` (bfloat16 from 8.0 on),
     `check_nonzero_sequence_lengths_dense`, `check_last_dim_stride_equals_1_dense` with the mask,
     `check_batch_size_and_num_heads_dense` and the check of grouped heads. The efficient kernel
     accepts neither grouped heads nor a last stride other than 1 in heads of width 1."""
@@ -261,7 +261,7 @@ def _first_result(op: OpOverload, *args: Any, scale: float | None) -> Tensor:
 def _additive_mask(
     mask: Tensor | None, dtype: torch.dtype, masked_out: float = -math.inf
 ) -> Tensor | None:
-    """Return a boolean mask as floats, 0 where True, else `masked_out`; other masks unchanged."""
+    """Return a boolean `mask` in `dtype`: 0 where True, else `masked_out`. Others are unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return aten.where.ScalarSelf(
@@ -270,7 +270,7 @@ def _additive_mask(
 
 
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the mask expanded to (B, H, L, S); rows begin at multiples of 8 (`preprocess_mask`). A
+    """Return `mask` expanded to (B, H, L, S), with rows at multiples of 8 (`preprocess_mask`). A
     mask with other strides is copied into one that is 1 to 8 elements wider, and sliced back."""
     aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
     if not aligned:
@@ -320,7 +320,7 @@ def math_attention(
 
 @registry.above_autograd("scaled_dot_product_attention", vmap_key=registry.UNDER_VMAP)
 def run_attention(then: Next, *args: Any, **kwargs: Any) -> Tensor:
-    """Run attention by the backend that CUDA would choose."""
+    """Run attention by the backend that CUDA would choose, in place of the kernel `then`."""
     return scaled_dot_product_attention(*args, **kwargs, gpu=active_gpu())
 
 
@@ -412,8 +412,8 @@ def rounded_head_width(E: int) -> int:
 
 def _split_accumulators(B: int, H: int, L: int, S: int, E: int, gpu: Gpu) -> list[int]:
     """Return [bytes of logsumexps, bytes of outputs] of all splits of the keys; [] without a split.
-    B, H, L, S, E: batch, heads, queries, keys, head width. The least number of splits is taken
-    whose use of the multiprocessors is at least 85 % of the best (`num_splits_heuristic`)."""
+    B, H, L, S, E: batch, heads, queries, keys, head width. The number of splits is the least whose
+    use of the multiprocessors is at least 85 % of the best (`num_splits_heuristic`)."""
     key_blocks = ceil_div(S, 256 if E <= 64 else 128 if E <= 128 else 64)
     query_blocks, slots = B * H * ceil_div(L, 64), gpu.num_sms * 2
     if query_blocks >= 0.8 * slots:
@@ -500,8 +500,8 @@ def efficient_backward(c: KernelCall) -> Events:
     """Allocations of `_efficient_attention_backward`: gradients, row sums, workspace.
 
     A bias gradient has rows padded to 16. The row sums are those of grad_out * out. Kernels of half
-    precision compute them. Before a float32 kernel, torch does, by a product, a sum and a
-    transposed copy.
+    precision compute them. For a float32 kernel, torch computes them before, by a product, a sum
+    and a transposed copy.
     """
     shape, bias = _Shape.of(c), c.attn_bias
     is_half, width = c.query.dtype in _HALF, max(shape.E, shape.V)
@@ -551,9 +551,9 @@ def _efficient_tile(
     dtype: torch.dtype, width: int, has_dropout: bool, gpu: Gpu
 ) -> tuple[int, int, bool]:
     """Return (queries per tile, keys per tile, True if gradients are staged) of the backward
-    kernel, the first of `dispatch_cutlassB` that supports heads of `width` and fits the shared
-    memory. Staged gradients are accumulated in global memory: half kernels whose registers are too
-    few for the width do that (not `kOutputInRF`)."""
+    kernel: the first of `dispatch_cutlassB` that supports heads of `width` and fits the shared
+    memory. Staged gradients are accumulated in global memory, by kernels of half precision that
+    have too few registers for the width (not `kOutputInRF`)."""
     is_half = dtype in _HALF
     is_small = gpu.multiprocessor.block_shared_kib == _LEAST_SHARED_KIB
     max_width = 128 if width <= 128 else 65536
@@ -573,7 +573,7 @@ def _efficient_tile(
 
 
 def cudnn_output(args: Args, out: Any) -> Any:
-    """Return the results `out`, the first with the strides of a query of its shape.
+    """Return the results `out`; the first has the strides of the query `args[0]`, if of its shape.
 
     CUDA's kernel returns these strides (`alloc_with_matching_layout`), torch 2.6 on meta does not.
     """

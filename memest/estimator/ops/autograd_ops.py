@@ -52,7 +52,8 @@ _CUDA = "cuda"  # the device whose autocast state counts
 
 
 def follow_autocast(patches: Patches) -> None:
-    """Make torch record whether the script is in `torch.autocast`; dispatch modes disable it."""
+    """Make torch record in `INSIDE` that the script is in autocast, which dispatch modes
+    disable."""
 
     def set_enabled(*args: Any) -> None:
         torch._C.set_autocast_enabled(*args)
@@ -69,8 +70,8 @@ def follow_autocast(patches: Patches) -> None:
 
 
 def _dispatch_higher_order(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Dispatch the higher-order operator `self` by its dispatch `key`; cast its tensors where
-    CUDA's autocast would."""
+    """Run the higher-order operator `self` by its kernel for the dispatch key `key`. Its tensors
+    are cast where CUDA's autocast would cast them."""
     if key != _KEY:
         mode = _get_current_dispatch_mode() if key == _PYTHON else None
         # torch 2.8 and older have no rule for an operator in a mode
@@ -134,7 +135,7 @@ CASTS = CastCache()
 
 @contextlib.contextmanager
 def decisions_of(gpu: Gpu) -> Iterator[None]:
-    """Make meta tensors in the block take the paths of CUDA tensors on `gpu` above autograd."""
+    """Make torch's decisions before autograd those for tensors on `gpu`, within the block."""
     _register_once()
     _active_gpu.append(gpu)
     try:
@@ -219,8 +220,8 @@ def _register_once() -> None:
 
 
 def kernel_above(op: OpOverload, decide: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a kernel for `op` that runs before autograd's. For GPU tensors it calls `decide`, if
-    given, with `Next` as first argument; for others it runs torch's own kernel."""
+    """Return a kernel for `op` that runs before autograd's. For GPU tensors it calls `decide` with
+    a `Next` and the arguments. For others, or if `decide` is None, it runs torch's own kernel."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_on_gpu(args):
@@ -237,7 +238,7 @@ NOT_IN_A_POLICY = ("istft", "nanquantile", "quantile", "stft", "stft.center", "t
 
 
 def _on_one_device(op: OpOverload, args: Args) -> Args:
-    """Return `args` with data of host tensors removed, if one host tensor has none. C++ compares
+    """Return `args`, with host tensors stripped of their data if one of them has none. C++ compares
     the devices of all tensors before it decomposes `op`. Integer tensors, which are lengths, keep
     their data except in `take_along_dim`."""
     first = next((t for t in tensors_in(args) if is_meta(t) and not on_gpu(t)), None)
@@ -314,7 +315,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_all(args: Args, kwargs: Kwargs, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """Return (args, kwargs) with tensors cast to `dtype` (default: autocast's), in reverse order.
+    """Return (args, kwargs) with tensors cast to `dtype` (None: autocast's), the last one first.
     `WrapFunction_` of ATen/autocast_mode.h casts within an argument list, whose order C++ leaves
     open; GCC goes from right to left. Evidence: every cast recorded on an H200."""
     dtype = dtype or torch.get_autocast_dtype(_CUDA)

@@ -53,8 +53,8 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
     """Return the messages by which NCCL runs a gather, scatter or all-to-all; [] for other `func`.
-    A message is (other rank, True if this rank sends). `torch::cuda::nccl::all2all`, `gather` and
-    `scatter` of torch 2.11 (torch/csrc/cuda/nccl.cpp)."""
+    A message is (other rank, True if this rank sends). `given` are the arguments by name. Source:
+    `all2all`, `gather` and `scatter` of torch/csrc/cuda/nccl.cpp (torch 2.11)."""
     name = func._schema.name.removeprefix("c10d::")
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     if name.startswith("alltoall"):
@@ -82,7 +82,7 @@ def _async_argument(func: Any) -> Any:
 
 
 def _is_asynchronous(func: Any, given: Kwargs) -> bool:
-    """Return whether the call, with arguments `given`, is asynchronous."""
+    """Return whether a call of `func` is asynchronous; `given` are its arguments by name."""
     if argument := _async_argument(func):
         return bool(given.get(argument.name, argument.default_value))
     # before torch 2.7, Python waits for a work that it does not return
@@ -129,9 +129,9 @@ def _broadcast(mode: SimMode, args: Args) -> None:
 
 
 def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
-    """Run `send` or `recv_` of one tensor; the other rank is simulated at the same time. A receive
-    of integers blocks until the message arrives, since a script may read them. A message of a rank
-    to itself does not block."""
+    """Run `send` or `recv_` of one tensor, if `name` is that; another name does nothing. The other
+    rank is simulated at the same time. A receive of integers blocks until the message arrives,
+    since a script may read them. A message of a rank to itself does not block."""
     if name == "recv_any_source_":
         return  # the source is not known
     group = _group(args)

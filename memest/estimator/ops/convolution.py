@@ -63,7 +63,7 @@ class Workspace:
 
 
 def describe_source(gpu: Gpu) -> str:
-    """Describe the source of the workspaces of convolutions on a GPU, for a report."""
+    """Return a text for reports: how workspaces of convolutions on `gpu` were determined."""
     installed = library()
     if installed is None or not installed.supports(gpu):
         is_known = device_properties(gpu.chip) is not None
@@ -155,8 +155,8 @@ Answer = tuple[int, ...]
 class Answers:
     """Cache of results of the installed cuDNN, stored in a file of the user's cache folder.
 
-    There is one file for each cuDNN, GPU and version of this code. A file holds at most
-    `MOST_ANSWERS` results; the oldest are dropped. A file that cannot be read is ignored and
+    There is one file for each `fingerprint`: cuDNN, GPU and version of this code. A file holds at
+    most `MOST_ANSWERS` results; the oldest are dropped. A file that cannot be read is ignored and
     replaced. Each write replaces the whole file. Not safe for several threads.
     """
 
@@ -168,7 +168,7 @@ class Answers:
 
     @staticmethod
     def key(shapes: ConvolutionShapes, *settings: object) -> str:
-        """Return the cache key of a convolution and further `settings`: a hash of 16 hex digits."""
+        """Return the cache key of a call with `shapes` and `settings`: a hash of 16 hex digits."""
         text = repr((shapes, settings)).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -217,7 +217,8 @@ NO_ENGINE = "GET was unable to find an engine to execute this computation"
 
 
 def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
-    """Return channels-last if input or weight are: `cudnn_conv_suggest_memory_format`."""
+    """Return cuDNN's memory format: channels-last if `tensor` or `weight` has it, not for float64.
+    `cudnn_conv_suggest_memory_format` of ATen/native/ConvUtils.h."""
     formats = (suggest_memory_format(tensor), suggest_memory_format(weight))
     if tensor.dtype == torch.float64:
         return torch.contiguous_format
@@ -247,7 +248,7 @@ def _shapes_of(c: KernelCall, output: Tensor) -> ConvolutionShapes:
 
 
 def is_native(c: ConvolutionShapes) -> bool:
-    """Return whether torch runs its own depthwise kernel (not `use_cudnn_depthwise`).
+    """Return whether torch, not cuDNN, runs a depthwise kernel for `c` (`use_cudnn_depthwise`).
 
     cuDNN runs depthwise convolutions in channels-last. It also runs those in float16 with 32
     channels or more, square kernels of 1, 3 or 5 pixels, and stride 1, or stride 2 with many
@@ -291,8 +292,8 @@ def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
 
 
 def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
-    """Return the workspace of `direction` (forward, input, weight); 0 bytes if cuDNN does not run
-    `c`, or not with a known workspace."""
+    """Return cuDNN's workspace of `direction` (forward, input, weight). It has 0 bytes if cuDNN
+    does not run `c`, or if its size is unknown."""
     if not _is_by_cudnn(c, gpu):
         return Workspace(0, is_by_library=_is_without_cudnn(c))
     cudnn = torch.backends.cudnn
@@ -311,7 +312,8 @@ _RECORDED: list[Calls] = []
 
 @contextmanager
 def recorded_calls() -> Iterator[Calls]:
-    """Yield a set of the block's convolutions by cuDNN, as (shapes, direction, kernels)."""
+    """Yield a set of the block's convolutions by cuDNN, as (shapes, direction, kernels). `kernels`
+    is None where `cudnn.benchmark` tries all of them."""
     calls: Calls = set()
     _RECORDED.append(calls)
     try:
@@ -368,7 +370,7 @@ def _is_backward_known(c: KernelCall) -> bool:
 
 
 def convolution_outputs(c: KernelCall) -> Any:
-    """Return the call's outputs in cuDNN's memory format; meta kernels differ by release."""
+    """Return empty outputs in cuDNN's memory format, which meta kernels of some releases lack."""
     memory_format = convolution_format(c.input, c.weight)
     if isinstance(c.out, Tensor):
         return torch.empty_like(c.out, memory_format=memory_format)

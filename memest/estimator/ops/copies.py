@@ -33,7 +33,7 @@ WITH_A_NUMBER = {
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return (func, args); operators in `WITH_A_NUMBER` get a number for a 0-d host tensor."""
+    """Return (func, args) of a call; for `WITH_A_NUMBER`, a number replaces a 0-d host tensor."""
     if func not in WITH_A_NUMBER or is_meta(args[2]):
         return func, args
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())
@@ -49,7 +49,7 @@ def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]
 
 
 def awaited_device() -> torch.device | None:
-    """Return the device to which autograd's running copy node moves a gradient, else None."""
+    """Return the device to which autograd's running copy moves a gradient; None if none runs."""
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in COPIES_BACKWARD:
         return None
@@ -153,8 +153,8 @@ def split_with_sizes_copy(c: KernelCall) -> Scratch:
     """Allocations of `split_with_sizes_copy.out`: 8 * (4 * splits + 1 + blocks) bytes of indices.
 
     They are address, size and first block of each split, and the split of each block. If blocks
-    would fill more than two waves of the GPU, each block copies more by a factor. Its square root
-    multiplies the chunks of a block, and also the bytes per thread.
+    would fill more than two waves of the GPU, each of them copies f times as much. It then copies
+    about sqrt(f) times the rows of a split, and sqrt(f) times the bytes per thread.
     """
     source, targets = c.self, c.get("out") or ()
     is_fast = source.is_contiguous() and all(
@@ -212,7 +212,7 @@ if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in dis
 
 
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
-    """Return the bytes of the temporaries of `copy_` or `_to_copy` to the host, as allocated.
+    """Return the bytes of each temporary of `copy_` or `_to_copy` to the host, in order.
 
     A non-blocking copy casts on the GPU. Then a source that is not contiguous is made contiguous,
     unless it is dense and keeps its dtype and strides.
@@ -234,7 +234,7 @@ def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
 
 
 def to_gpu_bytes(target: Tensor, source: Tensor, *, is_waited_for: bool) -> int:
-    """Return the bytes of the GPU temporary of a copy from the host to `target`; 0 without one.
+    """Return the bytes of the GPU temporary of a copy of `source` to `target`; 0 without one.
 
     A copy that `is_waited_for` casts on the host, others on the GPU. The GPU converts strides.
     """

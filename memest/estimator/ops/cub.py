@@ -29,7 +29,7 @@ def _aliased(*sizes: int) -> int:
 
 
 def _states(num_items: int, tile: int, state_bytes: int) -> int:
-    """Return the bytes of a scan's states: `state_bytes` for each `tile` items, with padding."""
+    """Return the bytes of a scan's states: `state_bytes` per tile of `tile` items, with padding."""
     return (ceil_div(num_items, tile) + _TILE_PADDING) * state_bytes
 
 
@@ -150,6 +150,6 @@ def sum_storage_bytes(num_items: int, num_threads: int) -> int:
     """Bytes of `DeviceReduce::Sum` to int32 (dispatch_reduce.cuh): a partial sum for each block.
 
     A block has 256 threads with 16 values each. One block needs no storage. Otherwise there are
-    five times the blocks that the GPU's `num_threads` run at once (`subscription_factor`).
+    five times the blocks that run at once with the GPU's `num_threads` (`subscription_factor`).
     """
     return 1 if num_items <= 256 * 16 else _aliased(num_threads // 256 * 5 * 4)

@@ -126,8 +126,8 @@ class Plan:
 
 @cache
 def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
-    """Return (JSON text of cuDNN's device properties, figures of thread block clusters) of `gpu`.
-    None stands for an unknown GPU, () for no known figures."""
+    """Return (JSON text of its device properties for cuDNN, figures of thread block clusters) of a
+    GPU, by its name `gpu`. None stands for an unknown GPU, () for unknown figures."""
     known = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
     if gpus.split_mig(gpu) is not None:
         return _instance_properties(gpus.find_gpu(gpu))
@@ -164,7 +164,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _has_cublaslt(folder: Path) -> bool:
-    """Load cuBLASLt, without which cuDNN aborts the process; return False if it is missing."""
+    """Load cuBLASLt from near `folder`, cuDNN's; return False if missing: cuDNN would abort."""
     beside = [folder, folder / "../../cu13/lib", folder / "../../cublas/lib"]
     names = [str(path) for place in beside for path in sorted(place.glob("libcublasLt.so.1?"))]
     for name in (*names, "libcublasLt.so.13", "libcublasLt.so.12"):
@@ -199,7 +199,7 @@ class Library:
         return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
 
     def fingerprint(self, gpu: str) -> str:
-        """Return a file name with a hash of everything on which results for `gpu` depend."""
+        """Return a file name, with a hash of all on which results for the GPU `gpu` depend."""
         sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("cudnn_*.py"))]
         digest = hashlib.blake2b(repr((device_properties(gpu), sources)).encode(), digest_size=6)
         return f"{self.version}-{gpu}-{digest.hexdigest()}"
@@ -209,7 +209,7 @@ class Library:
     ) -> Plan | None:
         """Return the first plan that `kernels` allow, in cuDNN's order; None if there is none.
 
-        `direction` is "forward", or "input" or "weight" for its gradient; `gpu` names a chip.
+        `direction` is "forward", or "input" or "weight" for that gradient; `gpu` is a chip's name.
 
         Raises:
             CudnnError: cuDNN returned an error, or the properties of `gpu` are not known.
@@ -248,7 +248,7 @@ class Library:
     def _write_clusters(self, made: Any, text: str, clusters: Sequence[int]) -> None:
         """Write the figures `clusters` into `made`, cuDNN's descriptor of device properties.
 
-        The numbers of the JSON `text` mark their place; without a match nothing is written.
+        Numbers of the JSON `text` mark the place to write to; without a match nothing is written.
 
         Raises:
             CudnnError: a measured release of cuDNN has another memory layout.
@@ -412,7 +412,7 @@ def _array(of_type: int, values: Sequence[Any]) -> Any:
 
 @cache
 def library() -> Library | None:
-    """Return the installed cuDNN; None if missing, older than 9.8 or turned off by `FOLDER`."""
+    """Return the installed cuDNN; None if missing, before 9.8 or turned off (MEMEST_CUDNN=0)."""
     if os.environ.get(FOLDER) == "0":
         return None
     for folder in _folders():
