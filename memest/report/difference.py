@@ -174,7 +174,7 @@ def read_reports(path: Path) -> list[SimulatedReport]:
 def differences(
     before: Sequence[SimulatedReport], after: Sequence[SimulatedReport]
 ) -> list[Difference]:
-    """Return pairs of reports with equal names; if both sides have one report, return this pair.
+    """Pair reports with equal names; if each side has only one report, pair them in any case.
 
     Raises:
         PlanError: no name is on both sides.

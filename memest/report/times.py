@@ -175,7 +175,7 @@ def _samples(plan: Mapping[str, Any]) -> int:
 
 
 def time_notes(report: SimulatedReport) -> list[str]:
-    """Return lines with the assumptions of the time estimate."""
+    """Return lines with the assumptions of the report's time estimates."""
     times = report.times.values()
     notes = ["estimate of the time, not of the memory (docs/time.md); data loading is not known"]
     if origins := ", ".join(sorted({t.origin for t in times if t.origin})):

@@ -17,8 +17,8 @@ from memest.report import RunReport
 @dataclass(frozen=True, slots=True)
 class BothReports:
     """Reports of one script in the current folder (`now`) and on the base branch (`base`). A report
-    is None if its run did not write one. `exit_code` is that of the first run, `notes` are reasons
-    why `base` is None."""
+    is None if its run did not write one. `exit_code` is that of the first run, and `notes` are the
+    reasons why `base` is None."""
 
     exit_code: int  # exit code of `memest run --check` now
     now: RunReport | None  # None if the run ended without a report
@@ -28,8 +28,8 @@ class BothReports:
 
 def run_both(arguments: Sequence[str], base: str) -> BothReports:
     """Run `memest run` on a script in the current folder, and on its version in branch `base`.
-    `arguments` are options, script and its arguments. The first run also gets the option `--check`.
-    The second is left out if `base` is empty or the first writes no report."""
+    `arguments` are options, script and its arguments. The first run exits with 5 if the script does
+    not fit (`--check`). The second is left out if `base` is empty or the first writes no report."""
     with tempfile.TemporaryDirectory(prefix="memest-") as name:
         folder = Path(name)
         code, now = _run(arguments, Path.cwd(), folder / "now.json", "--check")

@@ -137,7 +137,7 @@ class KeptFiles:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold a lock against other processes in the block; after `WAIT_MS` ms, run it without."""
+        """Hold a lock against other processes in the block; after `WAIT_MS` ms, do without it."""
         lock = self.journal / "lock"
         for _ in range(WAIT_MS):
             with suppress(FileExistsError):
@@ -240,7 +240,7 @@ def _before(see: Callable[..., None], function: Callable[..., Any]) -> Callable[
 
 
 def _new_journal() -> Path:
-    """Make and return this process's journal folder, in the user's cache or a temporary one."""
+    """Create and return this process's journal folder, in the user's cache or a temporary one."""
     folder = _journals() / str(os.getpid())
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ class DeviceAtHand:
 
 
 def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand | None:
-    """Return the GPU `cuda:0` under the variables `environment` (None: this process's), or None."""
+    """Return GPU `cuda:0` under the variables `environment` (None: own); None without a GPU."""
     environment = os.environ if environment is None else environment
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     first = None if visible is None else visible.partition(",")[0].strip()
@@ -230,13 +230,13 @@ def preflight(
 
         memest.preflight()  # first thing in the script
 
-    The script runs once more from its first line in its own process, for `max_steps` optimizer
+    The script runs once more from its first line, in another process, for `max_steps` optimizer
     steps. The virtual GPU is like the real one, with its free memory. If the run is out of memory,
     the report goes to stderr and `PreflightStop`, a `SystemExit`, ends the script. If it fits,
     nothing is printed. If that is unknown, a line on stderr has the reason, and the script goes on.
 
-    It runs once per script: not again in the same process or in its children, and only on rank 0.
-    `MEMEST_PREFLIGHT=off` in the environment turns it off.
+    The check runs once per script: not again in the same process or in its children, and only on
+    rank 0. `MEMEST_PREFLIGHT=off` in the environment turns it off.
 
     Args:
         max_steps: optimizer steps to simulate.
@@ -414,8 +414,8 @@ class _Script:
 def _run_script(
     typed: "Command", options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> tuple[RunReport | None, str]:
-    """Run `typed` by `memest run` for at most `seconds`; return (report, "") or (None, the reason).
-    `environment` has the process's variables, and `folder` gets its files."""
+    """Run `typed` by `memest run` with `options`; return (report, "") or (None, the reason). The
+    run takes at most `seconds`, has variables `environment`, and writes files to `folder`."""
     report, output = folder / "report.json", folder / "output.txt"
     folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=folder_of_memest)
@@ -501,7 +501,7 @@ def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
 
 
 def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
-    """Return lines on the first two of `found`, or that no change is enough if it is empty."""
+    """Return lines on the first two of `found`; if it is empty, a line that no change is enough."""
     if not found:
         return [
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
@@ -537,8 +537,7 @@ class Command:
 
 def typed_command(frame: FrameType | None = None) -> Command | None:
     """Return the command that runs this process's script; None in a notebook or a shell. A script
-    that these run (`%run train.py`) is searched in `frame` and its callers; a `frame` of None has
-    none."""
+    that these run (`%run train.py`) is searched in `frame` (None: nowhere) and its callers."""
     main = sys.modules.get("__main__")
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if getattr(sys, "frozen", False):

@@ -91,7 +91,7 @@ def environment(rank: Rank) -> dict[str, str]:
 
 
 def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = False) -> RunResult:
-    """Return `run(rank)`, called in a child process without peers; `is_silent` hides output."""
+    """Return `run(rank)`, called alone in a child process; `is_silent` hides its output."""
     return run_together([rank], run, is_silent=is_silent, has_peers=False)[0][1]
 
 
@@ -196,7 +196,7 @@ def open_verdict(report: RunReport, decides: str) -> RunReport:
 
 
 def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
-    """Return the report of the worst rank, with a row for each rank and verdicts over all.
+    """Return the report of the worst rank, with a row for each rank and the worst verdict per GPU.
 
     A rank out of memory is the worst, otherwise the rank that reserved most. If none is out of
     memory, the ending and the error are those of the first rank that was cut short.

@@ -113,7 +113,7 @@ def _held_for(entry: Held) -> str:
 
 
 def _own_share(virtual: VirtualGpu) -> float | None:
-    """Return the share of GPU memory to which the script limits itself; None without a limit."""
+    """Return the share (0 to 1) of GPU memory to which the script limits itself; else None."""
     limit, gpu = virtual.allocator.limit_bytes, virtual.gpu
     usable = gpu.limit_bytes - virtual.communicators_bytes
     if limit is None or limit >= min(usable, virtual.limit_bytes or usable):
@@ -145,7 +145,7 @@ def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
 
 
 def _module_group(entry: Held) -> str:
-    """Return the row's name for the module of `entry`: `PREFIX.*` for a layer, else three parts."""
+    """Return the row of `entry`: `PREFIX.*` for a layer, else three parts of its module's name."""
     module = entry.site.module
     layer = LAYER.match(module)
     return f"{layer[1]}.*" if layer else ".".join(module.split(".")[:3]) or "(outside of modules)"
@@ -324,8 +324,8 @@ def _own_figures(virtual: VirtualGpu) -> Replayed:
 
 
 def _earlier_timings(virtual: VirtualGpu) -> tuple[FreeTiming, ...]:
-    """Return the free timings other than `LATEST` to replay; () if the peak depends on none or the
-    event log is full."""
+    """Return the free timings (when deferred frees take place) to replay besides `LATEST`; () if
+    the peak depends on none or the event log is full."""
     memory = virtual.mode.memory
     if not virtual.depends_on_time or memory.log.is_full:
         return ()

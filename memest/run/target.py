@@ -217,8 +217,8 @@ def _interpreters(folder: Path) -> list[Path]:
 
 
 def _examine(python: Path) -> tuple[Path, str, list[str]]:
-    """Return (path, `sys.prefix`, installed packages of `PURE`, torch and NumPy) of `python`, an
-    interpreter or the folder of its environment."""
+    """Return (path, `sys.prefix`, those of torch, NumPy and `PURE` that are installed) of `python`,
+    an interpreter or the folder of its environment."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
     found = shutil.which(python)

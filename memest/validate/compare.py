@@ -41,7 +41,7 @@ class Deviation:
 
     @property
     def error_bytes(self) -> int:
-        """Predicted minus measured, from the interval's nearest value; 0 if measured within it."""
+        """Predicted minus measured, with the interval's value nearest to the measured one."""
         nearest = max(self.measured_bytes, self.predicted.low_bytes)
         return min(nearest, self.predicted.high_bytes) - self.measured_bytes
 
@@ -205,7 +205,7 @@ def _label(row: PhaseRow) -> str:
 
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
-    """Return text on where in `pairs` (predicted, measured) the error changes most; else empty."""
+    """Return text on where in `pairs` (predicted, measured) the error changes most; "" if none."""
     largest, where, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:

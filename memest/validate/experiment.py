@@ -134,7 +134,7 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
 
 
 def _process_bytes(nvml: Any, index: int) -> int | None:
-    """Return NVML's bytes on GPU `index` of this process, else of the only one; None if unknown."""
+    """Return NVML's bytes of this process (or the only one) on GPU `index`; None if unknown."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, index))
     mine = [p for p in processes if p.pid == os.getpid()] or processes
     return None if len(mine) != 1 or mine[0].usedGpuMemory is None else int(mine[0].usedGpuMemory)
@@ -154,7 +154,7 @@ AFTER_SETUP = "after the strategy's setup"
 
 
 def sample_host(moment: str) -> dict[str, Any]:
-    """Return host memory in bytes by name, and the time's name `moment` with the key `moment`.
+    """Return a sample: host memory in bytes by name, and `moment`, a name for the time.
 
     `RssAnon` and `RssShmem` are of this process, and may omit `pinned_allocated`, torch's pinned
     memory. `MemAvailable` is of the machine, as a check of the sum over the ranks.

@@ -227,7 +227,7 @@ def phases(
 
 
 def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:
-    """Return the host's mean microseconds of `count` calls; `waits` includes the GPU's work."""
+    """Return the host's microseconds per `call`, over `count`; `waits` includes the GPU's work."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(count):
@@ -350,7 +350,7 @@ def elapsed_us(call: Call, count: int, host_us: float) -> float:
 def random(
     dtype: torch.dtype, shape: Sequence[int], layout: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
-    """Return a tensor of random numbers of `shape` on the GPU, with memory format `layout`."""
+    """Return random numbers on the GPU: a tensor of `dtype`, `shape` and memory format `layout`."""
     made = torch.float32 if dtype is torch.float32 else None
     return torch.randn(shape, device="cuda", dtype=made).to(dtype).to(memory_format=layout)
 
@@ -396,8 +396,8 @@ def cases(family: dict[str, Any]) -> Iterator[Case]:
 def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call:
     """Make tensors, run all but the last of `steps`, and return the last as a call to be timed.
     `names` has the call that makes each tensor, by the tensor's name. `scope` has the objects for
-    which words in `names` and `steps` stand. A step can use `r0`, the previous step's first
-    result."""
+    which words in `names` and `steps` stand. In a step, `r0` is the first result of the
+    previous."""
     scope = dict(scope)
     with torch.device("cuda"):
         for name, step in names.items():

@@ -136,7 +136,7 @@ def find_suite(name: str) -> Path:
 
 
 def suite_for_device(name: str, total_bytes: int) -> str:
-    """Return the shipped suite for a GPU with CUDA's `name`: H100s and H200s have their own.
+    """Return the name of the shipped suite for a GPU with CUDA's `name` and `total_bytes`.
 
     >>> suite_for_device("NVIDIA H200", 143155 << 20), suite_for_device("NVIDIA A40", 48 << 30)
     ('lab-h100', 'lab-a100')

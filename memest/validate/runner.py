@@ -52,7 +52,7 @@ OOM_GRACE_S = 2.0  # wait for other ranks after one is out of memory, since they
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return `torchrun`'s variables for `rank` of `world_size` on a node; `port` is rank 0's."""
+    """Return `torchrun`'s environment for `rank` of `world_size` on a node; `port` is rank 0's."""
     from memest.estimator.gpu.worlds import Rank
 
     made = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
@@ -385,7 +385,7 @@ def _check(plans: Sequence[TrainingPlan]) -> None:
 
 
 def _import_all(plan: TrainingPlan, options: RunOptions) -> bool:
-    """Import modules that all experiments use; return whether a fork can then open CUDA."""
+    """Import modules of all experiments, and `plan`'s; return whether a fork can then open CUDA."""
     import transformers
 
     with _without_bitsandbytes():
@@ -466,7 +466,7 @@ def _wait(child: Child, timeout_s: float) -> str:
 
 
 def _refusal(device: Device, plan: TrainingPlan) -> str:
-    """Return the reason why `plan` cannot run on this machine, or an empty text."""
+    """Return why `plan` cannot run on this machine, whose GPU is `device`; empty text if it can."""
     if plan.world_size > device.num_devices:
         return f"it needs {plan.world_size} GPUs, and the machine has {device.num_devices}"
     missing = _missing_package(plan)
