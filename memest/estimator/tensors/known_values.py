@@ -43,12 +43,12 @@ _IGNORED_ON_CPU = {"device", "pin_memory"}
 
 
 class ValueUnknown(Exception):
-    """An operator needs a value that is not known."""
+    """Raised if an operator needs a value that is not known."""
 
 
 class KnownValues:
-    """Values of meta tensors, as CPU copies of their storages. Values that are missing here are
-    looked up in `below`, if it is given."""
+    """Values of meta tensors, as CPU copies of their storages. A value that is missing here is
+    looked up in `below`, another object of this class, unless that is None."""
 
     def __init__(self, below: "KnownValues | None" = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
@@ -63,13 +63,14 @@ class KnownValues:
         self.read = 0  # bits of `FROM_*` of all values that were looked up since
 
     def __bool__(self) -> bool:
-        """True if any value is known."""
+        """True if any value is stored here; `below` is not searched."""
         return bool(self._copies)
 
     # --- store
 
     def adopt(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value`, a CPU tensor of the same shape, the known value of the meta `tensor`."""
+        """Make `value`, a CPU tensor of equal shape, the known value of the meta tensor
+        `tensor`."""
         self._lost.pop(storage_key(tensor), None)
         self._copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
@@ -85,15 +86,16 @@ class KnownValues:
         self.guessed.add(storage_key(tensor))
 
     def storage_of(self, key: int) -> torch.UntypedStorage | None:
-        """Return the CPU copy of the storage whose `storage_key` is `key`, or None without one."""
+        """Return the CPU copy of the storage whose `storage_key` is `key`; None without a copy."""
         return self._copies.get(key)
 
     def set_storage(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Make the CPU `storage` the values of the storage whose `storage_key` is `key`."""
+        """Make the CPU `storage` the known values of the storage whose `storage_key` is `key`."""
         self._copies[key] = storage
 
     def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
-        """Set the known values of `tensor` to `value`; return whether they are known afterwards."""
+        """Replace the known values of `tensor` by `value`, or add `value` if it may be stored.
+        Return whether the values of `tensor` are known afterwards."""
         known = self.value_of(tensor)
         if known is not None:
             known.copy_(value)
@@ -110,13 +112,15 @@ class KnownValues:
         self.sources.pop(key, None)
 
     def forget(self, key: int) -> None:
-        """Drop the values of the freed storage `key`, also where this object is `below`."""
+        """Drop the known values of the freed storage whose `storage_key` is `key`. Also drop them
+        in the object that has this one as `below`."""
         self.drop(key)
         if self._above is not None:
             self._above.drop(key)
 
     def _lose(self, tensor: Tensor) -> None:
-        """Drop the known values of `tensor`; those of the rest of a small storage stay."""
+        """Drop the known values of `tensor`. Other values of its storage stay if the storage is
+        small (`MAX_SPLIT_BYTES`)."""
         key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self._copies:
             self.drop(key)
@@ -125,14 +129,15 @@ class KnownValues:
         _bytes_of(tensor, self._lost.setdefault(key, none_lost)).fill_(True)
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Record from now on which values depend on parameters and buffers of `model`."""
+        """Record from this call on which values depend on parameters and buffers of `model`."""
         for tensors, bit in ((model.parameters(), FROM_PARAMETER), (model.buffers(), FROM_BUFFER)):
             self.sources |= {storage_key(t): bit for t in tensors if is_meta(t)}
 
     # --- look up
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a CPU tensor with the values, shape and strides of `tensor`; None if unknown."""
+        """Return a CPU tensor with values, shape and strides of `tensor`. None if a value is
+        unknown."""
         if not is_meta(tensor):
             return tensor
         if self.sources:
@@ -148,7 +153,7 @@ class KnownValues:
         return is_meta(tensor) and storage_key(tensor) in self._copies
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Return whether the values of `tensor` are known, or it has data."""
+        """Return whether all values of `tensor` are known; those of a tensor with data are."""
         if not is_meta(tensor):
             return True
         if storage_key(tensor) in self._copies and not self._is_lost(tensor):
@@ -161,18 +166,19 @@ class KnownValues:
         return lost is not None and bool(_bytes_of(tensor, lost).any())
 
     def is_guessed(self, args: Any) -> bool:
-        """Return whether a value among `args` is a guess."""
+        """Return whether the value of any tensor in `args` (nested lists or tuples) is a guess."""
         return any(is_meta(t) and storage_key(t) in self.guessed for t in tensors_in(args))
 
     def decides(self, tensor: Tensor) -> bool:
-        """Return whether the value of `tensor` may decide a shape: known, and not a guess."""
+        """Return whether the value of `tensor` may decide a shape: it is known, and not a guess."""
         return self.value_of(tensor) is not None and not self.is_guessed([tensor])
 
     # --- compute
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator `func` on the known values of its arguments; raise `ValueUnknown` if one
-        is unknown. The state of the host's random generator does not change."""
+        """Return the result of the operator `func` on the CPU, for the known values of its
+        arguments. Raise `ValueUnknown` if one is unknown. The host's random state does not
+        change."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return self._compute(func, args, kwargs)
         generator = torch.default_generator
@@ -202,10 +208,8 @@ class KnownValues:
         return func(*cpu_args, **cpu_kwargs)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Run `func` on known values, and store the result as the values of `out`.
-
-        `out` is the result on meta tensors. It gets no values if they depend on unknown ones.
-        """
+        """Run the operator `func` on known values, and store the result as the values of `out`.
+        `out`, the result on meta tensors, gets no values if they depend on unknown ones."""
         is_mutable = func._schema.is_mutable
         first = args[0] if args else None
         if is_mutable and isinstance(first, list | tuple):
@@ -228,7 +232,7 @@ class KnownValues:
             self._pass_sources((*args, *kwargs.values()), out)
 
     def _pass_sources(self, args: tuple[Any, ...], out: Any) -> None:
-        """Record that `out` depends on all parameters and buffers on which `args` depend."""
+        """Record that `out` depends on the parameters and buffers on which `args` depend."""
         given = [self.sources.get(storage_key(t), 0) for t in tensors_in(args) if is_meta(t)]
         made = reduce(or_, given, 0)
         for tensor in filter(is_meta, tensors_in((out,))) if made else ():
@@ -260,8 +264,9 @@ class KnownValues:
                 self.adopt_like(result, value)
 
     def _write_all(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Update known values after `func` has written to the tensors of a list, `args[0]`.
-        Gradients are assumed to be finite, so a check of them changes nothing."""
+        """Update known values after the operator `func` has written to `args[0]`, a list of
+        tensors. Values that cannot be computed are dropped. Gradients are assumed to be finite, so
+        a check of them changes nothing."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return
         every = tensors_in((*args, *kwargs.values()))
@@ -274,10 +279,8 @@ class KnownValues:
                 self.drop(storage_key(tensor))
 
     def may_hold(self, result: Tensor, *, is_copy: bool = False) -> bool:
-        """Return whether known values may be stored for `result`: it is small and has none yet.
-
-        A copy of data, such as an adjacency matrix, may be larger than a computed result.
-        """
+        """Return whether known values may be stored for `result`: it is small and has none yet. A
+        copy of data (`is_copy`), such as an adjacency matrix, may be larger than other results."""
         storage = result.untyped_storage()
         num_bytes, key = storage.nbytes(), storage._cdata
         if not is_meta(result) or not num_bytes or (key in self._copies and key not in self._lost):
@@ -291,7 +294,7 @@ class KnownValues:
         return num_bytes + sum(copy.nbytes() for copy in self._copies.values()) <= MAX_TOTAL_BYTES
 
     def adopt_like(self, result: Tensor, value: Tensor) -> None:
-        """Make `value` the values of `result`, stored with its strides, if the shapes are equal."""
+        """Make `value` the known values of `result`, with its strides, if the shapes are equal."""
         if value.shape != result.shape:
             return
         num_items = result.untyped_storage().nbytes() // result.element_size()
@@ -302,8 +305,8 @@ class KnownValues:
 
 
 def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:
-    """Return a view of `flags` in the shape of `tensor`: the flag of each element's first byte.
-    `flags` has one flag per byte of the tensor's storage."""
+    """Return a view of `flags` in the shape of `tensor`: for each element the flag of its first
+    byte. `flags` has one flag per byte of the storage of `tensor`."""
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * item)
@@ -316,15 +319,14 @@ def _is_view_in_place(func: Any) -> bool:
 
 
 def materialise(values: Any) -> Any:
-    """Return `values` with an empty meta tensor in place of each CPU tensor."""
+    """Return `values` (tensors, nested lists or tuples) with each tensor as an empty meta
+    tensor."""
     return map_tensors(lambda t: torch.empty_like(t, device="meta"), values)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply `function` to each tensor in nested lists and tuples; return them with the results.
-
-    torch's pytree would leave a reference cycle, so Python would collect garbage more often.
-    """
+    """Return `value`, nested lists or tuples, with `function(tensor)` for each tensor. The pytree
+    of torch would leave a reference cycle, so Python would collect garbage more often."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, list | tuple):
@@ -334,10 +336,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def known_without_values(func: Any, args: tuple[Any, ...]) -> bool | None:
-    """Return the result of `func`, for all elements, if it tests for infinity or NaN; else None.
-
-    Activations are assumed to be finite.
-    """
+    """Return the result for every element if the operator `func` tests `args[0]` for infinity or
+    NaN; else None. All elements are assumed to be finite."""
     if func is aten.isinf.default or func is aten.isnan.default:
         return False
     if func is aten.ne.Tensor or func is aten.eq.Tensor:  # how isnan and isfinite are written
@@ -353,8 +353,9 @@ COMPARISONS = operators("gt.Tensor ge.Tensor lt.Tensor le.Tensor")
 def compared_with_infinity(
     func: Any, args: tuple[Any, ...], values: KnownValues, shape: torch.Size
 ) -> Tensor | None:
-    """Return the result, of shape `shape`, if `func` compares unknown numbers with infinities; else
-    None. Unknown numbers are assumed to be finite."""
+    """Return the result, of shape `shape`, if the operator `func` compares unknown numbers with
+    infinities; else None. `args` are two tensors, whose known numbers are in `values`. Unknown
+    numbers are assumed to be finite."""
     if func not in COMPARISONS:
         return None
     known = list(map(values.value_of, args))

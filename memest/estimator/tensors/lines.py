@@ -12,11 +12,9 @@ from memest.packages import is_in_packages
 
 
 class ScriptLines:
-    """Finder of the running line of the user's script, by its innermost stack frame.
-
-    Code in `roots`, or outside of the Python installation, is the script's. Frames of torch,
-    libraries and memest are skipped.
-    """
+    """Finder of the running line of the user's script, by its innermost stack frame. Code in the
+    folders `roots`, or outside of the Python installation, is the script's. Frames of torch,
+    libraries and memest are skipped."""
 
     def __init__(self, roots: tuple[Path, ...] = ()) -> None:
         self._roots = tuple(str(root.resolve()) + os.sep for root in roots)
@@ -30,7 +28,8 @@ class ScriptLines:
         self._names: dict[str, str] = {}
 
     def frame(self, frame: FrameType | None = None) -> FrameType | None:
-        """Return the innermost frame of the script, from `frame` outwards; None without one."""
+        """Return the innermost frame of the script, from `frame` outwards (None: from the caller).
+        None if no frame is the script's."""
         frame = frame or sys._getframe(1)
         is_users = self._is_users
         found: FrameType | None = frame
@@ -53,11 +52,11 @@ class ScriptLines:
         return self._texts.get(place) or self._text(*place)
 
     def place_of(self, text: str) -> tuple[str, int]:
-        """Return (file, line number) of a text that `current` returned; else ("", 0)."""
+        """Return (file, line number) of `text`, a result of `current`; ("", 0) for other texts."""
         return self._places.get(text, ("", 0))
 
     def _text(self, file: str, line: int) -> str:
-        """Return `file:line`, with the folder's name if another file has the same name."""
+        """Return `file:line`, with the folder in front if another file has the same name."""
         name = os.path.basename(file)
         if self._names.setdefault(name, file) != file:
             name = os.path.join(os.path.basename(os.path.dirname(file)), name)
@@ -80,7 +79,7 @@ class ScriptLines:
 
 
 class Notes:
-    """Notes and warnings of a report, without duplicates, in order."""
+    """Notes and warnings of a report, in the order of their addition; a note is added once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -1,4 +1,4 @@
-"""Attributes that are replaced while something runs, and restored afterwards."""
+"""Attributes of modules and classes, replaced during a simulation and restored afterwards."""
 
 import ctypes
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
@@ -29,12 +29,12 @@ NOT_COMPILED = "nothing is compiled on the virtual GPU"  # hint for calls of com
 
 
 def unsupported(what: str, hint: str = _WITHOUT) -> UnsupportedError:
-    """Return the error for `what`, a part of torch that is not simulated, with a `hint`."""
+    """Return the error that `what`, a part of torch, cannot be simulated; `hint` is the remedy."""
     return UnsupportedError(f"{what} cannot be simulated", hint=hint)
 
 
 def refusing(what: str, hint: str = _WITHOUT) -> Callable[..., Any]:
-    """Return a function that raises `unsupported(what, hint)`."""
+    """Return a function that raises `unsupported(what, hint)`, whatever its arguments are."""
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise unsupported(what, hint)
@@ -54,30 +54,28 @@ def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Patches:
-    """Monkeypatched attributes; `undo` restores the originals."""
+    """Record of replaced attributes and items; `undo` restores the originals."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
         self._afterwards: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set the attribute `name` of `owner` to `value`; `undo` restores it."""
+        """Set attribute `name` of `owner`, such as a module or class, to `value`, until `undo`."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         if isinstance(owner, type) and isinstance(value, FunctionType):
             value.__name__ = name  # Dynamo recognizes methods of tensors by it
         _restore(owner, name, value)
 
     def set_all(self, values: Mapping[str, Any], *owners: Any) -> None:
-        """Set the attributes {name: value} of `values` on each of `owners`."""
+        """Set the attributes {name: value} of `values` on each of `owners`, until `undo`."""
         for name, value in values.items():
             for owner in owners:
                 self.set(owner, name, value)
 
     def set_methods(self, functions: Any, *owners: Any, prefix: str = "") -> None:
-        """Replace functions of `owners` by the public methods of the object `functions`.
-
-        The method `name` replaces the function called `prefix + name`.
-        """
+        """Replace functions of `owners` by the public methods of the object `functions`. The method
+        `name` replaces the function called `prefix + name`."""
         for name in [name for name in vars(type(functions)) if not name.startswith("_")]:
             self.set_all({prefix + name: getattr(functions, name)}, *owners)
 
@@ -98,8 +96,8 @@ class Patches:
         return decorate
 
     def within(self, owner: Any, name: str, context: Callable[..., Any]) -> None:
-        """Make the function `name` of `owner` run within the context manager `context(*args)`, made
-        from its positional arguments."""
+        """Make the function `name` of `owner` run within a context manager. `context` makes it from
+        the function's positional arguments."""
 
         @self.wrap(owner, name)
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +105,7 @@ class Patches:
                 return original(*args, **kwargs)
 
     def set_item(self, owner: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        """Set `owner[key]` to `value`; `undo` restores it."""
+        """Set `owner[key]` to `value`, until `undo`."""
         before = owner.get(key, _ABSENT)
         owner[key] = value
         self.on_undo(
@@ -117,14 +115,12 @@ class Patches:
         )
 
     def on_undo(self, action: Callable[[], object]) -> None:
-        """Call `action` at the end of `undo`."""
+        """Register `action`, which `undo` calls after it has restored the originals."""
         self._afterwards.append(action)
 
     def originals(self) -> dict[Any, Any]:
-        """Return {replacement: original} of functions and classes.
-
-        Methods of pybind11 have no hash, so they are left out (torch 2.5 has some).
-        """
+        """Return {replacement: original} of the replaced functions and classes. Methods of pybind11
+        have no hash, so they are left out (torch 2.5 has some)."""
         found: dict[Any, Any] = {}
         for owner, name, before in reversed(self._before):
             if before is _ABSENT and isinstance(owner, type):
@@ -137,7 +133,7 @@ class Patches:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore the originals until the block ends."""
+        """Restore the originals within the block, and the replacements at its end."""
         current = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in self._before]
         for owner, name, before in reversed(self._before):
             _restore(owner, name, before)
@@ -148,7 +144,8 @@ class Patches:
                 _restore(owner, name, value)
 
     def undo(self) -> None:
-        """Restore all originals, the last replaced first; then call the actions of `on_undo`."""
+        """Restore all originals, the last replaced first; then call the actions of `on_undo`, the
+        last registered first."""
         while self._before:
             owner, name, before = self._before.pop()
             _restore(owner, name, before)
@@ -166,13 +163,11 @@ def _restore(owner: Any, name: str, value: Any) -> None:
 
 
 def _clear_sequence_slot(kind: type) -> None:
-    """Clear `tp_as_sequence->sq_item` of a class of tensors and of its subclasses.
-
-    Python sets the slot for a `__getitem__` in Python. `PySequence_Check` is then true, and C++
-    reads a 0-d tensor in a list as a list (`compute_sizes` of tensor_new.cpp, torch 2.11). The
-    offsets are those of `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python
-    3.11 to 3.14).
-    """
+    """Clear `tp_as_sequence->sq_item` of `kind`, a class of tensors, and of its subclasses. Python
+    sets this slot for a `__getitem__` in Python. `PySequence_Check` is then true, and C++ reads a
+    0-d tensor in a list as a list (`compute_sizes` of tensor_new.cpp, torch 2.11). The offsets are
+    those of `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python 3.11 to
+    3.14)."""
     word = ctypes.c_void_p
     if methods := word.from_address(id(kind) + object.__basicsize__ + 11 * 8).value:
         word.from_address(methods + 3 * 8).value = None

@@ -67,7 +67,7 @@ def _without_torch_function(attribute: Callable[[Any], T], tensor: Tensor) -> T:
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Return whether `tensor` has no data: torch's C++ places it on `meta`."""
+    """Return whether `tensor` has no data, that is, whether torch's C++ has it on `meta`."""
     if type(tensor) in PLAIN and not _has_mode():
         return _is_meta_in_c(tensor)
     return _without_torch_function(_is_meta_in_c, tensor)
@@ -81,7 +81,7 @@ def is_on_real_gpu(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the tensor inside `tensor` if it is of a wrapper subclass, such as a DTensor; else
+    """Return the inner tensor if `tensor` is of a wrapper subclass, such as a DTensor; else
     `tensor`. Of several inner tensors, it is the first."""
     while type(tensor) not in PLAIN:
         inner = getattr(tensor, "_local_tensor", None)
@@ -109,12 +109,8 @@ def _parsed(device: Any) -> torch.device | None:
 
 def resolve(device: Any) -> Any:
     """Return the `torch.device` of this process's GPU if `device` is `"cuda"` or the GPU's index.
-
-    Devices of other types, and values that are no device, are returned unchanged.
-
-    Raises:
-        RuntimeError: a GPU that this process does not have, with torch's message.
-    """
+    Devices of other types, and values that are no device, are returned unchanged. Raise
+    `RuntimeError`, with torch's message, for a GPU that this process does not have."""
     found = _parsed(device)
     if found is None or found.type != "cuda":
         return device
@@ -129,13 +125,13 @@ def resolve(device: Any) -> Any:
 
 
 def _is_own(index: int) -> bool:
-    """Return whether the script's `CUDA_VISIBLE_DEVICES` maps `cuda:index` to this rank's GPU."""
+    """Return whether the script's `CUDA_VISIBLE_DEVICES` makes `cuda:index` this process's GPU."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return names[index : index + 1] == [str(GPU.device.index)]
 
 
 def is_another(device: Any) -> bool:
-    """Return whether `device` is a GPU of the host that belongs to another process."""
+    """Return whether `device` is a GPU of this host that another process uses, not this one."""
     found = _parsed(device)
     if found is None or found.type != "cuda" or found.index in (None, GPU.device.index):
         return False
@@ -143,7 +139,7 @@ def is_another(device: Any) -> bool:
 
 
 class Place(Enum):
-    """Place of a tensor in the simulated run: host with or without data, GPU, or meta."""
+    """Place of a tensor in the simulated run: host with or without values, GPU, or meta."""
 
     REAL = "in memory"  # a tensor of the host that has its values
     HOST = "host"  # a tensor of the host whose values are not needed: it takes no memory here
@@ -169,7 +165,7 @@ host_storages: dict[int, int] = {}  # bytes on the simulated host, by storage ke
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return an integer that identifies the storage of `tensor` (sparse: of its values)."""
+    """Return an integer that identifies the storage of `tensor` (if sparse, of its values)."""
     if tensor.layout is not torch.strided:
         is_coo = tensor.layout is torch.sparse_coo
         with torch._C._DisableTorchDispatch():
@@ -181,12 +177,12 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether a real run would have `tensor` on the GPU; here it has no data."""
+    """Return whether `tensor` would be on the GPU in a real run; in this run it has no data."""
     return is_meta(tensor) and not (host_storages and storage_key(tensor) in host_storages)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists and tuples."""
+    """Yield the tensors in `values`, nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -195,7 +191,8 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def sample_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments; of more than 8 in a list, the first and the last."""
+    """Return the tensors among the arguments and in lists among them. Of a list of more than 8
+    items, only the first and the last are returned."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -214,18 +211,16 @@ _MAKERS = {
 
 
 def dense(out: Any, func: Any, where: Callable[[], str]) -> Any:
-    """Check that `out`, a result of `func` on the GPU, is dense, and return it unchanged.
-
-    Raises:
-        UnsupportedError: it is sparse or nested; `where` returns the script's line.
-    """
+    """Return `out`, a result of the operator `func` on the GPU, if it is a dense tensor or no
+    tensor. Else raise `UnsupportedError`, with the script's line, which `where` returns."""
     if not isinstance(out, Tensor) or out.layout is torch.strided:
         return out
     raise refused(func, str(out.layout).removeprefix("torch."), where())
 
 
 def refused(func: Any, kind: str, line: str) -> UnsupportedError:
-    """Return the error for a call of `func` on a tensor of the layout `kind`."""
+    """Return the error for a call of `func` with a tensor of layout `kind`, such as `sparse_coo`.
+    `line` is the script's line, "" if unknown."""
     name = str(func).removesuffix(".default")
     return UnsupportedError(
         f"{line or 'the script'}: `{name}` with a tensor of layout {kind} cannot be simulated",
@@ -234,7 +229,8 @@ def refused(func: Any, kind: str, line: str) -> UnsupportedError:
 
 
 def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
-    """Make creation of nested or block-sparse GPU tensors fail, with the line from `where`."""
+    """Make creation of nested or block-sparse tensors on the GPU raise `UnsupportedError`. The
+    error names the script's line, which `where` returns."""
     for owner, names in _MAKERS.items():
         for name in names:
             full = f"{owner.__name__}.{name}"
@@ -259,8 +255,8 @@ def _make_on_host(
 def local_foreach(
     mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a `_foreach` operator on the local parts of DTensors that are sharded alike. Return the
-    results as DTensors, None if there are none, or `NotImplemented` for any other call."""
+    """Run `func`, a `_foreach` operator, on the local parts of DTensors that are sharded alike.
+    Return DTensors, None if it has no result, or `NotImplemented` for any other call."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_") or name in FOREACH_REDUCTIONS or kwargs:
         return NotImplemented
@@ -284,7 +280,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
-    """Return whether all are DTensors of one mesh, shape and placements, none of them partial."""
+    """Return whether all are DTensors of one mesh, shape and placements, and none is partial."""
     specs = [getattr(tensor, "_spec", None) for tensor in tensors]
     first = specs[0]
     if first is None or any(p.is_partial() for p in first.placements):

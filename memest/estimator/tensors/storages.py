@@ -22,7 +22,7 @@ class MemKind(StrEnum):
 
 
 class FreeTiming(Enum):
-    """Assumed time at which blocks that another stream or a collective uses are freed."""
+    """Assumed time of the free of a block that another stream or a collective uses."""
 
     LATEST = "at the latest moment"
     IMMEDIATE = "immediately"
@@ -42,7 +42,8 @@ RETURNED = -(1 << 40)  # largest event that encodes the return of a deferred blo
 
 
 def return_of(index: int) -> int:
-    """Convert a storage id to the event that frees its deferred block, or this event to the id."""
+    """Return the event that frees the deferred block of the storage with id `index`. Given this
+    event, return the id. A deferred block is freed later than its storage."""
     return RETURNED - index
 
 
@@ -53,7 +54,7 @@ NEW_HANDLE = EMPTIED - 2  # event at which cuBLAS creates a handle
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Module, phase, operator and line that allocated a storage."""
+    """Module, phase, operator and line of the script that allocated a storage."""
 
     op: str
     module: str
@@ -77,7 +78,7 @@ class Site:
 
 @dataclass(slots=True)
 class StorageTable:
-    """Lists of all storages of a run; an id is an index into the lists."""
+    """Table of all storages of a run, a list per property; a storage's id is its index."""
 
     num_bytes: list[int] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -90,7 +91,7 @@ class StorageTable:
     """Storages sized by the GPU, by id: share of the GPU's memory, and bytes to subtract."""
 
     def on(self, gpu_bytes: int) -> "StorageTable":
-        """Return the table for a GPU with `gpu_bytes`, on which the sizes in `shares` depend."""
+        """Return the table for a GPU with `gpu_bytes` of memory, on which `shares` depend."""
         if not self.shares:
             return self
         sizes = list(self.num_bytes)
@@ -106,7 +107,8 @@ class StorageTable:
     unused: list[int] = field(default_factory=list)  # ids of forgotten storages, for reuse
 
     def add(self, num_bytes: int, site: Site, kind: MemKind) -> int:
-        """Add a storage of `num_bytes`, requested at `site`; return its id."""
+        """Add a storage of `num_bytes`, requested at `site` for the purpose `kind`; return its
+        id."""
         if not self.unused:
             self.num_bytes.append(num_bytes)
             self.sites.append(site)
@@ -119,7 +121,7 @@ class StorageTable:
         return index
 
     def forget(self, index: int) -> None:
-        """Allow `add` to use the id `index` of a freed storage again."""
+        """Drop the freed storage with id `index`, so that `add` can use the id again."""
         self.streams.pop(index, None)
         self.deferred.discard(index)
         self.stashed.discard(index)
@@ -130,7 +132,7 @@ class StorageTable:
 
 @dataclass(slots=True)
 class Coverage:
-    """Number of operator calls, and how often each operator was not modelled."""
+    """Number of operator calls of a run, and for each operator the number of those not modelled."""
 
     num_ops: int = 0
     unmodelled: Counter[str] = field(default_factory=Counter)

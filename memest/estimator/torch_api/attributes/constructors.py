@@ -1,4 +1,4 @@
-"""Functions that make tensors, on the script's device or its default device."""
+"""Functions that make tensors, replaced so that they accept the virtual GPU as their `device`."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,8 @@ _DTYPES = {f"{name}Tensor": getattr(torch, f"{name}Tensor").dtype for name in _T
 
 
 class LegacyTensor:
-    """Replacement of a type such as `torch.cuda.FloatTensor`, in calls and in `isinstance`."""
+    """Replacement of a legacy tensor type such as `torch.cuda.FloatTensor`, callable as a
+    constructor and usable in `isinstance`."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -34,7 +35,7 @@ class LegacyTensor:
         return f"<class '{_PREFIX}{self.__name__}'>"
 
     def __call__(self, *args: Any) -> Tensor:
-        """Return a GPU tensor with the given data or sizes."""
+        """Return a GPU tensor; `args` are its sizes, or one tensor or list of data."""
         return _made(args, self.dtype, GPU.device)
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -42,7 +43,7 @@ class LegacyTensor:
 
 
 def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the tensor that a legacy constructor makes from `args`: sizes, a tensor or data."""
+    """Return a tensor as a legacy constructor makes it from `args`: sizes, or a tensor or list."""
     given = args[0] if len(args) == 1 else None
     if given is None or isinstance(given, int | torch.Size):
         sizes = given if isinstance(given, torch.Size) else args or (0,)
@@ -55,7 +56,7 @@ def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def _install_legacy(patches: Patches) -> None:
-    """Install `torch.cuda.FloatTensor` and the like, which only a CUDA build of torch has."""
+    """Install `torch.cuda.FloatTensor` and similar types, which only a CUDA build of torch has."""
     for name in _DTYPES:
         patches.set(torch.cuda, name, LegacyTensor(name))
 
@@ -78,7 +79,7 @@ def _install_legacy(patches: Patches) -> None:
 
 
 def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
-    """Return the dtype of `kind`, a `LegacyTensor` or the name of one; None for other values."""
+    """Return the dtype of `kind`, a `LegacyTensor` or its name; None for other values."""
     if isinstance(kind, LegacyTensor):
         return kind.dtype
     is_name = isinstance(kind, str) and kind.startswith(_PREFIX)
@@ -86,7 +87,7 @@ def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
 
 
 def _install_default(patches: Patches) -> None:
-    """Make `torch.set_default_tensor_type` take GPU types; undo resets the default device."""
+    """Make `torch.set_default_tensor_type` accept GPU types; undo restores the default device."""
     set_type = torch.set_default_tensor_type
     make: Any = Tensor.__new__
     is_on_gpu = False
@@ -130,7 +131,7 @@ Constructor = Callable[..., Any]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make factories and constructors accept `device="cuda"` for the virtual GPU."""
+    """Make functions that create tensors accept `device="cuda"` for the virtual GPU."""
     if not makes_subclasses_under_modes():  # a view, so it stays where the tensor is
         patches.within(Tensor, "as_subclass", lambda *_: _disable_current_modes())
     _install_legacy(patches)
@@ -177,7 +178,8 @@ def _with_device(function: Constructor) -> Constructor:
 
 
 def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    """Call `function`, a factory of compressed matrices, with its tensors moved to `device`."""
+    """Call `function`, a factory such as `torch.sparse_csr_tensor`, with its parts moved to
+    `device`. None is the default device."""
     device = device if device is not None else _default_device()
     if device is None:
         return function(*args, **kwargs)
@@ -188,8 +190,9 @@ def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: A
 def _from_data(
     function: Constructor, *args: Any, copies: bool, device: Any = None, **kwargs: Any
 ) -> Any:
-    """Call a factory such as `torch.tensor`, which fills a host tensor; copy the result to
-    `device`. `copies` is False for a factory such as `as_tensor` that may return its argument."""
+    """Call `function`, a factory such as `torch.tensor`, on the host, and move the result to
+    `device`. None is the default device. `copies` is False for a factory such as `torch.as_tensor`,
+    which can return its argument."""
     device = resolve(device if device is not None else _default_device())
     data = args[0] if args else kwargs.get("data")
     if isinstance(data, Tensor) and is_meta(data):

@@ -22,7 +22,8 @@ OnHost = Callable[[Tensor], Tensor]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make reads of tensors without data return known values, or guesses, which are counted."""
+    """Make reads of tensors without data return known values, which are computed on the CPU. Else
+    the reads return guesses, which are counted."""
 
     def on_host(tensor: Tensor) -> Tensor:
         """Return a tensor with data: the known or guessed values of `tensor`."""
@@ -46,7 +47,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Call `read(tensor)` under dispatch modes that `internal_new_from_data` has turned off."""
+    """Call `read(tensor)` under the dispatch modes that `internal_new_from_data` has turned off."""
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
         return read(tensor)
     for key in _MODES:
@@ -103,7 +104,8 @@ def _install_items(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
-    """Return `index` with each list of integers or NumPy array in it as a tensor on `device`."""
+    """Return `index`, as in `tensor[index]`, with tensors on `device` in place of lists of integers
+    and NumPy arrays. `memory` labels these tensors as activations."""
     if isinstance(index, tuple):
         return tuple(_with_positions(each, device, memory) for each in index)
     is_list = isinstance(index, list) and bool(index) and all(isinstance(i, int) for i in index)

@@ -17,7 +17,7 @@ from memest.estimator.tensors.storages import Site
 
 
 def _install_places(patches: Patches, mode: CudaSimMode) -> None:
-    """Make `device`, `is_cuda` and the like report where the simulated run has a tensor."""
+    """Make `device`, `is_cuda` and the like report where a real run would have a tensor."""
     live = mode.memory.live
 
     def device(tensor: Tensor) -> torch.device:
@@ -42,17 +42,16 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
 
         @patches.wrap(Tensor, "rename")
         def without_names(rename: Any, tensor: Tensor, *names: Any) -> Any:
-            """Return a view for `rename(None)`, which torch's C++ refuses on meta."""
+            """Return a view for `rename(None)`, which torch's C++ refuses for meta tensors."""
             is_view = names == (None,) and is_meta(tensor)
             return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
 
     @patches.wrap(Tensor, "_make_wrapper_subclass")
     def wrap(make: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
         """Create a wrapper subclass of GPU tensors on the meta device, like its inner tensors.
-
         Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
-        stream, and the engine the device's context. Its `device` is that of the first inner tensor.
-        """
+        stream, and the engine the device's context. It reports the device of its first inner
+        tensor."""
         where = kwargs.get("device")
         if where is not None and hasattr(cls, "__tensor_flatten__"):
             kwargs["device"] = META if torch.device(where).type == "cuda" else where
@@ -109,7 +108,8 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _address_of(mode: CudaSimMode, key: int) -> int:
-    """Return the address of a storage: of its block on the GPU, else `key`, its `storage_key`."""
+    """Return the address of the storage whose `storage_key` is `key`: of its block if it is on the
+    GPU, else `key` itself."""
     return mode.memory.address_of(key) if key in mode.memory.live else key
 
 
@@ -117,7 +117,7 @@ Move = Callable[..., Tensor]
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace `to`, `cuda`, `cpu` and the like by moves between the host and the virtual GPU."""
+    """Replace `to`, `cuda`, `cpu` and similar methods by moves between host and virtual GPU."""
     _install_places(patches, mode)
     to_: Move = Tensor.to
     move = _mover(mode, to_)
@@ -145,7 +145,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_parse_to(patches: Patches) -> None:
-    """Make `Module.to` accept a device number, or a GPU tensor whose device and dtype it takes."""
+    """Make `Module.to` accept the number of a device, or a GPU tensor for its device and dtype."""
 
     @patches.wrap(torch._C._nn, "_parse_to")
     def parse(parse_to: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,10 +161,8 @@ def _install_parse_to(patches: Patches) -> None:
 
 
 class _FromHost(torch.autograd.Function):
-    """Autograd node of a copy from host to GPU, whose gradient returns to the host.
-
-    torch's own copy reads the device of its source, which is `meta` for all tensors without data.
-    """
+    """Autograd node of a copy from host to GPU, whose backward copies the gradient to the host. The
+    node of torch itself reads the device of its source, which is `meta` without data."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, to_: Move, rest: tuple[Any, ...]) -> Tensor:
@@ -212,7 +210,8 @@ _PYTHON_TYPES: Any = {float: torch.float64, int: torch.int64, bool: torch.bool}
 
 
 def _parser(move: Move, to_: Move) -> Move:
-    """Return a replacement of `Tensor.to` (`to_`) that calls `move` if the device may change."""
+    """Return a replacement of `Tensor.to` (`to_`). It calls `move(tensor, device, *rest, **kwargs)`
+    if the device may change, else `to_`."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(_PYTHON_TYPES.get(a, a) if isinstance(a, type) else a for a in args)
@@ -236,7 +235,8 @@ def _parser(move: Move, to_: Move) -> Move:
 
 
 def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    """Return the dtype that `to(device, *rest, **kwargs)` requests; remove it from `kwargs`."""
+    """Return the dtype that `to(device, *rest, **kwargs)` requests, by default that of `tensor`.
+    Remove it from `kwargs`."""
     given = kwargs.pop("dtype", None) or (rest[0] if rest else None)
     return given if isinstance(given, torch.dtype) else tensor.dtype
 
@@ -247,7 +247,7 @@ def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
-    """Make new host parameters have no data, and let `Module.to` move them."""
+    """Make new host parameters meta tensors without data, and let `Module.to` move them."""
     make = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -278,7 +278,8 @@ _MOVES = "half float double char short int long cuda cpu to get_device".split()
 
 
 def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
-    """Return a host tensor like `data`, but without data; a small one has known values."""
+    """Return a host tensor like `data` without data, that is, a meta tensor. If it is small, its
+    values are known (`adopt_small`)."""
     bare = _empty(data, META)
     mode.host.put(bare)
     mode.values.adopt_small(bare, data)
@@ -286,7 +287,7 @@ def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
 
 
 def _install_data(patches: Patches, mode: CudaSimMode) -> None:
-    """Allow `tensor.data = value` if only one of the two tensors has data."""
+    """Allow `tensor.data = value` if one of the two tensors has data and the other has none."""
     data_of: Any = vars(torch._C.TensorBase)["data"]
     swap_tensors: Any = torch.utils.swap_tensors
 
@@ -314,11 +315,8 @@ def _install_data(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
-    """Make an assigned `grad` have data if its host weight has data, and none otherwise.
-
-    A gradient on another device is refused with the message of `check_and_update_grad`
-    (torch/csrc/autograd/python_variable.cpp).
-    """
+    """Make a gradient have data exactly if its host weight has data, when `grad` is assigned.
+    Refuse a gradient on another device as `check_and_update_grad` of python_variable.cpp does."""
     grad_of: Any = vars(torch._C.TensorBase)["grad"]
 
     def set_grad(tensor: Tensor, value: Tensor | None) -> None:
@@ -335,7 +333,8 @@ def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
-    """Return `grad`, or a converted copy if only one of it and the host `weight` has data."""
+    """Return `grad` if both it and the host tensor `weight` have data, or neither has. Else return
+    a copy of `grad` that has data if `weight` has."""
     part, has_no_data = placement.local_part(grad), is_meta(placement.local_part(weight))
     if is_meta(part) == has_no_data or mode.host.place(placement.local_part(weight)) is Place.META:
         return grad
@@ -344,7 +343,8 @@ def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
 
 
 def _empty(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor like `like`, with its strides, made outside of all dispatch modes."""
+    """Return an empty tensor on `device` with size and strides of `like`, outside of all dispatch
+    modes. `dtype` None is that of `like`."""
     with _disable_current_modes():
         size, stride, dtype = like.size(), like.stride(), dtype or like.dtype
         return torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Devices of `torch.cuda`: properties, `cudart()`, switches of libraries, generators."""
+"""Virtual GPU in `torch.cuda`: properties, `cudart()`, switches of libraries, generators."""
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -21,7 +21,7 @@ true_class: Any = torch.device
 
 
 class _LikeTrueClass(type):
-    """Metaclass by which `isinstance` and `==` treat the class as torch's own `torch.device`."""
+    """Metaclass that makes a class equal to torch's own `torch.device` in `isinstance` and `==`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, true_class)
@@ -37,10 +37,10 @@ class _LikeTrueClass(type):
 
 
 class device(metaclass=_LikeTrueClass):
-    """Replacement of `torch.device`, for which a number alone is a CUDA device."""
+    """Replacement of `torch.device`, for which a number alone is the index of a CUDA device."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of torch's own class."""
+        """Return an instance of torch's own class, made from the arguments."""
         if len(args) == 1 and not kwargs and type(args[0]) is int:
             return true_class("cuda", args[0])
         return true_class(*args, **kwargs)
@@ -53,7 +53,7 @@ UUID = "00000000-0000-0000-0000-000000000000"  # UUID of the virtual GPU
 
 
 class DeviceProperties(SimpleNamespace):
-    """Result of `torch.cuda.get_device_properties`."""
+    """Properties of the virtual GPU, as `torch.cuda.get_device_properties` returns them."""
 
     def __repr__(self) -> str:
         return (
@@ -66,7 +66,7 @@ class DeviceProperties(SimpleNamespace):
 
 
 def properties_of(gpu: Gpu) -> DeviceProperties:
-    """Return the properties of `gpu` that torch and libraries read."""
+    """Return the properties of `gpu` that torch and libraries read from CUDA."""
     major, minor = gpu.capability
     per_sm = gpu.multiprocessor
     return DeviceProperties(
@@ -83,7 +83,7 @@ def properties_of(gpu: Gpu) -> DeviceProperties:
 
 
 class CudaError(IntEnum):
-    """`cudaError`, with the values that torch exposes."""
+    """Result codes of CUDA's runtime, `cudaError`, as far as torch has them in Python."""
 
     success = 0
 
@@ -129,7 +129,7 @@ def _install_comm(patches: Patches) -> None:
 
 
 def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
-    """Make `_group_tensors_by_device_and_dtype` group by the simulated devices."""
+    """Make `_group_tensors_by_device_and_dtype` group tensors by their devices in a real run."""
 
     @patches.wrap(torch._C, "_group_tensors_by_device_and_dtype")
     def grouped(group: Any, lists: Any, with_indices: bool = False) -> dict[Any, Any]:
@@ -151,7 +151,7 @@ DRIVER_VERSION = 13000  # CUDA version of the driver under which memest was meas
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make `torch.cuda` report the virtual GPU of `mode` instead of the devices of the driver."""
+    """Make `torch.cuda` report the virtual GPU of `mode` instead of GPUs of this machine."""
     patches.set(torch, "device", device)
     answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
     found = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
@@ -224,7 +224,7 @@ def driver_version() -> int:
 
 
 def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace the switches of cuDNN, cuBLAS and cuSOLVER: reading one returns the value set."""
+    """Replace the switches of cuDNN, cuBLAS and cuSOLVER; reading one returns the value set."""
     values: dict[str, Any] = {}
 
     def switch(get: str, set_: str, default: Any, note: str = "") -> None:
@@ -251,7 +251,7 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
 
 
 class Generator(torch.Generator):
-    """Replacement of `torch.Generator`, whose instances for the virtual GPU are `OnGpu`."""
+    """Replacement of `torch.Generator`; generators for the virtual GPU are `OnGpu` objects."""
 
     rng: ClassVar[CudaRng]
     kind_on_gpu: "ClassVar[type[OnGpu]]"

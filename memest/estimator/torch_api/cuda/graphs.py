@@ -27,7 +27,8 @@ Pool = tuple[int, int]  # id of a private pool: 0 and its number
 
 
 class Captures:
-    """Creates private memory pools, counts their users, and captures CUDA graphs into them."""
+    """Private memory pools of a run: ids, numbers of users, and captures of CUDA graphs into
+    pools."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.mode = mode
@@ -46,16 +47,15 @@ class Captures:
         self.mode.timeline.capture_into(FIRST_PRIVATE_POOL + pool[1])
 
     def register(self, generator: torch.Generator) -> None:
-        """Allocate seed and offset of `generator` on the GPU; they are freed with the last graph.
-
-        As `CUDAGeneratorState::register_graph` of CUDAGeneratorImpl.cpp (torch 2.11).
-        """
+        """Allocate seed and offset of `generator` on the GPU, as
+        `CUDAGeneratorState::register_graph` does (CUDAGeneratorImpl.cpp, torch 2.11). They are
+        freed with the last graph."""
         if generator not in self._states:
             made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
             self._states[generator] = tuple(made)
 
     def release(self, pool: Pool) -> None:
-        """Record that a user of `pool` was freed; a pool without users can free its segments."""
+        """Record that a user of `pool` was freed. A pool without users can free its segments."""
         self.num_users[pool[1]] -= 1
         if not self.num_users[pool[1]]:
             self.mode.memory.allocator.released_pools.add(FIRST_PRIVATE_POOL + pool[1])
@@ -78,14 +78,14 @@ class CudaGraph:
         self.captures.mode.work.capture()
 
     def capture_end(self) -> None:
-        """End the capture; `RuntimeError` if nothing is captured."""
+        """End the capture; raise `RuntimeError` if none has begun."""
         if self._pool is None:
             raise RuntimeError("capture_end() called before capture_begin().")
         self.captures.mode.timeline.capture_into(None)
         self._work = self.captures.mode.work.captured()
 
     def replay(self) -> None:
-        """Launch the captured kernels in one call; they request no memory."""
+        """Record a launch of all captured kernels in one call; they request no memory."""
         if self._work is not None:
             self.captures.mode.work.add(self._work)
 
@@ -95,7 +95,7 @@ class CudaGraph:
     instantiate = enable_debug_mode = debug_dump = constant(None)
 
     def reset(self) -> None:
-        """Release the graph's pool, whose memory can be freed if no other graph uses it."""
+        """Release the graph's pool; its memory can be freed if no graph or `MemPool` uses it."""
         if self._pool is not None:
             self.captures.release(self._pool)
             self._pool = None
@@ -110,10 +110,8 @@ class CudaGraph:
 
 
 class MemPool:
-    """Private memory pool, as `torch.cuda.MemPool`; its free segments stay while the object exists.
-
-    When the object is deleted, torch frees them immediately, memest at the next `empty_cache`.
-    """
+    """Private memory pool, in place of `torch.cuda.MemPool`; it keeps its free segments while it
+    exists. When it is deleted, torch frees them immediately, memest at the next `empty_cache`."""
 
     captures: ClassVar[Captures]
 
@@ -129,7 +127,8 @@ class MemPool:
         return self.captures.num_users[self.id[1]]
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """Return the pool's segments as `torch.cuda.memory_snapshot` does, without traces."""
+        """Return the pool's segments as `torch.cuda.memory_snapshot` does, always without
+        traces."""
         return torch._C._cuda_memorySnapshot((*self.id, include_traces))["segments"]
 
     def __del__(self) -> None:
@@ -138,7 +137,8 @@ class MemPool:
 
 
 class _PoolFunctions:
-    """Replacements of `torch._C._cuda_NAME` by methods `NAME`, for the pool of CUDA graph trees."""
+    """Methods `NAME` that replace the functions `torch._C._cuda_NAME`, with which torch's CUDA
+    graph trees use private pools."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode, self._memory = mode, mode.memory
@@ -152,17 +152,17 @@ class _PoolFunctions:
         self._mode.timeline.serve_from(None)
 
     def releasePool(self, device: int, pool: Pool) -> None:
-        """Do nothing: a CUDA graph of the graph trees still holds the pool."""
+        """Do nothing, since a CUDA graph of the graph trees still uses the pool."""
 
     def getCheckpointState(self, device: int, pool: Pool) -> tuple[int, dict[int, int]]:
-        """Return (number of the pool, {address: bytes} of its live blocks)."""
+        """Return (number of the pool, {address: bytes} of its allocated blocks)."""
         number = FIRST_PRIVATE_POOL + pool[1]
         blocks = self._memory.blocks_of(number).values()
         return number, {block.address: block.num_bytes for block in blocks}
 
     def setCheckpointPoolState(self, device: int, state: Any, stale: Any, live: list[int]) -> None:
-        """Restore the pool to `state`, a result of `getCheckpointState`. `live` has the keys
-        (`_cdata`) of storages that own its blocks; `stale` is ignored."""
+        """Restore the pool's blocks to `state`, a result of `getCheckpointState`. `live` has the
+        keys (`_cdata`) of the storages that own the blocks; `stale` is ignored."""
         site = self._mode.attribution.site("setCheckpointPoolState")
         number, blocks = state
         with self._memory.lock:
@@ -174,10 +174,8 @@ class _PoolFunctions:
 
 
 class _StorageFunctions:
-    """Replacements of `torch._C._NAME` by methods `NAME`, for the tensors of CUDA graph trees.
-
-    A tensor that a replayed graph writes has an address in the pool and no block of its own.
-    """
+    """Methods `NAME` that replace the functions `torch._C._NAME`, for tensors of CUDA graph trees.
+    A tensor that a replayed graph writes has an address in the pool and no block of its own."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._memory = mode.memory
@@ -213,14 +211,14 @@ class _StorageFunctions:
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace torch's CUDA graphs, private pools and functions of graph trees by those here."""
+    """Replace torch's CUDA graphs, private pools and functions of graph trees by the ones here."""
     captures = Captures(mode)
     patches.set_methods(_PoolFunctions(mode), torch._C, prefix="_cuda_")
     patches.set_methods(_StorageFunctions(mode), torch._C, prefix="_")
 
     @contextmanager  # as in torch: Dynamo of 2.14 reads `use_mem_pool.__wrapped__`
     def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-        """Serve requests of this thread from `pool` within the block."""
+        """Within the block, serve requests of this thread from `pool`; `device` is ignored."""
         with setting(mode.timeline, "mem_pool", FIRST_PRIVATE_POOL + pool.id[1]):
             yield
 

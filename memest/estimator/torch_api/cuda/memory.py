@@ -19,7 +19,8 @@ from memest.estimator.tensors.placement import is_another, resolve
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Make memory functions of `torch.cuda` use `mode`'s allocator; pluggable allocators raise."""
+    """Make memory functions of `torch.cuda` use the simulated allocator of `mode`. Pluggable
+    allocators are refused."""
     functions = _Functions(mode)
     for made in (functions, _Recordings(mode)):
         patches.set_methods(made, torch._C, prefix="_cuda_")
@@ -45,7 +46,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 class _OfMode:
-    """Base class whose methods replace functions of `torch._C`, named without their prefixes."""
+    """Base class of replacements for functions of `torch._C`. A method has the function's name
+    without its prefix."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         assert isinstance(mode.memory.allocator, CountingAllocator)
@@ -81,7 +83,7 @@ class _Functions(_OfMode):
         self._memory.history.emptied()
 
     def hostMemoryStats(self) -> dict[str, Any]:
-        """Return zeros, because pinned memory of the host is not simulated."""
+        """Return statistics of pinned host memory, all 0: it is not simulated."""
         zeros = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
         times = dict.fromkeys(("total", "max", "min", "count", "avg"), 0)
         names = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
@@ -105,7 +107,7 @@ class _Functions(_OfMode):
         return 1.0 if allowed is None else allowed / self._total_bytes
 
     def _change_settings(self, text: str) -> None:
-        """Apply `text`, settings in the form of `PYTORCH_ALLOC_CONF` (`max_split_size_mb:64`).
+        """Apply the allocator settings in `text`, such as `max_split_size_mb:64`. Raise
         `UnsupportedError` if a setting changes after the first segment is reserved."""
         allocator = self._allocator
         allocator.read_settings()
@@ -120,7 +122,7 @@ class _Functions(_OfMode):
             self.setMemoryFraction(settings.memory_fraction)
 
     def _get_info(self, device: Any = None) -> tuple[int, int]:
-        """Return (free, total) bytes of `device`; a GPU of another process counts as unused."""
+        """Return (free, total) bytes of GPU `device`; one of another process counts as unused."""
         limit_bytes = self._mode.gpu.limit_bytes
         if is_another(device):
             return limit_bytes, self._total_bytes
@@ -167,10 +169,8 @@ Stack = tuple[tuple[CodeType | str, int], ...]  # (code or operator, offset), in
 
 
 class Stacks:
-    """Collects Python stacks, and converts them to frames in the form of torch's memory snapshots.
-
-    With `has_operators` the running operator comes first, where torch has C++ frames.
-    """
+    """Collector of Python stacks, which converts them to frames in the form of torch's memory
+    snapshots. With `has_operators` the running operator comes first, where torch has C++ frames."""
 
     def __init__(self, *, has_operators: bool) -> None:
         self._has_operators = has_operators
@@ -194,7 +194,7 @@ class Stacks:
         return tuple(found)
 
     def frames_of(self, stack: Stack) -> list[dict[str, Any]]:
-        """Return `stack` as a list of {filename, line, name}; equal stacks get the same list."""
+        """Return `stack` as a list of {filename, line, name}; equal stacks share a list."""
         if stack not in self._frames:
             self._frames[stack] = [_frame(code, at) for code, at in stack]
         return self._frames[stack]
@@ -217,11 +217,8 @@ _CHOICES = {
 
 
 class _Recordings(_OfMode):
-    """Replacements of functions that record the allocator's history.
-
-    They mirror `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`), torch
-    2.11.
-    """
+    """Replacements of functions that record the allocator's history. They mirror
+    `torch::cuda::_record_memory_history` (`torch/csrc/cuda/memory_snapshot.cpp`, torch 2.11)."""
 
     _metadata = ""
 
@@ -229,12 +226,9 @@ class _Recordings(_OfMode):
         self, enabled: str | None, context: str | None = "all", stacks: str = "all",
         max_entries: int = sys.maxsize, clear_history: bool = False, *others: Any,
     ) -> None:  # fmt: skip
-        """Start recording the allocator's events, or stop if `enabled` is None.
-
-        Options are those of `torch.cuda.memory._record_memory_history`; a wrong one raises
-        `RuntimeError`. `others` are compile context, annotations and actions to skip; only the last
-        has an effect.
-        """
+        """Start recording the allocator's events, or stop if `enabled` is None. Options are those
+        of `torch.cuda.memory._record_memory_history`; a wrong one raises `RuntimeError`. `others`
+        are compile context, annotations and actions to skip; only the last has an effect."""
         given = {"state": enabled, "context": context, "stacks": stacks}
         for option, word in given.items():
             if word not in _CHOICES[option]:
@@ -261,16 +255,16 @@ class _Recordings(_OfMode):
         self, enabled: bool, has_stacks: bool = True, max_entries: int = 1,
         has_stacks_of_entries: bool = False, has_cpp_stacks: bool = False, *others: Any,
     ) -> None:  # fmt: skip
-        """Start or stop a recording, by the flags of torch's older function. `context` is "alloc"
-        with `has_stacks_of_entries`, else "state" with `has_stacks`. `stacks` is "all" with
-        `has_cpp_stacks`."""
+        """Start or stop a recording, by the flags of torch's older function. The recording's
+        `context` is "alloc" with `has_stacks_of_entries`, else "state" with `has_stacks`, else
+        None. Its `stacks` are "all" with `has_cpp_stacks`, else "python"."""
         context = "alloc" if has_stacks_of_entries else "state" if has_stacks else None
         stacks = "all" if has_cpp_stacks else "python"
         state = "all" if enabled else None
         self.record_memory_history(state, context, stacks, max_entries, *others)
 
     def _follow_frees(self, follows: bool) -> None:
-        """Record the stacks at which Python frees storages if `follows`; else stop doing so."""
+        """Begin to record the stacks at which Python frees storages, or stop unless `follows`."""
         memory, allocator = self._memory, self._allocator
         vars(memory).pop("free", None)
         free = memory.free
@@ -288,11 +282,9 @@ class _Recordings(_OfMode):
         return self._allocator.history is not None
 
     def memorySnapshot(self, options: Any = None) -> dict[str, Any]:
-        """Return segments and trace, in the form of torch's snapshot.
-
-        `options` begin with the id of a private pool (two numbers); (0, 0) selects all segments, as
-        None does. A third option, False, leaves out the trace.
-        """
+        """Return segments and trace of events, in the form of torch's snapshot. `options` begin
+        with the id of a private pool (two numbers); (0, 0) selects all segments, as None does. A
+        third option, False, leaves out the trace."""
         self._memory.settle()
         history = self._allocator.history
         has_trace = options is None or len(options) < 3 or options[2]

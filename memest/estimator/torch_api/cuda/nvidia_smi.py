@@ -20,8 +20,8 @@ NOT_AVAILABLE = "[N/A]"  # printed for a field that a GPU lacks
 
 
 def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
-    """Return what `nvidia-smi` prints for arguments `words`: a list (`-L`), CSV for a query, or a
-    table. `gpus` has the values of each GPU by field name, such as `memory.used` in MiB."""
+    """Return what `nvidia-smi` prints for its arguments `words`: a list (`-L`), CSV for a query, or
+    a table. `gpus` has each GPU's values by field name, such as `memory.used` in MiB."""
     options = dict(word.lstrip("-").partition("=")[::2] for word in words)
     if "L" in options or "list-gpus" in options:
         return "\n".join(f"GPU {g['index']}: {g['name']} (UUID: {g['uuid']})" for g in gpus)
@@ -51,10 +51,8 @@ def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
 
 
 def install(patches: Any, module: Any) -> None:
-    """Put memest's `nvidia-smi` first on `PATH` of child processes whose command names it.
-
-    `module` is the `pynvml` of the virtual GPU.
-    """
+    """Put memest's `nvidia-smi` first on `PATH` of child processes whose command names it. `module`
+    is the `pynvml` of the virtual GPU, from which the program's values are read."""
 
     @cache
     def folder() -> str:
@@ -81,7 +79,8 @@ def install(patches: Any, module: Any) -> None:
 
 def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
     """Write the program, and the GPU's values as read from `nvml` (`pynvml`), to `folder`. Return
-    the child's environment: `given` (None: this process's) with `folder` first on `PATH`."""
+    the environment of the child process, with `folder` first on `PATH`. `given` is its environment
+    before; None is this process's."""
     program, values = Path(folder, NAME), Path(folder, "values.json")
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)

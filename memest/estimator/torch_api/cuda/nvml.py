@@ -41,7 +41,7 @@ class _Error(Exception):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace `pynvml` and torch's NVML queries by values of the virtual GPU."""
+    """Replace `pynvml` and torch's NVML queries by functions for the virtual GPU of `mode`."""
     found = sys.modules.get("pynvml")
     module = found if found is not None and hasattr(found, "NVMLError") else _stub()
     patches.set_item(sys.modules, "pynvml", module)
@@ -58,7 +58,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 @cache
 def _stub() -> ModuleType:
-    """Return a replacement of the module `pynvml`, for a process without nvidia-ml-py."""
+    """Return a substitute for the module `pynvml`, for a process without nvidia-ml-py."""
     module = ModuleType("pynvml", "NVML of the virtual GPU.")
     module.__spec__ = ModuleSpec("pynvml", None)
     vars(module).update(FACTS["nvml"]["constants"])
@@ -83,7 +83,7 @@ def _not_supported(module: ModuleType) -> Any:
 
 
 class _Functions:
-    """Replacements of NVML's functions, for the virtual GPU; all GPU indices get one handle."""
+    """Replacements of NVML's functions, for the virtual GPU; all GPU indices have one handle."""
 
     def __init__(self, mode: CudaSimMode, module: ModuleType) -> None:
         self._mode, self._error, self._handle = mode, module.NVMLError, object()

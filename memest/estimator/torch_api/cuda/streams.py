@@ -1,4 +1,4 @@
-"""Streams and events, and the profiler."""
+"""Streams, events and the profiler of `torch.cuda`, for the virtual GPU."""
 
 import sys
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ PRIORITIES = (0, -3)  # least, greatest (`max_compile_time_stream_priorities`)
 
 
 class CudaStream:
-    """Replacement of `torch.cuda.Stream`; its handle is its number, 0 for the default stream."""
+    """Replacement of `torch.cuda.Stream`. Its handle is its number, 0 for the default stream."""
 
     session: ClassVar[CudaSimMode]
 
@@ -52,7 +52,7 @@ class CudaStream:
         return self.session.timeline.event(self.number) <= self.session.timeline.host_time
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured."""
+        """Return whether a CUDA graph is being captured, on any stream."""
         return self.session.timeline.is_capturing
 
     def __eq__(self, other: object) -> bool:
@@ -74,7 +74,7 @@ class CudaStream:
 
 
 class ExternalStream(CudaStream):
-    """Replacement of `torch.cuda.ExternalStream`; handles other than a `CudaStream`'s raise."""
+    """Replacement of `torch.cuda.ExternalStream`; raises if no `CudaStream` has the handle."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **options: Any) -> None:
         if not 0 <= stream_ptr < self.session.timeline.num_streams:
@@ -83,7 +83,7 @@ class ExternalStream(CudaStream):
 
 
 class CudaEvent:
-    """Event of the virtual GPU, as `torch.cuda.Event`."""
+    """Event of the virtual GPU, in place of `torch.cuda.Event`."""
 
     session: ClassVar[CudaSimMode]
 
@@ -129,8 +129,8 @@ class StreamContext:
 
 
 class _Generic(type):
-    """Metaclass of `torch.Stream` and `torch.Event`: a call without a device, or for CUDA, makes an
-    object of the virtual GPU; any other call torch's own."""
+    """Metaclass of the replacements of `torch.Stream` and `torch.Event`. Without a device, or for
+    CUDA, a call makes an object of the virtual GPU, otherwise an object of torch."""
 
     of_cuda: type
     original: type
@@ -148,7 +148,7 @@ class _Generic(type):
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace torch's streams, events and profiler by those of the simulated GPU of `mode`."""
+    """Replace torch's streams, events and profiler by those of the virtual GPU of `mode`."""
 
     def of_session(made: type, name: str) -> Any:
         return type(name, (made,), {"session": mode, "__module__": "torch.cuda"})

@@ -42,7 +42,7 @@ _MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class NotFinished(RuntimeError):
-    """torch's error for parameters that got no gradient in a backward, with their shapes."""
+    """torch's error for parameters without a gradient after a backward, with their shapes."""
 
     def __init__(self, message: str, missing: Sequence[nn.Parameter]) -> None:
         super().__init__(message)
@@ -50,10 +50,8 @@ class NotFinished(RuntimeError):
 
 
 class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
-    """Process group that simulates NCCL for the C++ reducer; its collectives finish at once.
-
-    The reducer waits for a collective in C++, so that no Python function is called.
-    """
+    """Process group that simulates NCCL for the C++ reducer. Its collectives return finished work,
+    since the reducer waits in C++, which calls no Python function."""
 
     def __init__(self, mode: CudaSimMode, group: Any) -> None:
         super().__init__(group.rank(), group.size())
@@ -67,8 +65,9 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        """Sum buckets over the ranks. NCCL keeps them allocated ("stashed") afterwards, because C++
-        waits for the future of the returned `Work`, not for the `Work`."""
+        """Sum the gradient buckets `tensors` over the ranks, and return a finished `Work`. NCCL
+        keeps them allocated ("stashed"), since C++ waits for the future of the `Work`, not for the
+        `Work`."""
         self._mode.works.communicate(self.group)
         self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
@@ -78,16 +77,16 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Any:
-        """Gather `tensors`, the parameters' sizes, into `outputs`, which C++ reads immediately."""
+        """Gather `tensors`, the parameters' sizes, into `outputs`, which C++ reads immediately.
+        Return the finished `Work`."""
         work = self.group.allgather(outputs, tensors, options)
         work.wait()
         return work
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        """Broadcast weights, or rank 0's order of new buckets, after which old ones are stashed.
-
-        Every rank has the same weights and the same order. The broadcast takes no time.
-        """
+        """Broadcast weights, or rank 0's order of new buckets, after which old ones are stashed
+        (kept allocated). Every rank has the same weights and order. The broadcast takes no time.
+        Return a finished `Work`."""
         mode = self._mode
         if mode.memory.kind is MemKind.BUCKETS:
             for index in self._first_buckets:
@@ -107,7 +106,7 @@ def _done(tensors: list[Tensor]) -> Any:
 
 
 class Reducer(_Reducer):  # type: ignore[misc]
-    """C++ reducer of DistributedDataParallel, torch's own, for parameters on the virtual GPU."""
+    """torch's C++ reducer of DistributedDataParallel, for parameters on the virtual GPU."""
 
     session: ClassVar[CudaSimMode]
 
@@ -129,25 +128,25 @@ class Reducer(_Reducer):  # type: ignore[misc]
 
     @contextmanager
     def _buckets_on_gpu(self) -> Iterator[None]:
-        """Within the block, place tensors that the C++ reducer makes on the GPU, and label them as
-        gradient buckets (`MemKind.BUCKETS`)."""
+        """Within the block, place tensors that the C++ reducer makes on the GPU. They are labelled
+        as gradient buckets (`MemKind.BUCKETS`)."""
         with setting(self.session.memory, "kind", MemKind.BUCKETS), _on_gpu():
             yield
 
     def prepare_for_forward(self) -> None:
-        """Prepare a forward, as torch does; free old gradient buckets once new ones were summed.
-
-        torch may replace (rebuild) its buckets once, after the first backward. NCCL keeps the old
-        ones allocated until the new ones are summed (validation/scripts/measured_ranks.json).
-        Tensors of a communication hook stay until NCCL's watchdog runs.
-        """
+        """Prepare a forward, as torch does, and free old gradient buckets once new ones were
+        summed. The reducer may replace (rebuild) its buckets once, after the first backward. NCCL
+        keeps the old ones allocated until the new ones are summed
+        (validation/scripts/measured_ranks.json). A communication hook's tensors stay until NCCL's
+        watchdog runs."""
         super().prepare_for_forward()
         if self._group.is_summed_again:
             self.session.memory.unstash(self._group.summed_at)
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets in the order in which gradients were ready; return whether torch did
-        so. `NotFinished` if a parameter got no gradient in the iteration before."""
+        """Rebuild the buckets in the order in which gradients were ready, if torch decides so;
+        return whether it did. Raise `NotFinished` if a parameter got no gradient in the last
+        backward."""
         try:
             with self._buckets_on_gpu():
                 return super()._rebuild_buckets()
@@ -172,17 +171,15 @@ class Reducer(_Reducer):  # type: ignore[misc]
         super()._remove_autograd_hooks()
 
     def _set_forward_pass_work_handle(self, work: Any, divides: bool) -> None:
-        """Do nothing. With uneven inputs (`join`) torch stores `work` here, which counts active
-        ranks; simulated ranks all have equally many inputs."""
+        """Do nothing. With uneven inputs (`join`) torch stores `work`, a sum of the active ranks,
+        here; simulated ranks all have equally many inputs."""
 
 
 class _Accumulation:
     """Gradient accumulation on another stream than the model's, as autograd's engine does it.
-
-    `AccumulateGrad` nodes run on the stream on which the reducer made them. This stream waits for
-    the model's stream and is recorded on the gradient. The backward's stream waits at the end
-    (`GraphTask::exec_post_processing`).
-    """
+    `AccumulateGrad` nodes run on the stream on which the reducer made them. That stream waits for
+    the model's stream, and each gradient is recorded on it. The model's stream waits for it at the
+    end of the backward (`GraphTask::exec_post_processing`)."""
 
     def __init__(self, mode: CudaSimMode, params: Iterable[nn.Parameter]) -> None:
         self._mode = mode
@@ -205,7 +202,7 @@ class _Accumulation:
             _at_end_of_backward(self.join)
 
     def join(self) -> None:
-        """Make the model's stream wait for the gradients that a backward has accumulated."""
+        """Make the model's stream wait until the gradients of a backward are accumulated."""
         if self._waits_for_end:
             self._waits_for_end = False
             self._mode.timeline.stream_waits(MAIN, self._mode.timeline.event(self._stream))
@@ -219,7 +216,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch.nn.parallel.DistributedDataParallel` run on the virtual GPU."""
 
     def register_builtin(reducer: Reducer, kind: Any) -> None:
-        """Register the Python communication hook that does the same as torch's C++ hook `kind`."""
+        """Register the Python communication hook that does what torch's C++ hook `kind` does."""
         is_fp16 = kind == c10d.BuiltinCommHookType.FP16_COMPRESS
         hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
         register(reducer, reducer._group.group, hook)
@@ -237,8 +234,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return communication hook `hook` with a wait for its futures at the end of the backward. The
-    wait raises `RuntimeError` if a result has fewer elements than its bucket."""
+    """Return a communication hook that calls `hook`, and waits for its futures at the end of the
+    backward. The wait raises `RuntimeError` if a result has fewer elements than its bucket."""
     futures: list[tuple[Any, int]] = []
 
     def wait() -> None:
@@ -262,7 +259,8 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _on_nccl(mode: CudaSimMode, function: Callable[..., Any], group: Any, *args: Any) -> Any:
-    """Call C++ `function(group, *args)` with a simulated NCCL group; put its tensors on the GPU."""
+    """Call the C++ function as `function(group, *args)`, with a group that simulates NCCL. Tensors
+    that it makes are on the GPU."""
     with _on_gpu(), torch.no_grad():
         return function(_NcclGroup(mode, group), *args)
 

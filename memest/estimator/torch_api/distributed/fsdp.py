@@ -1,4 +1,4 @@
-"""Storages that FSDP resizes, and shapes of DTensors."""
+"""FSDP on the virtual GPU: storages that it resizes, and shapes of DTensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from memest.estimator.tensors.storages import MemKind
 
 
 def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
-    """Make DTensor infer shapes on meta tensors, and `isfinite` return True for unknown values."""
+    """Make DTensor infer shapes on meta tensors, and `isfinite` return True for guessed values."""
     from torch.distributed.tensor import DTensor, _sharding_prop
 
     patches.set(_sharding_prop, "FakeTensorMode", _on_meta)
@@ -26,11 +26,9 @@ def install_dtensors(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> Tensor:
-    """Return torch's `isfinite(tensor)`; all True for a DTensor (class `kind`) of unknown values.
-
-    Up to torch 2.9 the norm of gradients is partial: not yet summed over ranks. `isfinite` compares
-    it with itself, and each operand is summed on its own, so that the sums are two tensors.
-    """
+    """Return torch's `isfinite(tensor)`, or all True for a DTensor (class `kind`) of guessed
+    values. Up to torch 2.9 the norm of gradients is partial: not yet summed over ranks. `isfinite`
+    compares it with itself, and each operand is summed alone, so the sums are two tensors."""
     out: Tensor = isfinite(tensor)
     if isinstance(out, kind) and mode.values.is_guessed([part := local_part(out)]):
         mode.values.overwrite(part, torch.ones(part.shape, dtype=torch.bool, device=CPU))
@@ -38,7 +36,7 @@ def _isfinite(kind: type, mode: CudaSimMode, isfinite: Any, tensor: Tensor) -> T
 
 
 class _OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which factory functions make meta tensors, whatever their `device`."""
+    """Dispatch mode in which factory functions make meta tensors, whatever `device` they get."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -56,10 +54,8 @@ def _on_meta() -> Iterator[None]:
 
 
 def _install_states(patches: Patches) -> None:
-    """Add optimizer states of parameters that are only on other ranks to checkpoints of FSDP1.
-
-    With `use_orig_params` a rank has no state for a parameter of which it has no part.
-    """
+    """Add optimizer states of parameters that are only on other ranks to checkpoints of FSDP1. With
+    `use_orig_params` a rank has no state for a parameter of which it has no part."""
     from torch.distributed.fsdp import _optim_utils as utils
 
     @patches.wrap(utils, "_map_param_key_to_optim_keys")
@@ -85,7 +81,7 @@ def _install_states(patches: Patches) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
-    """Label FSDP's gathered parameters; run FSDP1's hooks on streams of `AccumulateGrad` nodes."""
+    """Label FSDP's gathered parameters; run FSDP1's hooks on `AccumulateGrad` nodes' streams."""
     from torch.distributed.fsdp import _flat_param, _runtime_utils
 
     try:
@@ -105,7 +101,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         patches.wrap(module, "alloc_storage")(alloc_gathered)
 
     def of_node(state: Any, handle: Any, *args: Any) -> Any:
-        """Return a context on the stream of `handle.flat_param`'s `AccumulateGrad` node."""
+        """Return a context on the stream of the `AccumulateGrad` node of `handle.flat_param`."""
         timeline = mode.timeline
         return timeline.on_stream(timeline.leaf_streams.get(handle.flat_param, timeline.stream))
 
@@ -113,7 +109,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(handle_type, "_use_unsharded_views")
     def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
-        """Call torch's function; record the current stream for the parameter's `AccumulateGrad`."""
+        """Call torch's function, and record the current stream for the `AccumulateGrad` node."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 

@@ -79,9 +79,9 @@ class _Functions:
         return known or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
-        """Record and return the name of the `backend` that `group` reports; None means the default
-        group's. If `init_process_group` got a `device_id`, create NCCL's communicator immediately
-        (`eager_connect_single_device`)."""
+        """Record and return the name of `backend`, which `group` reports; None is the default
+        group's backend. If `init_process_group` got a `device_id`, create NCCL's communicator
+        immediately (`eager_connect_single_device`)."""
         name = str(backend or self._default).lower()
         self._names[id(group)] = name = "nccl" if "nccl" in name or name == FAKE else name
         if self._works.is_eager and name == "nccl" and isinstance(group, dist.ProcessGroup):
@@ -96,13 +96,10 @@ class _Functions:
         return True
 
     def barrier(self, group: Any = None, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        """Sum a tensor of one element and make the host wait, as NCCL's barrier does.
-
-        Simulated ranks wait here for each other, so that each finds the files that others wrote
-        before. The tensor is freed at the next barrier (`ProcessGroup::barrier` in
-        ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11). Return a finished `Work` if
-        `async_op`, else None.
-        """
+        """Sum a tensor of one element and make the host wait, as NCCL's barrier does. Return a
+        finished `Work` if `async_op`, else None. Simulated ranks wait here for each other, so that
+        each finds the files that others wrote before. The tensor is freed at the next barrier
+        (`ProcessGroup::barrier` in ProcessGroup.hpp, `ProcessGroupNCCL::barrier`, torch 2.11)."""
         group = group or c10d._get_default_group()
         self._works.communicate(group)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -115,8 +112,9 @@ class _Functions:
     monitored_barrier = barrier
 
     def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
-        """Post `what` and return it on rank `src`; on other ranks return what that rank posted, or
-        None if it posted nothing. `group_src`, a rank within `group`, replaces `src` if given."""
+        """On rank `src`, post the object `what` and return it. On other ranks return what rank
+        `src` posted, or None if it posted nothing. `src` None is rank 0; `group_src`, the number of
+        a rank in `group`, replaces `src` unless it is None."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
@@ -156,8 +154,10 @@ class _Functions:
         scatter_object_output_list[0] = objects[dist.get_rank(group)]
 
     def _peer(self, name: str, rank: Any, group: Any, group_rank: Any, is_batch: bool) -> int:
-        """Record a message, `name` "send" or "recv", and simulate the other rank up to the message.
-        Return the other rank's global number, given as `rank` or as `group_rank` within `group`."""
+        """Record a message to or from another rank, and simulate that rank up to the message.
+        `name` is "send" or "recv". `rank` is the other rank's global number, None if `group_rank`,
+        its number in `group`, is given. Return the global number. `is_batch` is True for a message
+        of a batch."""
         group = group or c10d._get_default_group()
         if group_rank is None:
             group_rank = dist.get_group_rank(group, rank)
@@ -192,7 +192,7 @@ class _Functions:
 
 
 def check(rank: Rank) -> None:
-    """Raise `UnsupportedError` if this process is in a process group and so cannot be `rank`."""
+    """Raise `UnsupportedError` if this process, being in a process group, cannot be `rank`."""
     if rank.world_size > 1 and dist.is_available() and dist.is_initialized():
         raise UnsupportedError(
             "this process belongs to a group of `torch.distributed` already",
@@ -201,7 +201,8 @@ def check(rank: Rank) -> None:
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank) -> None:
-    """Replace functions of `torch.distributed`, so that the script is `rank` of a process group."""
+    """Replace functions of `torch.distributed`, so that the script runs as `rank` of a process
+    group. `hooks` patches DTensor, FSDP and checkpoints when they are imported."""
     if not dist.is_available():
         return
     was_initialized = dist.is_initialized()
@@ -228,9 +229,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks, rank: Rank)
 
 def _accept_plans(patches: Patches, planner: Any) -> None:
     """Make distributed checkpoints valid although all simulated ranks have the same shards.
-
-    Only rank 0 writes; torch's `dedup_save_plans` would spread equal shards over the ranks.
-    """
+    `planner` is torch's module of that name. Only rank 0 writes; torch's `dedup_save_plans` would
+    spread equal shards over the ranks."""
 
     def of_first(plans: list[Any], *args: Any) -> list[Any]:
         return [plans[0], *(replace(plan, items=[]) for plan in plans[1:])]
@@ -246,8 +246,8 @@ def _leave() -> None:
 
 
 class Store(c10d.Store):
-    """Key-value store of the default group, with what this rank and rank 0 have set. `line` returns
-    the running line of the script, for errors."""
+    """Key-value store of the default group, with what this rank (`rank`) and rank 0 have set.
+    `line()` returns the running line of the script, for errors."""
 
     def __init__(self, rank: Rank, line: Callable[[], str]) -> None:
         super().__init__()
@@ -260,7 +260,8 @@ class Store(c10d.Store):
         self._mailbox.post(("store", key), self._values[key])
 
     def get(self, key: str) -> bytes:
-        """Return the value of `key`; `UnsupportedError` if neither this rank nor rank 0 set it."""
+        """Return the value of `key`. Raise `UnsupportedError` if neither this rank nor rank 0 has
+        set it so far."""
         value = self._values.get(key)
         if value is None:
             value = self._mailbox.fetch(("store", key), 0)
@@ -274,7 +275,7 @@ class Store(c10d.Store):
         return value
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Return if all `keys` are set; else `UnsupportedError`, since no rank sets them later."""
+        """Raise `UnsupportedError` unless all `keys` are set, since no rank sets them later."""
         for key in keys:
             self.get(key)
 
@@ -282,7 +283,7 @@ class Store(c10d.Store):
         return all(key in self._values or self._mailbox.has(("store", key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the number at `key`, as if this rank were alone; return the sum."""
+        """Add `amount` to the number at `key`, as if there were no other rank; return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total

@@ -1,4 +1,4 @@
-"""Saving, loading and copying of tensors without data.
+"""Saving, loading and copying of tensors without data: meta tensors of a virtual GPU or its host.
 
 A tensor without data is written as a placeholder of the same shape and dtype: one zero as storage,
 and strides of 0. Plain torch reads it. Its metadata, of which torch ignores unknown keys, has the
@@ -64,14 +64,14 @@ class _State(threading.local):
 
 
 class Checkpoints:
-    """Saves, loads and copies tensors without data."""
+    """Functions with which a simulated run saves, loads and copies tensors without data."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self._mode = mode
         self._state = _State()
 
     def install(self, patches: Patches) -> None:
-        """Patch `torch.save`, `torch.load` and the functions that rebuild tensors."""
+        """Patch `torch.save`, `torch.load` and the functions with which they rebuild tensors."""
         serialization = torch.serialization
         placeholders = partial(setting, self._state, "placeholders")
         patches.within(serialization, "save", lambda *_: placeholders({}))
@@ -89,8 +89,8 @@ class Checkpoints:
     # --- writing
 
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return the `__reduce_ex__` value of a tensor without data, for pickle: (function,
-        arguments). It has the tensor's values if they are known, else a placeholder."""
+        """Return (function, arguments) with which pickle saves a tensor without data. They have the
+        tensor's values if these are known, else a placeholder: one zero, strides 0."""
         storage = tensor.untyped_storage()
         is_guessed = storage_key(tensor) in self._mode.values.guessed
         value = None if is_guessed else self._mode.values.value_of(tensor)
@@ -119,7 +119,8 @@ class Checkpoints:
     # --- reading
 
     def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `load` (`torch.load`), with `mmap=True` if `f` is the path of a large file."""
+        """Call `load`, the original `torch.load`; `mmap=True` if `f` is the path of a large
+        file."""
         is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
         if is_mapped:
             kwargs["mmap"] = True
@@ -127,12 +128,13 @@ class Checkpoints:
             return load(f, *args, **kwargs)
 
     def _with_metadata(self, *args: Any) -> AbstractContextManager[None]:
-        """Return a context that gives `_rebuild` the metadata in `_rebuild_tensor_v2`'s `args`."""
+        """Return a context that gives `_rebuild` the metadata in `args` of `_rebuild_tensor_v2`."""
         return setting(self._state, "metadata", args[6] if len(args) > 6 else None)
 
     def _rebuild(self, make: Any, storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-        """Return a tensor of a loaded storage; a placeholder, large or GPU tensor has no data.
-        `make`, torch's `_rebuild_tensor`, makes the rest; `offset` and `stride` are in elements."""
+        """Return a tensor of the loaded `storage`; a placeholder, large or GPU tensor has no data.
+        `make`, torch's `_rebuild_tensor`, makes other tensors. `offset` and `stride` are in
+        elements."""
         untyped = storage._untyped_storage
         full = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
@@ -155,7 +157,7 @@ class Checkpoints:
             return made.set_(base, offset, size, stride)
 
     def _allocate(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Return a new storage of `num_bytes` without data, placed as the loaded `source` is."""
+        """Return a new storage of `num_bytes` without data, placed as the storage `source`."""
         mode = self._mode
         with _disable_current_modes():
             base = _bare(num_bytes)
@@ -172,7 +174,8 @@ class Checkpoints:
         return base
 
     def _place(self, base: torch.UntypedStorage, by: str, *, on_host: bool) -> None:
-        """Put `base` on the host if `on_host`, else allocate it on the GPU for operator `by`."""
+        """Put the storage `base` on the host if `on_host`. Else allocate it on the GPU, for the
+        operator named `by`."""
         mode, memory = self._mode, self._mode.memory
         whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
         if on_host:
@@ -184,7 +187,7 @@ class Checkpoints:
     # --- copying
 
     def copied(self, storage: Any) -> Any:
-        """Return a copy of `storage`, which has no data; values that are known are copied too."""
+        """Return a copy of `storage`, which has no data; its known values are copied too."""
         mode, key = self._mode, storage._cdata
         with _disable_current_modes():
             base = _bare(storage.nbytes())
@@ -216,8 +219,9 @@ def _pickled(
     storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, requires_grad: bool,
     mark: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return the `__reduce_ex__` value of a tensor: (function, arguments). `geometry` is (offset,
-    size, strides). `mark` is the text of `_mark` for a placeholder, else None."""
+    """Return (function, arguments) with which pickle saves a tensor of `storage`, for
+    `__reduce_ex__`. `geometry` is (offset, size, strides) in elements. `mark` is the text of
+    `_mark` for a tensor saved without its values, else None."""
     storage_class: Any = torch.storage.TypedStorage
     typed = storage_class(wrap_storage=storage, dtype=dtype, _internal=True)
     hooks: OrderedDict[int, Any] = OrderedDict()
@@ -226,7 +230,7 @@ def _pickled(
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Patch torch and safetensors to save and load tensors without data."""
+    """Patch torch, and with `hooks` safetensors, to save and load tensors without data."""
     checkpoints = Checkpoints(mode)
     checkpoints.install(patches)
     _install_writing(patches, mode, checkpoints)
@@ -306,7 +310,8 @@ def _mark(num_bytes: int, offset: Any, stride: tuple[Any, ...]) -> str:
 
 
 def _read_mark(metadata: Any) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return (bytes of storage, offset, strides) from a placeholder's `metadata`; else None."""
+    """Return (bytes of storage, offset, strides) of a tensor that was saved as a placeholder,
+    without its values. They are read from its `metadata`; None if the tensor is no placeholder."""
     for key in metadata or ():
         if isinstance(key, str) and key.startswith(_MARK + ":"):
             num_bytes, offset, *stride = map(int, key.split(":")[1:])
@@ -318,7 +323,7 @@ _LENGTH_BYTES = 8  # size of the header's length, and alignment (huggingface.co/
 
 
 def _install_safetensors(patches: Patches, mode: CudaSimMode, module: Any) -> None:
-    """Patch safetensors (`module`) to write and read tensors without data."""
+    """Patch `module`, `safetensors.torch`, to write and read tensors without data."""
     writer = Writer(module, mode)
     functions = (
         (module.save_file, writer.save_file),
@@ -329,7 +334,7 @@ def _install_safetensors(patches: Patches, mode: CudaSimMode, module: Any) -> No
 
 
 def _opener(module: Any, mode: CudaSimMode) -> type:
-    """Return a class that replaces `safetensors.safe_open`; `module` is safetensors.torch."""
+    """Return a class that replaces `safetensors.safe_open`; `module` is `safetensors.torch`."""
     true_open, dtypes = module.safe_open, module._TYPES
 
     class Slice:
@@ -345,7 +350,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             return self._file._placed(self._slice[index] if virtual is None else virtual[index])
 
     class SafeOpen:
-        """Replacement of `safe_open`; its large floating-point tensors have no data."""
+        """Replacement of `safe_open`. Large floating-point tensors that it reads have no data."""
 
         def __init__(
             self, filename: Any, framework: str, device: Any = "cpu", **options: Any
@@ -417,7 +422,7 @@ class Writer:
         return content.getvalue()
 
     def _write(self, file: Any, tensors: dict[str, Tensor], metadata: Any) -> None:
-        """Write `tensors` to the open `file` in safetensors' format, unknown values as zeros."""
+        """Write `tensors` to the open `file` in safetensors' format; unknown values are zeros."""
         header, places = self._header(tensors, metadata)
         file.write(header)
         for name, (begin, _) in places.items():
@@ -434,7 +439,7 @@ class Writer:
     def _header(
         self, tensors: dict[str, Tensor], metadata: Any
     ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-        """Return (header, {tensor name: (begin, end)}), in bytes after the header's end."""
+        """Return (header, {tensor name: (begin, end) in bytes after the end of the header})."""
         if hasattr(self._module, "_evaluate_tensors_for_save"):
             self._module._evaluate_tensors_for_save(tensors)
         else:  # safetensors up to 0.6 has the checks in `_flatten`, which then reads the data
