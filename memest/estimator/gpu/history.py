@@ -47,7 +47,7 @@ class EventLog:
         self.open = self.events
 
     def mark(self, name: str) -> None:
-        """Store the current position as `name`: a phase that begins, or a step that has ended."""
+        """Store the position in the log as `name`: a phase that begins, or a step that ended."""
         if not self.is_full and len(self.marks) < MAX_MARKS:
             self.marks.append((len(self.events), name))
 
@@ -58,13 +58,13 @@ class EventLog:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps among the stored events."""
+        """Number of optimizer steps among the stored events."""
         return sum(name == "after_optimizer_step" for _, name in self.marks)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Total of the storages of one kind and origin that are live when memory is at its peak."""
+    """Total of the storages of one kind and origin that are allocated at the peak of memory."""
 
     kind: MemKind
     site: Site
@@ -73,7 +73,7 @@ class Held:
 
 
 class History:
-    """Peaks of GPU memory of a running script, by phase, by step and overall, and their contents.
+    """Peaks of GPU memory of a running script: by phase, by step and overall, with their contents.
     `storages` has the size, kind and origin of each storage."""
 
     def __init__(self, allocator: CachingAllocator, storages: StorageTable) -> None:
@@ -100,7 +100,7 @@ class History:
         self._first_reused = 0
 
     def allocated(self, index: int, site: Site) -> None:
-        """Record that the last event of the log has allocated storage `index`, of origin `site`."""
+        """Record the log's last event: an allocation of the storage with id `index`, at `site`."""
         allocator = self._allocator
         if site.phase != self.phase:
             self._close()
@@ -160,8 +160,8 @@ class History:
         return len(self.log.open) - self.log.start > WINDOW
 
     def fold(self) -> None:
-        """Find the storages that are live at the peak of the events since the last call. Once the
-        log is full, discard these events, and reuse the ids of freed storages."""
+        """Process the events since the last call: if the peak is among them, find the storages that
+        are live then. Once the log is full, discard the events, and reuse ids of freed storages."""
         self._close()
         log, alive = self.log, self._alive
         position, events = log.start, log.open
@@ -183,6 +183,7 @@ class History:
         self._top_at = len(log.open)
 
     def _live_through(self, events: "array[int]") -> None:
+        """Update the ids of live storages by `events`."""
         alive, stashed = self._alive, self._storages.stashed
         for event in events:
             if event >= 0:
@@ -193,6 +194,7 @@ class History:
                 alive.discard(free_of(event))
 
     def _reuse(self) -> None:
+        """Let new storages use the ids that the events of `log.open` have freed."""
         storages, first, alive = self._storages, self._first_reused, self._alive
         for event in self.log.open:
             if event >= 0 or event <= EMPTIED:

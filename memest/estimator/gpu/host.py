@@ -34,7 +34,7 @@ _NORMAL = operators("normal_ randn randn.generator randn_like normal.float_float
 
 
 def num_draws(func: Any, tensor: Tensor) -> int:
-    """Return how many 32-bit random words `func` draws to fill a contiguous CPU tensor."""
+    """Return how many 32-bit random words `func` draws to fill `tensor`; 0 if it is not random."""
     count = tensor.numel()
     if func in _NORMAL and count % BLOCK:
         count += BLOCK
@@ -80,10 +80,8 @@ class HostRng:
                 count -= len(part)
 
     def install(self, patches: Patches) -> None:
-        """Wrap torch's functions that read or set the state of the default generator.
-
-        The wrappers create no Python container, which would change when Python collects garbage.
-        """
+        """Wrap torch's functions that read or set the state of the default generator. The wrappers
+        create no Python container, which would change when Python collects garbage."""
         get_state, set_state = torch.get_rng_state, torch.set_rng_state
         seed_by, seed = torch.manual_seed, torch.seed
 
@@ -128,10 +126,8 @@ _NOISE = _UNIFORM | _NORMAL | operators("bernoulli normal.Tensor_float normal.Te
 
 class HostTensors:
     """CPU tensors of the script. Large floating-point ones have no data: they are meta tensors.
-
-    `live` has {key: id} of the storages on the GPU. `values` and `guessed` have known and guessed
-    values of tensors without data.
-    """
+    `live` has {`storage_key`: id} of the storages on the GPU. `values` and `guessed` have known and
+    guessed values of tensors without data. `attribution` has the script's line, for errors."""
 
     def __init__(
         self,
@@ -208,7 +204,7 @@ class HostTensors:
     # --- operators on tensors without data
 
     def run_without_data(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on host tensors without data; the results have no data either."""
+        """Run `func` on host tensors without data; return its result, without data too."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         if func is aten._pin_memory.default:
@@ -233,6 +229,7 @@ class HostTensors:
         return out
 
     def _on_meta(self, func: Any, args: Args, kwargs: Any) -> Any:
+        """Return the result of `func` on meta tensors, or if that fails, by another rule."""
         try:
             return func(*_as_meta(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -267,7 +264,7 @@ class HostTensors:
             raise failure from error
 
     def _positions(self, indices: list[Tensor | None]) -> Iterator[Tensor | None]:
-        """Yield `indices`, with positions of True entries in place of each mask."""
+        """Yield `indices`, a mask as its True entries' positions: one tensor per dimension."""
         for index in indices:
             if index is None or index.dtype not in MASK_DTYPES:
                 yield index
@@ -284,7 +281,7 @@ class HostTensors:
     # --- operators on tensors with data
 
     def run(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run an operator on tensors with data; a very large result has no data."""
+        """Run `func` on host tensors with data; return its result, very large ones without."""
         if func is aten._pin_memory.default:
             return self.pinned(args[0])
         if func is aten.is_pinned.default:
@@ -304,8 +301,8 @@ class HostTensors:
         return func(*args, **kwargs)
 
     def _without_data(self, func: Any, args: Args, kwargs: Any) -> Tensor | None:
-        """Return a meta tensor for the result of `func`, if that is floating-point and too large to
-        compute, or comes from dummy weights. None means that it is to be computed."""
+        """Return the result of `func` as a meta tensor, if it is floating-point and too large to
+        compute, or comes from dummy weights. None means that the caller computes it."""
         if func._schema.is_mutable or func.is_view:
             return None
         meta_args = _as_meta(args)
@@ -328,6 +325,7 @@ class HostTensors:
         return made
 
     def _track_real(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor`, if it is large, in the bytes of real tensors."""
         if _is_sparse(tensor):
             return
         storage = tensor.untyped_storage()
@@ -371,7 +369,7 @@ def _as_meta(value: Any) -> Any:
 
 
 def without_tensors(args: Args) -> tuple[Any, ...]:
-    """Return `args` with each tensor replaced by an empty CPU tensor of its size and strides."""
+    """Return `args` with an uninitialised CPU tensor of equal size and strides for each tensor."""
     return map_tensors(
         lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=CPU), args
     )

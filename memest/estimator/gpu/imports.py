@@ -17,7 +17,8 @@ Action = Callable[[ModuleType], None]
 
 
 class ImportHooks(MetaPathFinder):
-    """Import hook that calls functions ("actions") with a module as soon as it is imported."""
+    """Import hook that calls functions ("actions") with a module as soon as it is imported. `note`
+    is called with a text for the report, if the module lacks what an action uses."""
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note = note
@@ -34,7 +35,7 @@ class ImportHooks(MetaPathFinder):
             self._actions.setdefault(name, []).append(action)
 
     def _run(self, action: Action, module: ModuleType) -> None:
-        """Run an action; add a note if the library's release lacks a name that the action uses."""
+        """Call `action(module)`; add a note if the library's release lacks a name that it uses."""
         try:
             action(module)
         except AttributeError as error:
@@ -47,7 +48,7 @@ class ImportHooks(MetaPathFinder):
             )
 
     def within(self, name: str, context: Callable[[], Any]) -> None:
-        """Run the import of module `name` inside `context()`, unless it is imported already."""
+        """Run the import of module `name` in the context `context()`, if it is yet to come."""
         if name not in sys.modules:
             self._contexts[name] = context
             self._actions.setdefault(name, [])
@@ -64,7 +65,7 @@ class ImportHooks(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Return a spec whose loader runs the actions for module `fullname`; None without any."""
+        """Return a spec whose loader runs the actions of module `fullname`; None if it has none."""
         if fullname not in self._actions or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -91,10 +92,8 @@ _found: dict[tuple[int, ...], tuple[Sequence[Any], _Names]] = {}
 
 
 def names_of(originals: Sequence[Any]) -> _Names:
-    """Return (module, name, index) for each global name that is bound to `originals[index]`.
-
-    The result is cached by the number of modules, since the search takes 10 ms.
-    """
+    """Return (module, name, index) for each global name that is bound to `originals[index]`. The
+    result is cached by the number of modules, since the search takes 10 ms."""
     positions = {id(original): index for index, original in enumerate(originals)}
     key = *positions, len(sys.modules)
     if key in _found:
@@ -110,7 +109,8 @@ def names_of(originals: Sequence[Any]) -> _Names:
 
 
 def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Replace `old` of each pair (old, new) in all modules that have a global name for it."""
+    """Replace `old` by `new`, for each of `pairs` (old, new), in all modules with a global name for
+    `old`. `patches` undoes it."""
     originals, made = zip(*pairs, strict=True)
     for owner, name, index in names_of(originals):
         patches.set(owner, name, made[index])
@@ -119,8 +119,8 @@ def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> No
 def wrap_everywhere(
     patches: Patches, module: Any, name: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of a function that replaces `module.name` in all modules. The function
-    gets the original as its first argument."""
+    """Return a decorator. The decorated function replaces `module.name` in all modules until
+    `patches` undoes it, and gets the original as its first argument."""
     original = getattr(module, name)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ class StubFinder(MetaPathFinder, Loader):
         raise NotImplementedError
 
     def install(self, patches: Patches, *, is_first: bool = True) -> None:
-        """Register the finder, last unless `is_first`; undo removes it and its modules."""
+        """Put the finder first in `sys.meta_path`, or last; `patches` removes it and its stubs."""
         sys.meta_path.insert(0 if is_first else len(sys.meta_path), self)
         self._found: list[str] = []
         patches.on_undo(self._remove)
@@ -161,7 +161,7 @@ class StubFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True)
 
     def importing_frame(self) -> FrameType | None:
-        """Return the frame of the import statement that is running; None if there is none."""
+        """Return the frame whose import statement is running; None if there is none."""
         for frame, _ in walk_stack(sys._getframe(1)):
             is_finders = frame.f_locals.get("self") is self
             if not is_finders and "importlib" not in frame.f_code.co_filename:

@@ -43,7 +43,7 @@ class Recipe:
     work: int | None = field(default=None, compare=False)  # number of the work in the log of time
 
     def make_outputs(self) -> Any:
-        """Return new meta tensors like the outputs of the call: one tensor, or a tuple."""
+        """Return new meta tensors like the outputs of the call: a tuple, or one tensor."""
         made = [
             spec and _empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
             for spec in self.specs
@@ -52,11 +52,9 @@ class Recipe:
 
 
 class KernelCalls:
-    """Allocator requests of operator calls, made in `memory` as CUDA's kernels make them.
-
-    `site_of` returns the origin of an allocation, `value_of` the known values of a tensor or None.
-    `coverage` counts calls whose kernels are not fully modelled.
-    """
+    """Allocator requests of operator calls, made in `memory` as CUDA's kernels make them. `site_of`
+    returns the origin of the memory that an operator allocates; `value_of` the known values of a
+    tensor, or None. `coverage` counts calls whose kernels are not fully modelled."""
 
     def __init__(
         self, gpu: Gpu, memory: Memory, timeline: Timeline, site_of: Callable[[Any], Site],
@@ -77,7 +75,7 @@ class KernelCalls:
         self._threads_with_handle: set[str] = set()
 
     def key_of(self, op: Op, args: Any, kwargs: Any) -> Any:
-        """Return the call's key in the cache `recipes`; None if the cache has no recipe of `op`."""
+        """Return the key of a call in the cache `recipes`; None if no recipe of `op` is cached."""
         if id(op.func) not in self._repeatable:
             return None
         try:
@@ -86,8 +84,8 @@ class KernelCalls:
             return None
 
     def new_recipe(self, op: Op, args: Any, kwargs: Any, out: Any, key: Any) -> Recipe:
-        """Return the recipe (allocations) of a call with result `out`; cache it if later calls can
-        reuse it. `key` is the result of `key_of`."""
+        """Return the recipe of the call `op(*args, **kwargs)` with result `out`. Cache it if later
+        calls can reuse it. `key` is the result of `key_of`."""
         self.coverage.has_convolutions |= op.is_convolution
         before, num_recipes = gc.get_count()[0], len(self.recipes)
         more = () if op.from_values is None else op.from_values(self._value_of, args)
@@ -100,11 +98,8 @@ class KernelCalls:
         return recipe
 
     def request(self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
-        """Allocate the outputs and temporaries of one call, and free its temporaries.
-
-        Raises:
-            torch.OutOfMemoryError: an allocation does not fit the GPU.
-        """
+        """Allocate the outputs and temporaries of one call, and free its temporaries. Raise
+        `torch.OutOfMemoryError` if an allocation does not fit the GPU."""
         memory = self._memory
         if recipe.is_partial:
             self.coverage.unmodelled[op.name] += 1
@@ -122,7 +117,7 @@ class KernelCalls:
     def _allocate(
         self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
     ) -> None:
-        """Allocate and free as `recipe` lists; append ids of temporaries left to `temporary`."""
+        """Allocate and free as `recipe` lists. Append ids of temporaries to free to `temporary`."""
         memory = self._memory
         results = results_of(out)
         site: Site | None = None
@@ -156,7 +151,8 @@ class KernelCalls:
                 self._cublas_ids.append(index)
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
-        """Yield a recipe's events; at its first call, try workspaces as `cudnn.benchmark` does."""
+        """Yield the events of `recipe` that are not `TRIED`. At the recipe's first call, allocate
+        and free the workspaces of those that are, as `cudnn.benchmark` does."""
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False
@@ -171,9 +167,7 @@ class KernelCalls:
 
     def clear_workspaces(self) -> None:
         """Free cuBLAS's workspaces, as Lightning does before a fit; later calls allocate again.
-
-        cuBLASLt's are freed last (`clearCublasWorkspaces`, CublasHandlePool.cpp of torch 2.11).
-        """
+        cuBLASLt's are freed last (`clearCublasWorkspaces`, CublasHandlePool.cpp of torch 2.11)."""
         sizes = self._memory.storages.num_bytes
         for index in sorted(self._cublas_ids, key=lambda i: sizes[i] == LT_WORKSPACE_BYTES):
             self._memory.free(index)
@@ -182,10 +176,8 @@ class KernelCalls:
 
 
 def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[int, ...]) -> Recipe:
-    """Return the recipe of a call of `op` on `gpu` with result `out`, which is on `meta`.
-
-    `more` has numbers from the values of tensors, if allocations depend on them (`Op.from_values`).
-    """
+    """Return the recipe of the call `op(*args, **kwargs)` on `gpu` with result `out`, meta tensors.
+    If allocations depend on values of tensors, `more` has numbers from these (`Op.from_values`)."""
     is_tuple = isinstance(out, list | tuple)
     results = results_of(out)
     specs = tuple(
@@ -235,7 +227,7 @@ def _can_repeat(op: Op, args: Any, out: Any) -> bool:
 
 
 def results_of(out: Any) -> tuple[Any, ...]:
-    """Return an operator's result, a tensor or nested lists, as a flat tuple of tensors."""
+    """Return an operator's result `out`, one value or nested lists, as a flat tuple."""
     if not isinstance(out, list | tuple):
         return (out,)
     flat: list[Any] = []
@@ -245,12 +237,12 @@ def results_of(out: Any) -> tuple[Any, ...]:
 
 
 def is_on_gpu(value: Any) -> bool:
-    """Return whether `value` is a meta tensor, which takes GPU memory in a real run."""
+    """Return whether `value` is a meta tensor, which stands for one on the GPU."""
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
 def _key(op: Op, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return the cache key of a call: shapes and options, default dtype and autocast. Float
+    """Return the cache key of a call: operator, default dtype, autocast, shapes and options. Float
     arguments of a plain in-place operator are left out, since they differ in each step."""
     state = torch.get_default_dtype(), is_in_autocast()
     if op.is_plain_in_place:
@@ -263,7 +255,7 @@ _SEQUENCES = (list, tuple)
 
 
 def _signature(value: Any) -> Any:
-    """Return a hashable key of `value`: a tensor's size, strides and dtype; else type and value."""
+    """Return a hashable key: a tensor's size, strides, dtype and alignment; else type and value."""
     if isinstance(value, Tensor):
         offset = value.storage_offset() % 16
         return value.size(), value.stride(), value.dtype, value.device.type, offset
@@ -273,7 +265,8 @@ def _signature(value: Any) -> Any:
 
 
 def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> int:
-    """Return bytes of the smallest storage for a tensor of this size and stride at offset 0.
+    """Return bytes of the smallest storage for a tensor of this size and stride at offset 0, with
+    elements of `item_bytes`.
 
     >>> dense_bytes((2, 3), (3, 1), 4), dense_bytes((2, 0), (1, 1), 4)
     (24, 0)

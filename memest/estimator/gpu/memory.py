@@ -60,7 +60,7 @@ class GarbagePace:
         gc.callbacks.append(self._collected)
 
     def made(self, num_objects: int) -> None:
-        """Raise the threshold by `num_objects` that memest has created, or freed if negative."""
+        """Raise the threshold by `num_objects` that memest made; if negative, that it freed."""
         if not self._is_active or not gc.isenabled():
             self._own += num_objects
             return
@@ -89,10 +89,8 @@ class GarbagePace:
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to a storage, with its id (`index`) and its `storage_key` (`key`).
-
-    One object has all three, since each long-lived object changes when Python collects garbage.
-    """
+    """Weak reference to a storage, with its id (`index`) and its `storage_key` (`key`). One object
+    has all three, since each long-lived object changes when Python collects garbage."""
 
     __slots__ = ("index", "key")
 
@@ -101,10 +99,8 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
 
 
 class Memory:
-    """Storages on the simulated GPU, each with a block of the caching allocator.
-
-    `timeline` decides when a block that several streams use returns to its pool.
-    """
+    """Storages on the simulated GPU, each with a block of the caching allocator. `timeline` decides
+    when a block that several streams use returns to its pool."""
 
     def __init__(self, gpu: Gpu, allocator: CachingAllocator, timeline: Timeline) -> None:
         self.gpu = gpu
@@ -140,14 +136,9 @@ class Memory:
     def allocate(
         self, tensor: Tensor, site: Site, kind: MemKind, num_bytes: int | None = None
     ) -> None:
-        """Allocate the storage of a meta tensor, unless it is allocated already.
-
-        `num_bytes` None means the storage's own size, and 0 makes no request to the allocator.
-        Reports name its origin `site` and its use `kind`.
-
-        Raises:
-            torch.OutOfMemoryError: the storage does not fit the GPU.
-        """
+        """Allocate the storage of a meta tensor, unless it is allocated already. `num_bytes` None
+        means the storage's own size, and 0 makes no request to the allocator. Reports name `site`,
+        its origin, and `kind`, its use. If the GPU has no room, raise `torch.OutOfMemoryError`."""
         self._return_blocks()
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -168,7 +159,7 @@ class Memory:
         reference.index, reference.key = index, key
 
     def adopt(self, tensor: Tensor, index: int) -> None:
-        """Make `tensor` the owner of storage `index`, which has no tensor."""
+        """Attach `tensor` to the storage `index`, which has no tensor; they are freed together."""
         self._hold(tensor.untyped_storage(), index)
 
     def hold_at(self, storage: torch.UntypedStorage, address: int) -> None:
@@ -179,7 +170,7 @@ class Memory:
         self.addresses[index] = address
 
     def detach(self, key: int) -> None:
-        """Free the block of the live storage with this `storage_key`, which keeps its address."""
+        """Free the block of the live storage whose `storage_key` is `key`; it keeps its address."""
         index = self.live[key]
         address, storage = self.address_of(key), self._references.pop(index)()
         self._release(index)
@@ -193,18 +184,16 @@ class Memory:
         return self.addresses.get(index, 0) if block is None else block.address
 
     def blocks_of(self, pool: int) -> dict[int, Block]:
-        """Return {storage id: block} of the blocks in use of `pool`, a stream or private pool."""
+        """Return {storage id: block in use} of `pool`, the number of a stream or private pool."""
         self.settle()
         return {index: block for index, block in self.blocks.items() if block.stream == pool}
 
     def restore(
         self, pool: int, live: Mapping[int, int], owners: Collection[int], site: Site
     ) -> None:
-        """Restore the private pool with the number `pool` to the blocks `live`: {address: bytes}.
-
-        `owners` are keys of storages at these addresses, which hold the blocks from then on. Blocks
-        without an owner go to `raw_blocks`.
-        """
+        """Free the blocks in use of the private pool `pool`, and allocate `live`, {address: bytes},
+        in it. `owners` are keys of storages at these addresses, which hold the blocks from then on.
+        Blocks without an owner go to `raw_blocks`. Reports name `site` as their origin."""
         for index in self.blocks_of(pool):
             reference = self._references.get(index)
             self.detach(reference.key) if reference is not None else self.free(index)
@@ -223,20 +212,21 @@ class Memory:
                 self._hold(storage, index)
 
     def allocate_like(self, index: int) -> int:
-        """Allocate a storage without a tensor, as large as storage `index`; return the new id."""
+        """Allocate a copy of storage `index`, without a tensor; return the id of the copy."""
         storages = self.storages
         made = storages.add(storages.num_bytes[index], storages.sites[index], storages.kinds[index])
         self._request(made)
         return made
 
     def allocate_workspace(self, num_bytes: int, site: Site) -> int:
-        """Allocate a storage without a tensor; return its id for `free`. Raises like `allocate`."""
+        """Allocate a workspace for `site`; return its id, for `free`. Raise as `allocate`."""
         self._return_blocks()
         index = self.storages.add(num_bytes, site, MemKind.WORKSPACE)
         self._request(index)
         return index
 
     def _request(self, index: int) -> None:
+        """Request memory for the storage `index`, and log it. Raise as `allocate`."""
         self.settle()
         num_bytes = self.storages.num_bytes[index]
         home = self._timeline.pool
@@ -262,10 +252,8 @@ class Memory:
 
     def try_workspace(self, num_bytes: int, site: Site) -> bool:
         """Allocate and free a workspace of `num_bytes`, halved until it fits, and empty the cache.
-
         `generate_and_filter_plans` of Conv_v8.cpp (torch 2.11) and its caller do so. Return True;
-        or False, without any change, if the GPU has less than `num_bytes` outside the allocator.
-        """
+        or False, without any change, if the GPU has less than `num_bytes` outside the allocator."""
         self.settle()
         if num_bytes > self.gpu.limit_bytes - self.allocator.reserved_bytes:
             return False
@@ -285,11 +273,9 @@ class Memory:
         return True
 
     def resize(self, tensor: Tensor, num_bytes: int, site: Site, kind: MemKind) -> None:
-        """Allocate `num_bytes` for the storage of `tensor`, then free its old block.
-
-        So does `resize_bytes_cuda`. Reports name `site` as the origin only if the storage had no
-        memory before; else its first operator and module.
-        """
+        """Allocate `num_bytes` for the storage of `tensor`, then free its old block, as
+        `resize_bytes_cuda` does. `kind` is its use from then on. Its origin stays the operator and
+        module that allocated it first, or is `site` if it was not on the GPU."""
         with self.lock:
             storage = tensor.untyped_storage()
             index = self.live.pop(storage._cdata, None)
@@ -300,20 +286,23 @@ class Memory:
             self._move(index, tensor, site if num_bytes else Site("", "", site.phase), kind)
 
     def grow(self, tensor: Tensor, site: Site) -> None:
-        """Allocate a larger block for a storage that has grown; free the old (cuda/Resize.cpp)."""
+        """Allocate a larger block for the storage of `tensor`, which has grown, then free the old
+        one (cuda/Resize.cpp). `site` is the origin of the request."""
         with self.lock:
             index = self.live.pop(tensor.untyped_storage()._cdata, None)
             kind = self.kind if index is None else self.storages.kinds[index]
             self._move(index, tensor, site, kind)
 
     def _move(self, index: int | None, tensor: Tensor, site: Site, kind: MemKind) -> None:
+        """Allocate the storage of `tensor`; then free storage `index`, its former id (or None)."""
         self.allocate(tensor, site, kind)
         if index is not None:
             self._references.pop(index, None)
             self._release(index)
 
     def use_driver(self, event: int) -> None:
-        """Log that the driver takes memory: for `FIRST_KERNEL`, or for `NEW_HANDLE` of cuBLAS."""
+        """Log that the driver takes memory: `event` is `FIRST_KERNEL`, or `NEW_HANDLE` of cuBLAS.
+        Do nothing unless `logs_driver`."""
         if self.logs_driver:
             self.settle()
             addresses = self.allocator.addresses
@@ -360,6 +349,7 @@ class Memory:
             self._return(heappop(pending)[1])
 
     def _return(self, index: int) -> None:
+        """Return the block of storage `index` to its pool, after its last use by a stream."""
         self.settle()
         block = self.blocks.pop(index, None)
         if block is not None:
@@ -408,14 +398,12 @@ class Memory:
             self._uses.setdefault(index, set()).add(stream)
 
     def stash(self, index: int, done: float) -> None:
-        """Keep storage `index` allocated for a collective that ends at `done` (microseconds)."""
+        """Record that a collective uses storage `index` until `done` (microseconds)."""
         self._stashed[index] = done
 
     def unstash(self, until: float | None = None) -> None:
-        """Free storages stashed for collectives that ended by `until` (microseconds).
-
-        None, for a new collective, means the host's time less a period of NCCL's watchdog.
-        """
+        """Free storages stashed for collectives that ended by `until` (microseconds). None, for a
+        new collective, means the host's time less a period of NCCL's watchdog."""
         if until is None:
             until = self._timeline.host_time[0] - WATCHDOG_US
         late = sorted(index for index, done in self._stashed.items() if done <= until)
@@ -427,11 +415,11 @@ class Memory:
     # --- what is stored
 
     def id_of(self, tensor: Tensor) -> int | None:
-        """Id of the storage of `tensor`, or None if it is not on the GPU."""
+        """Return the id of the storage of `tensor`; None if it is not on the GPU."""
         return self.live.get(storage_key(tensor))
 
     def label(self, tensor: Tensor, kind: MemKind) -> None:
-        """Set the kind (its use, in reports) of the storage of `tensor`, if it is on the GPU."""
+        """Set the kind (use, in reports) of the storage of `tensor`, if it is on the GPU."""
         index = self.id_of(tensor)
         if index is not None:
             self.storages.kinds[index] = kind
