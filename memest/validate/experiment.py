@@ -117,8 +117,8 @@ def device_clock_mhz(index: int) -> int | None:
 
 def process_figures(used_before: int | None, index: int) -> dict[str, int]:
     """Return this process's bytes on GPU `index` by source, the most reliable source first. Sources
-    are NVML's figure of the process, all memory that is not free, and the growth of used memory
-    since `used_before` (read before CUDA was opened, or None)."""
+    are NVML's figure of the process, the growth of used memory since `used_before`, and all memory
+    that is not free. `used_before` is what NVML had before CUDA was opened, or None."""
     import torch
 
     figures: dict[str, int] = {}
