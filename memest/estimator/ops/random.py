@@ -468,12 +468,10 @@ def randperm(c: KernelCall) -> Events:
     ),
 )
 def multinomial(c: KernelCall) -> Events:
-    """Allocations of `multinomial` (native/Distributions.cpp): checks, then quotients.
-
-    Results of the checks (largest and smallest probability, sum of each row) stay allocated. Then
+    """Allocations of `multinomial` (native/Distributions.cpp): checks, then quotients. Results of
+    the checks (largest and smallest probability, sum of each row) stay allocated. Then
     probabilities are divided by exponential noise. For several samples, `topk` also allocates
-    values. With replacement, several samples need probabilities and their cumulative sums instead.
-    """
+    values. Several samples with replacement need probabilities and cumulative sums instead."""
     probabilities, item, num = c.self, c.self.itemsize, c.num_samples
     if c.replacement and num > 1:  # MultinomialKernel.cu: probabilities, their sums
         scan = passing(cub.scan_bytes(c.self.numel(), value_bytes=4)) if c.self.dim() == 1 else []

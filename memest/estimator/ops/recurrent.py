@@ -76,11 +76,9 @@ class Layers:
 
 
 def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], int]:
-    """Return (start of each weight in cuDNN's buffer, length of the buffer), both in elements.
-
-    All matrices come first, then all biases. `stride` is the number of parameters per layer and
-    direction. cuDNN's buffer has two biases also where torch has none.
-    """
+    """Return (start of each weight in cuDNN's buffer, length of the buffer), both in elements. All
+    matrices come first, then all biases. `stride` is the number of parameters per layer and
+    direction. cuDNN's buffer has two biases also where torch has none."""
     places, position = [0] * len(weights), 0
     for num_dims in (2, 1):
         for i, weight in enumerate(weights):
@@ -119,11 +117,8 @@ def uses_static_algorithm(layers: Layers) -> bool:
 
 
 def reserve_bytes(layers: Layers) -> int:
-    """Return the bytes of cuDNN's reserve space, which training saves for the backward.
-
-    It has a part per layer, the outputs of all layers except the last, and with dropout a bit per
-    output.
-    """
+    """Return the bytes of cuDNN's reserve space, which training saves for the backward. It has a
+    part per layer, outputs of all layers except the last, and with dropout a bit per output."""
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
     kept = _KEPT[layers.mode] + (1 if layers.proj_size else 0)

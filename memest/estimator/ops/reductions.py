@@ -43,7 +43,8 @@ HALVES = (torch.float16, torch.bfloat16)
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """Shape and strides (in bytes) of a reduction, with its dimensions in TensorIterator's order.
-    Reduced dimensions, whose output stride is 0, come first; then the smallest strides do."""
+    Reduced dimensions, whose output stride is 0, come first; then the smallest strides do. A thread
+    loads `input_vector` elements of `input_bytes` at once; `offset` is the first element's."""
 
     shape: tuple[int, ...]
     input_strides: tuple[int, ...]
@@ -121,7 +122,7 @@ def _reorder_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, int
 
 
 def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge neighbouring dimensions (size, input stride, output stride) that form one run."""
+    """Merge neighbouring dimensions (size, input stride, output stride) if one stride fits both."""
     merged = dims[:1]
     for size, in_stride, out_stride in dims[1:]:
         last_size, last_in, last_out = merged[-1]
@@ -138,9 +139,9 @@ def _coalesce_dimensions(dims: list[tuple[int, int, int]]) -> list[tuple[int, in
 def _iterated(
     tensor: Tensor, dims: Sequence[int], input_bytes: int, output_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Return [sizes, input strides, output strides] of a reduction over `dims` (all if empty). The
-    dimensions are sorted and merged; strides are in bytes. An element has `input_bytes` or
-    `output_bytes`. The output is contiguous."""
+    """Return [sizes, input strides, output strides] of a reduction over `dims` (all if empty), with
+    dimensions sorted and merged. Strides are in bytes; an element has `input_bytes` in `tensor` and
+    `output_bytes` in the contiguous output."""
     everything = not dims or tensor.dim() == 0
     reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
     kept = [1 if dim in reduced else n for dim, n in enumerate(tensor.shape)]
@@ -155,8 +156,8 @@ def _iterated(
 
 
 def _block(dim0: int, dim1: int, vector: int) -> tuple[int, int]:
-    """Return a block's number of threads along the fastest and the next dimension, of `dim0` and
-    `dim1` elements: `set_block_dimension`. A thread has `vector` outputs."""
+    """Return (width, height) of a block of threads: along the fastest dimension, of `dim0`
+    elements, and the next, of `dim1` (`set_block_dimension`). A thread has `vector` outputs."""
     limit = MAX_REDUCE_THREADS // vector
     pow0, pow1 = min(limit, last_power_of_2(dim0)), min(limit, last_power_of_2(dim1))
     height = min(pow1, limit // min(pow0, WARP_SIZE))
@@ -215,9 +216,10 @@ def reduce_bytes(
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the bytes of each temporary of `gpu_reduce_kernel` over `dims` (all if empty).
 
-    `dtype` is the tensor's by default; `out_dtype` and `accumulator_bytes` are those of `dtype`. A
-    thread loads `input_vector` values at once. Inputs that need 64-bit indices run in pieces, of
-    which the largest counts; 16-bit outputs then have a buffer of running sums.
+    `dtype`, as which `tensor` is read, is its own by default; `out_dtype` and `accumulator_bytes`
+    follow from `dtype` by default. A thread loads `input_vector` values at once. Inputs that need
+    64-bit indices run in pieces, of which the largest counts. Then 16-bit outputs also have a
+    buffer of running sums.
     """
     if tensor.numel() == 0:
         return ()
@@ -258,9 +260,9 @@ def _dtype_of(c: KernelCall) -> torch.dtype:
 def sum_bytes(
     tensor: Tensor, dims: Sequence[int], out_dtype: torch.dtype, gpu: Gpu, *, half_vector: int = 8
 ) -> tuple[int, ...]:
-    """Return the bytes of each temporary of `sum` or `mean` over `dims`: a cast, staging. The cast
-    is omitted if dtypes are equal or go from a 16-bit float to float32 (ReduceOps.cpp). A thread
-    loads `half_vector` 16-bit values at once: 8 in `sum_functor` and `mean_kernel_impl`."""
+    """Return the bytes of each temporary of `sum` or `mean` over `dims` (all if empty): cast,
+    staging. Equal dtypes need no cast, nor do 16-bit floats with result float32 (ReduceOps.cpp). A
+    thread loads `half_vector` 16-bit values at once: 8 in `sum_functor`, `mean_kernel_impl`."""
     in_place = tensor.dtype == out_dtype or (tensor.dtype in HALVES and out_dtype == torch.float32)
     dtype = tensor.dtype if in_place else out_dtype
     cast = () if in_place else (tensor.numel() * dtype.itemsize,)
@@ -333,8 +335,8 @@ op(
 
 @registry.requests("_cdist_backward")
 def cdist_backward(c: KernelCall) -> Events:
-    """Allocations of `_cdist_backward` (Distance.cpp): copies, result, all differences. There is a
-    row of differences (DistanceKernel.cu) per pair of points. They are summed over `x2`."""
+    """Allocations of `_cdist_backward` (Distance.cpp): copies, result, all differences. A pair of
+    points has a row of differences (DistanceKernel.cu). They are summed over the points of `x2`."""
     x, others, copies = c.x1, c.x2, _batched_copies((c.x1, c.x2))
     if c.p == 0:
         return around(copies, c.outputs())
@@ -359,7 +361,7 @@ def _batched_copies(points: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _summed(tensor: Tensor, dim: int, gpu: Gpu) -> Events:
-    """Allocations of a temporary like `tensor`, and of its sum over `dim`."""
+    """Return events that allocate a temporary like `tensor`, and what its sum over `dim` needs."""
     return around((tensor.nbytes,), passing(*sum_bytes(tensor, (dim,), tensor.dtype, gpu)))
 
 
@@ -401,7 +403,7 @@ register(
 
 
 class _Product(torch.autograd.Function):
-    """Autograd node of `prod`. Its backward tests for zeros and assumes that there are none."""
+    """Autograd node of `prod`, which `run` computes. Its backward assumes that no element is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[], Tensor], dim: int | None) -> Tensor:
@@ -432,8 +434,8 @@ def has_gradient(tensor: Tensor) -> bool:
 
 @registry.above_autograd("prod prod.dim_int")
 def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run `prod`; its gradient, `_Product`, assumes no zeros (FunctionsManual.cpp). Without a
-    gradient or under `torch.func`, run `then`, the next kernel of torch."""
+    """Run `prod` with the gradient of `_Product` for elements other than 0 (FunctionsManual.cpp).
+    Without a gradient or under `torch.func`, run `then`, the next kernel of torch."""
     if not has_gradient(x) or torch._C._are_functorch_transforms_active():
         return then(x, *args, **kwargs)
 

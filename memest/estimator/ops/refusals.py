@@ -44,8 +44,9 @@ def tensor_type(dtype: torch.dtype) -> str:
 
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
-    """Return a check of calls. It returns torch's error text for integers, and if the dtypes of
-    arguments `first` and `second` (positions) differ; else "". `kernel` is named in the text."""
+    """Return a check of calls by the dtypes of arguments `first` and `second` (positions). It
+    returns torch's error text, with the name `kernel`, if the first is an integer or they differ,
+    else ""."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[first].dtype
@@ -60,7 +61,8 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
 
 
 def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> RefuseRule:
-    """Return a check of calls: `message` if argument `number` has none of the `dtypes`, else ""."""
+    """Return a check of calls: `message`, with the dtype in its field {}, if the argument at
+    position `number` has none of the `dtypes`; else ""."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[number].dtype
@@ -73,7 +75,7 @@ def same_type(
     first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
 ) -> RefuseRule:
     """Return a check of calls: `message` if the arguments at positions `first` and `second` differ
-    in dtype, else "". `named` returns a dtype's name, for the two fields of `message`."""
+    in dtype, else "". `named` returns a dtype's name, for the two fields {} of `message`."""
 
     def rule(call: KernelCall) -> str:
         types = call.args[first].dtype, call.args[second].dtype
@@ -89,7 +91,7 @@ def fits(call: KernelCall) -> str:
 
 def overflow(value: Any, dtype: torch.dtype) -> str:
     """Return torch's error text if `value` is out of the range of `dtype` (Scalar.h), else "".
-    Infinity is in range."""
+    Infinity is in range, and so is what is no Python number."""
     if isinstance(value, bool | Tensor) or not isinstance(value, int | float):
         return ""
     if dtype is torch.bool or dtype.is_complex or not isfinite(value):

@@ -81,8 +81,8 @@ _NOT_IMPLEMENTED = "not implemented for"
 
 @dataclass(eq=False)
 class Op:
-    """One operator overload: its properties, and the rules that its module in `ops/` registered.
-    The mode finds it by identity, since torch computes an operator's hash in Python."""
+    """One operator overload: its properties, and the rules that its module in `ops/` registered (or
+    None). The mode finds it by identity, since torch computes an operator's hash in Python."""
 
     func: Any
     requests: RequestRule | None = None  # temporaries, or all requests in their order
@@ -163,8 +163,8 @@ class Op:
         self, args: Args, kwargs: Kwargs, out: Any = None, gpu: Gpu | None = None,
         known: tuple[int, ...] = (),
     ) -> KernelCall:  # fmt: skip
-        """Return a call of this operator, with its schema's defaults for missing arguments. `known`
-        is the result of `from_values`."""
+        """Return a call of this operator, with its schema's defaults for missing arguments. `out`
+        is its result, and `known` that of `from_values`."""
         given = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
         return KernelCall(given, args, out, gpu, known)
 
@@ -193,8 +193,8 @@ class Op:
         return written[:1] == [True] and sum(written) == 1 and not has_rule and not is_reshaping
 
     def _is_known_without(self) -> bool:
-        """Return whether the CUDA kernel allocates its outputs only, although it has no rule. True
-        for views, elementwise operators by torch's tag, `_foreach_*` except reductions, matrix
+        """Return whether the CUDA kernel, without a rule, allocates its outputs only. True for
+        views, elementwise operators by torch's tag, `_foreach_*` except reductions, matrix
         products, names of `outputs_only.json`, and their forms in place."""
         schema = self.func._schema
         namespace, _, name = schema.name.partition("::")
@@ -266,7 +266,7 @@ def register(*operators: OpOverload | str, about: str = "", when: str = "", **pa
     """Set fields of `Op` (`parts`) for operators as in `named`; `ValueError` if one is set twice.
 
     `about` describes what `requests` allocates and names the source. `when` describes the calls for
-    which `modelled` returns True. Both are text for docs/kernels.md.
+    which `modelled` returns True. Both are text for docs/kernels.md; "" adds none.
     """
     for part, text in (("requests", about), ("modelled", when)):
         if text:
@@ -280,8 +280,8 @@ def register(*operators: OpOverload | str, about: str = "", when: str = "", **pa
 
 
 def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a function as field `part` of `Op` for `operators`.
-    `others` are further fields, as in `register`."""
+    """Return a decorator that registers a function as field `part` of `Op` for `operators`, which
+    are given as in `named`. `others` are further fields, as in `register`."""
 
     def set_part(rule: Rule) -> Rule:
         others[part] = rule
@@ -314,9 +314,9 @@ def op(
 ) -> None:
     """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
 
-    `before` and `after` return their bytes; 0 allocates nothing. Instead of `after`, `then` returns
-    all events after the outputs. `about` describes the allocations and their source. `parts` are
-    other fields of `Op`.
+    `before` and `after` return their bytes for a call; 0 allocates nothing. If `then` is given, it
+    returns all events after the outputs, and both are not used. `about` describes the allocations
+    and their source. `parts` are other fields of `Op`.
     """
 
     def rule(call: KernelCall) -> Scratch | Events:

@@ -9,7 +9,7 @@ from memest.estimator.tensors.lines import Notes
 
 
 class SimMode(Protocol):
-    """Interface of `gpu.mode.CudaSimMode`, the dispatch mode, which this package cannot import."""
+    """Interface of the dispatch mode, `gpu.mode.CudaSimMode`, which operators cannot import."""
 
     gpu: Gpu
     values: KnownValues
@@ -29,7 +29,7 @@ class SimMode(Protocol):
     def __exit__(self, *error: Any) -> Any: ...
 
     def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator on the simulated GPU."""
+        """Run operator `func` on the simulated GPU, and return its result."""
 
     def pass_workspaces(self, func: Any, *sizes: int) -> None:
         """Allocate and free workspaces of `sizes` bytes, one by one, as operator `func` does."""

@@ -61,11 +61,11 @@ op(
 def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
     """Return the bytes of each temporary of `sort`.
 
-    Slices of up to 4096 elements need an int64 range of positions. Longer ones also need the
-    storage of a radix sort. From 2 to 127 of them are sorted together by key, then by slice. The
-    first of these two sorts needs most: two int64 arrays, sorted keys and storage. From 128 long
-    slices on, a range and the storage of a segmented sort are needed. A view with gaps is copied
-    first.
+    Slices of up to 4096 elements along `dim` need an int64 range of positions. A single longer one
+    also needs the storage of a radix sort. From 2 to 127 of them are sorted together by key, then
+    by slice. The first of these two sorts needs most: two int64 arrays, sorted keys and storage.
+    From 128 long slices on, a range and the storage of a segmented sort are needed. A view with
+    gaps is copied first.
     """
     count, length = _slices(tensor, dim)
     if length <= 1:
@@ -120,8 +120,8 @@ def topk(c: KernelCall) -> Events:
 
 
 def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
-    """Return (bytes of a copy of the input, True if it is a single row). The tuple of bytes is
-    empty if the input is contiguous and of `dtype`."""
+    """Return (bytes of a copy of the scanned input as `dtype`, True if the input is a single row).
+    The bytes are () if the input is contiguous and of `dtype`."""
     tensor: Tensor = c.self
     is_as_given = tensor.dtype == dtype and tensor.is_contiguous()
     cast = () if is_as_given else (tensor.numel() * dtype.itemsize,)
@@ -245,7 +245,8 @@ register(
 
 
 def _is_unique_known(c: KernelCall) -> bool:
-    """Return whether allocations were measured: capability 9.0; 4, 8 bytes or bool, or rows.
+    """Return whether allocations were measured: capability 9.0; 4, 8 bytes or bool, or rows. On
+    that GPU elements have 4 or 8 bytes or are bool; with a `dim`, all rows were measured.
     `unique_consecutive` also takes 1 and 2 bytes. Evidence (CUDA 13.0), every request exact: 196
     calls of up to a million elements on an H100, 504 of up to 100,000 rows on an H200."""
     if c.get("dim") is not None:
@@ -285,8 +286,8 @@ def unique_consecutive(c: KernelCall) -> Events:
 
 
 def _unique(c: KernelCall, positions_bytes: int) -> Events:
-    """Allocations of `compute_unique`; results have room for all values, as if none were equal.
-    `positions_bytes` are those of a temporary with each value's position, for the inverse."""
+    """Return the allocations of `compute_unique`; results have room for all values, as if none were
+    equal. For the inverse, a temporary with each value's position has `positions_bytes`."""
     count = c.self.numel()
     row = count * INDEX_BYTES
     has_counts = c.out[2].numel() > 0
@@ -305,8 +306,8 @@ def _unique(c: KernelCall, positions_bytes: int) -> Events:
 
 
 def _unique_rows(c: KernelCall, sorting: Events) -> Events:
-    """Allocations of `unique_dim_cuda_template` (cuda/Unique.cu). `sorting` has the allocations of
-    its sort of the rows, or is empty."""
+    """Return the allocations of `unique_dim_cuda_template` (cuda/Unique.cu). `sorting` has those of
+    its sort of the rows; [] if they are not sorted."""
     num_rows = c.self.size(c.dim)
     row = num_rows * INDEX_BYTES
     events = sorting
@@ -339,7 +340,8 @@ register(
 
 @registry.above_autograd("cumprod_backward")
 def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
-    """Compute the gradient as `cumprod_backward` of ReduceOps.cpp for an input without zeros."""
+    """Return the gradient of `cumprod` of `x` with result `output`, as in ReduceOps.cpp for `x`
+    without zeros. For complex `x` or a length of 1 in `dim`, torch's next kernel runs (`then`)."""
     if x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
         return then(grad, x, dim, output)
     products, is_zero = output * grad, x == 0

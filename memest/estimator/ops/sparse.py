@@ -99,7 +99,8 @@ def _on_host(
 
 @on_sparse(FROM_PARTS)
 def _assembled(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
-    """Return a sparse tensor with the given indices and values, which are not copied."""
+    """Return a sparse tensor with given indices and values, which are not copied. `args` are those
+    of `_sparse_coo_tensor_with_dims_and_tensors`."""
     _, _, shape, indices, values = args
     if Place.GPU not in (mode.host.place(indices), mode.host.place(values)):
         return _on_host(indices, values, shape, is_coalesced=bool(kwargs.get("is_coalesced")))
@@ -197,14 +198,14 @@ _multiplied = _elementwise(torch.mul)
 
 @on_sparse("mul_.Tensor mul_.Scalar")
 def _mul_(mode: SimMode, tensor: Tensor, other: Any) -> Tensor:
-    """Multiply `tensor` and give it new values, as CUDA's kernel allocates them even for `mul_`."""
+    """Multiply `tensor` by `other` in place. As in CUDA's kernel, the values have new memory."""
     return _become(tensor, _multiplied(mode, tensor, other))
 
 
 @on_sparse("add_.Tensor")
 def _add_(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-    """Add `alpha * other` in place: append its entries to a sparse `tensor`, or add them to a dense
-    one."""
+    """Add `alpha * other` to `tensor` in place. Its entries are appended to those of a sparse
+    `tensor`, and added to the elements of a dense one."""
     if is_sparse(tensor):
         return _become(tensor, _joined(mode, tensor, other, alpha))
     return _added_into(mode, tensor, other)
@@ -241,7 +242,7 @@ def _joined(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tenso
 
 @on_sparse("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
-    """Return a sparse tensor with the elements of `dense` at the indices of `mask`."""
+    """Return a sparse tensor with the elements of `dense` at the indices of the sparse `mask`."""
     indices, values = _parts(mask)
     one = values.new_ones(())
     gathered = torch.empty_like(values)
@@ -256,7 +257,7 @@ def _addmm(
     mode: SimMode, tensor: Tensor, sparse: Tensor, dense: Tensor, **factors: float
 ) -> Tensor:
     """Compute `tensor + sparse @ dense` for a sparse matrix, which is first converted to CSR. The
-    column-major result is copied."""
+    product is column-major, so the result is a copy. `factors` are not used."""
     if not is_sparse(sparse) or is_sparse(dense):
         raise NotImplementedError
     num_rows, num_columns = sparse.size(0), dense.size(1)
@@ -296,7 +297,7 @@ def _addmm(
 
 @on_sparse("_to_copy")
 def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
-    """Copy to another dtype, to the GPU, or to the host, where unknown values are 1."""
+    """Copy to the `dtype` and `device` in `kwargs`; on the host, unknown values are 1."""
     (indices, values), is_coalesced = _parts(tensor), _is_coalesced(tensor)
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if device is None:
@@ -313,7 +314,7 @@ def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
 
 @on_sparse("select.int")
 def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
-    """Select `index` of a sparse dimension by copying its entries: `select_sparse`."""
+    """Select `index` of the sparse dimension `dim` by copying its entries: `select_sparse`."""
     (indices, values), dim = _parts(tensor), dim % tensor.dim()
     if not dim < indices.size(0) > 1:
         raise NotImplementedError
@@ -422,7 +423,7 @@ class SparseTensors:
 
     def concerns(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the call uses or makes sparse tensors on the GPU, so that `run` has to run
-        it. Raise `UnsupportedError` if it does and there is no rule for it."""
+        it. Raise `UnsupportedError` if there is no rule for such a call."""
         if not self._is_any and id(func) not in _MAKERS:
             return False
         tensors, mode = placement.sample_tensors(args, kwargs), self._mode
@@ -483,8 +484,8 @@ class SparseTensors:
 
 
 def install(patches: Patches) -> None:
-    """Make `grad.new(indices, values, shape)` of a sparse gradient, which optimizers call, create
-    GPU tensors."""
+    """Make `grad.new(indices, values, shape)` create GPU tensors if `grad` is sparse and on the
+    GPU. Optimizers call it."""
     new = torch.Tensor.new
 
     def new_on_gpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -86,7 +86,7 @@ def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
 
 
 def filled(mode: SimMode, tensor: Tensor) -> Tensor:
-    """Mark the values of `tensor` as unknown, since a kernel overwrote them; return `tensor`."""
+    """Mark the values of `tensor` as unknown, because a kernel overwrote them; return `tensor`."""
     mode.values.forget(storage_key(tensor))
     return tensor
 
@@ -102,8 +102,8 @@ def _assembled(
     mode: SimMode, offsets: Tensor, indices: Tensor, values: Tensor,
     shape: Sequence[int] | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Return a matrix with these `offsets` (`crow_indices`), indices and values, without copies. If
-    `shape` is None, the size follows from them."""
+    """Return a matrix with `offsets` (`crow_indices` or `ccol_indices`), indices and values,
+    without copies. If `shape` is None, the size follows from them. `kwargs` has the `layout`."""
     if kwargs.get("layout") not in (CSR, CSC) or offsets.dim() != 1:
         raise NotImplementedError
     parts = offsets, indices, values
@@ -146,7 +146,7 @@ def _on_host(parts: Parts, shape: Sequence[int], layout: torch.layout) -> Tensor
 
 @on_compressed("_to_copy")
 def _to_copy(mode: SimMode, matrix: Tensor, **kwargs: Any) -> Tensor:
-    """Copy to another dtype, to the GPU, or to the host."""
+    """Copy a matrix to the `dtype` or `device` (GPU or host) in `kwargs`."""
     offsets, indices, values = parts_of(matrix)
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if kwargs.get("layout") not in (None, matrix.layout):
@@ -245,7 +245,7 @@ def _set_known(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
 def _coordinates(
     mode: SimMode, offsets: Tensor, indices: Tensor, *, may_guess: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (rows, columns) of CSR entries, or None if unknown; `may_guess` allows a guess."""
+    """Return (rows, columns) of CSR entries; None if unknown. `may_guess` allows guessed ones."""
     found = [mode.guessed.value_of(t) if may_guess else None for t in (offsets, indices)]
     starts, columns = (
         mode.values.value_of(t) if guess is None else guess
@@ -287,7 +287,7 @@ def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) ->
 
 @on_compressed("_to_dense")
 def _to_dense(mode: SimMode, matrix: Tensor, dtype: Any = None, masked_grad: Any = None) -> Tensor:
-    """Return the dense matrix; CUDA writes the entries by flat indices."""
+    """Return the dense matrix, of `dtype` if given; CUDA writes the entries by flat indices."""
     offsets, indices, values = parts_of(matrix)
     dense = values.new_zeros(matrix.shape, dtype=dtype)
     _flatten(offsets, indices)
@@ -315,7 +315,7 @@ def _flatten(offsets: Tensor, indices: Tensor) -> None:
 @on_compressed("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
     """Return a compressed matrix with the elements of `dense` at the entries of `matrix`. As in
-    torch, a dense boolean mask is made first. One that is too large for known values is refused."""
+    torch, a dense boolean mask is made first; one of more than `MAX_BYTES` elements is refused."""
     offsets, indices, _ = parts_of(matrix)
     if dense.numel() > MAX_BYTES:
         raise NotImplementedError
@@ -346,14 +346,14 @@ def _add(mode: SimMode, first: Tensor, second: Tensor, *, alpha: float = 1) -> T
 
 
 def of_dense(mode: SimMode, dense: Tensor, layout: torch.layout) -> Tensor:
-    """Return a compressed matrix with the elements of a dense one that are not zero."""
+    """Return a matrix in the compressed `layout` with the elements of `dense` that are not zero."""
     if dense.dim() != 2:
         raise NotImplementedError
     return _chosen(mode, dense, dense != 0, layout)
 
 
 def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) -> Tensor:
-    """Return a compressed matrix of `dense` where `mask` is True (`dense_to_sparse_with_mask`)."""
+    """Return a matrix in `layout` of `dense` where `mask` is True: `dense_to_sparse_with_mask`."""
     by_columns = layout is CSC
 
     def in_order(matrix: Tensor) -> Tensor:
@@ -370,8 +370,8 @@ def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) ->
 
 
 def vector_workspace(num_rows: int, num_entries: int, index_bytes: int, dtype: torch.dtype) -> int:
-    """Return the workspace bytes of `cusparseSpMV`: an index per tile of entries. For 16-bit values
-    it also has a float32 sum per row."""
+    """Return the workspace bytes of `cusparseSpMV` (matrix by vector): an index for each tile of
+    the matrix's entries. For a `dtype` of 16 bits it also has a float32 sum per row."""
     tiles = ceil_div(num_entries, _VECTOR_TILES[index_bytes, dtype]) + 1
     sums = 4 * num_rows + 127 if dtype.itemsize == 2 else 0
     return index_bytes * tiles + index_bytes - 1 + sums
@@ -383,8 +383,8 @@ def matrix_workspace(num_entries: int, index_bytes: int) -> int:
 
 
 def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> None:
-    """Allocate and free what `matrix @ dense` needs: a copy of `dense` with gaps, and a workspace.
-    The values of `result` become unknown."""
+    """Allocate and free what `matrix @ dense` needs: a contiguous copy of `dense` if it has gaps,
+    and a workspace. The values of `result` become unknown."""
     _, indices, values = parts_of(matrix)
     if values.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise NotImplementedError
@@ -409,7 +409,7 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
 def _sparse_addmm(
     mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **factors: float
 ) -> Tensor:
-    """Compute `tensor + first @ second`. Under autocast, the kernel itself casts its operands."""
+    """Compute `tensor + first @ second`; autocast casts operands. `factors` are not used."""
     if mode.host.place(tensor) is Place.META:  # C++ made them for `_sparse_mm`
         tensor = second.new_zeros((first.size(0), second.size(1)))
     if not torch.is_autocast_enabled("cuda") or second.dtype is not torch.float32:
@@ -421,7 +421,7 @@ def _sparse_addmm(
 
 @on_compressed("addmm")
 def _addmm(mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **factors: float) -> Any:
-    """Compute `tensor + first @ second`, of which one factor is compressed and the other dense."""
+    """Compute `tensor + first @ second`, with one factor dense. `factors` are not used."""
     shape = first.size(0), second.size(1)
     if is_compressed(first) and is_compressed(second):
         raise NotImplementedError
@@ -509,7 +509,7 @@ def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
 
 def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
     """Return (number of multiplied pairs of entries, entries of the product, True if guessed). The
-    second is a tensor of (row, column) indices, or an estimated number if these are unknown."""
+    entries are a tensor of (row, column) indices, or an estimated number if these are unknown."""
     (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
     known, other = (
         _coordinates(mode, *each, may_guess=True)
@@ -546,9 +546,9 @@ def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, in
 def product_workspaces(
     num_rows: int, num_entries: int, num_products: int, value_bytes: int
 ) -> tuple[int, int]:
-    """Return the bytes of the two workspaces of `cusparseSpGEMM`, deduced from 43 recorded
-    products. The first matrix has `num_rows` and `num_entries`; `num_products` pairs of entries are
-    multiplied. Below 500 rows the second workspace is up to 0.8 KB larger than here."""
+    """Return the bytes of both workspaces of `cusparseSpGEMM`, deduced from 43 recorded products.
+    The first matrix has `num_rows` and `num_entries`. The product multiplies `num_products` pairs
+    of values, of `value_bytes` each. Below 500 rows the real second one is up to 0.8 KB larger."""
 
     def scan(number: int, tile: int) -> int:
         return round_up(16 * (ceil_div(number, tile) + 32), _ALIGNED)

@@ -48,9 +48,9 @@ def elementwise(call: KernelCall) -> Tensor:
 
 
 def plain(func: OpOverload, args: Args, out: Any) -> Any:
-    """Return `out`, contiguous if all operands of a pointwise operator are (`fast_set_up`). For
-    such calls CUDA resets strides of dimensions of size 1 (TensorIterator.cpp), which torch's meta
-    kernels keep."""
+    """Return the result `out` of `func(*args)`, contiguous if all operands of a pointwise operator
+    are (`fast_set_up`). CUDA then resets strides of dimensions of size 1 (TensorIterator.cpp),
+    which torch's meta kernels keep."""
     if not isinstance(out, Tensor) or func.overloadpacket in _ALIKE or _has_number(func, args):
         return out
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -88,12 +88,12 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def contiguous_copy(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Return the bytes of `tensor.contiguous()` for each tensor that is not contiguous."""
+    """Return the bytes of a contiguous copy of each tensor that needs one; None needs none."""
     return tuple(t.nbytes for t in tensors if t is not None and not t.is_contiguous())
 
 
 def copies_in(memory_format: torch.memory_format, *tensors: Tensor) -> tuple[int, ...]:
-    """Return bytes of `tensor.contiguous(memory_format)` for each tensor with another format."""
+    """Return the bytes of a copy in `memory_format` of each tensor that has another format."""
     return tuple(t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format))
 
 

@@ -42,8 +42,8 @@ Events = list[KernelEvent]
 
 
 def temporaries(*num_bytes: int, oldest: bool = False) -> Events:
-    """Return an event for each of `num_bytes`: n allocates a temporary of n bytes, -n frees one. 0
-    is skipped. The latest temporary of n bytes is freed, or with `oldest` the oldest."""
+    """Return an event for each of `num_bytes`: n allocates a temporary of n bytes, -n frees one,
+    and 0 is skipped. The latest temporary of n bytes is freed, or with `oldest` the oldest."""
     return [KernelEvent(n, OLDEST if oldest else None) for n in num_bytes if n]
 
 
@@ -59,7 +59,7 @@ def around(num_bytes: Sequence[int], events: Events) -> Events:
 
 
 def passing(*num_bytes: int) -> Events:
-    """Return events that allocate temporaries in order, then free them in reverse order."""
+    """Return events that allocate temporaries of `num_bytes` in order, and free them in reverse."""
     return around(num_bytes, [])
 
 

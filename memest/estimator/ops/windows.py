@@ -49,7 +49,7 @@ def unfold_backward(c: KernelCall) -> Scratch:
 
 
 def _copies_like(like: int, *positions: int) -> registry.RequestRule:
-    """Return a rule: arguments at `positions` are copied to the memory format of argument `like`.
+    """Return a rule that copies arguments at `positions` to the memory format of argument `like`.
     Kernels of UpSampleNearest2d.cu, UpSampleBilinear2d.cu, AveragePool2d.cu, DilatedMaxPool2d.cu,
     DilatedMaxPool3d.cu and AdaptiveAveragePooling.cu support channels-last."""
 
@@ -84,9 +84,7 @@ def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
 @registry.requests("im2col col2im")
 def sliding(c: KernelCall) -> Events:
     """Allocations of Im2Col.cu and Col2Im.cu: the result is first allocated with the input's size.
-
-    A larger result then gets a new storage; a smaller one stays in the first storage.
-    """
+    A larger result then gets a new storage; a smaller one stays in the first storage."""
     first, copies = c.self.nbytes, contiguous_copy(c.self)
     if c.out.nbytes <= first:
         return outputs({0: first}) + passing(*copies)
@@ -103,8 +101,8 @@ _MOST_CHANNELS = 1024
 
 
 def _is_by_cudnn(c: KernelCall) -> bool:
-    """Return whether cuDNN samples the grid: bilinear with aligned corners, zero padding and at
-    most 1024 channels (GridSampler.cpp)."""
+    """Return whether cuDNN samples the grid: bilinear with aligned corners, zeros outside of the
+    image, and at most 1024 channels (GridSampler.cpp)."""
     return (
         torch.backends.cudnn.enabled
         and c.input.dtype in _BY_CUDNN
@@ -116,7 +114,7 @@ def _is_by_cudnn(c: KernelCall) -> bool:
 
 
 def _cudnn_copies(c: KernelCall) -> tuple[int, ...]:
-    """Return bytes of copies of an expanded image and of a grid that is not contiguous."""
+    """Return the bytes of copies: of an image that `expand` made, and of a grid with gaps."""
     return (c.input.nbytes,) * (0 in c.input.stride()) + contiguous_copy(c.grid)
 
 
