@@ -99,7 +99,7 @@ def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that runs operators of a script as on a CUDA GPU, on tensors without data.
-    `guesses` gives unknown values that the script reads; `lines` finds its running line."""
+    `guesses` gives unknown values that the script reads, `lines` the line that it runs."""
 
     def __init__(
         self, gpu: Gpu, allocator: CachingAllocator, guesses: Guesses, lines: ScriptLines
@@ -310,7 +310,7 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Copy a GPU tensor to the host. `copied` decides whether the result has data."""
+        """Copy a GPU tensor to the host; the result has data only if `copied` gives it values."""
         source: Tensor = args[1] if func is aten.copy_.default else args[0]
         if not is_meta(source) or func not in (aten.copy_.default, aten._to_copy.default):
             return self.host.run(func, without_tensors(args), {**kwargs, "device": CPU})

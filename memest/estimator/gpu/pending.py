@@ -138,7 +138,7 @@ class PendingWorks:
         return "" if is_default else str(group.group_name)
 
     def create(self, group: Any) -> None:
-        """Record the communicator of a new `group`, which NCCL makes at once with a `device_id`."""
+        """Record the communicator that NCCL creates at once for a `group` with a `device_id`."""
         if group.size() > 1:
             self._created.add((self._name(group), None))
         elif self._name(group):

@@ -188,7 +188,7 @@ class Timeline:
     # --- streams
 
     def new_stream(self, priority: int = 0) -> int:
-        """Return the next stream number of `priority`; `STREAMS_PER_POOL` numbers take turns."""
+        """Return the next stream of `priority`, one of `STREAMS_PER_POOL` that are used in turn."""
         pool = self._pools[priority]
         turn = self._num_taken[priority] % STREAMS_PER_POOL
         self._num_taken[priority] += 1

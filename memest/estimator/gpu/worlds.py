@@ -30,8 +30,8 @@ class PeerEnded(UnsupportedError):
 
 
 class Mailbox:
-    """Exchange of messages between simulated ranks, by files in one folder of all processes. A
-    `key` is any object whose `repr` is equal in all ranks, such as ("send", 0, 1, tag)."""
+    """Exchange of messages between simulated ranks, by files in a folder that all processes share.
+    A `key` is any object whose `repr` is equal in all ranks, such as ("send", 0, 1, tag)."""
 
     def __init__(self) -> None:
         self._together: frozenset[int] = frozenset()
@@ -203,7 +203,8 @@ def _remove(folder: str, owner: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """Simulated rank (process of a distributed run), with the number of ranks (`world_size`)."""
+    """Simulated rank (process of a distributed run) of `world_size`, with `num_local` per host.
+    `is_launched`: `torchrun` starts the script. `mailbox` has the messages between ranks."""
 
     rank: int = 0
     world_size: int = 1

@@ -46,7 +46,7 @@ _INCIDENTAL = re.compile(r"nvidia|tesla|geforce|generation|sxm\d?|pcie|hbm\d\w?|
 
 
 class Multiprocessor(NamedTuple):
-    """Limits of a GPU's streaming multiprocessor: threads and shared memory."""
+    """Limits of a GPU's streaming multiprocessor: threads, shared KiB in all and per block."""
 
     threads: int  # threads that it runs at once (`maxThreadsPerMultiProcessor`)
     shared_kib: int

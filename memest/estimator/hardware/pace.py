@@ -104,8 +104,8 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
 
 
 def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
-    """Return a step's `WorkLog` events, its last micro-batch repeated up to `num_micro_batches`.
-    That is between the last two `CUT`; with fewer of them, `events` are returned unchanged."""
+    """Return a step's `WorkLog` events, its last micro-batch repeated up to `num_micro_batches`. A
+    `CUT` ends a micro-batch; with fewer than two of them, `events` are returned unchanged."""
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events

@@ -27,7 +27,8 @@ Sizes = tuple[int, ...]
 
 
 class Work(NamedTuple):
-    """Work of one operator call: kernel, sizes, operations and bytes, to estimate its time."""
+    """Work of one operator call, to estimate its time: kind of kernel, sizes, operations, bytes.
+    `rate` is the precision of the operations, `more` are further kernels of the call."""
 
     kind: str  # kernels that take the same time at the same sizes, such as `matmul float16`
     size: tuple[int, ...]  # sizes that decide the efficiency; bytes if there are no operations

@@ -626,7 +626,8 @@ def cudnn_backward(c: KernelCall) -> Events:
 
 @registry.requests("_safe_softmax")
 def safe_softmax(c: KernelCall) -> Events:
-    """Allocations of `_safe_softmax` (attention.cpp): result, bools by element and row, a zero."""
+    """Allocations of `_safe_softmax` (attention.cpp): result, bools per element and per row,
+    zero."""
     rows = c.out.numel() // max(1, c.out.size(c.dim))
     return c.outputs() + passing(c.out.numel(), rows, c.out.itemsize)
 

@@ -52,8 +52,7 @@ _CUDA = "cuda"  # the device whose autocast state counts
 
 
 def follow_autocast(patches: Patches) -> None:
-    """Make torch record in `INSIDE` that the script is in autocast, which dispatch modes
-    disable."""
+    """Make torch record whether a script is in autocast, since dispatch modes disable autocast."""
 
     def set_enabled(*args: Any) -> None:
         torch._C.set_autocast_enabled(*args)

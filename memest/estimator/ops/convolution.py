@@ -56,7 +56,8 @@ ANY_KERNELS = Kernels()
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Size of cuDNN's workspace for a convolution's output, input gradient or weight gradient."""
+    """Size of cuDNN's workspace for a convolution's output, input gradient or weight gradient.
+    `is_by_library` is False for an estimate."""
 
     num_bytes: int
     is_by_library: bool  # the installed cuDNN returned the size; otherwise it is an estimate

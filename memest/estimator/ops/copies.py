@@ -33,7 +33,7 @@ WITH_A_NUMBER = {
 
 
 def with_number(func: Any, args: Args) -> tuple[Any, tuple[Any, ...]]:
-    """Return (func, args) of a call; for `WITH_A_NUMBER`, a number replaces a 0-d host tensor."""
+    """Return a call (func, args), with a number for a 0-d host tensor if `func` reads one."""
     if func not in WITH_A_NUMBER or is_meta(args[2]):
         return func, args
     return WITH_A_NUMBER[func], (*args[:2], args[2].item())

@@ -110,7 +110,8 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Engine configuration that cuDNN offers for a convolution."""
+    """Engine configuration that cuDNN offers for a convolution. `notes` are its numerical notes
+    (`cudnnBackendNumericalNote_t`), and `is_estimated` is True if its workspace is an estimate."""
 
     workspace_bytes: int  # bytes that the plan requests
     notes: frozenset[int]  # numerical notes of its engine
@@ -154,7 +155,7 @@ def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield folders that may hold cuDNN: that of `FOLDER`, or of NVIDIA's wheels and conda."""
+    """Yield folders that may hold cuDNN: below MEMEST_CUDNN, or of NVIDIA's wheels and conda."""
     given = os.environ.get(FOLDER)
     for place in [given] if given else sys.path:
         if (folder := Path(place or ".", "nvidia", "cudnn", "lib")).is_dir():

@@ -222,7 +222,7 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _empty_cuda(mode: CudaSimMode, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    """Allocate a buffer with unknown values, which a kernel writes."""
+    """Return a new buffer on the GPU with unknown values, which a kernel will write."""
     made = torch.empty_strided(size, stride, dtype=dtype, device="cuda")
     mode.values.drop(storage_key(made))
     return made
@@ -626,7 +626,7 @@ _MARGIN = 1.1  # factor by which padding must be faster (`is_padded_faster` in p
 
 
 def is_estimated() -> bool:
-    """Return whether memest estimates where Inductor pads, which it does from torch 2.11 on."""
+    """Return whether memest estimates where Inductor pads products: from torch 2.11 on it does."""
     from torch._inductor.fx_passes import pad_mm
 
     return hasattr(pad_mm, "_should_pad")
