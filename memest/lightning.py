@@ -32,7 +32,7 @@ class PreflightCallback(Callback):
     Args:
         max_steps: optimizer steps to simulate.
         time_limit: seconds after which the preflight is given up.
-        margin: memory to stay free, in bytes or as `2GiB`, else a warning; None: the GPU's default.
+        margin: bytes, or text such as `2GiB`; a warning is printed if less is free. None: by GPU.
     """
 
     def __init__(

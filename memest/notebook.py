@@ -65,10 +65,8 @@ class _Magic:
         self.left: dict[str, Any] = {}  # of earlier cells, whose GPU no longer exists
 
     def __call__(self, line: str, cell: str) -> CellReport | None:
-        """Run `cell` on a virtual GPU; `line` is `[GPU] [--memory-limit 20GiB] [--max-steps 3]`.
-
-        Returns None, after a message, if the cell is refused or does not use the GPU.
-        """
+        """Run `cell` on a virtual GPU and return its report. `line` is such as `a100-40gb
+        --max-steps 3`. Return None, after a message, if the cell is refused or uses no GPU."""
         try:
             session = _session(line)
             self._check(cell)

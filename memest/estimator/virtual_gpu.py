@@ -329,7 +329,7 @@ class OwnSteps:
         self._leaves.clear()
 
     def follow(self, outputs: Any) -> None:
-        """Record the leaf tensors, such as parameters, of the last backward, from `outputs`."""
+        """Record the leaf tensors of the backward from `outputs` that has just run."""
         if self._has_optimizer:
             return
         self._leaves.clear()
@@ -394,7 +394,7 @@ def _next_number() -> int:
 
 class DeviceThread:
     """Numbering of autograd nodes, and so their order, as in a GPU's backward thread.
-    `at_end(outputs)` is called after each backward; `line()` returns the script's running line."""
+    `at_end(outputs)` is called after a backward; `line()` returns the script's running line."""
 
     def __init__(self, at_end: Callable[[Any], None], line: Callable[[], str]) -> None:
         self._at_end, self._line = at_end, line

@@ -32,12 +32,12 @@ class Feed:
     """Training and validation micro-batches of a run, in host memory, and their sizes."""
 
     batches: Sequence[Inputs]  # batches that are used in turn, repeatedly
-    val_batches: Sequence[Inputs]
+    val_batches: Sequence[Inputs]  # batches of validation
     loss_output: str  # output to differentiate
-    seq_len: int
-    padded: bool
-    image_size: int | None
-    notes: tuple[str, ...] = ()
+    seq_len: int  # tokens of the longest row
+    padded: bool  # True if rows have padding
+    image_size: int | None  # pixels a side; None without images
+    notes: tuple[str, ...] = ()  # assumptions for the report
 
 
 def initialise(model: nn.Module) -> None:
@@ -126,8 +126,7 @@ def _inputs(batch: Batch, plan: TrainingPlan) -> Inputs:
 
 
 def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
-    """Make micro-batches of captioned images from a `datasets` folder, by the processor of
-    `config`.
+    """Make micro-batches of captioned images from a `datasets` folder, by the model's processor.
 
     Raises:
         PlanError: the folder is no data set, is empty, or lacks the columns `image` and `text`.
@@ -212,8 +211,7 @@ def checkpoint_source(config: ModelConfig) -> str:
 def load_base(
     plan: TrainingPlan, config: ModelConfig, built: BuiltModel, *, is_random: bool, device: str
 ) -> nn.Module:
-    """Return the model of `built`, which is on meta, with weights on `device`, by
-    `from_pretrained`.
+    """Return the model `built` (on meta) with weights on `device`, by `from_pretrained`.
 
     Weights are random if `is_random`, else those of a checkpoint. QLoRA quantises each weight while
     it is loaded, unless the plan quantises in place.

@@ -24,7 +24,7 @@ from memest.report import Phase
 
 
 def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
-    """Return `plan`'s value of `Trainer(strategy=...)`: a strategy object, or `auto` on one GPU.
+    """Return the argument `strategy` of Lightning's `Trainer`: an object, or `auto` on one GPU.
 
     Raises:
         PlanError: the model has no layer of a class to wrap or to checkpoint.

@@ -41,7 +41,7 @@ class PhaseRecorder:
     """Recorder of a row of memory figures at each phase of a run, and of the run's peaks."""
 
     memory: CudaMemory
-    num_micro_batches: int
+    num_micro_batches: int  # micro-batches of an optimizer step
     rows: list[PhaseRow] = field(default_factory=list)
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0

@@ -73,7 +73,7 @@ class ProbedTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, *args: Any, **kw: Any
     ) -> Any:
-        """Return the loss of `inputs`; with `return_outputs`, (loss, {"loss": loss})."""
+        """Return the micro-batch's loss, or (loss, {"loss": loss}) if `return_outputs`."""
         if not model.training:
             loss = loss_of(model, inputs, self.task.feed.loss_output)
         else:

@@ -27,7 +27,7 @@ class Batch:
     """Ids, masks and labels with values, floats on meta, and flags such as `return_loss`."""
 
     loss_output: str = "loss"  # Output to differentiate. An output other than `loss` is averaged.
-    image_size: int | None = None
+    image_size: int | None = None  # pixels a side; None without images
     notes: tuple[str, ...] = ()  # assumptions for the report
 
 
@@ -40,9 +40,9 @@ class Request:
     forward: frozenset[str]  # names of the parameters of the class's forward
     batch_size: int
     seq_len: int
-    image_size: int | None
-    padded: bool
-    generator: torch.Generator
+    image_size: int | None  # pixels a side; None is the model's
+    padded: bool  # True if rows but the first end with padding
+    generator: torch.Generator  # of random ids
 
     @property
     def num_padded(self) -> int:
@@ -58,7 +58,7 @@ def batch_of(
     request: Request, named: Mapping[str, Tensor | bool], *notes: str, image_size: int | None = None
 ) -> Batch:
     """Make a `Batch` of the inputs `named`, by argument name. Without labels, the loss is the mean
-    of the last hidden state, which is added to `notes`. `image_size` is in pixels a side."""
+    of the last hidden state, and a note reports that. `image_size` is in pixels a side."""
     loss_output = "loss"
     if not {"labels", "start_positions", "return_loss"} & set(named):
         loss_output = "last_hidden_state"
@@ -88,7 +88,7 @@ def random_ids(request: Request, num_tokens: int) -> Tensor:
 
 def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask`, both (B, T). The ids begin with `prefix` (B, T'), if
-    given. Rows but the first end with `request.num_padded` tokens of padding."""
+    given. All rows but the first end with `request.num_padded` tokens of padding."""
     num_prefix = 0 if prefix is None else prefix.shape[1]
     ids = random_ids(request, request.seq_len - num_prefix)
     if prefix is not None:
@@ -158,7 +158,7 @@ def num_image_tokens(config: Any, image_size: int | None) -> int:
 
 def text_with_image(request: Request, size: int, *around: int) -> dict[str, Tensor]:
     """Return text inputs that begin with the tokens of an image of `size` pixels a side. `around`
-    are the ids of its start and end token, or nothing. `PlanError` if there is no room for text."""
+    are the ids of its start and end token, if any. `PlanError` if there is no room for text."""
     num_tokens = num_image_tokens(request.config, size) - len(around)
     row = [*around[:1], *[request.config.image_token_id] * num_tokens, *around[1:]]
     if request.seq_len <= len(row):

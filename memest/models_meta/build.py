@@ -91,9 +91,8 @@ def build_model(
 
 
 def _model_class(config: ModelConfig, notes: list[str]) -> Any:
-    """Return the class of the model. It is an Auto class for remote code, the class in
-    `architectures`, or else the class that an Auto class has for `config`. `notes` gets the first
-    and the last."""
+    """Return the class of the model: an Auto class for remote code, the class in `architectures`,
+    or else the one that an Auto class has. `notes` gets a note unless `architectures` has it."""
     import transformers
 
     if config.remote_code:
@@ -122,8 +121,8 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
 
 
 def _attn_notes(module: nn.Module, requested: str | None) -> list[str]:
-    """Return [note] on sub-models that use eager attention because they lack sdpa, if there are
-    any. If `requested`, the plan's attention or None, is `eager`, there is no note."""
+    """Return a list of one note on sub-models that use eager attention because they lack sdpa. It
+    is empty if there are none, or if `requested` (the plan's attention or None) is `eager`."""
     if requested == "eager":
         return []
     eager = {
@@ -187,7 +186,7 @@ def _count_notes(config: ModelConfig, num_params: int) -> list[str]:
 
 
 def num_positions(config: "PretrainedConfig") -> int | None:
-    """Return the maximal number of text tokens; None if unlimited (T5, ALiBi) or not given."""
+    """Return the maximal number of text tokens; None if unlimited (T5, ALiBi) or not known."""
     text = text_config(config)
     if text.model_type in _FAMILIES["relative_positions"] + _FAMILIES["alibi_positions"]:
         return None

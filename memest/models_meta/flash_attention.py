@@ -81,8 +81,7 @@ class FlashAttention(torch.autograd.Function):
     """`FlashAttnFunc`, `FlashAttnVarlenFunc` and their variants for packed tensors.
 
     It saves query, key, value, output and logsumexp, padded to a width that is a multiple of 8.
-    `packed` stacks key and value, and before them the query if `query` is None. Otherwise it is
-    None.
+    `packed` is (key, value) in one tensor, (query, key, value) if `query` is None, or else None.
     """
 
     @staticmethod
@@ -287,7 +286,7 @@ def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Return the tokens (N, ...) of `hidden_states` (B, L, ...) that the masks (B, L) select, their
-    indices in (B * L), the texts' bounds (B + 1), the longest text, and lengths (B) by
+    indices in (B * L), bounds of texts in N (B + 1), the longest text, and lengths (B) by
     `attention_mask`. `unused_mask`, if not None, selects tokens besides `attention_mask`."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)

@@ -55,7 +55,7 @@ class ModelEntry:
 
     @property
     def path(self) -> Path:
-        """Path of the bundled file."""
+        """Path of the bundled JSON file, which has the config too."""
         return CONFIG_DIR / f"{self.name}.json"
 
 
@@ -92,7 +92,7 @@ def list_models() -> list[ModelEntry]:
 def find_entry(name: str) -> ModelEntry | None:
     """Return the bundled model with this short name, Hub id or alias; None if there is none.
 
-    Case does not matter. `-`, `_` and a blank are ignored, but equal each other between two digits.
+    Case does not matter. `-`, `_` and a blank are ignored; between two digits they are one sign.
 
     >>> find_entry("salesforce/BLIP2-flan-t5-xxl").name, find_entry("openllama-7b").name
     ('blip2-flan-t5-xxl', 'open_llama_7b')
@@ -105,9 +105,9 @@ def resolve_config(
 ) -> ModelConfig:
     """Return the config that `name` refers to, after a check that `packages` are installed.
 
-    Tried in this order: a bundled name, a path (a config.json or its folder), and a Hub id
-    `org/name`. Only the config.json of a Hub id is downloaded, but `trust_remote_code` loads and
-    runs the code that the config names.
+    `name` is tried as a bundled name, a path (a config.json or its folder), and a Hub id
+    `org/name`, in this order. Only the config.json of a Hub id is downloaded. `trust_remote_code`
+    also loads and runs the code that the config names.
 
     Raises:
         UnknownModelError: nothing has this name, or the Hub cannot be reached.

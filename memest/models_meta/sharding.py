@@ -184,10 +184,8 @@ def _layer_hint(model: nn.Module) -> str:
 
 
 def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
-    """Return (number of replicas, GPUs per replica) under `HYBRID_SHARD`; None without it.
-
-    By default, a replica has the 8 GPUs of a node, or all GPUs if there are fewer.
-    """
+    """Return (number of replicas, GPUs per replica) under `HYBRID_SHARD`; None without it. By
+    default, a replica has the 8 GPUs of a node, or all GPUs if there are fewer."""
     if plan.sharding_strategy != "HYBRID_SHARD":
         return None
     shard_size = plan.shard_size or min(8, plan.world_size)

@@ -123,8 +123,8 @@ class Bounds:
     low: float = float("-inf")
     high: float = float("inf")
     hint: str = ""
-    without_low: bool = False
-    without_high: bool = False
+    without_low: bool = False  # True if `low` itself is not allowed
+    without_high: bool = False  # True if `high` itself is not allowed
 
     def hold(self, value: float) -> bool:
         """Return whether `value` is in the range; False for NaN."""
@@ -223,7 +223,7 @@ class Key:
         return value
 
     def words(self, value: Any) -> list[str]:
-        """Return command-line arguments that set the key to `value`, a value of `to_dict`."""
+        """Return command-line arguments that set the key to `value`, given as in `to_dict`."""
         if self.is_switch:
             return [self.flags[0 if value else 1]]
         if self.is_repeated:

@@ -27,7 +27,7 @@ _CUDA = ("gpu", "cuda", "auto", None)
 
 
 def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
-    """Return the names that `read_other_names` accepts or refuses; `rows`: plan keys by name."""
+    """Return the names that `read_other_names` reads or refuses; `rows`: plan keys by name."""
     return _OTHERS | {*_same(rows), "accelerator"}
 
 

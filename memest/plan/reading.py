@@ -22,7 +22,7 @@ def read_table(module: str, name: str) -> Any:
 
 
 def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "plans") -> str:
-    """Return the text of the regular file or pipe `path`. `what` is its content in hints of errors.
+    """Return the text of the regular file or pipe `path`. `what` names its content in error hints.
 
     Raises:
         PlanError: it cannot be read, is larger than `max_bytes`, not text, a device or a folder.

@@ -296,12 +296,15 @@ _MAPPINGS = tuple(name for name, row in PLAN_KEYS.items() if row.is_mapping)
 
 
 def read_config(path: Path, overrides: Mapping[str, Any]) -> TrainingPlan:
-    """Return the plan in file `path`, with the values in `overrides`; `PlanError` if invalid."""
+    """Return the plan in a file, with values replaced by `overrides`; `PlanError` if invalid."""
     return TrainingPlan.from_dict({**_read_mapping(path), **overrides})
 
 
 def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
-    """Return the plans in the file `path`, in order, each with the values in `overrides`.
+    """Return the plans in the file `path`, in order, each with values replaced by `overrides`.
+
+    The file is a mapping: optional `defaults` of all plans, then `experiments`, a list of plans
+    with a `name` each.
 
     Raises:
         PlanError: the file cannot be read, or an experiment is invalid or not unique by name.

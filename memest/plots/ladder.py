@@ -36,7 +36,7 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
     """Return `report.needs_bytes` split by kind of memory; cached blocks are one part.
 
     For a plan that does not fit, `unlimited` is its prediction on a GPU that holds it. If that is
-    None, bytes beyond the failure are `UNKNOWN`.
+    None, bytes beyond the failure are of the kind `UNKNOWN`.
     """
     is_oom = report.verdict is Outcome.OOM
     parts = peak_parts(unlimited if is_oom and unlimited is not None else report)
@@ -48,10 +48,9 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
 
 
 def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
-    """Return the verdict on a GPU that can reserve `limit_bytes`: `fits`, `tight`, `may`, `OOM` or
-    `?`.
+    """Return `fits`, `tight`, `may`, `OOM` or `?` for a GPU that can reserve `limit_bytes`.
 
-    It is a stored verdict on this limit, or on the GPU with the label `gpu`. Else it is `fits` if
+    It is the stored verdict on this limit, or on the GPU with the label `gpu`. Else it is `fits` if
     the limit is at least the peak reserved, `OOM` if it is below the peak allocated.
     """
     for name, verdict in report.verdicts.items():
@@ -230,8 +229,8 @@ def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
 def _limit_labels(
     gpus: Sequence[tuple[str, int]], per_gib: float, edge: float
 ) -> list[tuple[str, float, int]]:
-    """Return (text, its middle on the axis in GiB, line from 0) for each of `gpus`, (name, limit in
-    bytes). The line is the lowest with room. The axis goes to `edge` GiB, `per_gib` inches each."""
+    """Return (text, its middle in GiB, line from 0) for each of `gpus`, (name, limit in bytes).
+    The line is the lowest with room. The axis has `per_gib` inches per GiB and ends at `edge`."""
     labels: list[tuple[str, float, int]] = []
     ends: list[float] = []  # of each level, in inches
     for label, limit in gpus:
@@ -345,8 +344,7 @@ _SPARE, _LACK = "#56B4E9", "#D55E00"  # colours of free memory and of missing me
 
 
 def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = False) -> Figure:
-    """Draw the memory left on `gpu`, in GiB, and the time of a step, in seconds, of each
-    experiment.
+    """Draw, for each experiment, the memory left on `gpu` in GiB and the time of a step in seconds.
 
     The line over a time bar is its interval. For an experiment that does not fit, the missing
     memory is left of zero and the time bar is faint.

@@ -45,9 +45,8 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
 
 
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
-    """Return (step, micro-batch) to draw, both from 0: the last micro-batch of step 1, in which
-    optimizer state exists. It is of step 0 in a run of one step, and where a run is out of memory
-    the one that failed."""
+    """Return (step, micro-batch) to draw, both from 0. It is the one in which a run is out of
+    memory, or else the last micro-batch of step 1 (of step 0, if the run has one step)."""
     failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
     if failed:
         return min((rows[-1].step, rows[-1].micro_batch) if rows else (0, 0) for rows in failed)

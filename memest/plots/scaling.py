@@ -343,7 +343,7 @@ _LOOKS = (("#D55E00", "-"), ("#0072B2", "--"), ("#CC79A7", "-."), ("#009E73", ":
 def plot_fragmentation(
     report: Prediction, runs: Sequence[Growth], *, gpu_limit_bytes: int, dark: bool = False
 ) -> Figure:
-    """Draw reserved GiB over optimizer steps: a line for each run, which has its allocator setting.
+    """Draw reserved GiB over optimizer steps, with a line for the allocator setting of each run.
 
     Thick lines are under the limit `gpu_limit_bytes`, thin ones without a limit. A cross is a step
     that runs out of memory. The area is the memory in use under the first setting.
@@ -428,7 +428,7 @@ def _draw_run(panel: Panel, run: Growth, look: tuple[str, str], limit: float) ->
 def _draw_step_limit(
     panel: Panel, report: Prediction, runs: Sequence[Growth], limit_bytes: int
 ) -> None:
-    """Draw the line of `limit_bytes` if it is on the axes, with its name where few curves are."""
+    """Draw the line of `limit_bytes` if it is on the axes, named where the fewest curves are."""
     top = panel.axes.get_ylim()[1]
     if limit_bytes / GIB > top:
         return

@@ -192,7 +192,7 @@ def _listed(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _name(predicted: Prediction, measured: Measurement, size: float) -> str:
-    """Return a run's name, cut to the column at font `size`, with its OOM or wrong verdict."""
+    """Return the run's name, cut to its column, and a tag for OOM or differing verdicts."""
     tag = " (OOM)" if measured.verdict is Outcome.OOM else ""
     tag = tag if predicted.verdict is measured.verdict else " (verdicts differ)"
     return shortened(measured.name, size, 3.4 - text_width(tag, size)) + tag

@@ -50,7 +50,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> str:
-    """Return `text`, its middle an ellipsis if wider than `inches` at font `size` (points)."""
+    """Return `text`, with an ellipsis for its middle if wider than `inches` at `size` points."""
 
     def cut(num_kept: int) -> str:
         tail = num_kept // 2
@@ -196,8 +196,7 @@ class Panel:
         return [(x * self.width, y * self.height) for x, y in to_shares.transform(list(points))]
 
     def write(self, x: float, y: float, text: str, **style: Any) -> None:
-        """Write `text` at (`x`, `y`) in inches from the axes' lower left; `style`: of
-        `Axes.text`."""
+        """Write `text` at (`x`, `y`) inches from the axes' lower left, in matplotlib's `style`."""
         style = {"va": "center_baseline", **style}
         self.axes.text(
             x / self.width, y / self.height, text, transform=self.axes.transAxes, clip_on=False,
@@ -232,7 +231,8 @@ class Panel:
         )  # fmt: skip
 
     def draw_limit(self, limit: float, text: str, *, is_right: bool, is_over: bool = True) -> None:
-        """Draw a line at `limit` of the y axis, with `text` over or under its right or left end."""
+        """Draw a line at `limit` on the y axis. `text` is at its right end if `is_right`, else at
+        its left end, and over the line if `is_over`, else under it."""
         axes = self.axes
         axes.axhline(limit, color=self.theme.ink, linewidth=3.0, zorder=3, gid="limit")
         axes.annotate(
@@ -245,10 +245,8 @@ class Panel:
     def draw_limit_apart(
         self, gpu: str, limit_bytes: int, points: Iterable[tuple[float, float]]
     ) -> None:
-        """Draw a GPU's limit line, with its name where the fewest `points` are.
-
-        `points` are (x, y) on the curves, in inches from the axes' lower left corner.
-        """
+        """Draw a GPU's limit line, with its name where the fewest `points` are: (x, y) on the
+        curves, in inches from the axes' lower left corner."""
         text = limit_text(gpu, limit_bytes, self.width - 0.2)
         wide, found = text_width(text, VALUE, bold=True), list(points)
         ((_, inches),) = self.inches([(1, limit_bytes / GIB)])
@@ -264,7 +262,7 @@ class Panel:
         self.draw_limit(limit_bytes / GIB, text, is_right=is_right, is_over=is_over)
 
     def fill(self, box: Box, **style: Any) -> None:
-        """Draw the rectangle `box` in data coordinates; `style` is for matplotlib's `Rectangle`."""
+        """Draw `box`, (left, bottom, width, height) in data coordinates; `style`: matplotlib's."""
         self.axes.add_patch(Rectangle(box[:2], *box[2:], **style))
 
     def hatch(self, box: Box, color: str, *, zorder: float, gid: str) -> None:
@@ -435,7 +433,7 @@ def parse_formats(text: str) -> list[str]:
 
 
 def svg_text(figure: Figure) -> str:
-    """Return `figure` as the text of an SVG file, for a page."""
+    """Return `figure` as SVG text, to be put into an HTML page."""
     text = _rendered(figure, "svg").decode()
     return text[text.index("<svg") :]
 

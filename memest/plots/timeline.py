@@ -37,7 +37,8 @@ def plot_timeline(
     """Draw memory over the events of one step, as stacked areas under the line of reserved memory.
 
     The horizontal axis counts allocations and frees; it is not time. `rest` is buffers, the batch
-    and workspaces. `name` and `plan`, its keys and values, are for the title.
+    and workspaces. `name` and settings in `plan` are for the title. Without `gpu_limit_bytes` there
+    is no limit line.
     """
     columns = _columns(timeline)
     areas = {
@@ -120,7 +121,7 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return (x, y) where `text` has most room between `lower` and `upper`; None if too little."""
+    """Return (event, GiB) with most room for `text` from `lower` to `upper`; None if too little."""
     wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):

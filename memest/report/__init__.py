@@ -71,8 +71,8 @@ class PhaseRow:
     """Memory at one moment of a run, by kind, and the peak since the row before. The row
     `before_forward` is read before the batch moves to the GPU."""
 
-    step: int
-    micro_batch: int
+    step: int  # From 0
+    micro_batch: int  # Within the step, from 0
     phase: Phase
     params_bytes: int
     grads_bytes: int
@@ -97,10 +97,10 @@ class PhaseRow:
 class Peak:
     """Moment at which the allocated bytes are highest: step, phase, module and operator."""
 
-    step: int
-    phase: str
-    module: str
-    op: str
+    step: int  # From 0
+    phase: str  # Such as `forward`
+    module: str  # Name of the running module; empty if there is none
+    op: str  # Name of the operator
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -152,16 +152,16 @@ class Verdict:
 class Term:
     """Bytes of one kind of memory at the peak, and the arithmetic behind them."""
 
-    kind: str
+    kind: str  # One of `KINDS`, or `rounding`
     num_bytes: int
-    arithmetic: str
-    why: str
+    arithmetic: str  # Computation of the bytes, as text
+    why: str  # Reason for the bytes, as text
 
     source: ClassVar[str] = ""  # Empty: only rows of script lines have a source text
 
     @property
     def note(self) -> str:
-        """Text for tables: the arithmetic and the reason of the bytes, but not their operator."""
+        """Text for tables: arithmetic and reason for the bytes, without the operator's name."""
         if self.kind == "params":
             return self.arithmetic
         head, colon, tail = self.why.rpartition(": ")
@@ -292,8 +292,8 @@ class JsonReport(Levels):
 class Report(JsonReport):
     """Base of reports on the run of a plan, predicted or measured, with their common fields."""
 
-    name: str
-    plan: Mapping[str, Any]
+    name: str  # Name of the plan
+    plan: Mapping[str, Any]  # Values by plan key
     model: Mapping[str, Any]  # `class`, `num_params`, `num_trainable_params`
     gpu: str  # GPU for which the figures are
     peak_allocated_bytes: int
@@ -305,8 +305,8 @@ class Report(JsonReport):
     their models were built (`validate/experiment.py`)."""
 
     phases: tuple[PhaseRow, ...]
-    verdict: Outcome
-    versions: Mapping[str, str]
+    verdict: Outcome  # Outcome on `gpu`
+    versions: Mapping[str, str]  # Versions by package
     elapsed_s: float
 
     @property
@@ -361,9 +361,9 @@ class Prediction(Simulated, Report):
     """Peak reserved on a GPU without a limit; above `peak_reserved_bytes` if the limit mattered."""
 
     peak: Peak
-    verdicts: Mapping[str, Verdict]
-    terms: tuple[Term, ...]
-    coverage: Mapping[str, Any]
+    verdicts: Mapping[str, Verdict]  # Verdicts by GPU
+    terms: tuple[Term, ...]  # Contents of the peak
+    coverage: Mapping[str, Any]  # `num_ops`, `num_modelled`, and counts by operator `unmodelled`
     assumptions: tuple[str, ...]
     host_terms: tuple[Term, ...] = ()
     """Host memory of all ranks of a node; the terms add up to `host_bytes`."""
@@ -421,7 +421,7 @@ class Measurement(Report):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report in `values`. A plan without `quant_load` gets the way it was run in."""
+        """Return the report in `values`; keys of QLoRA that an old plan lacks are added."""
         return super().from_dict({**values, "plan": _plan_as_run(values["plan"])})
 
 
@@ -448,13 +448,13 @@ class HeldRow:
     """Name of the owner: `activations`, `GPT2LMHeadModel.transformer.h.*` or `train.py:12`."""
 
     num_bytes: int
-    num_tensors: int
+    num_tensors: int  # Tensors with these bytes
     kinds: Mapping[str, int]  # Bytes by kind of memory
     source: str = ""  # Source text of the line
 
     @property
     def kind(self) -> str:
-        """The `name`, so that rows are read like a `Term`."""
+        """Same as `name`, since a row is also read like a `Term`."""
         return self.name
 
     @property
@@ -499,9 +499,9 @@ class RunPeak(Peak):
 class Guess:
     """Value that memest assumes, because a script line reads it from a tensor without data."""
 
-    line: str
-    what: str
-    count: int
+    line: str  # Such as `train.py:12`
+    what: str  # Value in words, such as `the value of a float32 tensor`
+    count: int  # Number of reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -547,15 +547,15 @@ class RunReport(Simulated, JsonReport):
     terms: tuple[HeldRow, ...]
     """Contents of the peak, by kind; with `rounding` they add up to the peak."""
 
-    modules: tuple[HeldRow, ...]
-    lines: tuple[HeldRow, ...]
+    modules: tuple[HeldRow, ...]  # Contents of the peak, by module
+    lines: tuple[HeldRow, ...]  # Contents of the peak, by script line
     phases: tuple[RunPhase, ...]
     steps: tuple[RunStep, ...]
     """Memory of the first, the second, the highest and the last optimizer step."""
 
-    verdicts: Mapping[str, Verdict]
+    verdicts: Mapping[str, Verdict]  # Verdicts by GPU
     guesses: tuple[Guess, ...]
-    coverage: Mapping[str, Any]
+    coverage: Mapping[str, Any]  # `num_ops`, `num_modelled`, and counts by operator `unmodelled`
     warnings: tuple[str, ...] = ()
     """Reasons to trust the figures less, which the report prints first."""
 
@@ -604,15 +604,15 @@ class StoredPeak:
     gpu: str
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    versions: Mapping[str, str]
-    lines: tuple[HeldRow, ...]
+    versions: Mapping[str, str]  # Versions by package
+    lines: tuple[HeldRow, ...]  # Bytes at the peak, by line
 
 
 MAX_RESULTS_BYTES = 512 << 20  # Limit of a file of results; a report has some ten KiB
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """Return the measured reports in a JSON Lines file, in order; `PlanError` as `read_lines`."""
+    """Return the measured reports in a JSON Lines file, in order; errors as in `read_lines`."""
     return read_lines(path, Measurement, "name a results file of `memest validate`")
 
 
@@ -658,7 +658,7 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored plan; without a key `quant_load`, it gets the values of its run."""
+    """Return a stored plan; keys of QLoRA that an old plan lacks get the values it ran with."""
     if not plan.get("use_qlora"):
         return {**plan, "quant_skip": []} if plan.get("quant_skip") else plan
     if "quant_load" in plan:

@@ -86,8 +86,8 @@ BUILT_FOR = "torch built for"  # platform of torch in a report, if neither CUDA 
 
 
 def simulated() -> TorchRelease:
-    """Return the torch release to simulate: that of `MEMEST_TORCH`, or else the one nearest to the
-    installed torch. `PlanError` if `MEMEST_TORCH` has an unknown release."""
+    """Return the torch release to simulate: that of the variable `MEMEST_TORCH`, or else the one
+    nearest to the installed torch. `PlanError` if the variable has an unknown release."""
     requested = os.environ.get(ENVIRONMENT)
     return known(requested) if requested else nearest(_installed())
 
@@ -111,7 +111,7 @@ def simulating(release: str | None) -> Iterator[None]:
 
 @cache
 def known(text: str) -> TorchRelease:
-    """Return the release of torch version `text`, such as `2.11.0+cu130`; else a `PlanError`."""
+    """Return the release of torch version `text` (`2.11.0+cu130`); `PlanError` if it is unknown."""
     for release in RELEASES:
         if release.version == _numbers(text):
             return release
@@ -200,9 +200,9 @@ def is_nightly(text: str) -> bool:
 
 
 def library_versions(*packages: str) -> dict[str, str]:
-    """Return {package: version} of memest, and of torch and `packages` if installed. `kernels of
-    torch` has the simulated release, `torch built for` the platform of an imported torch for
-    neither CUDA nor CPU."""
+    """Return {package: version} of memest, and of torch and `packages` if installed. With torch,
+    the key `kernels of torch` has the simulated release. The key `torch built for` has the platform
+    of an imported torch, if that is neither CUDA nor CPU."""
     found = installed_versions("torch")
     if "torch" in found:
         found[KERNELS] = simulated().name

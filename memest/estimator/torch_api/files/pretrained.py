@@ -31,7 +31,7 @@ DESCRIBING = frozenset(("config.json", "generation_config.json", "adapter_config
 
 
 class NoWeights(str):
-    """Path of no file, which stands for the weights of a model that has none on this machine."""
+    """Path without a file, in place of the weights of a model that has none on this machine."""
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
