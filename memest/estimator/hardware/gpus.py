@@ -389,8 +389,8 @@ def _check_whole_is_named(whole: str, profile: str) -> None:
 def mig_instance(whole: Gpu, profile: str) -> Gpu:
     """Return the MIG instance of `whole` with a `profile` such as `3g.40gb`.
 
-    Bandwidth and cache are in proportion to its slices of memory, rates to its multiprocessors. Its
-    CUDA context is assumed to be as large as on the whole GPU.
+    Its bandwidth and cache are in proportion to its slices of memory, rates to its multiprocessors.
+    The CUDA context is assumed to be as large as on the whole GPU.
 
     Raises:
         PlanError: this GPU has no such profile.

@@ -173,8 +173,8 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def autotune(configs: Sequence[Config], key: Sequence[str] = (), **options: Any) -> Any:
-    """Return a decorator that makes an `Autotuner` of `configs`, which are timed for each new
-    combination of values of the arguments named in `key`."""
+    """Return a decorator that makes an `Autotuner` of `configs`. They are timed whenever the
+    arguments named in `key` have new values."""
     return lambda fn: Autotuner(fn, configs, key=key, **options)
 
 

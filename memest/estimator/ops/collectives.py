@@ -68,8 +68,8 @@ def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
 
 
 def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
-    """Allocate and free the flat tensor into which NCCL gathers each list of tensors of equal size.
-    `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11."""
+    """Allocate and free NCCL's flat tensor for each list in `outputs` whose tensors have equal
+    sizes. `ProcessGroupNCCL::allgather`, `newLikeFlat` and `check_same_size` of torch 2.11."""
     for parts in outputs:
         if parts and is_meta(parts[0]) and len({part.size() for part in parts}) == 1:
             with mode.memory.lock:

@@ -86,7 +86,8 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
 
 @registry.requests("roll")
 def roll(c: KernelCall) -> Events:
-    """Allocations of `roll_common` (TensorTransformations.h): one result per dim, the last kept."""
+    """Allocations of `roll_common` (TensorTransformations.h): one result per dim, only the last
+    stays."""
     copies, size, num_dims = contiguous_copy(c.self), c.out.nbytes, len(c.dims)
     if num_dims < 2:
         return around(copies, c.outputs())
@@ -214,8 +215,8 @@ if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in dis
 def to_host_bytes(func: Any, args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     """Return the bytes of each temporary of `copy_` or `_to_copy` to the host, in order.
 
-    A non-blocking copy casts on the GPU. Then a source that is not contiguous is made contiguous,
-    unless it is dense and keeps its dtype and strides.
+    A non-blocking copy first casts on the GPU. A source that is not contiguous is then made
+    contiguous, unless it is dense and keeps its dtype and strides.
     """
     if func is aten.copy_.default:
         target, source = args[0], args[1]
