@@ -80,8 +80,8 @@ class Engine(ABC):
         label: Callable[[T], str] = str, weight: Callable[[T], int] = lambda task: 1,
     ) -> list[R]:  # fmt: skip
         """Return `one(task)` of each task, in order; raise the first error that `one` raises. If
-        the worker of a task was killed `ATTEMPTS` times, `died(task, error)` returns its result.
-        `label` and `weight` return the name of a task and its number of plans, for its `Event`."""
+        the worker of a task was killed `ATTEMPTS` times, `died(task, error)` returns the task's
+        result. `label` and `weight` return the task's name and number of plans, for its `Event`."""
         total = sum(map(weight, tasks))
         found: dict[int, R] = {}
 
@@ -127,9 +127,9 @@ class Engine(ABC):
         work: Callable[[T], Any] = lambda item: 0, weight: Callable[[Sequence[T]], int] = len,
     ) -> "list[R | DiedError]":  # fmt: skip
         """Return a result for each item, in order; `one(group)` returns those of a group of items.
-        Items with an equal `alike(item)` form a group. Groups of the largest `work(item)` begin
-        first, so that no worker runs alone for long at the end. `label` and `weight` are as in
-        `map`. If a group's worker was killed `ATTEMPTS` times, its items get a `DiedError`."""
+        Items with an equal `alike(item)` form a group. Groups whose first item has most `work`
+        begin first, so that no worker runs alone for long at the end. `label` and `weight` are as
+        in `map`. If a group's worker was killed `ATTEMPTS` times, its items get a `DiedError`."""
         groups: dict[Any, list[int]] = {}
         for position, item in enumerate(items):
             groups.setdefault(alike(item), []).append(position)

@@ -14,7 +14,7 @@ class MemestError(Exception):
 
     Args:
         message: what went wrong, with the values that made it so.
-        hint: what to do about it, printed on a line of its own.
+        hint: what to do about it, printed on a line of its own; "" prints no line.
     """
 
     exit_code = 1

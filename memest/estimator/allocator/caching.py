@@ -224,7 +224,7 @@ class CachingAllocator:
                     yield pool, block
 
     def release(self, block: Block) -> None:
-        """Return to the driver the segment that `block`, removed from its pool before, fills."""
+        """Return the segment of `block` to the driver; `block` fills it and is in no pool."""
         self.reserved_bytes -= block.num_bytes
         self.addresses.give_back(block.address, block.num_bytes)
 
@@ -248,8 +248,8 @@ class CachingAllocator:
         return id(block) in self._deferred
 
     def segments(self, live: list[Block]) -> list[Block]:
-        """Return the first block of every segment, by address; `live` has the allocated blocks.
-        Each mapped part of an expandable segment counts as a segment."""
+        """Return the first block of each segment, sorted by address; `live` has the allocated
+        blocks. Each mapped part of an expandable segment counts as a segment."""
         free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
         every = {
             id(b): b
@@ -306,7 +306,7 @@ class CachingAllocator:
             self.peak_reserved_bytes = self.reserved_bytes
 
     def taken(self, block: Block) -> None:
-        """Do nothing; subclasses override this hook, which runs when `block` is a new segment."""
+        """Do nothing. Subclasses override this; it is called when `block` fills a new segment."""
 
     # --- expandable segments
 

@@ -53,9 +53,9 @@ class ExpandableSegments:
         return index
 
     def grow(self, size: int, is_small: bool, stream: int) -> Block | None:
-        """Return a free block of at least `size` bytes, after mapping memory for it; no pool has
-        it. It is in the segment of `stream` for small or large blocks (`is_small`). None if the GPU
-        has no memory left; pieces mapped until then stay mapped."""
+        """Map memory for a free block of at least `size` bytes; return the block, which is in no
+        pool. It is in the segment of `stream` for small or large blocks (`is_small`). Return None
+        if the GPU has no memory left; pieces mapped until then stay mapped."""
         block = self._place_for(size, is_small, stream)
         if isinstance(block, Unmapped):
             mapped = self._map(block, min(block.num_bytes, size))
@@ -81,7 +81,7 @@ class ExpandableSegments:
                     self._unmap(block)
 
     def layout(self) -> tuple[object, ...]:
-        """Return ((stream, `is_small`), ((address, bytes) of each unmapped block)), to compare."""
+        """Return ((stream, `is_small`), (address, bytes) of its unmapped blocks), to compare."""
         return tuple(
             (where, tuple((block.address, block.num_bytes) for block in blocks))
             for where, blocks in self._unmapped.items()

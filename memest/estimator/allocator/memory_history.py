@@ -29,7 +29,7 @@ Stack = Any  # stack of a thread, as the caller gathers it
 
 
 class Context(IntEnum):
-    """Setting of the events whose Python stacks are recorded: torch's `RecordContext`."""
+    """Choice of the events for which a Python stack is recorded: torch's `RecordContext`."""
 
     NEVER = 0
     STATE = 1  # stacks of live blocks, for a snapshot

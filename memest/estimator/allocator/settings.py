@@ -198,8 +198,8 @@ def _fields(
     tokens: _Tokens, unknown: Container[str], *, is_cuda: bool
 ) -> Iterator[tuple[str, object]]:
     """Yield (field of `AllocatorSettings`, value) of each option in `tokens`, as one of torch's
-    parsers reads it: CUDA's if `is_cuda`, else that of all devices. CUDA's rejects unknown keys.
-    `unknown` has the keys that are newer than the simulated release."""
+    parsers reads it: CUDA's if `is_cuda`, else that of all devices. CUDA's parser rejects other
+    keys, and those in `unknown`, which are newer than the simulated release."""
     own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()
@@ -331,8 +331,8 @@ _KEPT = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
 
 
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
-    """Return the settings after `torch.cuda.memory._set_allocator_settings(text)`, which were
-    `before` until then. Raise as `parse_settings`."""
+    """Return the settings after a call of `torch.cuda.memory._set_allocator_settings(text)`, given
+    those `before` it. Raise as `parse_settings`."""
     after = _parse(text, text, large_bytes=before.large_segment_bytes)
     fields = [_COMMON[key][0] for key in _KEPT if key not in _Tokens(text).words]
     return replace(after, **{field: getattr(before, field) for field in fields})

@@ -56,8 +56,8 @@ class Tuning:
 
     def best_index(self, pool: FreeBlocks, index: int, size: int, is_small: bool) -> int:
         """Return the index of the block in `pool` that serves a request of `size` bytes. The block
-        at `index` is the smallest that is large enough. If none serves the request, free old
-        segments (if `collects`), and return the pool's length. `is_small`: of a small pool."""
+        at `index` is the smallest that is large enough. If none serves it, free old segments (if
+        `collects`), and return the pool's length. `is_small` is True for a small pool."""
         if self.collects:
             self._num_searches[is_small] += 1
         if index < len(pool.keys) and self.expandable is not None:

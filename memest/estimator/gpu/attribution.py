@@ -22,8 +22,8 @@ from memest.estimator.tensors.storages import MemKind, Site
 
 
 class LiveModules:
-    """Tracker of the module that is running. A model gives its modules their paths when it is first
-    called. A path begins with the model's class: `GPT2LMHeadModel.transformer.h.0`."""
+    """Tracker of the module that is running. A model's modules get their paths at its first call. A
+    path begins with the model's class: `GPT2LMHeadModel.transformer.h.0`."""
 
     MAX_NOTES = 200_000
 
@@ -143,9 +143,9 @@ class LiveModules:
             del self._starts[: -self.MAX_NOTES], self._owners[: -self.MAX_NOTES]
 
     def _note(self, offset: int = 0) -> None:
-        """Record the running module and line as the origin of all autograd nodes that follow, which
-        have sequence numbers. `offset` is -1 below autograd, where the running operator's node has
-        its number already; else 0."""
+        """Record the running module and line as the origin of the autograd nodes that follow, by
+        the next sequence number. `offset` is -1 below autograd, where the running operator's node
+        has its number already; else 0."""
         start = torch._C._autograd._get_sequence_nr() + offset
         name = self._names.get(id(self._stack[-1]), "") if self._stack else ""
         owner = name, self._line
@@ -250,8 +250,8 @@ class Attribution:
     # --- labels
 
     def label_optimizer(self, optimizer: Any, *, with_grads: bool) -> None:
-        """Set the kind and module of memory: of the parameters of `optimizer`, and of their
-        gradients if `with_grads`, else of the optimizer's states."""
+        """Set kind and module of memory of `optimizer`: of its parameters, and of their gradients
+        (if `with_grads`) or of its states (if not)."""
         owner_of = self.modules.owner_of
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -60,7 +60,8 @@ class WaitingLoops:
             self._rounds[id(frame), loop] = self._rounds.get((id(frame), loop), 0) + 1
 
     def _waiting_condition(self, guess: bool, frame: FrameType, loop: range, notes: Notes) -> bool:
-        """Return the value of the unknown condition of `loop`, which are its lines in `frame`."""
+        """Return the value of the unknown condition of a loop, with lines `loop` in `frame`:
+        `guess`, or after `ROUNDS` rounds its opposite."""
         key = id(frame), loop
         rounds = self._rounds.get(key, 0)
         if rounds < ROUNDS:

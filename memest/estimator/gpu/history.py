@@ -69,7 +69,7 @@ class Held:
     kind: MemKind
     site: Site
     num_bytes: int
-    count: int
+    count: int  # number of storages
 
 
 class History:

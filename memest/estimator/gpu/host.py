@@ -204,7 +204,7 @@ class HostTensors:
     # --- operators on tensors without data
 
     def run_without_data(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run `func` on host tensors without data; return its result, without data too."""
+        """Return the result of `func` on host tensors without data; it has no data either."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         if func is aten._pin_memory.default:
@@ -229,7 +229,7 @@ class HostTensors:
         return out
 
     def _on_meta(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Return the result of `func` on meta tensors, or if that fails, by another rule."""
+        """Return the result of `func` on meta tensors; if that fails, by a rule or a guess."""
         try:
             return func(*_as_meta(args), **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -281,7 +281,7 @@ class HostTensors:
     # --- operators on tensors with data
 
     def run(self, func: Any, args: Args, kwargs: Any) -> Any:
-        """Run `func` on host tensors with data; return its result, very large ones without."""
+        """Return the result of `func` on host tensors with data; a very large one has no data."""
         if func is aten._pin_memory.default:
             return self.pinned(args[0])
         if func is aten.is_pinned.default:

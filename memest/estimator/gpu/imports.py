@@ -48,7 +48,7 @@ class ImportHooks(MetaPathFinder):
             )
 
     def within(self, name: str, context: Callable[[], Any]) -> None:
-        """Run the import of module `name` in the context `context()`, if it is yet to come."""
+        """Run the import of module `name` in the context manager `context()`, if not yet done."""
         if name not in sys.modules:
             self._contexts[name] = context
             self._actions.setdefault(name, [])

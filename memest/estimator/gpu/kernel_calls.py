@@ -32,7 +32,7 @@ class Recipe:
     specs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     """Sizes, strides and dtype of each output; None is a gradient that was not requested."""
 
-    is_tuple: bool
+    is_tuple: bool  # True if the call returns a tuple or list
     events: tuple[tuple[int | None, int | None], ...]
     """(bytes, position of the output; None for a temporary, `OLDEST` or `TRIED`) in order. Bytes of
     None mean the output's own size, negative bytes a free.
@@ -117,7 +117,7 @@ class KernelCalls:
     def _allocate(
         self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe, temporary: list[int]
     ) -> None:
-        """Allocate and free as `recipe` lists. Append ids of temporaries to free to `temporary`."""
+        """Allocate and free as `recipe` lists; append ids of temporaries left to `temporary`."""
         memory = self._memory
         results = results_of(out)
         site: Site | None = None
@@ -152,7 +152,7 @@ class KernelCalls:
 
     def _with_search(self, recipe: Recipe) -> Iterator[tuple[int | None, int | None]]:
         """Yield the events of `recipe` that are not `TRIED`. At the recipe's first call, allocate
-        and free the workspaces of those that are, as `cudnn.benchmark` does."""
+        and free the tried workspaces, as `cudnn.benchmark` does."""
         is_new = recipe not in self._searched
         self._searched.add(recipe)
         is_over = False

@@ -170,7 +170,7 @@ class Memory:
         self.addresses[index] = address
 
     def detach(self, key: int) -> None:
-        """Free the block of the live storage whose `storage_key` is `key`; it keeps its address."""
+        """Free the block of the storage with `storage_key` `key`; the storage keeps its address."""
         index = self.live[key]
         address, storage = self.address_of(key), self._references.pop(index)()
         self._release(index)
@@ -192,8 +192,8 @@ class Memory:
         self, pool: int, live: Mapping[int, int], owners: Collection[int], site: Site
     ) -> None:
         """Free the blocks in use of the private pool `pool`, and allocate `live`, {address: bytes},
-        in it. `owners` are keys of storages at these addresses, which hold the blocks from then on.
-        Blocks without an owner go to `raw_blocks`. Reports name `site` as their origin."""
+        in it. The storages with the keys `owners` are at these addresses, and hold the blocks from
+        then on. Blocks without an owner go to `raw_blocks`. Reports name `site` as their origin."""
         for index in self.blocks_of(pool):
             reference = self._references.get(index)
             self.detach(reference.key) if reference is not None else self.free(index)
@@ -212,7 +212,7 @@ class Memory:
                 self._hold(storage, index)
 
     def allocate_like(self, index: int) -> int:
-        """Allocate a copy of storage `index`, without a tensor; return the id of the copy."""
+        """Allocate a storage like storage `index`, but without a tensor; return the new id."""
         storages = self.storages
         made = storages.add(storages.num_bytes[index], storages.sites[index], storages.kinds[index])
         self._request(made)
@@ -274,7 +274,7 @@ class Memory:
 
     def resize(self, tensor: Tensor, num_bytes: int, site: Site, kind: MemKind) -> None:
         """Allocate `num_bytes` for the storage of `tensor`, then free its old block, as
-        `resize_bytes_cuda` does. `kind` is its use from then on. Its origin stays the operator and
+        `resize_bytes_cuda` does. `kind` is its use from then on. The origin stays the operator and
         module that allocated it first, or is `site` if it was not on the GPU."""
         with self.lock:
             storage = tensor.untyped_storage()
