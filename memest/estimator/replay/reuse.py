@@ -75,8 +75,8 @@ class _CallPolynomials:
     """Requests of the call at the smallest size, once computed."""
 
     def at(self, index: Fraction) -> list[int]:
-        """Return the call's integers at a size. `index` is 0 at the first sample's size, 1 at the
-        second's. Raise `ValueError` if a result is not a whole number."""
+        """Return the call's integers at a size. `index` is 0 at the size of the first simulated
+        run, 1 at that of the second. Raise `ValueError` if a result is not a whole number."""
         values = list(self.differences[0])
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
@@ -88,7 +88,8 @@ class _CallPolynomials:
         return values
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
-        """Return the call's allocator requests on `gpu`, at a size given by `index` as in `at`."""
+        """Return the call's allocator requests on `gpu` at a size. `index` is 0 at the size of the
+        first simulated run, 1 at that of the second."""
         if index and any(map(any, self.differences[1:])):  # else equal at all sizes
             return requests_of(gpu, self.template, self.at(index))
         if not self.at_first:
@@ -161,7 +162,8 @@ class Interpolation:
         return replace(self._sample, program=program, work=None, calls=None)
 
     def has_same_kernels(self, value: int) -> bool:
-        """Return whether the same kernels are chosen at the size `value` as in the samples."""
+        """Return whether the same kernels are chosen at the size `value` as in the simulated
+        runs."""
         outcomes = self.outcomes(value)
         return outcomes is not None and all(
             outcome == choice.outcome
@@ -170,7 +172,8 @@ class Interpolation:
 
     def outcomes(self, value: int) -> tuple[Any, ...] | None:
         """Return the kernel that each recorded choice takes at the size `value`. Return None if
-        `value` is not a valid size of this interpolation, or if a number is not whole."""
+        `value` is not `start` plus a multiple of `step`, or if a size of a call is not whole
+        there."""
         if (value - self.start) % self.step:
             return None
         index = Fraction(value - self.start, self.spacing)
@@ -311,7 +314,8 @@ def _program_of(
 
 @dataclass(slots=True)
 class _Copier:
-    """Copier of allocator events from a program with storages `table` to one with `made`."""
+    """Copier of allocator events from a program with storages `table` to a program with storages
+    `made`."""
 
     table: StorageTable
     made: StorageTable
@@ -339,8 +343,8 @@ class _Copier:
         return found
 
     def align(self, events: Sequence[int], copied: Sequence[int]) -> None:
-        """Give each storage id in `events` the new id at the same position in `copied`, for later
-        copies. Do nothing if the two do not allocate and free in the same order."""
+        """Record that each storage id in `events` becomes the id at the same position in `copied`.
+        Do nothing if the two lists do not allocate and free in the same order."""
         if [event >= 0 for event in events] != [event >= 0 for event in copied]:
             return
         for event, other in zip(events, copied, strict=True):
@@ -350,9 +354,10 @@ class _Copier:
                 self.ids.pop(free_of(event), None)
 
     def align_setup(self, own: Program, other: Program, copied: Sequence[int]) -> None:
-        """Give each storage id in the setup of `own`, the old program, its new id, for later
-        copies. It is the id at the same position in `copied`, the copied setup of `other`. Raise
-        `NotInterpolable` if the setups differ in more than the optimizer states at their ends."""
+        """Record that each storage id in the setup of `own`, the old program, becomes the id at the
+        same position in `copied`. `copied` is the setup of `other`, with ids of the new program.
+        Raise `NotInterpolable` if the setups differ in more than the optimizer states at their
+        ends."""
         mine = [event for event in own.setup if event != EMPTIED]
         theirs = [event for event in other.setup if event != EMPTIED]
         num = min(len(mine), len(theirs))
@@ -495,8 +500,9 @@ class _CallAlone:
 
 
 def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
-    """Compare a call on two GPUs; return positions of the outputs that only `new` has. Raise
-    `NotInterpolable` if the calls differ in more, or such an output outlives the call."""
+    """Compare one call on two GPUs, `old` and `new`. Return the positions of the outputs that only
+    `new` has. Raise `NotInterpolable` if the calls differ in more, or such an output outlives the
+    call."""
     extra, missing = new.outputs - old.outputs, old.outputs - new.outputs
     is_freed_first = set(new.later[: len(extra)]) == extra
     rest = [name for name in new.later if name not in extra]
@@ -508,9 +514,9 @@ def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
 def _run_alone(
     choice: Choice, scale: float | None, backward: Template | None, gpu: Gpu
 ) -> tuple[list[_CallAlone], list[tuple[int, ...]]]:
-    """Run the attention call of `choice`, with the argument `scale`, on `gpu` without the model.
-    Also run its backward, unless the recorded call `backward` is None. Return (operator calls,
-    strides of the output and of the gradients)."""
+    """Run the attention call of `choice` on `gpu` without the model. `scale` is its argument; None
+    is torch's default. Also run its backward, unless the recorded call `backward` is None. Return
+    (operator calls, strides of the output and of the gradients)."""
     virtual = VirtualGpu(gpu, limit_bytes=UNLIMITED_BYTES, lines=NoLines(), settings=DEFAULT)
     recorder = CallRecorder(virtual.mode)
     args, kwargs = with_integers(choice.template, choice.template.integers)
@@ -551,7 +557,8 @@ def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]
 
 
 def _on_gpu(value: Any) -> Any:
-    """Return a GPU tensor like the meta tensor `value`, also in strides; other values unchanged."""
+    """Return an empty GPU tensor with the shape and strides of `value`, a meta tensor. Return a
+    value that is no tensor unchanged."""
     if not isinstance(value, Tensor):
         return value
     num_items = value.untyped_storage().nbytes() // value.itemsize

@@ -107,7 +107,7 @@ class LeastLimit:
         return limit in self._known or self._num_left > 0
 
     def _result_under(self, limit: int) -> tuple[bool, int]:
-        """Return the cached result of `replay` under `limit`; both are in units of `UNIT_BYTES`."""
+        """Return (fits, size) of a replay under `limit`, cached; both sizes are in `UNIT_BYTES`."""
         if limit not in self._known:
             self._known[limit] = self._replay_under(limit)
         return self._known[limit]
@@ -191,9 +191,9 @@ def _fits_and_bytes(result: Replayed) -> tuple[bool, int]:
 
 
 def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
-    """Return a scenario for each simulated rank and each assumed time of frees of shared blocks.
-    The ranks are `worst`, which reserves the most, and its `others`. The scenario that reserves the
-    most is first."""
+    """Return a scenario for each simulated rank, and each assumed time at which blocks that streams
+    share are freed. The ranks are `worst`, which reserves the most, and its `others`. The scenario
+    that reserves the most is first."""
     found: list[Scenario] = []
     for traced in (worst, *worst.others):
         depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time

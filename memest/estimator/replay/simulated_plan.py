@@ -29,7 +29,8 @@ MAX_ALL_RANKS_OF_FSDP = 4  # ranks of FSDP1 up to which all are traced; else the
 
 
 def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
-    """Simulate each rank of `candidate_ranks` on `gpu`; the run that reserves the most is first."""
+    """Simulate the ranks of `plan` that can differ (`candidate_ranks`) on `gpu`. The run that
+    reserves the most is first."""
     first = rank_of(plan)
     traced = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
 

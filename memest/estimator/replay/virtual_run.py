@@ -67,7 +67,7 @@ _REPLAY_KEYS: dict[str, Any] = {
 
 
 def canonical(plan: TrainingPlan) -> TrainingPlan:
-    """Return `plan` without what does not affect its program: a cache key for similar plans."""
+    """Return `plan` with only what affects its program, a cache key that similar plans share."""
     plan = replace(plan, **_REPLAY_KEYS)
     if _is_whole(plan):
         return plan
@@ -93,8 +93,8 @@ def _is_whole(plan: TrainingPlan) -> bool:
 
 
 def shortened(plan: TrainingPlan) -> tuple[TrainingPlan, int]:
-    """Return (`plan` with the micro-batches and steps to simulate, micro-batches omitted per
-    step)."""
+    """Return (`plan` with the steps and micro-batches to simulate, number of micro-batches per step
+    that are left out)."""
     plan = canonical(plan)
     if _is_whole(plan):
         return plan, 0
@@ -139,7 +139,8 @@ class NoLines(ScriptLines):
 
 @dataclass(slots=True)
 class _Watch:
-    """Callbacks of a plan's training loop, which collect the parts of `run_plan`'s result."""
+    """Callbacks of a plan's training loop, which collect the parts of `run_plan`'s result: phases,
+    numbers of elements, host memory and the shape of a layer."""
 
     virtual: VirtualGpu
     config: ModelConfig
@@ -155,8 +156,8 @@ class _Watch:
     geometry: LayerGeometry | None = None
 
     def _cut(self) -> int:
-        """End a section (`Span`) of the operator log; return the number of allocator events so
-        far."""
+        """End a section (`Span`) of the log of operator calls. Return the number of allocator
+        events so far."""
         mode = self.virtual.mode
         mode.memory.settle()
         if self.calls is not None:

@@ -50,7 +50,8 @@ SCHEMA = "memest.advice/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A variant of the plan: the changes made to it, and its prediction on the GPU."""
+    """A variant of a plan: the changes made to it, and its prediction on one GPU. It also has the
+    command that predicts it, and the lines to change in a training script."""
 
     changes: tuple[Change, ...]  # changes, cheapest first
     plan: TrainingPlan
@@ -72,7 +73,7 @@ class Option:
 
     @property
     def rank(self) -> tuple[Cost, float, int]:
-        """Sort key: kind of cost, time of a step, number of changes."""
+        """Sort key: kind of cost, seconds of a step (infinite if unknown), number of changes."""
         return self.cost, self.time.seconds if self.time else math.inf, len(self.changes)
 
     @property
@@ -103,7 +104,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A change that is not possible for the plan or the model, with the reason."""
+    """A change that is not possible for the plan or the model, by its title, with the reason."""
 
     title: str
     reason: str
@@ -111,7 +112,9 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Result of `advise`: options that make a plan fit one GPU, and what did not suffice."""
+    """Result of `advise`: options that make a plan fit one GPU, changes that do not suffice, and
+    changes that are not possible. `is_complete` is False if the number of predictions ended the
+    search."""
 
     gpu: str
     limit_bytes: int  # bytes that the caching allocator can reserve, or the plan's `memory_limit`
@@ -192,9 +195,9 @@ MAX_CALLS = 70_000  # operator calls of an answer's runs, 4 s; changed runs coun
 
 
 def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) -> Option | None:
-    """Return the plan with the one change of least `Cost` that makes it fit `gpu`, or None.
-    `prediction` is that of `plan`, with a verdict for `gpu`. At most `MAX_CHANGES` changes are
-    tried, and fewer for a long run (`MAX_CALLS`)."""
+    """Return the plan with the one change of least `Cost` that makes it fit `gpu`. Return None if
+    none is found. `prediction` is that of `plan`, with a verdict for `gpu`. At most `MAX_CHANGES`
+    changes are tried, and fewer for a long run (`MAX_CALLS`)."""
     target = find_gpu(gpu) if isinstance(gpu, str) else gpu
     traced = trace_plan(_on_gpu(plan, target), target)
     max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
@@ -328,8 +331,9 @@ class _Search:
                 options[option.plan] = option
 
     def _singles(self, techniques: Sequence[Technique]) -> Iterator[Option]:
-        """Yield single changes that fit, cheapest first. A technique whose changes are graded
-        yields several of one cost while they are tight; any other at most one per cost."""
+        """Yield options with a single change that fit, cheapest first, at most one per technique
+        and cost. A graded technique yields further ones while the fit is tight: another driver may
+        leave too little memory."""
         has_found = False
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
@@ -349,8 +353,8 @@ class _Search:
             yield from itertools.islice(fitting, 1)
 
     def _graded(self, technique: Technique) -> Iterator[Option]:
-        """Yield the weakest change that fits, then stronger ones up to one whose fit is not
-        tight."""
+        """Yield the option with the technique's weakest change that fits. Then yield stronger ones,
+        up to one whose fit is not tight, so that another driver cannot leave too little memory."""
         mildest = self._weakest_fitting(technique, [])
         if mildest is None:
             return
@@ -374,8 +378,8 @@ class _Search:
         return grades[bisect_left(grades, True, hi=last, key=lambda g: self._fits([*others, g]))]
 
     def _combinations(self, techniques: Sequence[Technique], cost: Cost) -> Iterator[Option]:
-        """Yield combinations of changes that fit and of which none can be left out. The most
-        expensive change of a combination costs `cost`."""
+        """Yield options with several changes that fit, from `techniques`, of which none can be left
+        out. The most expensive change of an option costs `cost`."""
         strongest = _strongest(techniques, cost)
         if len(strongest) < 2 or _costs(strongest)[-1] < cost:
             return

@@ -47,7 +47,8 @@ LAST_RESORTS = (Cost.OFFLOAD, Cost.HARDWARE)  # tried alone, if nothing cheaper 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A change of a plan: new values of plan keys, with a title and a kind of cost."""
+    """A change of a plan: new values of plan keys, with a title, its kind of cost, and its cost in
+    words."""
 
     title: str
     cost: Cost
@@ -57,7 +58,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
-    """Alternative changes of one kind, such as smaller batch sizes, from the weakest on."""
+    """Alternative changes of one kind, such as smaller batch sizes, from the weakest on. If
+    `is_graded`, each change saves more than the one before."""
 
     changes: tuple[Change, ...]
     is_graded: bool = False  # each change saves more than the one before: bisection works
@@ -93,7 +95,8 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
 
 
 def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> list[Technique]:
-    """Return `techniques` with only the changes for which `keeps(change)` is True."""
+    """Return `techniques` with only the changes for which `keeps(change)` is True. Techniques
+    without a change are left out."""
     kept = (replace(each, changes=tuple(filter(keeps, each.changes))) for each in techniques)
     return [technique for technique in kept if technique.changes]
 

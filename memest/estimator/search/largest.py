@@ -45,7 +45,9 @@ FIRST_SEQ_LEN = 64  # first sequence length of the search
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Largest:
-    """Largest batch size or sequence length with which a plan fits a GPU, and how it was found."""
+    """Largest batch size or sequence length with which a plan fits a GPU, and how it was found.
+    `value` is None if not even the smallest size fits; the other fields are then those of the
+    smallest."""
 
     plan: TrainingPlan  # plan with the largest value, or with the smallest if none fits
     gpu: str
@@ -319,7 +321,8 @@ class TechniqueRow:
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
-    """Return {technique: values of plan keys}: `plan` with each technique, less ignored keys."""
+    """Return {technique: values of plan keys}: `plan` with each of `TECHNIQUES`, without plan keys
+    that the technique ignores."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
     made = {}
     for name, changes in TECHNIQUES.items():

@@ -76,7 +76,8 @@ def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingLine:
-    """Predictions of a plan under one strategy, a report for each number of GPUs."""
+    """Predictions of a plan under one strategy, a report for each number of GPUs. `missing` has the
+    numbers of GPUs without a prediction."""
 
     strategy: str
     reports: Mapping[int, Prediction]  # reports by number of GPUs, without those that failed

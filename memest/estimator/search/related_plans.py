@@ -33,7 +33,8 @@ MAY_TRACE: ContextVar[bool] = ContextVar("MAY_TRACE", default=True)
 
 
 def _made(trace: Callable[..., TracedPlan], *args: Any) -> TracedPlan:
-    """Return `trace(*args)`, the simulated run of a plan; raise `UnsupportedError` in a fork."""
+    """Return `trace(*args)`, the simulated run of a plan. Raise `UnsupportedError` in a forked
+    process, which cannot simulate."""
     if not MAY_TRACE.get():
         raise UnsupportedError("a forked process cannot run a plan")
     return trace(*args)

@@ -173,8 +173,9 @@ def make_grid(
 def sweep_grid(
     grid: Grid, *, jobs: int | None = None, engine: str = "local", known: Known | None = None
 ) -> list[dict[str, Any]]:
-    """Predict the plans of `grid`, which `make_grid` returned, with the options of `sweep`. Return
-    a table row for each plan and GPU, with an `error` for invalid plans."""
+    """Predict the plans of `grid`, which `make_grid` returned. Return a table row for each plan and
+    GPU, with an `error` for invalid plans. `engine`, such as `local`, runs the predictions with
+    `jobs` workers; None is its default. `known` has the points of plans predicted before."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
     points = sweep(plans, jobs=jobs, engine=engine, known=known)
     keys = list(dict.fromkeys(["model_name", *(key for changes, _ in grid for key in changes)]))
@@ -433,7 +434,8 @@ peft's default."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explored:
-    """Entry of a plan in an interactive page: its predicted memory, and its verdict on each GPU."""
+    """Entry of a plan in an interactive page: bytes at the peak by kind, with explanations. It also
+    has the bytes of each phase, and the verdict on each GPU."""
 
     plan: TrainingPlan
     kinds: Mapping[str, int]  # at the peak by `KINDS`, without a limit; the sum is the peak
@@ -451,10 +453,10 @@ def explore(
     seq_len: int | None = None, jobs: int | None = None, engine: str = "local",
 ) -> list[Explored]:  # fmt: skip
     """Predict every model with every setting, batch size and number of micro-batches, on each GPU.
-    `settings` are values of plan keys. `seq_len` is in tokens; None is the model's default.
-    `engine` names what runs the predictions, with `jobs` workers. Plans that cannot be predicted
-    are left out. Raise `MemestError` if there is no such model or GPU, or nothing at all can be
-    predicted."""
+    Each of `settings` has values by plan key. `seq_len` is in tokens; None is the model's default.
+    `engine`, such as `local`, runs the predictions with `jobs` workers; None is its default. Plans
+    that cannot be predicted are left out. Raise `MemestError` if there is no such model or GPU, or
+    nothing at all can be predicted."""
     targets = [find_gpu(name) for name in dict.fromkeys(gpus)]
     if not models or not targets or not batches:
         raise PlanError("the grid is empty", hint="name a model, a GPU and a batch size")
@@ -480,7 +482,7 @@ def explore(
 
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
-    """Predict one plan on the GPUs named in `gpus`; `MemestError` if it cannot be predicted."""
+    """Predict `plan` on the GPUs named in `gpus`. Raise `MemestError` if it cannot be predicted."""
     (found,) = _group([plan], targets=[find_gpu(name) for name in gpus])
     if isinstance(found, MemestError):
         raise found
@@ -551,7 +553,8 @@ def point_of(
 
 
 def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
-    """Sum `terms`, report rows of a peak, by `KINDS`; return ({kind: bytes}, {kind: text})."""
+    """Sum `terms`, report rows of a peak, by `KINDS`. Return ({kind: bytes}, {kind:
+    explanation})."""
     kinds = dict.fromkeys(KINDS, 0)
     words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:

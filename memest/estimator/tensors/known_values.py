@@ -75,13 +75,14 @@ class KnownValues:
         self._copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value` that of `tensor` if it is contiguous and small (`MAX_SHOWN_NUMEL`)."""
+        """Make `value` the known value of the meta tensor `tensor`, if `value` is contiguous and
+        small (`MAX_SHOWN_NUMEL`)."""
         if value.numel() <= MAX_SHOWN_NUMEL and value.is_contiguous() and value.numel():
             with _disable_current_modes():
                 self.adopt(tensor, value.detach())
 
     def adopt_guess(self, tensor: Tensor, value: Tensor) -> None:
-        """Make `value` the known value of `tensor`, marked as a guess."""
+        """Make `value` the known value of the meta tensor `tensor`, and mark it as a guess."""
         self.adopt(tensor, value)
         self.guessed.add(storage_key(tensor))
 

@@ -96,8 +96,8 @@ class Patches:
         return decorate
 
     def within(self, owner: Any, name: str, context: Callable[..., Any]) -> None:
-        """Make the function `name` of `owner` run within a context manager. `context` makes it from
-        the function's positional arguments."""
+        """Make the function `name` of `owner` run within a context manager. `context(*args)`
+        returns it for the function's positional arguments."""
 
         @self.wrap(owner, name)
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -101,7 +101,7 @@ def true_device(tensor: Tensor) -> torch.device:
 
 
 def _parsed(device: Any) -> torch.device | None:
-    """Return the `torch.device` for a number, name or device; None for any other value."""
+    """Return the `torch.device` for a GPU's index, a name or a device; None for any other value."""
     if isinstance(device, bool) or not isinstance(device, int | str | _Device):
         return None
     return _Device("cuda", device) if isinstance(device, int) else _Device(device)
@@ -255,8 +255,9 @@ def _make_on_host(
 def local_foreach(
     mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run `func`, a `_foreach` operator, on the local parts of DTensors that are sharded alike.
-    Return DTensors, None if it has no result, or `NotImplemented` for any other call."""
+    """Run `func`, a `_foreach` operator, under `mode` on the local parts of DTensors that are
+    sharded alike. Return DTensors, None if it has no result, or `NotImplemented` for any other
+    call."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_") or name in FOREACH_REDUCTIONS or kwargs:
         return NotImplemented

@@ -78,7 +78,8 @@ class Site:
 
 @dataclass(slots=True)
 class StorageTable:
-    """Table of all storages of a run, a list per property; a storage's id is its index."""
+    """Table of all storages of a run: lists of their sizes, sites and purposes, whose indices are
+    storage ids. Sets and dicts by id hold what is true of few storages."""
 
     num_bytes: list[int] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -91,7 +92,8 @@ class StorageTable:
     """Storages sized by the GPU, by id: share of the GPU's memory, and bytes to subtract."""
 
     def on(self, gpu_bytes: int) -> "StorageTable":
-        """Return the table for a GPU with `gpu_bytes` of memory, on which `shares` depend."""
+        """Return the table for a GPU with `gpu_bytes` of memory, of which some storages take a
+        share (`shares`)."""
         if not self.shares:
             return self
         sizes = list(self.num_bytes)

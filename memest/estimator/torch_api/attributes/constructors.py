@@ -87,7 +87,8 @@ def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
 
 
 def _install_default(patches: Patches) -> None:
-    """Make `torch.set_default_tensor_type` accept GPU types; undo restores the default device."""
+    """Make `torch.set_default_tensor_type` accept GPU types. `patches.undo` also restores the
+    default device."""
     set_type = torch.set_default_tensor_type
     make: Any = Tensor.__new__
     is_on_gpu = False
@@ -179,7 +180,7 @@ def _with_device(function: Constructor) -> Constructor:
 
 def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """Call `function`, a factory such as `torch.sparse_csr_tensor`, with its parts moved to
-    `device`. None is the default device."""
+    `device`: indices and values. None is the default device."""
     device = device if device is not None else _default_device()
     if device is None:
         return function(*args, **kwargs)

@@ -47,7 +47,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
 
 def _read_under_modes(read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Call `read(tensor)` under the dispatch modes that `internal_new_from_data` has turned off."""
+    """Call `read(tensor)` with the dispatch modes on that torch's C++ has turned off
+    (`internal_new_from_data`)."""
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(_MODES[0]) or not is_meta(tensor):
         return read(tensor)
     for key in _MODES:

@@ -42,7 +42,8 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
 
         @patches.wrap(Tensor, "rename")
         def without_names(rename: Any, tensor: Tensor, *names: Any) -> Any:
-            """Return a view for `rename(None)`, which torch's C++ refuses for meta tensors."""
+            """Return a view for `rename(None)`, which torch's C++ refuses for meta tensors. Else
+            call `rename`, the original."""
             is_view = names == (None,) and is_meta(tensor)
             return torch.ops.aten.alias(tensor) if is_view else rename(tensor, *names)
 
@@ -262,7 +263,9 @@ def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(torch, "_has_compatible_shallow_copy_type")
     def can_replace(are_alike: Any, tensor: Tensor, other: Tensor) -> bool:
-        """Return True for a host and a GPU tensor, so that `Module.to` can replace the data."""
+        """Return True for a host and a GPU tensor, so that `Module.to` can replace the data. Two
+        tensors that both have data, or both have none, are compared by `are_alike`, the
+        original."""
         if is_meta(tensor) == is_meta(other):
             return are_alike(tensor, other)
         return mode.host.place(tensor if is_meta(tensor) else other) is not Place.META

@@ -264,7 +264,8 @@ class _Recordings(_OfMode):
         self.record_memory_history(state, context, stacks, max_entries, *others)
 
     def _follow_frees(self, follows: bool) -> None:
-        """Begin to record the stacks at which Python frees storages, or stop unless `follows`."""
+        """If `follows`, begin to record the stacks at which Python frees storages; otherwise stop
+        it."""
         memory, allocator = self._memory, self._allocator
         vars(memory).pop("free", None)
         free = memory.free

@@ -259,8 +259,8 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _on_nccl(mode: CudaSimMode, function: Callable[..., Any], group: Any, *args: Any) -> Any:
-    """Call the C++ function as `function(group, *args)`, with a group that simulates NCCL. Tensors
-    that it makes are on the GPU."""
+    """Call the C++ function `function` with `args` and, in place of `group`, a group that simulates
+    NCCL. Tensors that it makes are on the GPU."""
     with _on_gpu(), torch.no_grad():
         return function(_NcclGroup(mode, group), *args)
 

@@ -109,7 +109,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(handle_type, "_use_unsharded_views")
     def views(use_unsharded_views: Any, handle: Any, as_params: bool) -> None:
-        """Call torch's function, and record the current stream for the `AccumulateGrad` node."""
+        """Call torch's `use_unsharded_views`, and record the current stream for the
+        `AccumulateGrad` node."""
         mode.timeline.leaf_streams[handle.flat_param] = mode.timeline.stream
         use_unsharded_views(handle, as_params)
 

@@ -119,8 +119,8 @@ class Checkpoints:
     # --- reading
 
     def _load(self, load: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `load`, the original `torch.load`; `mmap=True` if `f` is the path of a large
-        file."""
+        """Call `load`, the original `torch.load`, on the file `f`. Use `mmap=True` if `f` is the
+        path of a large file."""
         is_mapped = not kwargs.get("mmap") and _is_large_archive(f)
         if is_mapped:
             kwargs["mmap"] = True
@@ -157,7 +157,8 @@ class Checkpoints:
             return made.set_(base, offset, size, stride)
 
     def _allocate(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """Return a new storage of `num_bytes` without data, placed as the storage `source`."""
+        """Return a new storage of `num_bytes` without data, for tensors of `dtype`. It is on the
+        device of `source`, the loaded storage."""
         mode = self._mode
         with _disable_current_modes():
             base = _bare(num_bytes)
@@ -422,7 +423,8 @@ class Writer:
         return content.getvalue()
 
     def _write(self, file: Any, tensors: dict[str, Tensor], metadata: Any) -> None:
-        """Write `tensors` to the open `file` in safetensors' format; unknown values are zeros."""
+        """Write `tensors` by name to the open `file` in safetensors' format, with `metadata` unless
+        None. Unknown values are written as zeros."""
         header, places = self._header(tensors, metadata)
         file.write(header)
         for name, (begin, _) in places.items():
