@@ -45,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Request the fixture `virtual_gpu` for a marked test, before others of function scope."""
+    """Request the fixture `virtual_gpu` for a test with the mark `gpu_memory`. It is set up before
+    other fixtures of function scope."""
     names = getattr(item, "fixturenames", None)
     if names is None or item.get_closest_marker("gpu_memory") is None:
         return
@@ -77,8 +78,8 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
 
 
 def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
-    """Return (memory limit, GPU) by the test's mark, else the project; "" if none. Without a mark
-    there is no limit."""
+    """Return (memory limit, GPU) from the test's mark, else from the project; "" if neither has
+    one. A test without a mark has no limit."""
     from memest.project import find_project
 
     mark, project = item.get_closest_marker("gpu_memory"), find_project(item.config.rootpath)

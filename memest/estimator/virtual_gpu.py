@@ -73,7 +73,7 @@ class VirtualGpu:
         is_strict: True raises an error where False guesses a value that the script reads.
         roots: folders whose code counts as the script's, not as a library's.
         lines: finder of the running line of the script; None makes one with `roots`.
-        rank: rank of this GPU among several.
+        rank: rank of this GPU in a run on several; `ALONE` is a run on one.
         settings: settings of the allocator; None reads the environment at the first use.
         is_immediate: True frees blocks at once; False waits for other streams that use them.
     """

@@ -213,8 +213,8 @@ def load_base(
 ) -> nn.Module:
     """Return the model `built` (on meta) with weights on `device`, by `from_pretrained`.
 
-    Weights are random if `is_random`, else those of a checkpoint. QLoRA quantises each weight while
-    it is loaded, unless the plan quantises in place.
+    Weights are random if `is_random`, else from the checkpoint of `config`. QLoRA quantises each
+    weight while it is loaded, unless the plan quantises in place.
 
     Raises:
         MemestError: the weights are not found or do not load.

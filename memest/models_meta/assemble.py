@@ -94,7 +94,8 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
-    """Run the model; return its loss if `output` is "loss", else the float32 mean of `output`."""
+    """Run the model on `inputs`. Return its loss if `output` is "loss", else the float32 mean of
+    its output field `output`."""
     out = model(**inputs)
     return out.loss if output == "loss" else getattr(out, output).float().mean()
 

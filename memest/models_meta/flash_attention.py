@@ -193,7 +193,8 @@ def _attend(
     options: _Options, *texts: Any,
 ) -> Tensor:  # fmt: skip
     """Return the output of the attention. `texts` is empty, or for texts packed into a row: bounds
-    of queries, bounds of keys, longest query, longest key (tokens)."""
+    of queries, bounds of keys, longest query, longest key (tokens). `packed`: see
+    `FlashAttention`."""
     parts = () if packed is None else packed.unbind(-3)
     given = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
     _check_call(given, options)
@@ -372,10 +373,8 @@ _IMPORT_WITH_THE_PACKAGE = ("falcon", "gpt_neo", "gptj")
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Mark the configs in `model` as quantised, as `from_pretrained` does.
-
-    For a marked config, transformers casts float32 queries to its dtype (`get_target_dtype`).
-    """
+    """Mark the configs in `model` as quantised, as `from_pretrained` does. transformers then casts
+    float32 queries to the dtype of the config (`get_target_dtype`)."""
     from transformers import PreTrainedModel
 
     for module in model.modules():

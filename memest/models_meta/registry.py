@@ -293,8 +293,9 @@ def parse_config(
     raw: object, *, name: str, source: str = "", entry: ModelEntry | None = None,
     remote_from: str = "",
 ) -> ModelConfig:  # fmt: skip
-    """Return a `ModelConfig` of `raw`, the content of a config.json, after checks. `name` is also
-    for errors. `remote_from` is the folder or Hub id whose code may run; "" allows none."""
+    """Return a `ModelConfig` of `raw`, the content of a config.json, after checks. `name`, also for
+    errors, `source` and `entry` are fields of it. `remote_from` is the folder or Hub id whose code
+    may run; "" allows none."""
     if not isinstance(raw, dict):
         kinds = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
         raise PlanError(
@@ -393,7 +394,8 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
 
 
 def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str) -> str:
-    """Return the first class in `architectures` of `raw`, after a check; "" if there is none."""
+    """Return the first class name in `architectures` of `raw`; "" if there is none. `PlanError`,
+    with `name`, if transformers has no such model class, or if it does not take `config`."""
     import transformers
 
     names = raw.get("architectures")

@@ -32,14 +32,16 @@ def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
 
 
 def _same(rows: Mapping[str, Key]) -> dict[str, str]:
-    """Return {name in `TrainingArguments`: same key of plans}; `rows` are the plan keys by name."""
+    """Return {name in `TrainingArguments`: plan key with the same meaning}. `rows` are the keys of
+    plans by name."""
     return {other: name for name, row in rows.items() for other in row.other_names}
 
 
 def read_other_names(
     values: Mapping[str, Any], rows: Mapping[str, Key]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return (`values` under names of plan keys, notes on assumptions); `rows`: plan keys by name.
+    """Return (`values` with other libraries' names replaced by plan keys, notes on assumptions).
+    `rows` are the plan keys by name.
 
     Raises:
         PlanError: two values contradict each other, or the device is not a CUDA GPU.

@@ -335,7 +335,8 @@ def read_suite(path: Path, overrides: Mapping[str, Any]) -> list[TrainingPlan]:
 
 
 def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> str:
-    """Return the checked name in `values`, those of experiment `number`; add it to `names`."""
+    """Return the name in `values`, the plan of experiment `number` in the file `path`, and add it
+    to `names`. `PlanError` if it is missing, or in `names` already."""
     if not isinstance(values, dict):
         raise PlanError(
             f"experiment {number} in `{path}` is not a mapping", hint="write `name: ...`"

@@ -134,7 +134,7 @@ class Theme:
     muted: str  # colour of secondary text: subtitles, grids, names of limits
     grid: str
     band: tuple[str, str]  # colours of the wide and the narrow error band
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, str]  # colours by kind of memory
     markers: tuple[str, str]  # markers of peak allocated and of peak reserved
 
     @property
@@ -310,7 +310,7 @@ class Canvas:
         return Panel(axes, self.theme, width, height)
 
     def write(self, left: float, top: float, text: str, **style: Any) -> None:
-        """Write `text`, `left` and `top` inches from the slide's left and upper edge."""
+        """Write `text` at (`left`, `top`), in inches from the slide's left and upper edge."""
         self.figure.text(left / WIDTH, 1 - top / self.height, text, va="top", **style)
 
     def write_title(self, title: str, subtitle: str) -> None:

@@ -132,7 +132,8 @@ def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
     """Return {name: meta tensor} as in a checkpoint of `model`, a tied weight once; `mode` counts
-    their host bytes. `conversions`, by which transformers 5 changes loaded weights, are undone."""
+    their host bytes. Undo `conversions`, the changes of transformers 5 to loaded weights, if
+    any."""
     weights = {}
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, tensor in model.state_dict().items():
