@@ -146,7 +146,8 @@ class Interpolation:
 
     def at(self, value: int) -> TracedPlan:
         """Return the interpolated result of a run at `value`, a batch size or sequence length.
-        Raise `NotInterpolable` if another kernel is chosen there, or a number is not whole."""
+        Raise `NotInterpolable` if another kernel is chosen there, or if a size of a call is not
+        whole."""
         if not self.has_same_kernels(value):
             raise NotInterpolable(f"another kernel is chosen at {value}")
         index = Fraction(value - self.start, self.spacing)
@@ -235,7 +236,8 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallL
 
 def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     """Remove the second of two micro-batches per step from `traced`, but not the optimizer's step.
-    Raise `NotInterpolable` if the second does more than replace storages by equal ones."""
+    Raise `NotInterpolable` if the second does more than replace storages by others of equal
+    size."""
     program = traced.program
     made = StorageTable()
     source = _Copier(program.storages, made)
@@ -402,13 +404,9 @@ FUSED = {
 
 
 def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
-    """Convert `sample`, a run on the GPU `first`, into a run of the same plan on `gpu`.
-
-    The result is `sample` itself if all allocator requests are equal.
-
-    Raises:
-        NotInterpolable: the plan makes other calls on `gpu`, and has to be simulated there.
-    """
+    """Convert `sample`, a run on the GPU `first`, into a run of the same plan on `gpu`. Return
+    `sample` itself if all allocator requests are equal. Raise `NotInterpolable` if the plan makes
+    other calls on `gpu`, and has to be simulated there."""
     log = sample.calls
     if log is None or log.is_for_one_chip:
         raise NotInterpolable("calls can differ by the compute capability")
@@ -480,7 +478,8 @@ def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None
 
 
 def _attention_inputs(template: Template, position: int) -> Template:
-    """Return query, key and value of an attention call: its three arguments from `position` on."""
+    """Return query, key and value of the recorded attention call `template`: its three arguments
+    from `position` on."""
     args = with_integers(template, template.integers)[1]
     return to_template(tuple(args[position : position + 3]))
 

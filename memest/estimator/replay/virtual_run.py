@@ -213,9 +213,7 @@ class _Watch:
 @contextmanager
 def without_gc() -> Iterator[None]:
     """Disable the garbage collector until the block ends, so that equal plans run equally.
-
-    Reference cycles that the run leaves, such as its model, are collected when the block ends.
-    """
+    Reference cycles that the run leaves, such as its model, are collected when the block ends."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.freeze()

@@ -271,7 +271,8 @@ class _Search:
                     self.ahead |= answer() or {}
 
     def facts(self, prediction: Prediction) -> ModelFacts:
-        """Return facts about the plan's model for `training_lines`; some are in `prediction`."""
+        """Return facts about the plan's model, which `training_lines` needs. `prediction` is the
+        plan's."""
         self._facts = _model_facts(self.plan, prediction)
         return self._facts
 

@@ -241,8 +241,8 @@ class RelatedPlans:
         return self._traced(plan)
 
     def _in_short(self, plan: TrainingPlan) -> TracedPlan:
-        """Return the program of `plan`, which has the first plan's optimizer. If `accumulates`, it
-        is derived from a run of two micro-batches."""
+        """Return the program of `plan`, whose optimizer is that of the first plan passed to `at`.
+        If `accumulates`, it is derived from a run of two micro-batches."""
         if not self.accumulates:
             return self._traced(plan)
         two = self._traced(replace(plan, accumulate_grad_batches=2))
@@ -257,8 +257,9 @@ class RelatedPlans:
         return series.at(value)
 
     def _step(self, plan: TrainingPlan, lead: TrainingPlan) -> OptimizerStep | None:
-        """Return the events of the step of the plan's optimizer. They are found by comparing a run
-        with one with the optimizer of `lead`. None if a run fails or the two differ in more."""
+        """Return the events of the optimizer's step of `plan`. They are found by comparing two
+        runs: one with its optimizer, one with that of `lead`. None if a run fails or the runs
+        differ in more."""
         own = getattr(plan, self.key)
         size = min((value for value in self.values if value > 1), default=own)
         short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)

@@ -76,12 +76,10 @@ def _install_numbers(patches: Patches) -> None:
 
 
 def _install_items(patches: Patches, mode: CudaSimMode) -> None:
-    """Replace `tensor[index]` and `tensor[index] = number`, so that they allocate as on a GPU.
-
-    For a GPU tensor torch puts the number into a host tensor, else into one on the tensor's device.
-    An index that is a list becomes a tensor (`THPVariable_getitem` and `THPVariable_setitem` of
-    python_variable_indexing.cpp, torch 2.11).
-    """
+    """Replace `tensor[index]` and `tensor[index] = number`, so that they allocate as on a GPU. For
+    a GPU tensor torch puts the number into a host tensor, else into one on the tensor's device. An
+    index that is a list becomes a tensor (`THPVariable_getitem` and `THPVariable_setitem` of
+    python_variable_indexing.cpp, torch 2.11)."""
     get_item, set_item = Tensor.__getitem__, Tensor.__setitem__
 
     def is_simulated(tensor: Tensor) -> bool:

@@ -89,10 +89,8 @@ class CudaError(IntEnum):
 
 
 class Cudart:
-    """Functions of CUDA's runtime that torch exposes to Python (`torch/csrc/cuda/shared`).
-
-    All calls succeed. `cudaHostRegister` pins no memory.
-    """
+    """Functions of CUDA's runtime that torch exposes to Python (`torch/csrc/cuda/shared`). All
+    calls succeed. `cudaHostRegister` pins no memory."""
 
     cudaError = CudaError
     cudaGetErrorString = constant("no error")
@@ -307,7 +305,8 @@ class OnGpu(Generator):
 
 
 def _install_generators(patches: Patches, rng: CudaRng) -> None:
-    """Replace `torch.Generator` and the default generators of `torch.cuda`."""
+    """Replace `torch.Generator` and the default generators of `torch.cuda`. `rng` has the random
+    states of the virtual GPU."""
     generator: Any = type("Generator", (Generator,), {"rng": rng, "__module__": "torch"})
     generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})
     of_gpu = generator("cuda")

@@ -172,7 +172,8 @@ class Reducer(_Reducer):  # type: ignore[misc]
 
     def _set_forward_pass_work_handle(self, work: Any, divides: bool) -> None:
         """Do nothing. With uneven inputs (`join`) torch stores `work`, a sum of the active ranks,
-        here; simulated ranks all have equally many inputs."""
+        and whether it divides gradients by the initial number of ranks. Simulated ranks all have
+        equally many inputs."""
 
 
 class _Accumulation:

@@ -29,10 +29,9 @@ NCCL_VERSION = (2, 28, 9)  # torch 2.11 for CUDA 13 (`.ci/docker/ci_commit_pins/
 
 class _Functions:
     """Replacements of functions of `torch.distributed`, by their names, for one simulated rank.
-
     Groups have torch's backend `fake`, but report the one that the script requested. Objects of
-    other ranks are assumed equal to this rank's, unless posted to the mailbox of simulated ranks.
-    """
+    other ranks are assumed equal to this rank's, unless posted to the mailbox of simulated
+    ranks."""
 
     def __init__(self, mode: CudaSimMode, rank: Rank) -> None:
         self._mode, self._works, self._rank, self._mailbox = mode, mode.works, rank, rank.mailbox

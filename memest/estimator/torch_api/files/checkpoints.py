@@ -89,8 +89,8 @@ class Checkpoints:
     # --- writing
 
     def reduced(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return (function, arguments) with which pickle saves a tensor without data. They have the
-        tensor's values if these are known, else a placeholder: one zero, strides 0."""
+        """Return (function, arguments) from which pickle rebuilds `tensor`, which has no data. They
+        have its values if these are known, else a placeholder: one zero, with strides of 0."""
         storage = tensor.untyped_storage()
         is_guessed = storage_key(tensor) in self._mode.values.guessed
         value = None if is_guessed else self._mode.values.value_of(tensor)
@@ -201,9 +201,7 @@ class Checkpoints:
 
 class Placeholder:
     """Wrapper that pickles a tensor without its values, for files written outside a virtual GPU.
-
-    Plain torch reads zeros from the file; on a virtual GPU the tensor has its real size.
-    """
+    Plain torch reads zeros from the file; on a virtual GPU the tensor has its real size."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -220,7 +218,7 @@ def _pickled(
     storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, requires_grad: bool,
     mark: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return (function, arguments) with which pickle saves a tensor of `storage`, for
+    """Return (function, arguments) from which pickle rebuilds a tensor of `storage`, for
     `__reduce_ex__`. `geometry` is (offset, size, strides) in elements. `mark` is the text of
     `_mark` for a tensor saved without its values, else None."""
     storage_class: Any = torch.storage.TypedStorage
@@ -231,7 +229,8 @@ def _pickled(
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    """Patch torch, and with `hooks` safetensors, to save and load tensors without data."""
+    """Patch torch, and safetensors when it is imported (`hooks`), to save and load tensors without
+    data."""
     checkpoints = Checkpoints(mode)
     checkpoints.install(patches)
     _install_writing(patches, mode, checkpoints)
