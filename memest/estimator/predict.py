@@ -76,10 +76,8 @@ def packages_of(plan: TrainingPlan) -> Iterator[str]:
 
 @cache
 def import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
-    """Import the libraries of a plan's model and training `loop`, before processes are forked.
-
-    Forked processes share them, and the garbage collector does not scan them during a run.
-    """
+    """Import the libraries of a plan's model and training `loop`, before processes are forked. They
+    are shared then, and the garbage collector does not scan them during a run."""
     from memest.models_meta.registry import resolve_config
 
     resolve_config(model_name, trust_remote_code=trust_remote_code)
@@ -90,7 +88,7 @@ def import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> Non
 
 @contextmanager
 def _without_metrics() -> Iterator[None]:
-    """Make torchmetrics skip its imports of matplotlib and scipy in the block: they take 1.4 s."""
+    """Make torchmetrics skip its imports of matplotlib and scipy in the block, which take 1.4 s."""
     from unittest import mock
 
     from lightning_utilities.core import imports
@@ -108,8 +106,9 @@ def _without_metrics() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Results:
-    """Results of a plan by GPU: verdicts, step times, and the GPUs on which it fails. Scenarios and
-    replays are those of the first chip."""
+    """Results of a plan by the names of GPUs: verdicts, step times, and errors with the GPUs that
+    `failed`. `scenarios` and `results`, their replays, are those of the first chip. A chip is a
+    kind of GPU: compute capability and number of multiprocessors."""
 
     scenarios: list[Scenario] = field(default_factory=list)  # of the first chip, like `results`
     results: dict[str, tuple[Replayed, ...]] = field(default_factory=dict)
@@ -118,7 +117,7 @@ class _Results:
     failed: dict[str, list[str]] = field(default_factory=dict)  # GPUs on which it fails, by error
 
     def add(self, other: _Results) -> None:
-        """Add `other`, the results on other GPUs; `scenarios` stay those of the first chip."""
+        """Add `other`, the results on other GPUs; `scenarios` and `results` are not changed."""
         self.verdicts |= other.verdicts
         self.times |= other.times
         for why, names in other.failed.items():
@@ -126,9 +125,9 @@ class _Results:
 
 
 def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: int) -> _Results:
-    """Return the results on all `chips`, each a list of the GPUs of one chip, in `jobs` processes.
-    `scenarios` are those of the first chip. If the plan fails there, the newest chip, which may
-    support more, takes its place."""
+    """Return the results on all `chips`, in up to `jobs` processes. An item of `chips` has the GPUs
+    of one chip. `scenarios` are those of the first chip. If the plan fails there, the newest chip,
+    which may support more, takes its place."""
     first, *others = chips
     known: dict[int, Trial] = {}
 
@@ -169,7 +168,7 @@ def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
 
 def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], known: dict[int, Trial]) -> _Results:
     """Return the results on `gpus` of one chip, from one simulated run on the first of them.
-    `known` has trials on other chips, which are reused where the run is the same (`trials`)."""
+    `known` has trials on other chips by the `id` of their run, for reuse if the run is the same."""
     from memest.estimator.hardware.pace import estimate
 
     found = _Results()
@@ -200,13 +199,13 @@ def record_plan(plan: TrainingPlan) -> Recording:
 
 
 def _primary(plan: TrainingPlan) -> Gpu:
-    """Return the GPU of the report's figures: the first that the plan names, or the default."""
+    """Return the GPU of the report's figures: the first that the plan names, or `PRIMARY_GPU`."""
     is_named = plan.gpu or plan.gpu_memory is not None
     return target_gpus(plan)[0] if is_named else find_gpu(PRIMARY_GPU).beside(plan.beside)
 
 
 def target_gpus(plan: TrainingPlan) -> list[Gpu]:
-    """Return the GPUs that the plan names, or the default ones.
+    """Return the GPUs that the plan names, or `DEFAULT_GPUS`.
 
     Raises:
         MemestError: there is no such GPU, torch refuses the plan's `alloc_conf`, or other processes
@@ -221,17 +220,16 @@ def target_gpus(plan: TrainingPlan) -> list[Gpu]:
 
 
 def usable_bytes(plan: TrainingPlan, gpu: Gpu) -> int:
-    """Return the bytes that the caching allocator can reserve on `gpu`. They are the smallest of:
-    the GPU's memory without CUDA context and libraries, the share that `alloc_conf` sets, and the
-    plan's limit."""
+    """Return the bytes that the caching allocator can reserve on `gpu`. They are the least of: the
+    GPU's memory without CUDA context and libraries, `alloc_conf`'s share, the plan's limit."""
     usable = gpu.limit_bytes - libraries_bytes(plan)
     share = parse_settings(plan.alloc_conf).memory_fraction
     return min(usable, int(share * gpu.memory_bytes), plan.memory_limit or usable)
 
 
 class Trial:
-    """Result of a plan on one GPU; each attribute is computed when it is first read. `like` is the
-    result of the same program on another GPU, whose replays are reused."""
+    """Result of a plan on one GPU; each attribute is computed when it is first read. `traced` is
+    the plan's simulated run. Replays of `like`, its result on another GPU, are reused."""
 
     def __init__(
         self, traced: TracedPlan, plan: TrainingPlan, gpu: Gpu, like: Trial | None = None
@@ -243,14 +241,14 @@ class Trial:
 
     @cached_property
     def scenarios(self) -> list[Scenario]:
-        """Pairs of rank and time of deferred frees; the one that reserves most is first."""
+        """Each rank's run with each assumed time of deferred frees, most reserved bytes first."""
         from memest.estimator.replay.scenarios import scenarios_of
 
         return scenarios_of(self._plan, self.traced)
 
     @cached_property
     def results(self) -> tuple[Replayed, ...]:
-        """Replay of each scenario on this GPU, in the same order."""
+        """Replays of `scenarios` on this GPU, in the same order."""
         return tuple(scenario.under(self._limit) for scenario in self.scenarios)
 
     @cached_property
@@ -272,8 +270,8 @@ def trials(
     known: dict[int, Trial] | None = None,
 ) -> Iterator[tuple[Gpu, Trial]]:  # fmt: skip
     """Yield (GPU, its `Trial`) for each GPU; GPUs with the same program share replays. `traced_on`
-    returns the plan's simulated run on a GPU. `known` has earlier trials by the `id` of that run;
-    they are reused, and new ones are added."""
+    returns the plan's simulated run on a GPU. `known` has earlier trials by the `id` of that run
+    (None: no trials). They are reused, and new ones are added."""
     known = {} if known is None else known
     for gpu in gpus:
         traced = traced_on(gpu)

@@ -37,13 +37,14 @@ ALIGNMENT = 16  # modulus of storage offsets in templates: kernels align to at m
 
 
 def is_plain(op: Op) -> bool:
-    """Return whether `op` allocates only its outputs, whatever the shapes, and uses no cuBLAS."""
+    """Return whether `op` allocates only its outputs, for any shapes, and uses no cuBLAS."""
     return op.has_outputs_only and not op.takes_handle
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A call as a nested structure, with its integers (such as sizes) and floats kept apart."""
+    """A call (operator, arguments, results) as a nested structure, `shape`, with a mark in place of
+    each number. Integers, such as sizes, and floats are apart, in the order of the marks."""
 
     shape: Any  # (operator, arguments, keyword arguments, results), a mark for each number
     integers: tuple[int, ...]
@@ -57,7 +58,8 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator call in a `Span`: its template, its events and its new storages."""
+    """One operator call in a `Span`, with positions of its events (`end` excluded) and the index of
+    its template. `new_storages` are pairs: position in the results, id of the storage."""
 
     start: int  # position of its first event; the call made events `start` to `end`
     end: int
@@ -77,7 +79,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Choice of a kernel by the shapes and `requires_grad` of its arguments, and its outcome."""
+    """Choice of a kernel by a `rule`, such as `attention`, and its outcome. `template` has the
+    arguments with their shapes; `grads` has `requires_grad` of the tensors, then the grad mode."""
 
     rule: str  # `attention`: the backend; `gemm_4bit`: whether the fused kernel multiplies
     template: Template  # its arguments
@@ -87,7 +90,8 @@ class Choice:
 
 @dataclass(slots=True)
 class CallLog:
-    """Operator calls and kernel choices of one simulated run."""
+    """Operator calls and kernel choices of one simulated run, for programs at other sizes. They
+    hold on other chips, too, unless `is_for_one_chip`: model code reads the compute capability."""
 
     templates: list[Template] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -98,7 +102,7 @@ class CallLog:
 
 
 class CallRecorder:
-    """Records the operator calls of a run in `calls`, by a wrapper of its mode's `request`."""
+    """Records the operator calls of a run in `calls`, by a wrapper of `mode.request`."""
 
     def __init__(self, mode: CudaSimMode) -> None:
         self.calls = CallLog()
@@ -138,8 +142,8 @@ class CallRecorder:
         return len(self._calls)
 
     def calls_since(self, position: int) -> list[Call]:
-        """Return the calls since the last cut, without the first `position` ones. Their `start` and
-        `end` are counted from the start of the event log."""
+        """Return the calls since the last cut, without the first `position` ones. Positions of
+        their events are counted from the start of the event log, not from the cut."""
         cut, calls = self._cut_at, self._calls[position:]
         return [replace(call, start=call.start + cut, end=call.end + cut) for call in calls]
 
@@ -147,8 +151,8 @@ class CallRecorder:
         self, calls: Sequence[Call], first: int, positions: Sequence[int], ids: Mapping[int, int]
     ) -> None:
         """Record `calls`, from `calls_since`, again for a later step that repeats their events.
-        Event number `first + n` of the log is repeated as number `positions[n]`. `ids` maps storage
-        ids in `calls` to those of the later step."""
+        Event number `first + n` of the log is repeated as event number `positions[n]`. `ids` maps
+        storage ids of `calls` to those of the later step."""
         for call in calls:
             self._calls.append(
                 replace(
@@ -193,8 +197,8 @@ class CallRecorder:
         self._calls.append(Call(start, end, index, new_storages, site, in_backward))
 
     def _watch_choice(self, rule: str, home: Any, name: str) -> None:
-        """Record each outcome of function `name` of the module `home` as a `Choice` by `rule`,
-        until `watching` ends."""
+        """Record each outcome of function `name` of module `home`, until `watching` ends. It is
+        recorded as a `Choice` by the rule of name `rule`."""
         choose = getattr(home, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -281,7 +285,7 @@ def _tensor_shape(tensor: Tensor, integers: list[int]) -> _TensorShape:
 
 
 def with_integers(template: Template, integers: Iterable[int]) -> Any:
-    """Rebuild the value of `to_template` with other `integers`; GPU tensors are meta tensors."""
+    """Rebuild the value of a `template` with other `integers`; GPU tensors are meta tensors."""
     return _value(template.shape, iter(integers), iter(template.floats))
 
 
@@ -316,9 +320,9 @@ ZERO = -2  # mark instead of a template: an output that meta makes and CUDA does
 class ResizableProgram:
     """Makes programs for other batch sizes or GPUs from the program of one run, `sample`.
 
-    `orders` has the order of requests of each template of `sample.calls`. A size with other orders
-    needs another instance. `dropped` maps the index of a template to the positions of the outputs
-    that are freed at the end of the call.
+    `orders` has, for each template of `sample.calls`, the order of its requests. A size or GPU with
+    other orders needs another instance. `dropped` maps the index of a template to the positions of
+    the outputs that are freed at the end of the call; None drops none.
     """
 
     def __init__(
@@ -368,7 +372,7 @@ class ResizableProgram:
         return events
 
     def _copy(self, old: Sequence[int], events: list[int]) -> None:
-        """Append `old` events, made outside of operator calls, to `events` with new storage ids."""
+        """Append `old` events, which no operator call made, to `events` with new storage ids."""
         for event in old:
             if event == EMPTIED:
                 events.append(event)
@@ -394,8 +398,8 @@ class ResizableProgram:
         return self._storages.add(0, site, kind)
 
     def _call(self, call: Call, order: "RequestOrder", events: list[int]) -> None:
-        """Append the events of `call` to `events`: its requests in `order`, as by
-        `KernelCalls.request`."""
+        """Append the events of `call` to `events`: its requests in `order`, as
+        `KernelCalls.request` makes them."""
         if order.is_partial:
             self._unmodelled[self._templates[call.template].operator] += 1
         new_storages = dict(call.new_storages)
@@ -443,7 +447,8 @@ class Requests:
 
 
 class RequestOrder(NamedTuple):
-    """Order of the allocations and frees of one operator call, without their bytes."""
+    """Order of the allocations and frees of one operator call, without their bytes. Copies of
+    operands and workspaces of cuBLAS follow `requests`. `is_partial`: not all are modelled."""
 
     requests: tuple[int | tuple[int] | None, ...]
     """Position of an allocated output, (n,) for a free of temporary n, None for a new temporary."""

@@ -39,7 +39,7 @@ A block that another stream still uses is not allocated any more once its free i
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """End of a phase, after `index` actions of the allocator."""
+    """End of a phase of a step, after the first `index` actions of the allocator."""
 
     index: int
     step: int
@@ -48,8 +48,9 @@ class Mark:
 
 
 class Recording(Player):
-    """A replay on one GPU that records each action of the allocator, such as `alloc` or `free`. The
-    `stack` of an action is the id of the storage whose request caused it."""
+    """A replay on one GPU that records each action of the allocator, such as `alloc` or `free`.
+    `limit_bytes` is the allocator's limit (None: no limit), and `gpu` a name. The `stack` of an
+    action is the id of the storage whose request caused it."""
 
     plays_repetitions = True
 
@@ -86,9 +87,8 @@ def record_run(
     run: Run, limit_bytes: int | None = None, timing: FreeTiming = FreeTiming.LATEST, *,
     gpu: str = "",
 ) -> Recording:  # fmt: skip
-    """Replay `run` with the arguments of `Run.on`, and record its actions.
-
-    `gpu` is a name for files and charts.
+    """Replay `run` with the arguments of `Run.on`, and record its actions. `gpu` is a name for
+    files and charts.
 
     Raises:
         PlanError: the run has more than `MAX_RECORDED_EVENTS` events.
@@ -108,9 +108,8 @@ def record_run(
 
 
 def kind_of(storages: StorageTable, storage: int) -> str:
-    """Return the purpose of the storage with id `storage`, one of `KINDS`. Tensors made in the
-    backward or the optimizer are temporary. Those that `empty` makes outside of modules are the
-    batch."""
+    """Return the purpose of the storage with id `storage`, one of `KINDS`. Tensors of the backward
+    or the optimizer are temporary. Those that `empty` makes outside of modules are the batch."""
     kind, site = storages.kinds[storage], storages.sites[storage]
     if kind is not MemKind.ACTIVATIONS:
         return str(kind)
@@ -121,13 +120,13 @@ def kind_of(storages: StorageTable, storage: int) -> str:
 
 
 def is_of_segment(action: Entry) -> bool:
-    """Return whether an action maps or unmaps GPU memory, not a block of a mapped segment."""
+    """Return whether an action maps or unmaps GPU memory, instead of a block in a segment."""
     return action.action.startswith("segment")
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """A phase of a step: the points (positions in a `Timeline`) from `start` to `stop`."""
+    """A phase of a step (`forward`, `backward`, `step`), between two points of a `Timeline`."""
 
     name: str  # name: `forward`, `backward` or `step`
     start: int
@@ -136,9 +135,9 @@ class PhaseSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Bytes during one step, at its start and after each of its allocations and frees.
+    """Bytes during one step, at its start and after each of its allocations and frees (points).
 
-    Each list has a value for each of these points.
+    `reserved` and each list of `kinds` (by the names in `KINDS`) have a value for each point.
     """
 
     step: int
@@ -150,7 +149,7 @@ class Timeline:
     refused_bytes: int  # bytes of the failed request that ended the step; 0 if none failed
 
     def total(self, point: int) -> int:
-        """Return the allocated bytes at position `point` of the lists."""
+        """Return the allocated bytes at position `point` of the lists, over all kinds."""
         return sum(values[point] for values in self.kinds.values())
 
 
@@ -166,7 +165,8 @@ class Lifetime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBlocks:
-    """Lifetimes of all blocks of one step. Times are points of the step's `Timeline`."""
+    """Lifetimes of all blocks of one step, and (point, bytes) of each change of reserved memory.
+    Points are those of the step's `Timeline`."""
 
     step: int
     num_points: int
@@ -177,7 +177,8 @@ class StepBlocks:
 
 
 def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
-    """Return the lifetime of each block of `step`; None is the step with the peak."""
+    """Return the lifetime of each block of `step`; None is the step with the peak. For a step after
+    the last recorded one, return those of the last."""
     step = recording.result.peak.step if step is None else step
     step = min(step, max((mark.step for mark in recording.marks), default=step))
     marks = [mark for mark in recording.marks if mark.step == step]
@@ -281,20 +282,18 @@ def torch_snapshot(recording: Recording) -> dict[str, Any]:
 
 
 def write_snapshot(recording: Recording, path: Path) -> None:
-    """Pickle the snapshot as `torch.cuda.memory._dump_snapshot` does."""
+    """Write `torch_snapshot` to `path` as a pickle, as `torch.cuda.memory._dump_snapshot` does."""
     write_output(path, pickle.dumps(torch_snapshot(recording), protocol=4))
 
 
 def write_chrome_trace(recording: Recording, path: Path) -> None:
-    """Write `chrome_trace` as JSON, which https://ui.perfetto.dev and chrome://tracing open."""
+    """Write `chrome_trace` to `path` as JSON, for https://ui.perfetto.dev and chrome://tracing."""
     write_output(path, json.dumps(chrome_trace(recording)).encode())
 
 
 def chrome_trace(recording: Recording) -> dict[str, Any]:
     """Return the recording in Chrome's trace format: bytes over time, phases, the script's lines.
-
-    One action is one microsecond: the order is known, the time is not.
-    """
+    One action is one microsecond: the order is known, the time is not."""
     rows: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "memest: predicted"}},
         {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "phases"}},
@@ -342,7 +341,7 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
 
 
 def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
-    """Return frames, as in torch's snapshot, of storages of `kind` that `site` allocated."""
+    """Return stack frames, as in torch's snapshot, of storages of `kind` that `site` allocated."""
     named = _frame_names(site, kind)
     frames = [{"filename": filename, "line": 0, "name": name} for filename, name in named]
     lines = [(site.line, "forward" if site.caller else site.phase), (site.caller, site.phase)]

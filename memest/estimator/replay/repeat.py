@@ -40,7 +40,8 @@ from memest.models_meta.assemble import loss_of
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """Lengths of a run's logs (events, work, calls, operators) at one point of the run."""
+    """One point of a run: lengths of its logs (events, work, calls), operators so far (`num_ops`)
+    and those not modelled, and the offset of the GPU's random numbers (`random`)."""
 
     event: int
     work: int
@@ -52,7 +53,8 @@ class _Position:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Log entries (events, work, calls) that one forward or one backward made."""
+    """Log entries (events, work, calls) that one forward or one backward made from `start` on.
+    Other fields are the increases of those of `start`."""
 
     start: _Position
     events: list[int]
@@ -65,7 +67,7 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor that is alive after the backward: its storage id, shape, strides and dtype."""
+    """A tensor that is alive after the backward: storage id (`index`), shape, strides and dtype."""
 
     index: int
     size: tuple[int, ...]
@@ -75,7 +77,8 @@ class _Made:
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """Record of one micro-batch of the first step, from which later steps repeat it."""
+    """Record of one micro-batch of the first step, from which later steps repeat it. Storages are
+    given by their ids: of inputs, of workspaces that are `kept`, and `held` by the loss's graph."""
 
     forward: _Stretch
     loss: _Made
@@ -90,7 +93,7 @@ class _MicroBatch:
 
 class StepRepeater:
     """Runs the micro-batches of a plan's first step, and repeats their log entries in later steps.
-    A step has `num_micro_batches`. Without `calls`, operator calls are not recorded."""
+    A step has `num_micro_batches`. If `calls` is None, operator calls are not recorded."""
 
     def __init__(
         self, virtual: VirtualGpu, calls: CallRecorder | None, num_micro_batches: int
@@ -120,8 +123,8 @@ class StepRepeater:
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
         """Return the loss of the next micro-batch. Its forward runs, or repeats the first step's.
 
-        The arguments are those of `assemble.loss_of`: `inputs` are the keyword arguments of
-        `model`. `output` is "loss", or names the output whose mean is the loss.
+        `inputs` are the keyword arguments of `model`. `output` is "loss", or names the output of
+        `model` whose mean is the loss (`assemble.loss_of`).
         """
         step, index = divmod(self._number, self._num_micro_batches)
         self._number += 1
@@ -144,7 +147,7 @@ class StepRepeater:
         return loss
 
     def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run autograd's `engine` with `args`, or repeat the log entries of the first step's
+        """Run autograd's `engine` with its arguments, or repeat the log entries of the first step's
         backward. Return the engine's result; () for a repetition."""
         if self._repeated is not None:
             return self._backward_again(self._repeated)
@@ -161,7 +164,7 @@ class StepRepeater:
 
     def _add_frees(self, running: _MicroBatch, end: _Position) -> None:
         """Append to the forward of `running` the frees that directly follow its events in the log,
-        up to `end`. They free the forward's storages, such as autocast's copies, except for the
+        up to `end`. They free storages of the forward, such as autocast's copies, but not the
         loss."""
         events = running.forward.events
         made = {event for event in events if event >= 0} - {running.loss.index}
@@ -249,8 +252,8 @@ class StepRepeater:
         return ()
 
     def _play(self, stretch: _Stretch, kept: set[int], ids: dict[int, int]) -> None:
-        """Repeat the log entries of `stretch`. Storages in `kept` are not allocated again. The id
-        of each new storage is added to `ids`, by its id in the first step."""
+        """Repeat the log entries of `stretch`. Storages in `kept` are not allocated again. `ids`
+        gets the id of each new storage, by its id in the first step."""
         memory, mode = self._memory, self._mode
         memory.settle()
         positions = []  # position in the log of each event of the stretch
@@ -314,7 +317,7 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _attributes(model: nn.Module) -> list[list[tuple[str, Any]]]:
-    """Return (name, value) of each attribute that is a number, flag, string or None, by module."""
+    """Return (name, value) of attributes that are numbers, flags, strings or None, by module."""
     kinds = (bool, int, float, str, NoneType)
     return [
         [item for item in vars(module).items() if type(item[1]) in kinds]

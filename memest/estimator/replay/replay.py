@@ -48,7 +48,7 @@ class StateBytes:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Allocator events of one phase of a micro-batch, and the state bytes at its end. A script's
-    steps are not cut into phases: one part has all events of a step, and no phase."""
+    steps are not cut into phases: one part has all events of a step, and its `phase` is None."""
 
     events: Sequence[int]
     phase: Phase | None = None
@@ -89,7 +89,8 @@ class Program:
     _middles: dict[int, MicroBatch] = field(default_factory=dict, compare=False, repr=False)
 
     def parts(self, step: int, micro: int, num_micro_batches: int) -> MicroBatch:
-        """Return micro-batch `micro` of `step`, or the one that it repeats, as a part per phase."""
+        """Return micro-batch `micro` of `step`, or the one that it repeats, as a part per phase.
+        Both are counted from 0; a step of the replay has `num_micro_batches`."""
         step = min(step, len(self.steps) - 1)
         ran = self.steps[step]
         if micro == 0 or len(ran) == num_micro_batches:
@@ -104,7 +105,7 @@ class Program:
 
     def renames(self, step: int, micro: int, num_micro_batches: int) -> Renames:
         """Return the ids to `rename`, current to new, before micro-batch `micro` of `step` is
-        played. Empty if the micro-batch is played for the first time."""
+        played. They are {} if it is played for the first time. A step has `num_micro_batches`."""
         last = len(self.steps) - 1
         if micro == 0:
             return self.step_renames if step > last else {}
@@ -125,7 +126,7 @@ class Program:
         return sum(self.storages.num_bytes[index] for index in alive)
 
     def until_forward(self) -> Iterator[Sequence[int]]:
-        """Yield the events of the first step's parts, up to the end of its first forward."""
+        """Yield the events of each part of the first step, up to the end of its first forward."""
         for part in self.steps[0][0]:
             yield part.events
             if part.phase is Phase.AFTER_FORWARD:
@@ -144,8 +145,8 @@ class Program:
 
 
 def find_renames(program: Program) -> None:
-    """Set `step_renames` and `micro_renames` of `program`: ids that its live storages take before a
-    step or micro-batch is repeated."""
+    """Set `step_renames` and `micro_renames` of `program`. They map ids of live storages to the ids
+    that these take before a step or micro-batch is played again."""
     alive: dict[int, None] = {}
     play(program.setup, alive, program.storages)
     program.micro_renames = []
@@ -171,9 +172,9 @@ def play(
 ) -> None:  # fmt: skip
     """Apply allocator `events` to `alive`, whose keys are the ids of allocated storages.
 
-    An event is a storage id if it allocates, else a negative number that `freed_id` decodes.
-    Storages that a collective holds (`storages.stashed`) are freed when the collective returns
-    them; with `is_immediate`, when their tensor is freed.
+    An event is a storage id if it allocates, else a negative number that `freed_id` decodes. A
+    collective's storages (`storages.stashed`) are freed when it returns them. With `is_immediate`
+    they are freed when their tensor is freed.
     """
     for event in events:
         if event >= 0:
@@ -183,9 +184,8 @@ def play(
 
 
 def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) -> int:
-    """Return the id of the storage that `event` frees, or -1 if it frees none. Storages that a
-    collective holds (`stashed`) are freed when the collective returns them; with `is_immediate`,
-    when their tensor is freed."""
+    """Return the id of the storage that `event` frees, or -1 if it frees none. A collective's
+    storages (`stashed`) are freed when it returns them; if `is_immediate`, with their tensor."""
     is_return = event <= RETURNED
     index = return_of(event) if is_return else free_of(event)
     is_stashed = index in storages.stashed and not is_immediate
@@ -193,8 +193,8 @@ def freed_id(event: int, storages: StorageTable, *, is_immediate: bool = False) 
 
 
 def _pair_equal(storages: StorageTable, before: set[int], after: Mapping[int, None]) -> Renames:
-    """Map each storage only in `after` to one only in `before`, of equal size, site and kind. A
-    storage without an equal one is omitted."""
+    """Return ids of storages only in `after`, mapped to ids of storages only in `before` that have
+    equal size, site and kind. A storage without an equal one is omitted."""
     freed: dict[object, list[int]] = defaultdict(list)
     for index in sorted(before.difference(after)):
         freed[_origin(storages, index)].append(index)
@@ -213,7 +213,8 @@ def _origin(storages: StorageTable, index: int) -> object:
 
 @dataclass(frozen=True, slots=True)
 class TracedPlan:
-    """The program of a plan's simulated run on one kind of GPU, with facts about the model."""
+    """The program of a plan's simulated run on one kind of GPU, with facts about the model.
+    `host_bytes` is memory of the host. `image_size` is None for models without images."""
 
     program: Program
     model: dict[str, Any]
@@ -240,8 +241,8 @@ _WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 @cache
 def within_model(site: Site, root: str = "") -> Site:
-    """Return `site` with its module's path relative to `root`, the model's path. Names that torch's
-    wrappers insert are removed. Without `root`, the outermost module is the model."""
+    """Return `site` with its module's path relative to `root`, the path of the model. Names that
+    torch's wrappers insert are removed. If `root` is "", the outermost module is the model."""
     module = site.module
     inside = module.removeprefix(f"{root}.")
     if not root or inside == module:  # outside of the model, or the model is the outermost module
@@ -252,7 +253,7 @@ def within_model(site: Site, root: str = "") -> Site:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Point of a replay: number of the last event, its step, and the storage allocated last."""
+    """Point of a replay: number of the last event, its step, last allocated storage (-1: none)."""
 
     index: int
     step: int
@@ -280,7 +281,7 @@ def live_at(
     program: Program, num_micro_batches: int, moment: Moment, timing: FreeTiming = FreeTiming.LATEST
 ) -> list[int]:
     """Return the ids of the storages that are allocated just after the event of `moment`.
-    `num_micro_batches` and `timing` are those of the replay."""
+    `num_micro_batches` per step and `timing` of frees are those of the replay."""
     alive: dict[int, None] = {}
     num_left = moment.index
     for step in range(moment.step + 1):
@@ -295,9 +296,9 @@ def live_at(
 
 
 def rename(held: dict[int, Any], renames: Renames) -> None:
-    """Rename keys of `held`, which are storage ids, before events are played again. Repeated events
-    allocate and free the same ids as the first time. `renames` maps an id that they allocate, and
-    that is still allocated, to the id that they free."""
+    """Rename keys of `held`, which are storage ids, before events are played again. These allocate
+    and free the same ids as the first time. `renames` maps an id that they allocate, and that is
+    still allocated, to the id that they free."""
     for made, before in renames.items():
         if made in held:
             held[before] = held.pop(made)
@@ -306,8 +307,8 @@ def rename(held: dict[int, Any], renames: Renames) -> None:
 def streams_of(
     program: Program, step: int, num_micro_batches: int
 ) -> Iterable[tuple[Renames, Sequence[int]]]:
-    """Yield (renames, events) for each part of `step`. `rename` applies the renames, before the
-    events are played."""
+    """Yield (renames, events) for each part of `step`. `rename` applies the renames before the
+    events are played. A step has `num_micro_batches`."""
     if step == 0:
         yield {}, program.setup
     for micro in range(num_micro_batches):
@@ -317,7 +318,7 @@ def streams_of(
 
 
 class Player:
-    """Applies a program's allocations and frees to a simulated allocator."""
+    """Applies a program's allocations and frees to a simulated allocator, and records the peak."""
 
     plays_repetitions = False  # True if steps and micro-batches that repeat another are played, too
 
@@ -333,7 +334,7 @@ class Player:
         self.peak = Moment(0, 0, -1)
 
     def reached(self, step: int, micro_batch: int, phase: Phase) -> None:
-        """Record that the run has reached the end of `phase`; the base class does nothing."""
+        """Record that the run has reached the end of `phase`. The base class does nothing."""
 
     def play(self, events: Sequence[int]) -> None:
         """Apply `events`, coded as in `play` of this module; most time of a replay is spent here.
@@ -423,7 +424,8 @@ class Player:
 
 
 class _Replay:
-    """One replay of a program. Steps that repeat another are not played: their rows are copied."""
+    """One replay of a program by `player`. Steps that repeat another are not played: their rows are
+    copied. `timing` decides when blocks of several streams are freed."""
 
     def __init__(self, program: Program, player: Player, timing: FreeTiming) -> None:
         self.program, self.player, self.timing = program, player, timing
@@ -445,7 +447,7 @@ class _Replay:
         player.peak = Moment(player.num_events, 0, player.storage)
 
     def play_steps(self, num_steps: int, num_micro_batches: int) -> None:
-        """Play steps until two end with equal allocator states, then copy the last step's rows."""
+        """Play steps until two end with equal allocator states; then copy the last step's rows."""
         program, rows = self.program, self.result.rows
         state = None
         for self.step in range(num_steps):
