@@ -68,7 +68,7 @@ class VirtualGpu:
 
     Args:
         gpu: the GPU to simulate.
-        limit_bytes: bytes that its allocator may reserve; None: all but those of CUDA and NCCL.
+        limit_bytes: bytes that its allocator may reserve; None: what CUDA and NCCL leave free.
         max_steps: optimizer steps after which `StepLimit` ends the script; None is unlimited.
         is_strict: True raises an error where False guesses a value that the script reads.
         roots: folders whose code counts as the script's, not as a library's.

@@ -82,8 +82,7 @@ def random_state(module: nn.Module) -> dict[str, Any]:
 
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
     """Make synthetic micro-batches for `model`: one for all steps, or one for each of
-    `plan.lengths`. They are those of `make_batch`, with random numbers in place of its meta
-    tensors, such as pixels."""
+    `plan.lengths`. Meta tensors of `make_batch`, such as pixels, become random numbers."""
 
     def make(batch_size: int, length: int) -> Batch:
         is_padded = plan.is_padded and batch_size > 1

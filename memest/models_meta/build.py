@@ -67,8 +67,8 @@ def build_model(
     """Build the model class of `config` in training mode, with all parameters in one `dtype`.
 
     Weights are not initialised. `attn_implementation` None is transformers' default, `sdpa`; a
-    class without it gets `eager`, and `notes` reports that. Changes that `from_pretrained` makes
-    while it loads are left out: T5's float32 `wo` under float16, heads that the checkpoint stores
+    class without it gets `eager`, and `notes` reports that. Left out are changes by
+    `from_pretrained` at loading: T5's float32 `wo` under float16, heads that the checkpoint stores
     untied.
 
     Raises:
@@ -200,7 +200,8 @@ def num_positions(config: "PretrainedConfig") -> int | None:
 
 
 def default_image_size(config: "PretrainedConfig") -> int | None:
-    """Return the model's image size, pixels a side: 448 if it takes any, None without images."""
+    """Return the size of the model's images, in pixels a side: 448 if the model takes any size,
+    None if it takes no images."""
     vision = vision_config(config)
     size = getattr(vision if vision is not None else config, "image_size", None)
     if isinstance(size, Sequence) and size:

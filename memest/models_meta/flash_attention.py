@@ -300,7 +300,8 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return (`batch`, `seqlen`, ...): `hidden_states` (N, ...) at `indices`, zeros elsewhere."""
+    """Return a tensor (`batch`, `seqlen`, ...) with `hidden_states` (N, ...) at `indices` of its
+    first two dimensions, flattened, and zeros elsewhere."""
     out = _PutRows.apply(hidden_states, indices, batch * seqlen)  # type: ignore[no-untyped-call]
     return out.reshape(batch, seqlen, *hidden_states.shape[1:])
 

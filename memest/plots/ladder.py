@@ -167,7 +167,8 @@ def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = Fa
 
 
 def _own_limit(report: Prediction, layout: _Layout) -> float | None:
-    """Return the limit in GiB of the report's GPU if it is out of memory there, else None."""
+    """Return the limit in GiB of the report's own GPU if the run is out of memory there, else None.
+    Without a verdict on this GPU, it is the limit in `layout`, or else the least one there."""
     if report.verdict is not Outcome.OOM:
         return None
     if report.gpu in report.verdicts:

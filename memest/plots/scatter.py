@@ -68,7 +68,7 @@ def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
 
 
 def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float) -> None:
-    """Draw predicted over measured peaks up to `end` GiB: allocated at `index` 0, reserved at 1."""
+    """Draw predicted over measured peaks to `end` GiB: allocated (`index` 0) or reserved (1)."""
     theme = canvas.theme
     quantity = _QUANTITIES[index]
     low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)

@@ -78,7 +78,8 @@ def wrapped(text: str, size: float, inches: float) -> str:
 
 
 def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str], float]:
-    """Return (wrapped `texts`, largest font size at which each fits `inches` by `tall` inches)."""
+    """Return (`texts` with line breaks, font size in points). The size is the largest at which each
+    text fits `inches` by `tall` inches, or 7 if none does."""
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
         found = [wrapped(text, size, inches) for text in texts]
         lines = [text.split("\n") for text in found]

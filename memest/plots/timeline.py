@@ -121,7 +121,8 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
 def _room_for(
     panel: Panel, text: str, columns: Sequence[int], lower: Sequence[float], upper: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Return (event, GiB) with most room for `text` from `lower` to `upper`; None if too little."""
+    """Return (event, GiB) for `text`, where `lower` and `upper` are furthest apart over its width.
+    They are GiB at each event of `columns`. None if there is too little room."""
     wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
     best, place = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):

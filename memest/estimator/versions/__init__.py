@@ -184,7 +184,7 @@ def allows_tf32(operation: str) -> bool:
 
 
 def other_kernels(torch: ModuleType) -> str:
-    """Return the platform of the build of module `torch`, such as `MPS`; "" for CUDA and CPU."""
+    """Return the platform that `torch` was built for, such as `MPS`; "" for CUDA or the CPU."""
     if hip := getattr(torch.version, "hip", None):
         return f"ROCm {hip}"
     return "MPS" if torch.backends.mps.is_built() else ""
