@@ -76,8 +76,8 @@ def packages_of(plan: TrainingPlan) -> Iterator[str]:
 
 @cache
 def import_libraries(model_name: str, loop: str, trust_remote_code: bool) -> None:
-    """Import the libraries of a plan's model and training `loop`, before processes are forked. They
-    are shared then, and the garbage collector does not scan them during a run."""
+    """Import the libraries of a plan's model and training `loop`, before processes are forked. The
+    processes share them, and the garbage collector does not scan them during a run."""
     from memest.models_meta.registry import resolve_config
 
     resolve_config(model_name, trust_remote_code=trust_remote_code)
@@ -241,7 +241,7 @@ class Trial:
 
     @cached_property
     def scenarios(self) -> list[Scenario]:
-        """Each rank's run with each assumed time of deferred frees, most reserved bytes first."""
+        """Each rank's run with each assumed free timing; most reserved bytes first."""
         from memest.estimator.replay.scenarios import scenarios_of
 
         return scenarios_of(self._plan, self.traced)

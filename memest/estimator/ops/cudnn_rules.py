@@ -99,8 +99,8 @@ def product_bytes(c: ConvolutionShapes, direction: str, num_sms: int = H100_SMS)
         channels first: one partial sum for each sample
         channels last:  as many as fill the GPU with tiles of 128 x 128, if each sums enough
 
-    Some kernels add 272 or 400 bytes. On an H100, 68 % (forward) and 67 % (input) are right to 512
-    B, 97 and 98 % within 512 B. "weight" is right for 83 % in NCHW, 35 % in channels-last.
+    Some kernels add 272 or 400 bytes. On an H100, 68 % ("forward") and 67 % ("input") are right to
+    512 B, 97 and 98 % within 512 B. "weight" is right for 83 % in NCHW, 35 % in channels-last.
     """
     if direction != "weight":
         return 0
@@ -187,8 +187,8 @@ def fourier_bytes(c: ConvolutionShapes, direction: str) -> int:
     """Return the workspace bytes of a convolution by Fourier transforms, for N samples.
 
     A plane is the transform of one channel: `s * (s / 2 + 1)` complex float32. Its side s is that
-    of the padded image as a power of two, at least 16. C and O are input and output channels. In
-    two directions planes are stored twice, and `weight` or `output` in float32:
+    of the padded image as a power of two, at least 16. C and O are input and output channels. For
+    `direction` "forward" and "weight", planes are stored twice, and a tensor in float32:
 
         forward  weight + 2 * max(C * O + N * C, N * O) planes
         weight   output + 2 * max(C * O, N * (C + O)) planes

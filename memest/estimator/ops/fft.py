@@ -78,9 +78,9 @@ def complex_bytes(n: int, batch: int, item: int, kind: str = "fft") -> int:
 
 
 def real_bytes(n: int, batch: int, item: int, kind: str = "rfft") -> int:
-    """Return the bytes of cuFFT's workspace for `batch` transforms between `n` real points and n //
-    2 + 1 complex ones, `item` bytes each. `kind` is "rfft" (from real) or "irfft" (to real), with "
-    by strides" if their dimension is not contiguous."""
+    """Return the bytes of cuFFT's workspace for `batch` transforms between `n` real points and `n
+    // 2 + 1` complex ones, `item` bytes each. `kind` is "rfft" (from real) or "irfft" (to real),
+    and ends in " by strides" if their dimension is not contiguous."""
     share = SHARES[kind].get(n, "") if item == 8 else ""
     if share and share in "-hg":
         return {"-": 0, "h": n // 2, "g": n // 2 + 1}[share] * item * batch

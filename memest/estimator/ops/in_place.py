@@ -86,8 +86,8 @@ def _owners(tensor: Tensor) -> tuple[int, int]:
 
 @cache
 def owners_of_a_sole_gradient() -> tuple[int, int]:
-    """Return what `_owners` returns for a gradient that only autograd's input buffer refers to.
-    Releases of torch differ, so a small backward that sums two gradients of `x` measures it."""
+    """Return reference counts, as `_owners`, of a gradient that only autograd's input buffer holds.
+    They differ between releases of torch, so a small backward with a sum measures them."""
     watch = _WatchSums()  # type: ignore[no-untyped-call]
     leaf = torch.empty(2, device="meta", requires_grad=True)
     with torch.enable_grad(), watch:
@@ -97,7 +97,7 @@ def owners_of_a_sole_gradient() -> tuple[int, int]:
 
 
 class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that sets `owners` to `_owners` of the first summand of autograd's last sum."""
+    """Dispatch mode that counts the `owners` of the first summand in each sum of a backward."""
 
     owners = (0, 0)
 

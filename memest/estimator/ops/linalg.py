@@ -316,7 +316,8 @@ _row("lu_unpack", "rows of the permutation", lambda c, a: _rows(a) if c.out[0].n
 
 @_measured("linalg_eig")
 def eig(c: KernelCall) -> Events:
-    """Allocations of `linalg_eig`: a check for finite numbers, and results that are copied."""
+    """Allocations of `linalg_eig`: a check for finite numbers, and results that are copied. They
+    are computed in temporaries first."""
     a, (values, vectors) = _of(c.self), (part.nbytes for part in c.out)
     marks = c.self.numel()
     is_finite = temporaries(a.square, marks, marks, marks, -marks, -marks, -a.square)

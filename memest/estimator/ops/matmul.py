@@ -147,8 +147,9 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """cuBLAS call of an operator: its `kind`, the position of the `first` of two adjacent factors,
-    and what is `fused` in a call of cuBLASLt ("" for other calls)."""
+    """cuBLAS call of an operator. `kind` is "matrix", "batch", "vector" or "dot"; `first` the
+    position of the first of two factors; `fused` "bias", "activation" or "scaled" (cuBLASLt), or
+    ""."""
 
     kind: str  # `matrix`, `batch`, `vector` or `dot`
     first: int = 0  # position of the first factor; a summand comes before it
@@ -221,8 +222,9 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
 
 @dataclass(frozen=True, slots=True)
 class CublasSettings:
-    """Sizes and lifetimes of the workspaces of a cuBLAS handle and of cuBLASLt (`lt`) in one
-    process. `is_shared`: cuBLASLt uses the handle's. `is_per_call`: each call allocates its own."""
+    """Sizes and lifetimes of the workspaces of a cuBLAS handle and of cuBLASLt (`lt`). `is_shared`:
+    cuBLASLt uses the handle's. `is_per_call`: each call allocates its own. `calls_lt`: `addmm` with
+    a fusable bias calls cuBLASLt."""
 
     handle_bytes: int  # workspace of a handle
     lt_bytes: int  # workspace of cuBLASLt

@@ -192,8 +192,7 @@ def _chunk(layers: Layers) -> int:
 
 def workspace_bytes(layers: Layers, *, is_training: bool, is_backward: bool = False) -> int:
     """Return the bytes of the workspace that a call of cuDNN requests: a forward or, if
-    `is_backward`, a backward. In training, a call requests enough for both, by its own
-    algorithm."""
+    `is_backward`, a backward. In training, a call by its own algorithm requests enough for both."""
     is_persistent = uses_small_algorithm(layers, forward=not is_backward)
     is_persistent |= uses_static_algorithm(layers)
     forward = _forward_bytes(layers, is_persistent)
@@ -378,8 +377,8 @@ def _forward(c: KernelCall) -> Any:
 
 @registry.result("_cudnn_rnn_backward")
 def _backward(c: KernelCall) -> Any:
-    """Return meta results of `_cudnn_rnn_backward`. Gradients of weights are views of one buffer,
-    except for layers without biases."""
+    """Return meta results of `_cudnn_rnn_backward`: gradients of input, states and weights. Those
+    of weights are views of one buffer, except for layers without biases."""
     if c.grad_output is None and c.grad_hy is None and c.grad_cy is None:
         return None, None, None, [None] * len(c.weight)
     layers, x = _layers(c), c.input
@@ -452,8 +451,7 @@ def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
     def layer(then: Next, *args: Any) -> Any:
         """Run `_cudnn_impl` of RNN.cpp with the arguments of `torch.lstm`; without cuDNN run
         `then`. Return output, last hidden state and, for an LSTM, cell. Autocast casts inputs,
-        states and weights to float16, the weights into a new buffer
-        (`_cudnn_rnn_cast_reflatten`)."""
+        states and weights to float16, weights into a new buffer (`_cudnn_rnn_cast_reflatten`)."""
         x, batch_sizes = args[0], []
         if not torch._C._get_cudnn_enabled():
             return then(*args)

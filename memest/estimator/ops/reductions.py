@@ -44,7 +44,7 @@ HALVES = (torch.float16, torch.bfloat16)
 class Reduction:
     """Shape and strides (in bytes) of a reduction, with its dimensions in TensorIterator's order.
     Reduced dimensions, whose output stride is 0, come first; then the smallest strides do. A thread
-    loads `input_vector` elements of `input_bytes` at once; `offset` is the first element's."""
+    loads `input_vector` elements of `input_bytes` at once, from `offset` in the storage on."""
 
     shape: tuple[int, ...]
     input_strides: tuple[int, ...]

@@ -45,8 +45,7 @@ def tensor_type(dtype: torch.dtype) -> str:
 
 def expects(first: int, second: int, kernel: str) -> RefuseRule:
     """Return a check of calls by the dtypes of arguments `first` and `second` (positions). It
-    returns torch's error text, with the name `kernel`, if the first is an integer or they differ,
-    else ""."""
+    returns torch's error text on `kernel` if the first is an integer or they differ, else ""."""
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[first].dtype
@@ -85,13 +84,13 @@ def same_type(
 
 
 def fits(call: KernelCall) -> str:
-    """Return torch's error text if `value` is out of range for the tensor `self`, else ""."""
+    """Return torch's error text if the call's `value` is out of range for its `self`, else ""."""
     return overflow(call.value, call.self.dtype)
 
 
 def overflow(value: Any, dtype: torch.dtype) -> str:
     """Return torch's error text if `value` is out of the range of `dtype` (Scalar.h), else "".
-    Infinity is in range, and so is what is no Python number."""
+    Infinity is in range. A tensor or a bool is not checked."""
     if isinstance(value, bool | Tensor) or not isinstance(value, int | float):
         return ""
     if dtype is torch.bool or dtype.is_complex or not isfinite(value):

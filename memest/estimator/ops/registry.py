@@ -314,9 +314,9 @@ def op(
 ) -> None:
     """Register operators (as in `named`) whose kernels make temporaries before and after outputs.
 
-    `before` and `after` return their bytes for a call; 0 allocates nothing. If `then` is given, it
-    returns all events after the outputs, and both are not used. `about` describes the allocations
-    and their source. `parts` are other fields of `Op`.
+    `before` and `after` return their bytes for a call; 0 allocates nothing. `then`, if given,
+    replaces both: it returns all events after the outputs. `about` describes the allocations and
+    their source. `parts` are other fields of `Op`.
     """
 
     def rule(call: KernelCall) -> Scratch | Events:

@@ -215,7 +215,7 @@ op(
 
 @registry.composed("median")
 def median(values: Tensor) -> Tensor:
-    """Run `median_impl` of cuda/Sorting.cpp: the middle element of the sorted values, or a NaN."""
+    """Run `median_impl` of cuda/Sorting.cpp: the middle of the sorted values; NaN if one is NaN."""
     if not values.numel():
         return values.new_full((), math.nan)
     ordered = values.flatten().sort().values

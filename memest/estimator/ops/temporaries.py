@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Bytes of each temporary of a kernel, in the order of allocation.
-
-    All of them are freed by the time the operator returns.
-    """
+    """Bytes of each temporary of a kernel, in the order of allocation: `before` and `after` its
+    outputs. All are freed by the time the operator returns. `outputs` has the bytes of each
+    output's storage if they are not those of its elements, else None."""
 
     before: tuple[int, ...] = ()  # allocated before the outputs
     after: tuple[int, ...] = ()  # allocated after the outputs
@@ -29,7 +28,7 @@ emptied.
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """One allocation or free while an operator runs."""
+    """One allocation or free of a temporary or an output while an operator runs."""
 
     num_bytes: int
     """Bytes of the request; negative for a free of the latest live temporary of that size."""

@@ -137,7 +137,9 @@ class PhaseSpan:
 class Timeline:
     """Bytes during one step, at its start and after each of its allocations and frees (points).
 
-    `reserved` and each list of `kinds` (by the names in `KINDS`) have a value for each point.
+    `reserved` and each list of `kinds` (by the names in `KINDS`) have a value for each point. Most
+    is allocated at point `peak`, by the module and operator `where` ("" for the step's start).
+    `refused_bytes` is the size of the request that failed, 0 if none did.
     """
 
     step: int
@@ -166,7 +168,7 @@ class Lifetime:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBlocks:
     """Lifetimes of all blocks of one step, and (point, bytes) of each change of reserved memory.
-    Points are those of the step's `Timeline`."""
+    Points are those of `Timeline`. `refused_bytes` is the size of a failed request, or 0."""
 
     step: int
     num_points: int

@@ -164,7 +164,7 @@ class StepRepeater:
 
     def _add_frees(self, running: _MicroBatch, end: _Position) -> None:
         """Append to the forward of `running` the frees that directly follow its events in the log,
-        up to `end`. They free storages of the forward, such as autocast's copies, but not the
+        up to `end`. They free storages of the forward, such as autocast's copies, except the
         loss."""
         events = running.forward.events
         made = {event for event in events if event >= 0} - {running.loss.index}

@@ -213,8 +213,8 @@ def _origin(storages: StorageTable, index: int) -> object:
 
 @dataclass(frozen=True, slots=True)
 class TracedPlan:
-    """The program of a plan's simulated run on one kind of GPU, with facts about the model.
-    `host_bytes` is memory of the host. `image_size` is None for models without images."""
+    """The program of a plan's simulated run on one kind of GPU, with facts for the report.
+    `host_bytes` are bytes of the host. `image_size` is None for models without images."""
 
     program: Program
     model: dict[str, Any]
@@ -262,7 +262,8 @@ class Moment:
 
 @dataclass(slots=True)
 class Replayed:
-    """Result of a replay on one GPU: a row per phase, peaks, and the failed request if any."""
+    """Result of a replay on one GPU: a row per phase, peaks, and the request that `failed` (or
+    None). `lacking_bytes` is the limit to which requests raised a soft limit, 0 if they did not."""
 
     rows: list[PhaseRow] = field(default_factory=list)
     peak_allocated_bytes: int = 0
@@ -425,7 +426,7 @@ class Player:
 
 class _Replay:
     """One replay of a program by `player`. Steps that repeat another are not played: their rows are
-    copied. `timing` decides when blocks of several streams are freed."""
+    copied. `timing` is the assumed time of deferred frees."""
 
     def __init__(self, program: Program, player: Player, timing: FreeTiming) -> None:
         self.program, self.player, self.timing = program, player, timing
