@@ -97,7 +97,7 @@ def owners_of_a_sole_gradient() -> tuple[int, int]:
 
 
 class _WatchSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts the `owners` of the first summand in each sum of a backward."""
+    """Dispatch mode that counts the `owners` of the first summand in a backward's last sum."""
 
     owners = (0, 0)
 

@@ -518,6 +518,6 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:
-    """Return the workspace bytes of the Cholesky decomposition of one n x n matrix by cuSOLVER."""
+    """Return cuSOLVER's workspace bytes of a Cholesky decomposition of n x n, upper or lower."""
     blocks = ceil_div(n, BLOCK)
     return 256 if is_upper else 128 + up(4 * blocks * blocks)
