@@ -55,7 +55,7 @@ def read_prices(given: str | None) -> dict[str, float]:
     """
     if given is None:
         return {}
-    if re.fullmatch(r"[-+.\d]+(e\d+)?", given):
+    if re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", given):
         return {"": _positive(given)}
     path = Path(given)
     if path.is_dir():

@@ -635,6 +635,10 @@ def test_a_price_is_a_positive_number(given: str) -> None:
         read_prices(given)
 
 
+def test_a_price_may_have_an_exponent() -> None:
+    assert read_prices("2.5e-1") == {"": 0.25}
+
+
 def test_prices_of_a_file_are_by_gpu(tmp_path: Path) -> None:
     path = tmp_path / "prices.yaml"
     path.write_text("h100-80gb: 2.1\nt4: 0.2\n", encoding="utf-8")

@@ -29,6 +29,7 @@ class LiveModules:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
+        self._taken: list[Any] = []  # hooks that `without_hooks` has removed, by torch's dict
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._stack: list[nn.Module] = []
@@ -69,12 +70,14 @@ class LiveModules:
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Remove the hooks that `hooks` has registered, within the block."""
+        """Remove the hooks that `hooks` has registered, within the block, which may be nested."""
+        outer = self._taken
         self._take_hooks()
         try:
             yield
         finally:
             self._put_hooks()
+            self._taken = outer
 
     @contextmanager
     def with_hooks(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,11 +86,15 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
     patches.set(collate, "default_collate_fn_map", changed_map)
 
 
-def _spawn(rank: Rank, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-    """Call `fn(local_rank, *args)` for the simulated rank alone, not in `nprocs` processes."""
+def _spawn(
+    rank: Rank, fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+) -> Any:
+    """Call `fn(local_rank, *args)` for the simulated rank alone, not in `nprocs` processes. Return
+    None, or without `join` an object whose `join` returns True: the call has ended."""
     if nprocs != rank.num_local:
         raise _other_number(nprocs, rank)
     fn(rank.local_rank, *args)
+    return None if join else SimpleNamespace(processes=[], join=lambda *_: True)
 
 
 def _other_number(number: int, rank: Rank) -> UnsupportedError:

@@ -358,17 +358,19 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
     return made
 
 
-def do_bench(fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+def do_bench(
+    fn: Callable[[], Any], warmup: int = 0, rep: int = 0, *options: Any, **named: Any
+) -> Any:
     """Run `fn`, then again with an array that clears the L2 cache; return a constant time in ms."""
     fn()
     cleared = torch.empty(CLEARED_BYTES, dtype=torch.uint8, device="cuda")
-    found = do_bench_cudagraph(fn, **kwargs)
+    found = do_bench_cudagraph(fn, rep, *options, **named)
     del cleared
     return found
 
 
 def do_bench_cudagraph(
-    fn: Callable[[], Any], *args: Any, quantiles: Any = None, **kwargs: Any
+    fn: Callable[[], Any], rep: int = 0, grad_to_none: Any = None, quantiles: Any = None, **_: Any
 ) -> Any:
     """Run `fn` once; return a constant time in ms, or a list of it for each of `quantiles`."""
     fn()

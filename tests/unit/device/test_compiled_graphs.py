@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memest.estimator.gpu.attribution import LiveModules
 from memest.estimator.hardware.gpus import find_gpu
 from memest.estimator.integrations.inductor import compiler
 from memest.estimator.ops.attention import cudnn_output
@@ -201,3 +202,17 @@ def test_attention_has_the_strides_of_cuda_where_the_meta_kernel_has_others(
     assert calls
     assert out.stride() == query.stride()
     assert gpu.mode.notes.warnings == []
+
+
+def test_hooks_of_modules_return_after_nested_blocks_without_them() -> None:
+    modules, calls = LiveModules(), list[str]()
+    handles = modules.hooks()
+    try:
+        with modules.without_hooks(), modules.without_hooks():
+            nn.Identity()(torch.zeros(1))
+        modules.on_call = lambda module, is_first: calls.append(type(module).__name__)
+        nn.Identity()(torch.zeros(1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["Identity"]

@@ -90,6 +90,7 @@ def test_the_helpers_on_the_host_compute(gpu: VirtualGpu) -> None:
     calls: list[int] = []
     assert triton.testing.do_bench(lambda: calls.append(1)) == 1.0
     assert calls == [1, 1]
+    assert triton.testing.do_bench(int, 25, 100, None, [0.2, 0.8]) == [1.0, 1.0]
     assert triton.runtime.driver.active.get_current_target().arch == 80
 
 

@@ -46,6 +46,9 @@ def test_nvidia_smi_is_a_program_of_the_script(
         "index, memory.used [MiB], fan.speed\n"
     )
     assert f"{used}MiB / 81049MiB" in output(["nvidia-smi"])
+    for selected in (["-i", "0"], ["-i=0"], ["--id", "0"]):
+        assert output([*query[:1], *selected, query[1], "--format=csv,noheader"]).startswith("0, ")
+    assert output(["nvidia-smi", "--id=7"]) == "No devices were found\n"
     assert os.system("nvidia-smi -L") == 0
     assert capfd.readouterr().out.startswith("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-")
 

@@ -288,6 +288,14 @@ def test_several_processes_are_refused_by_name(num_processes: int) -> None:
             torch.distributed.init_process_group("nccl", world_size=num_processes, rank=0)
 
 
+def test_one_process_that_is_not_joined_has_ended() -> None:
+    ranks: list[int] = []
+    with memest.virtual_gpu():
+        context = multiprocessing.spawn(ranks.append, nprocs=1, join=False)
+        assert context.join()
+    assert ranks == [0]
+
+
 def test_a_function_named_generate_is_a_phase_of_its_own() -> None:
     model = nn.Linear(64, 64)
 

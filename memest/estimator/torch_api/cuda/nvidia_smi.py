@@ -22,12 +22,18 @@ NOT_AVAILABLE = "[N/A]"  # printed for a field that a GPU lacks
 def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
     """Return what `nvidia-smi` prints for its arguments `words`: a list (`-L`), CSV for a query, or
     a table. `gpus` has each GPU's values by field name, such as `memory.used` in MiB."""
-    options = dict(word.lstrip("-").partition("=")[::2] for word in words)
+    options, name = dict[str, str](), ""
+    for word in words:
+        if word.startswith("-"):
+            name, _, options[name] = word.lstrip("-").partition("=")
+        else:
+            options[name] = word  # the value of the option before it
     if "L" in options or "list-gpus" in options:
         return "\n".join(f"GPU {g['index']}: {g['name']} (UUID: {g['uuid']})" for g in gpus)
-    if "i" in options or "id" in options:
-        given = options.get("id") or words[words.index("-i") + 1]
-        gpus = [g for g in gpus if str(g["index"]) in given.split(",") or g["uuid"] in given]
+    if chosen := options.get("id") or options.get("i"):
+        gpus = [g for g in gpus if {str(g["index"]), g["uuid"]} & {*chosen.split(",")}]
+        if not gpus:
+            return "No devices were found"
     query = options.get("query-gpu") or options.get("query-compute-apps")
     if not query:
         rows = []
