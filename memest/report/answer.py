@@ -49,13 +49,13 @@ def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
     """Return a coloured line on whether a run fits the GPU named `gpu`: needed memory and margin.
     `so_far` is True for a script that has not ended: the line then has "fits so far"."""
     needs, usable = gib_or_mib(verdict.needs_bytes), gib_or_mib(verdict.limit_bytes)
-    paints = COLOURS[verdict.word]
+    colour = COLOURS[verdict.word]
     if verdict.verdict is Outcome.OOM:
-        head = paint("does not fit", paints)
+        head = paint("does not fit", colour)
         lacking = gib_or_mib(-verdict.margin_bytes)
         return f"{head} {gpu}: needs {needs}, {lacking} more than the {usable} usable"
     if verdict.verdict is Outcome.MAY:
-        head = paint("may or may not fit", paints)
+        head = paint("may or may not fit", colour)
         return (
             f"{head} {gpu}: needs up to {needs} of {usable} usable, and fits where blocks come"
             " back in time"
@@ -63,7 +63,7 @@ def verdict_line(verdict: Verdict, gpu: str, *, so_far: bool = False) -> str:
     word = "fits so far on" if so_far else "fits"
     tight = ", but tight" if verdict.is_tight else ""
     line = (
-        f"{paint(f'{word} {gpu}{tight}', paints)}: needs {needs} of {usable} usable,"
+        f"{paint(f'{word} {gpu}{tight}', colour)}: needs {needs} of {usable} usable,"
         f" {gib_or_mib(verdict.margin_bytes)} to spare"
     )
     return line + (f"; drivers of it differ by {gib_or_mib(verdict.spread_bytes)}" if tight else "")
@@ -96,10 +96,10 @@ def summary_line(
 def _when_and_where(report: SimulatedReport, verdict: Verdict) -> str:
     """Return as text step, phase and place of the failed request, or of the peak if none failed."""
     peak = report.peak
-    own = f"step {peak.step + 1}, {peak.phase}, {peak.places[-1]}"
-    at = place_in_words(verdict.at) if verdict.at else own
-    step, *rest = [part for part in at.split(", ") if part]
-    phase, *places = rest or [""]
+    peak_place = f"step {peak.step + 1}, {peak.phase}, {peak.places[-1]}"
+    place = place_in_words(verdict.at) if verdict.at else peak_place
+    step, *remaining = [part for part in place.split(", ") if part]
+    phase, *places = remaining or [""]
     when = "setup" if phase == "setup" else f"{step} {phase}".strip()
     return f"{when} at {places[-1].removeprefix('backward of ')}" if places else when
 
@@ -110,10 +110,10 @@ def moment(step: int, phase: str) -> str:
     >>> moment(1, "optimizer"), moment(0, "setup")
     ('while the optimizer steps, in step 2', 'while the model is built')
     """
-    words = _PHASES.get(phase, f"in {phase}" if phase else "in the run")
+    when = _PHASES.get(phase, f"in {phase}" if phase else "in the run")
     if phase == "setup":
-        return words
-    return f"{words}, in step {step + 1}" if phase == "optimizer" else f"{words} of step {step + 1}"
+        return when
+    return f"{when}, in step {step + 1}" if phase == "optimizer" else f"{when} of step {step + 1}"
 
 
 def shares(kinds: Iterable[tuple[str, int]]) -> str:
@@ -132,12 +132,12 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
             by_percent.setdefault(round(100 * num_bytes / whole), []).append(kind)
     parts = []
     for percent, names in by_percent.items():
-        each = " each" if len(names) > 1 else ""
-        listed = " and ".join([", ".join(names[:-1]), names[-1]] if each else names)
-        parts.append(f"{percent} %{each} for {listed}")
-    rest = 100 - sum(percent * len(names) for percent, names in by_percent.items())
-    if rest > 0:
-        parts.append(f"{rest} % for the rest")
+        suffix = " each" if len(names) > 1 else ""
+        joined_names = " and ".join([", ".join(names[:-1]), names[-1]] if suffix else names)
+        parts.append(f"{percent} %{suffix} for {joined_names}")
+    rest_percent = 100 - sum(percent * len(names) for percent, names in by_percent.items())
+    if rest_percent > 0:
+        parts.append(f"{rest_percent} % for the rest")
     return ", ".join(parts)
 
 
@@ -150,31 +150,31 @@ def answer(report: SimulatedReport, *, change: "Option | None" = None) -> list[s
         return []
     is_oom = verdict.verdict is Outcome.OOM
     kinds = [(term.kind, term.num_bytes) for term in report.terms]
-    first = verdict_line(verdict, report.gpu, so_far=report.is_cut_short)
+    headline = verdict_line(verdict, report.gpu, so_far=report.is_cut_short)
     if is_oom and report.is_script:  # later requests of the script are unknown
         reserved, limit = gib_or_mib(verdict.reserved_bytes), gib_or_mib(verdict.limit_bytes)
-        first = (
+        headline = (
             f"{paint('does not fit', BAD)} {report.gpu}: {reserved} of {limit} usable are reserved,"
             f" and the next request needs {gib_or_mib(-verdict.margin_bytes)} more than is left"
         )
     lead = "runs out" if is_oom and not report.is_script else "the peak is"
-    lines = [first, f"{lead} {moment(peak.step, peak.phase)}: {shares(kinds)}"]
-    lines += [] if report.is_script else _others(report)
+    lines = [headline, f"{lead} {moment(peak.step, peak.phase)}: {shares(kinds)}"]
+    lines += [] if report.is_script else _other_gpus(report)
     if verdict.decides:
         lines.append(f"what decides: {verdict.decides}")
     if is_oom and not report.is_script and change is not None:
-        found = change.verdict
+        outcome = change.verdict
         lines.append(
-            f"would fit with {paint(change.title, BOLD)}: needs {gib_or_mib(found.needs_bytes)},"
-            f" {gib_or_mib(found.margin_bytes)} to spare{', tight' if found.is_tight else ''}"
+            f"would fit with {paint(change.title, BOLD)}: needs {gib_or_mib(outcome.needs_bytes)},"
+            f" {gib_or_mib(outcome.margin_bytes)} to spare{', tight' if outcome.is_tight else ''}"
             f" ({change.cost.words})"
         )
     if is_oom and not report.is_script:
         lines.append(f"more: {advise_command(report)}")
     host = report.host_verdict
     if host is not None and host.verdict is Outcome.OOM:
-        held, there = gib_or_mib(host.reserved_bytes), gib_or_mib(host.limit_bytes)
-        lines.append(f"{paint('the host does not hold it', BAD)}: {held} of {there} there")
+        needs, host_limit = gib_or_mib(host.reserved_bytes), gib_or_mib(host.limit_bytes)
+        lines.append(f"{paint('the host does not hold it', BAD)}: {needs} of {host_limit} there")
     return lines + kernels_line(report.versions)
 
 
@@ -182,22 +182,24 @@ def kernels_line(versions: Mapping[str, str]) -> list[str]:
     """Return [a line] if memest simulates the kernels of another torch than the installed one, else
     []. `versions` has a report's versions by name, the simulated one with the key `KERNELS`."""
     torch, simulated = versions.get("torch", ""), versions.get(KERNELS, "")
-    other = versions.get(BUILT_FOR, "")
-    build = f" (built for {other})" if other else " (a nightly build)" if is_nightly(torch) else ""
+    target = versions.get(BUILT_FOR, "")
+    build = (
+        f" (built for {target})" if target else " (a nightly build)" if is_nightly(torch) else ""
+    )
     if not simulated or (torch.startswith(f"{simulated}.") and not build):
         return []
-    kind = "CUDA kernels of torch" if other else "those of torch"
+    kind = "CUDA kernels of torch" if target else "those of torch"
     line = f"kernels: {kind} {simulated} are simulated; torch {torch}{build} is installed"
     return [f"warning: {line}, which has no rules of its own" if is_newer(torch) else line]
 
 
-def _others(report: SimulatedReport) -> list[str]:
-    by_word: dict[str, list[str]] = {each: [] for each in COLOURS}
+def _other_gpus(report: SimulatedReport) -> list[str]:
+    by_word: dict[str, list[str]] = {word: [] for word in COLOURS}
     for name, verdict in report.verdicts.items():
         if name != report.gpu:
             by_word[verdict.word].append(name)
-    words = [f"{word} {', '.join(names)}" for word, names in by_word.items() if names]
-    return [f"other GPUs: {'; '.join(words)}"] if words else []
+    groups = [f"{word} {', '.join(names)}" for word, names in by_word.items() if names]
+    return [f"other GPUs: {'; '.join(groups)}"] if groups else []
 
 
 def advise_command(prediction: SimulatedReport) -> str:
@@ -215,7 +217,7 @@ def place_in_words(at: str) -> str:
     >>> place_in_words("step 0, forward, encoder.layers.1, aten.addmm")
     'step 1, forward, encoder.layers.1'
     """
-    text = _STEP.sub(lambda found: f"step {int(found[1]) + 1}", at)
+    text = _STEP.sub(lambda match: f"step {int(match[1]) + 1}", at)
     return ", ".join(part for part in text.split(", ") if not OPERATOR.match(part))
 
 
@@ -262,26 +264,26 @@ def resource_lines(
     Raises:
         DoesNotFitError: the run fits no GPU of the report.
     """
-    fitting = [
+    candidates = [
         (verdict.limit_bytes, name)
         for name, verdict in report.verdicts.items()
         if verdict.verdict is Outcome.FITS and not verdict.is_tight and name in NAMES
     ]
-    if not fitting:
+    if not candidates:
         needs = max(verdict.needs_bytes for verdict in report.verdicts.values())
         raise DoesNotFitError(
             f"needs {gib_or_mib(needs)}, which fits none of {', '.join(report.verdicts)}",
             hint="`memest advise` finds changes with which a plan fits",
         )
-    name = min(fitting)[1]
+    name = min(candidates)[1]
     sky, dstack = NAMES[name]
     lines = [f"# {summary_line(report, name)}"]
     if scheduler == "slurm":
-        kind = find_gpu(name).label.lower().replace(" ", "_")
+        gpu_type = find_gpu(name).label.lower().replace(" ", "_")
         lines += [
             "# the type is NVML's name; the cluster's gres.conf may have a shorter one",
             f"#SBATCH --nodes={num_nodes}",
-            f"#SBATCH --gpus-per-node={kind}:{num_gpus}",
+            f"#SBATCH --gpus-per-node={gpu_type}:{num_gpus}",
         ]
     elif scheduler == "sky":
         lines += [f"num_nodes: {num_nodes}"] if num_nodes > 1 else []

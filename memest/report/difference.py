@@ -48,7 +48,7 @@ def changes(
     `before` and `after` are rows at the peak in two reports. Lines with the same text in the same
     file are one row, so that a line may move."""
     old, new = _sizes(before), _sizes(after)
-    found = [
+    candidates = [
         Change(
             name=name,
             source=key[1],
@@ -57,26 +57,26 @@ def changes(
         )
         for key, (name, _) in (old | new).items()
     ]
-    changed = (change for change in found if change.added_bytes)
+    changed = (change for change in candidates if change.added_bytes)
     return tuple(sorted(changed, key=lambda change: (-change.added_bytes, change.name)))
 
 
 def _sizes(rows: Iterable[HeldRow | Term]) -> dict[tuple[str, str], tuple[str, int]]:
     """Return (name, bytes) by key; rows with the same key are added up. The key is (file, source
     text) for a script line, and (kind of memory, "") for other rows."""
-    found: dict[tuple[str, str], tuple[str, int]] = {}
+    sizes: dict[tuple[str, str], tuple[str, int]] = {}
     for row in rows:
         key = (row.kind.rpartition(":")[0], row.source) if row.source else (row.kind, "")
-        first, size = found.get(key, (row.kind, 0))
-        found[key] = first, size + row.num_bytes
-    return found
+        name, size = sizes.get(key, (row.kind, 0))
+        sizes[key] = name, size + row.num_bytes
+    return sizes
 
 
-def grown(found: Sequence[Change]) -> list[str]:
-    """Return a line per change in `found` that grew, at most `MAX_ROWS`, then a count of others."""
-    rows = [str(change) for change in found if change.added_bytes > 0]
-    rest = [f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
-    return rows[:MAX_ROWS] + rest
+def grown(changes: Sequence[Change]) -> list[str]:
+    """Return a line per item of `changes` that grew, at most `MAX_ROWS`, then a count of others."""
+    rows = [str(change) for change in changes if change.added_bytes > 0]
+    count_line = [f"and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
+    return rows[:MAX_ROWS] + count_line
 
 
 def other_versions(
@@ -157,11 +157,11 @@ class Difference:
         }
 
     def __str__(self) -> str:
-        found = self.changes
+        changes = self.changes
         lines = [self.after.name, summary_line(self.after)]
         lines += self.peak_lines
-        lines += [f"  {line}" for line in grown(found)]
-        shrunk = [f"  {change}" for change in reversed(found) if change.added_bytes < 0]
+        lines += [f"  {line}" for line in grown(changes)]
+        shrunk = [f"  {change}" for change in reversed(changes) if change.added_bytes < 0]
         return "\n".join([*lines, *shrunk[:MAX_ROWS], *(f"note: {note}" for note in self.notes)])
 
 
@@ -182,40 +182,40 @@ def differences(
     if len(before) == len(after) == 1:
         return [Difference(before=before[0], after=after[0])]
     by_name = {report.name: report for report in before}
-    found = [
+    pairs = [
         Difference(before=by_name[report.name], after=report)
         for report in after
         if report.name in by_name
     ]
-    if not found:
+    if not pairs:
         raise PlanError("the files have no plan in common", hint="plans are compared by name")
-    return found
+    return pairs
 
 
 def unpaired(
-    before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], found: Sequence[Difference]
+    before: Sequence[SimulatedReport], after: Sequence[SimulatedReport], pairs: Sequence[Difference]
 ) -> list[str]:
-    """Return lines on `before` and on `after` that name the reports in no pair of `found`."""
+    """Return lines on `before` and on `after` that name the reports in none of `pairs`."""
     lines = []
-    pairs = [({d.before.name for d in found}, before), ({d.after.name for d in found}, after)]
-    for which, (paired, reports) in zip(("first", "second"), pairs, strict=True):
+    files = [({d.before.name for d in pairs}, before), ({d.after.name for d in pairs}, after)]
+    for ordinal, (paired, reports) in zip(("first", "second"), files, strict=True):
         if names := [report.name for report in reports if report.name not in paired]:
-            lines.append(f"not compared, only in the {which} file: {', '.join(names)}")
+            lines.append(f"not compared, only in the {ordinal} file: {', '.join(names)}")
     return lines
 
 
-def markdown(report: SimulatedReport, found: Difference | None, base: str = "") -> str:
+def markdown(report: SimulatedReport, difference: Difference | None, base: str = "") -> str:
     """Return a comment for a pull request: the peak, and the lines that changed or hold memory.
-    `found` is the difference from an earlier report, or None to compare nothing. `base` is the
+    `difference` is the difference from an earlier report, or None to compare nothing. `base` is the
     branch of the earlier report, or empty if it has none."""
     lines = ["### GPU memory", "", f"`{report.name}`: {summary_line(report)}", ""]
-    if found is not None:
+    if difference is not None:
         lines += [f"| peak | {base or 'before'} | now | change |", "|---|---:|---:|---:|"]
         lines += [
             f"| {name} | {format_bytes(old)} | {format_bytes(new)} | {format_bytes(new - old)} |"
-            for name, (old, new) in found.peaks.items()
+            for name, (old, new) in difference.peaks.items()
         ]
-        rows = [(c.name, c.source, c.added_bytes) for c in found.changes]
+        rows = [(c.name, c.source, c.added_bytes) for c in difference.changes]
         title = "changed at the peak"
     else:
         rows = [(row.name, row.source, row.num_bytes) for row in report.lines]
@@ -225,7 +225,7 @@ def markdown(report: SimulatedReport, found: Difference | None, base: str = "") 
         for name, source, size in rows[:MAX_ROWS]:
             code = source.replace("|", "\\|").replace("`", "")
             lines.append(f"| {name} | {format_bytes(size)} | {f'`{code}`' if source else ''} |")
-    lines += [f"\nNote: {note}." for note in (found.notes if found else [])]
+    lines += [f"\nNote: {note}." for note in (difference.notes if difference else [])]
     return "\n".join(lines) + "\n"
 
 
@@ -258,13 +258,13 @@ def sarif(
 
 
 def _results(
-    report: SimulatedReport, found: Difference | None, folder: Path
+    report: SimulatedReport, difference: Difference | None, folder: Path
 ) -> Iterator[dict[str, Any]]:
     verdict = report.verdicts.get(report.gpu)
     if verdict is not None and verdict.verdict is Outcome.OOM:
-        where = verdict.at.rpartition(", ")[2]
-        yield _result("out-of-memory", "error", summary_line(report), where, folder)
-    for change in found.changes if found else ():
+        place = verdict.at.rpartition(", ")[2]
+        yield _result("out-of-memory", "error", summary_line(report), place, folder)
+    for change in difference.changes if difference else ():
         if change.added_bytes > 0:
             text = (
                 f"holds {format_bytes(change.added_bytes)} more at the peak"
@@ -273,15 +273,15 @@ def _results(
             yield _result("memory-grew", "warning", text, change.name, folder)
 
 
-def _result(rule: str, level: str, text: str, where: str, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"ruleId": rule, "level": level, "message": {"text": text}}
-    file, _, number = where.rpartition(":")
+def _result(rule: str, level: str, text: str, place: str, folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {"ruleId": rule, "level": level, "message": {"text": text}}
+    file, _, number = place.rpartition(":")
     if file and number.isdigit():
-        found["locations"] = [{"physicalLocation": {
+        result["locations"] = [{"physicalLocation": {
             "artifactLocation": {"uri": _path_in(folder, file)},
             "region": {"startLine": int(number)},
         }}]  # fmt: skip
-    return found
+    return result
 
 
 def _path_in(folder: Path, name: str) -> str:
@@ -313,7 +313,7 @@ def render_comparison(comparisons: Sequence[Comparison], summary: Summary) -> st
             abs(d.error_percent) > 0.5 or abs(d.error_bytes) > 256 * MIB for d in c.totals.values()
         )
     ]
-    lines += ["", *_summary(summary), *residuals, *_others(comparisons, summary)]
+    lines += ["", *_summary(summary), *residuals, *_warnings(comparisons, summary)]
     return "\n".join(lines)
 
 
@@ -321,7 +321,7 @@ def render_comparison_markdown(comparisons: Sequence[Comparison], summary: Summa
     """Return the table of peaks and errors, and `summary`, as Markdown for the documentation."""
     lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(c)) + " |" for c in comparisons]
-    lines += ["", *(f"- {line}" for line in [*_summary(summary), *_others(comparisons, summary)])]
+    lines += ["", *(f"- {line}" for line in [*_summary(summary), *_warnings(comparisons, summary)])]
     return "\n".join(lines)
 
 
@@ -354,12 +354,12 @@ def comparison_json(comparisons: Sequence[Comparison], summary: Summary) -> dict
 
 def _cells(comparison: Comparison) -> list[str]:
     cells = [comparison.name]
-    for d in comparison.totals.values():
-        error = f"{d.error_percent:+.3f} %"
-        found, high = d.predicted, gib_or_mib(d.predicted_bytes)
-        is_range = found.low_bytes < found.high_bytes
-        predicted = f"{gib(found.low_bytes)} to {high}" if is_range else high
-        cells += [gib_or_mib(d.measured_bytes), predicted, error]
+    for deviation in comparison.totals.values():
+        error = f"{deviation.error_percent:+.3f} %"
+        interval, high_text = deviation.predicted, gib_or_mib(deviation.predicted_bytes)
+        is_range = interval.low_bytes < interval.high_bytes
+        predicted = f"{gib(interval.low_bytes)} to {high_text}" if is_range else high_text
+        cells += [gib_or_mib(deviation.measured_bytes), predicted, error]
     worst = comparison.worst_phase
     cells.append(f"{worst.error_percent:+.3f} %" if worst else "")
     measured, verdict = comparison.measured.verdict, comparison.predicted.verdict
@@ -372,20 +372,20 @@ def _summary(summary: Summary) -> list[str]:
         f"{name}: median {median:.3f} %, worst {summary.worst_percent[name]:+.3f} %"
         for name, median in summary.median_percent.items()
     ]
-    right = sum(n for (m, p), n in summary.verdicts.items() if m == p)
-    may = sum(n for (_, p), n in summary.verdicts.items() if p == "may")
+    num_right = sum(n for (m, p), n in summary.verdicts.items() if m == p)
+    num_open = sum(n for (_, p), n in summary.verdicts.items() if p == "may")
     lines.append(
-        f"verdicts: {right} of {sum(summary.verdicts.values())} right"
-        + (f", {may} left open" if may else "")
+        f"verdicts: {num_right} of {sum(summary.verdicts.values())} right"
+        + (f", {num_open} left open" if num_open else "")
     )
     lines += [f"measured {m}, predicted {p}: {n}" for (m, p), n in sorted(summary.verdicts.items())]
     return lines
 
 
-def _others(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
+def _warnings(comparisons: Sequence[Comparison], summary: Summary) -> list[str]:
     """Return a line per library version that differs, and per figure outside its tolerance."""
-    found = dict.fromkeys(f"versions differ: {line}" for c in comparisons for line in c.versions)
-    return [*found, *(f"outside its tolerance: {line}" for line in summary.broken)]
+    versions = dict.fromkeys(f"versions differ: {line}" for c in comparisons for line in c.versions)
+    return [*versions, *(f"outside its tolerance: {line}" for line in summary.broken)]
 
 
 def _difference(difference: Any) -> dict[str, Any]:

@@ -47,29 +47,29 @@ def explorer_data(
     `tokens` is text on the inputs, such as `512 tokens`. `presets` are plans to choose by name;
     those that are not among `points` are left out.
     """
-    values = {name: _values(points, of) for name, (_, of) in _AXES.items()}
+    values = {name: _values(points, get) for name, (_, get) in _AXES.items()}
     axes = {
-        name: {"title": _AXES[name][0], "values": found, "labels": [_label(v) for v in found]}
-        for name, found in values.items()
+        name: {"title": _AXES[name][0], "values": options, "labels": [_label(v) for v in options]}
+        for name, options in values.items()
     }
     gpus = list(limits)
     axes["gpu"] = {"title": "GPU", "values": gpus, "labels": gpus}
     seq_len = points[0].plan.seq_len
     return {
         "axes": axes,
-        "start": {name: of(points[0].plan) for name, (_, of) in _AXES.items()} | {"gpu": gpus[0]},
+        "start": {name: get(points[0].plan) for name, (_, get) in _AXES.items()} | {"gpu": gpus[0]},
         "kinds": list(KINDS),
         "limits": limits,
         "flags": "" if seq_len is None else f" --seq-len {seq_len}",
         "facts": f"{len(points)} plans, {tokens}; predicted by memest {__version__}, to be played "
         "with by mouse, keyboard or link.",
         "presets": {
-            plan.label: {name: of(plan) for name, (_, of) in _AXES.items()}
+            plan.label: {name: get(plan) for name, (_, get) in _AXES.items()}
             for plan in presets
             if _choices(plan) in {_choices(point.plan) for point in points}
         },
         "points": {
-            ".".join(str(values[name].index(of(p.plan))) for name, (_, of) in _AXES.items()): {
+            ".".join(str(values[name].index(get(p.plan))) for name, (_, get) in _AXES.items()): {
                 "kinds": list(p.kinds.values()),
                 "why": list(p.arithmetic.values()),
                 "phases": p.phases,
@@ -86,12 +86,12 @@ def explorer_data(
 def _choices(plan: TrainingPlan) -> tuple[Any, ...]:
     """Return the settings that identify a plan on the page: axes, LoRA rank, length, strategy."""
     lora_r = plan.lora_r if plan.use_lora or plan.use_qlora else None
-    return *(of(plan) for _, of in _AXES.values()), lora_r, plan.seq_len, plan.strategy
+    return *(get(plan) for _, get in _AXES.values()), lora_r, plan.seq_len, plan.strategy
 
 
-def _values(points: Sequence[Explored], of: Any) -> list[Any]:
-    found = list(dict.fromkeys(of(point.plan) for point in points))
-    return sorted(found) if all(isinstance(value, int) for value in found) else found
+def _values(points: Sequence[Explored], get: Any) -> list[Any]:
+    values = list(dict.fromkeys(get(point.plan) for point in points))
+    return sorted(values) if all(isinstance(value, int) for value in values) else values
 
 
 def _label(value: Any) -> str:

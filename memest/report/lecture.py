@@ -123,8 +123,8 @@ class Lecture:
 
     def slides(self) -> list[Slide]:
         """Return all slides: overview, a step's memory in frames, waterfall charts, each change."""
-        found = [self._overview(), *self._build_up(), *self._waterfalls()]
-        return found + [self._slide_of(step) for step in self.steps]
+        slides = [self._overview(), *self._build_up(), *self._waterfalls()]
+        return slides + [self._slide_of(step) for step in self.steps]
 
     def model(self, plan: TrainingPlan) -> str:
         """Return the name of the plan's model, without the prefix that all models share."""
@@ -134,8 +134,8 @@ class Lecture:
 
     def _step(self, index: int) -> Step | None:
         """Return the change to row `index` from the most similar earlier row; None without one."""
-        *others, row = self.rows.rows[: index + 1]
-        steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in others]
+        *earlier, row = self.rows.rows[: index + 1]
+        steps = [Step(before=r, after=row, changes=self._changes(r, row)) for r in earlier]
         nearest = min(steps, key=lambda step: step.distance, default=None)
         return nearest if nearest is not None and nearest.changes else None
 
@@ -189,18 +189,18 @@ class Lecture:
         if "model" in step.changes:
             word = "more" if step.added_bytes > 0 else "less"
             return f"{name} needs {size} GiB {word} than {self.model(step.before.plan)}: {verdict}"
-        words = " and ".join(step.words)
-        words, plural = words[0].upper() + words[1:], "s" if len(step.words) == 1 else ""
+        subject = " and ".join(step.words)
+        subject, plural = subject[0].upper() + subject[1:], "s" if len(step.words) == 1 else ""
         if abs(step.added_bytes) < SAME_BYTES:
-            return f"{words} change{plural} nothing: {name} {verdict}"
+            return f"{subject} change{plural} nothing: {name} {verdict}"
         verb = "add" if step.added_bytes > 0 else "save"
-        return f"{words} {verb}{plural} {size} GiB: {name} {verdict}"
+        return f"{subject} {verb}{plural} {size} GiB: {name} {verdict}"
 
     def against_limit(self, row: Row) -> str:
         """Return a sentence on the GPU's usable memory, and what `row` leaves or lacks of it."""
         margin = row.verdicts[self.gpu].margin_bytes
-        words = f"{gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
-        return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {words}, {row.verdict.word}."
+        balance = f"{gib(abs(margin))} GiB {'to spare' if margin >= 0 else 'too much'}"
+        return f"{self.gpu} has {gib(self.limit_bytes)} GiB usable: {balance}, {row.verdict.word}."
 
     @property
     def origin(self) -> str:
@@ -256,39 +256,39 @@ class Lecture:
         row = next((row for row in self.rows.rows if row.fits and len(row.phases) > 4), None)
         if row is None:
             return []
-        why = [
+        formulas = [
             f"{kind}: {text}" for kind, text in row.arithmetic.items() if text and row.kinds[kind]
         ]
-        last = row.plan.accumulate_grad_batches - 1
+        last_batch = row.plan.accumulate_grad_batches - 1
         probes = {(p.phase, p.micro_batch): p for p in row.phases if p.step == 0}
         moments = [
             probes[Phase.BEFORE_FORWARD, 0],
             probes[Phase.AFTER_FORWARD, 0],
-            probes[Phase.AFTER_BACKWARD, last],
-            probes[Phase.AFTER_OPTIMIZER_STEP, last],
+            probes[Phase.AFTER_BACKWARD, last_batch],
+            probes[Phase.AFTER_OPTIMIZER_STEP, last_batch],
         ]
         columns = [*map(_held, moments), row.parts]
         labels = [
             f"{name}\n{(sum(column.values()) - column.get('between', 0)) / GIB:.1f} GiB"
             for name, column in zip(_FRAMES, columns, strict=True)
         ]
-        found = []
+        slides = []
         for number, title in enumerate(self._frame_titles(row, moments), 1):
-            shown = [column if at < number else {} for at, column in enumerate(columns)]
-            names = tuple(label if at < number else " " for at, label in enumerate(labels))
+            visible = [column if index < number else {} for index, column in enumerate(columns)]
+            names = tuple(label if index < number else " " for index, label in enumerate(labels))
             column = columns[number - 1]
             sizes = gib_that_add_up(list(column.values()))
             sums = [f"{k} {size} GiB" for k, size in zip(column, sizes, strict=True) if column[k]]
             total = f"{' + '.join(sums)} = {gib(sum(column.values()))} GiB."
-            found.append(
+            slides.append(
                 Slide(
                     title=title,
                     subtitle=f"One step in five frames, {number}: {row.plan.label}",
-                    notes=self._notes([total, *why]),
-                    chart=self._chart(names, shown, is_upright=True),
+                    notes=self._notes([total, *formulas]),
+                    chart=self._chart(names, visible, is_upright=True),
                 )
             )
-        return found
+        return slides
 
     def _frame_titles(self, row: Row, moments: Sequence[PhaseRow]) -> list[str]:
         before, forward, backward, step = moments
@@ -329,11 +329,11 @@ class Lecture:
             floor = min(step.before.needs_bytes, step.after.needs_bytes)
             kind = "more" if step.added_bytes > 0 else "less"
             columns.append({"": floor, kind: abs(step.added_bytes)})
-            every = ", ".join(new for _, new in step.changes.values())
-            labels.append(f"{every}\n{step.added_bytes / GIB:+.2f}")
+            values = ", ".join(new for _, new in step.changes.values())
+            labels.append(f"{values}\n{step.added_bytes / GIB:+.2f}")
         columns.append({"": 0, "need": last.needs_bytes})
         labels.append(f"{last.plan.label}\n{gib(last.needs_bytes)} GiB")
-        saved = first.needs_bytes - last.needs_bytes
+        saved_bytes = first.needs_bytes - last.needs_bytes
         lead = f"{len(chain)} changes save" if len(chain) > 1 else "One change saves"
         notes = [
             f"{gib(first.needs_bytes)} GiB"
@@ -343,7 +343,7 @@ class Lecture:
             self.against_limit(last),
         ]
         return Slide(
-            title=f"{lead} {_round(saved)} GiB: {self.model(last.plan)} fits",
+            title=f"{lead} {_round(saved_bytes)} GiB: {self.model(last.plan)} fits",
             subtitle=f"From {first.plan.label}, which does not fit, to {last.plan.label}",
             notes=self._notes(notes),
             chart=self._chart(tuple(labels), columns, is_upright=True, has_legend=False),
@@ -353,8 +353,8 @@ class Lecture:
 
     def exercises(self) -> str:
         """Return Markdown with questions on the experiments, followed by their answers."""
-        firsts = {row.plan.model_name: row for row in reversed(self.rows.rows)}
-        rows = [row for row in self.rows.rows if firsts[row.plan.model_name] is row]
+        first_rows = {row.plan.model_name: row for row in reversed(self.rows.rows)}
+        rows = [row for row in self.rows.rows if first_rows[row.plan.model_name] is row]
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
             undefined=StrictUndefined, keep_trailing_newline=True,
@@ -385,12 +385,13 @@ def _held(moment: PhaseRow) -> dict[str, int]:
 
 
 def _part_note(kind: str, pair: tuple[int, int], before: Row, after: Row) -> str:
-    whys = (row.arithmetic.get(kind, "") for row in (before, after))
-    words = [
-        f"{gib(size)} GiB{f' = {why}' * bool(why)}" for size, why in zip(pair, whys, strict=True)
+    formulas = (row.arithmetic.get(kind, "") for row in (before, after))
+    sizes = [
+        f"{gib(size)} GiB{f' = {formula}' * bool(formula)}"
+        for size, formula in zip(pair, formulas, strict=True)
     ]
     return (
-        f"{_NAMES.get(kind, kind)}: {words[0]}, then {words[1]}: {(pair[1] - pair[0]) / GIB:+.2f}"
+        f"{_NAMES.get(kind, kind)}: {sizes[0]}, then {sizes[1]}: {(pair[1] - pair[0]) / GIB:+.2f}"
     )
 
 
@@ -451,10 +452,10 @@ class Rows:
 
 def stored_rows(path: Path) -> Rows | None:
     """Return the stored predictions of the suite file `path`; None if missing or of other plans."""
-    stored = path.with_suffix(".json.gz")
-    if not stored.is_file():
+    stored_path = path.with_suffix(".json.gz")
+    if not stored_path.is_file():
         return None
-    values = json.loads(gzip.decompress(stored.read_bytes()))
+    values = json.loads(gzip.decompress(stored_path.read_bytes()))
     rows = tuple(
         Row(
             **row
@@ -476,14 +477,14 @@ def predicted_rows(path: Path, gpus: Sequence[str], jobs: int | None) -> Rows:
     """Predict the plans of suite file `path` on `gpus`, and compute the data of an interactive
     page. `jobs` is the number of processes; None is one for few plans, else one per core."""
     plans = read_suite(path, {})
-    found = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
-    predicted, failed = partition(plans, found)
+    results = predict_each([replace(plan, gpu=tuple(gpus)) for plan in plans], jobs=jobs)
+    predicted, failed = partition(plans, results)
     if not predicted:
         raise failed[0][1]
     rows, points = [], []
     for plan, report in predicted:
-        whole = (report.terms, report.unlimited_reserved_bytes, report.phases, report.verdicts)
-        point, is_cut = point_of(plan, *whole), report.verdict is Outcome.OOM
+        figures = (report.terms, report.unlimited_reserved_bytes, report.phases, report.verdicts)
+        point, is_cut = point_of(plan, *figures), report.verdict is Outcome.OOM
         with suppress(MemestError):  # a strategy without a grid has the figures of its prediction
             point, is_cut = explored(plan, gpus), False
         points.append(point)

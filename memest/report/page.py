@@ -95,8 +95,8 @@ def step_data(recording: Recording, step: StepBlocks) -> dict[str, Any]:
 
 
 def _units(num_bytes: int) -> int:
-    units, rest = divmod(num_bytes, UNIT_BYTES)
-    assert not rest, f"the allocator has a block of {num_bytes} B"
+    units, remainder = divmod(num_bytes, UNIT_BYTES)
+    assert not remainder, f"the allocator has a block of {num_bytes} B"
     return units
 
 
@@ -117,36 +117,36 @@ def render_page(reports: Sequence[SimulatedReport], *, recording: Recording | No
             sources = {row.name.rpartition(" of ")[2]: row.source for row in report.lines}
             limit = limit_of(report)
             step = instrument(recording, limit_bytes=limit, gpu=report.gpu, sources=sources)
-        return page(f"{report.name}: GPU memory", _parts().one(report, step))
+        return page(f"{report.name}: GPU memory", _macros().one(report, step))
     plans = [report for report in reports if isinstance(report, Prediction)]
-    return page(f"{len(reports)} experiments: GPU memory", _parts().many(plans))
+    return page(f"{len(reports)} experiments: GPU memory", _macros().many(plans))
 
 
 def page(title: str, body: str) -> str:
     """Return a whole HTML page in memest's style, with `title` and the HTML `body`."""
-    return str(_parts().page(title, body))
+    return str(_macros().page(title, body))
 
 
 def fragment(report: SimulatedReport) -> str:
     """Return HTML tables for a notebook: contents of the peak, verdicts, and a script's lines."""
     note = "" if report.is_script else "arithmetic"
     unit = unit_in(report)
-    held = [["held at the peak", unit.name, note]]
-    for term, (kind, size, _, why) in zip(report.terms, term_cells(report), strict=True):
-        held.append([kind, size, term.arithmetic if isinstance(term, Term) else why])
+    contents = [["held at the peak", unit.name, note]]
+    for term, (kind, size, _, term_note) in zip(report.terms, term_cells(report), strict=True):
+        contents.append([kind, size, term.arithmetic if isinstance(term, Term) else term_note])
     for name in ("allocated", "reserved"):
-        held.append([f"peak {name}", unit.of(report.levels[name]), ""])
+        contents.append([f"peak {name}", unit.of(report.levels[name]), ""])
     verdicts = [["GPU", "verdict", "needs, GiB", "margin, GiB"]]
     verdicts += [
         [name, v.word, gib(v.needs_bytes), f"{v.margin_bytes / GIB:+.2f}"]
         for name, v in report.verdicts.items()
     ]
-    tables, head = [held, verdicts], [" ".join(heading(report)[0].split())]
+    tables, head = [contents, verdicts], [" ".join(heading(report)[0].split())]
     if report.is_script:
         tables.insert(1, _line_rows(report.lines[:8], unit))
         warnings = [f"warning: {line}" for line in report.warnings]
         head = [*warnings, *map(plain, answer(report)), *heading(report)]
-    return str(_parts().fragment(head, tables))
+    return str(_macros().fragment(head, tables))
 
 
 class PredictionTable(list[Prediction]):
@@ -164,19 +164,19 @@ class PredictionTable(list[Prediction]):
             ".memest td.tight{background:#8e44ad;color:#fff}"
             ".memest td.may{background:#7a5c00;color:#fff}"
         )
-        table = _parts().table(_suite_rows(self))
+        table = _macros().table(_suite_rows(self))
         return f'<style>{style}</style><div class="memest">{table}</div>'
 
 
 def with_all_ranks(rendered: str, report: RunReport) -> str:
     """Return `rendered`, the HTML page of one rank, with a table of all ranks from `report`."""
-    return rendered.replace(RANKS, _parts().ranks(report), 1)
+    return rendered.replace(RANKS, _macros().ranks(report), 1)
 
 
-def render_difference(found: Sequence[Difference]) -> str:
-    """Return an HTML page on the pairs in `found`: peaks, kinds of memory and lines that differ."""
-    title = found[0].after.name if len(found) == 1 else f"{len(found)} plans"
-    return page(f"{title}: what changed", "\n".join(map(_parts().difference, found)))
+def render_difference(differences: Sequence[Difference]) -> str:
+    """Return an HTML page on `differences`: peaks, kinds of memory and lines that differ."""
+    title = differences[0].after.name if len(differences) == 1 else f"{len(differences)} plans"
+    return page(f"{title}: what changed", "\n".join(map(_macros().difference, differences)))
 
 
 def limit_of(report: SimulatedReport) -> int:
@@ -186,7 +186,7 @@ def limit_of(report: SimulatedReport) -> int:
 
 
 @cache
-def _parts() -> Any:
+def _macros() -> Any:
     """Return the macros of the template `page.jinja`; they call functions of this module."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER), trim_blocks=True, undefined=StrictUndefined
@@ -202,9 +202,9 @@ def _suite_rows(reports: Sequence[Prediction]) -> list[list[str]]:
     gpus = list(dict.fromkeys(name for r in reports for name in r.verdicts))
     rows = [["experiment", *gpus, "allocated", "reserved", "process"]]
     for report in reports:
-        found = report.verdicts
-        verdicts = (found[name].word if name in found else "" for name in gpus)
-        rows.append([report.name, *verdicts, *map(gib, report.levels.values())])
+        verdicts = report.verdicts
+        cells = (verdicts[name].word if name in verdicts else "" for name in gpus)
+        rows.append([report.name, *cells, *map(gib, report.levels.values())])
     return rows
 
 
@@ -216,8 +216,8 @@ def _line_rows(lines: Sequence[HeldRow], unit: Unit) -> list[list[str]]:
 
 def _held_rows(report: SimulatedReport) -> list[list[str]]:
     unit, note = unit_in(report), "" if report.is_script else "arithmetic"
-    last = ["peak allocated", unit.of(report.peak_allocated_bytes), "100.0 %", ""]
-    return [["held for", unit.name, "share", note], *term_cells(report), last]
+    total = ["peak allocated", unit.of(report.peak_allocated_bytes), "100.0 %", ""]
+    return [["held for", unit.name, "share", note], *term_cells(report), total]
 
 
 def _scale(rows: Sequence[Change]) -> tuple[int, str, int]:
@@ -268,7 +268,7 @@ def _chart_of_gpus(reports: Sequence[Prediction]) -> str:
     )
 
 
-def _chart(draw: Callable[[bool], Any], words: str) -> str:
+def _chart(draw: Callable[[bool], Any], alt_text: str) -> str:
     svgs = (plots.svg_text(draw(is_dark)).encode() for is_dark in (False, True))
     urls = (f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}" for svg in svgs)
-    return str(_parts().chart(*urls, words))
+    return str(_macros().chart(*urls, alt_text))

@@ -28,54 +28,58 @@ def schema_of(name: str) -> dict[str, Any]:
     >>> schema_of("run")["properties"]["kind"]
     {'const': 'run'}
     """
-    kind, definitions = REPORTS[name], dict[str, Any]()
-    found: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    found |= _object(kind, definitions)
-    if issubclass(kind, JsonReport):
-        head = {"schema": {"const": SCHEMA}, "kind": {"const": kind.kind}}
-        found["properties"] = head | found["properties"]
-        found["required"] = [*head, *found["required"]]
-    return found | {"$defs": definitions}
+    cls, definitions = REPORTS[name], dict[str, Any]()
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= _object(cls, definitions)
+    if issubclass(cls, JsonReport):
+        head = {"schema": {"const": SCHEMA}, "kind": {"const": cls.kind}}
+        schema["properties"] = head | schema["properties"]
+        schema["required"] = [*head, *schema["required"]]
+    return schema | {"$defs": definitions}
 
 
-def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of dataclass `kind`; add those of nested classes to `definitions`."""
-    hints: dict[str, Any] = get_type_hints(kind)
-    docs = field_docs(kind)
-    if kind is TrainingPlan:  # schema of plan files, since fields hold the values after reading
+def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of dataclass `cls`; add those of nested classes to `definitions`."""
+    hints: dict[str, Any] = get_type_hints(cls)
+    docs = field_docs(cls)
+    if cls is TrainingPlan:  # schema of plan files, since fields hold the values after reading
         docs |= {name: row.help_text for name, row in PLAN_KEYS.items() if row.flag}
         hints |= {name: Mapping[str, Any] for name, row in PLAN_KEYS.items() if row.is_mapping}
         hints |= {name: hints[name] | str for name, row in PLAN_KEYS.items() if row.is_size}
-    rows = {row.name: row for row in fields(kind)}
+    rows = {row.name: row for row in fields(cls)}
     properties = {
-        name: _of(hints[name], definitions) | ({"description": docs[name]} if name in docs else {})
+        name: _type_schema(hints[name], definitions)
+        | ({"description": docs[name]} if name in docs else {})
         for name in rows
     }
     if "plan" in properties:
-        properties["plan"] = _of(TrainingPlan, definitions)
+        properties["plan"] = _type_schema(TrainingPlan, definitions)
     required = [
         name
         for name, row in rows.items()
         if row.init and row.default is row.default_factory is MISSING
     ]
-    text = inspect.getdoc(kind) or ""
-    return {"title": kind.__name__, "description": text.partition("\n\n")[0],
+    text = inspect.getdoc(cls) or ""
+    return {"title": cls.__name__, "description": text.partition("\n\n")[0],
             "type": "object", "properties": properties, "required": required}  # fmt: skip
 
 
-def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _type_schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return {"anyOf": [_of(each, definitions) for each in arguments]}
+        return {"anyOf": [_type_schema(argument, definitions) for argument in arguments]}
     if hint is type(None):
         return {"type": "null"}
     if origin is tuple:
-        kinds = {each for each in arguments if each is not Ellipsis}
-        return {"type": "array", "items": _of(kinds.pop(), definitions) if len(kinds) == 1 else {}}
+        item_types = {argument for argument in arguments if argument is not Ellipsis}
+        return {
+            "type": "array",
+            "items": _type_schema(item_types.pop(), definitions) if len(item_types) == 1 else {},
+        }
     if origin is not None and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _of(arguments[1], definitions)}
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1], definitions)}
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return {"type": "string", "enum": [str(each) for each in hint]}
+        return {"type": "string", "enum": [str(member) for member in hint]}
     if isinstance(hint, type) and is_dataclass(hint):
         if hint.__name__ not in definitions:
             definitions[hint.__name__] = {}  # a type may refer to itself
@@ -84,19 +88,19 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"type": _TYPES[hint]} if hint in _TYPES else {}
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """Return descriptions of the fields of class `kind` by name: the comment or string of each."""
-    found: dict[str, str] = {}
-    for each in reversed(kind.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(each))
-        (made,), lines = ast.parse(source).body, source.splitlines()
-        assert isinstance(made, ast.ClassDef)
-        for field, text in zip(made.body, [*made.body[1:], None], strict=True):
-            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+def field_docs(cls: type) -> dict[str, str]:
+    """Return descriptions of the fields of class `cls` by name: the comment or string of each."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        source = textwrap.dedent(inspect.getsource(base))
+        (tree,), lines = ast.parse(source).body, source.splitlines()
+        assert isinstance(tree, ast.ClassDef)
+        for node, next_node in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
                 continue
-            comment = lines[(field.end_lineno or 0) - 1].partition("  # ")[2]
+            comment = lines[(node.end_lineno or 0) - 1].partition("  # ")[2]
             if comment:
-                found[field.target.id] = f"{comment}."
-            elif isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[field.target.id] = inspect.cleandoc(str(text.value.value))
-    return found
+                docs[node.target.id] = f"{comment}."
+            elif isinstance(next_node, ast.Expr) and isinstance(next_node.value, ast.Constant):
+                docs[node.target.id] = inspect.cleandoc(str(next_node.value.value))
+    return docs
