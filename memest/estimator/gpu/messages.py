@@ -36,15 +36,15 @@ def comparing_methods() -> Mapping[str, str]:
     file = Path(spec.origin).parent / _FILE if spec is not None and spec.origin else None
     if file is None or not file.exists():
         return {}
-    found = {}
+    methods = {}
     for block in file.read_text(encoding="utf-8").split("\n- func: ")[1:]:
         if _OF_CUDA.search(block) and _UNCHECKED not in block:
             name = block.partition("(")[0]
             base, _, overload = name.partition(".")
             is_structured = "\n  structured" in block
             method = name.replace(".", "_") if is_structured else f"{overload}_{base}"
-            found[f"aten.{name}"] = f"wrapper_CUDA_{method}"
-    return found
+            methods[f"aten.{name}"] = f"wrapper_CUDA_{method}"
+    return methods
 
 
 BENCHMARK = (
@@ -65,15 +65,15 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
     in_use = allocator.reserved_bytes + gpu.context_bytes
     cached = allocator.reserved_bytes - allocator.allocated_bytes
     limit = allocator.limit_bytes
-    capped = ""
+    limit_text = ""
     if limit is not None and limit < gpu.limit_bytes:
-        capped = f"{_size(limit)} allowed; "
+        limit_text = f"{_size(limit)} allowed; "
     return (
         f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. "
         f"GPU {GPU.device.index} has a total capacity of {_size(gpu.memory_bytes)} "
         f"of which {_size(max(0, gpu.limit_bytes - allocator.reserved_bytes))} is "
         f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
-        f"{capped}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
+        f"{limit_text}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
         f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "
         "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
         "to avoid fragmentation.  See documentation for Memory Management  "
@@ -95,16 +95,16 @@ def two_devices(func: Any, args: Args, kwargs: Any, is_on_gpu: Callable[[Tensor]
     """Return torch's message for a call of `func` with tensors both on the host and on the GPU."""
     text = "Expected all tensors to be on the same device, but"
     method = comparing_methods().get(str(func).removesuffix(".default"))
-    given = arguments_by_name(func, args, kwargs).items()
-    found = [(name, is_on_gpu(tensor)) for name, value in given for tensor in tensors_in((value,))]
+    arguments = arguments_by_name(func, args, kwargs).items()
+    places = [(name, is_on_gpu(t)) for name, value in arguments for t in tensors_in((value,))]
     if method is None:
         return f"{text} found at least two devices, {GPU.device} and cpu!"
-    first = found[0][1]
-    other = next(name for name, is_there in found if is_there is not first)
-    here, there = (GPU.device, "cpu") if first else ("cpu", GPU.device)
+    is_first_on_gpu = places[0][1]
+    other_name = next(name for name, is_on in places if is_on is not is_first_on_gpu)
+    here, there = (GPU.device, "cpu") if is_first_on_gpu else ("cpu", GPU.device)
     return (
-        f"{text} got {other} is on {there}, different from other tensors on {here} (when checking "
-        f"argument in method {method})"
+        f"{text} got {other_name} is on {there}, different from other tensors on {here} (when "
+        f"checking argument in method {method})"
     )
 
 

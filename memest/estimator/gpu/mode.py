@@ -91,10 +91,10 @@ def _has_own_dispatch(kind: type) -> bool:
 def _without_place(func: Any, args: Args, kwargs: Any) -> Any:
     """Run `func`, a tensor factory that C++ calls with device `meta` inside a composite operator.
     `CudaSimMode._adopt` puts the result on the GPU once an operator on the GPU uses it."""
-    made = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if func is aten.scalar_tensor.default:  # from a number in `torch.where`
-        made.number = args[0]
-    return made
+        result.number = args[0]
+    return result
 
 
 class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -279,8 +279,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.host.place(tensor) not in (Place.REAL, Place.HOST)
 
         compares = str(func).removesuffix(".default") in comparing_methods()
-        given = tensors_in((*args, *kwargs.values()))
-        if any((tensor.dim() or compares) and not is_on_gpu(tensor) for tensor in given):
+        tensors = tensors_in((*args, *kwargs.values()))
+        if any((tensor.dim() or compares) and not is_on_gpu(tensor) for tensor in tensors):
             raise RuntimeError(two_devices(func, args, kwargs, is_on_gpu))
 
     # --- copies
@@ -295,19 +295,19 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with memory.lock:
             before, memory.kind = memory.kind, MemKind.PARAMS if is_parameter else MemKind.BATCH
             try:
-                made = self.run_on_gpu(func, args, kwargs, adopts)
+                target = self.run_on_gpu(func, args, kwargs, adopts)
             finally:
                 memory.kind = before
             del self.work.events[-1:]  # a copy is not a kernel launch
             is_pinned = self.host.is_pinned(source)
             waits = not (non_blocking and is_pinned)
             self.work.copy("to_gpu", source.nbytes, is_pinned=is_pinned, waits=waits)
-            num_bytes = to_gpu_bytes(made, source, is_waited_for=not non_blocking)
+            num_bytes = to_gpu_bytes(target, source, is_waited_for=not non_blocking)
             if num_bytes:
                 self.pass_workspaces(func, num_bytes)
             if waits:  # for pageable memory
                 self.timeline.synchronize()
-            return made
+            return target
 
     def _copy_to_host(self, func: Any, args: Args, kwargs: Any) -> Any:
         """Copy a GPU tensor to the host; the result has data only if `copied` gives it values."""
@@ -387,8 +387,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._result(op, args, kwargs)
         if op.reads_value:
             if op.requests:  # a comparison
-                made = self.kernels.new_recipe(op, args, kwargs, None, None)
-                self.request(op, args, kwargs, None, made)
+                read_recipe = self.kernels.new_recipe(op, args, kwargs, None, None)
+                self.request(op, args, kwargs, None, read_recipe)
             return self._read(func, args, kwargs)
         key = self.kernels.key_of(op, args, kwargs)
         recipe = self.kernels.recipes.get(key)
@@ -417,9 +417,9 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if op.is_mutable and op.returns_nothing:
             return None  # nothing changes if values are unknown
         if op.shaped_by:
-            made = self.guessed.result(func, args, kwargs)
-            if made is not None:
-                return made
+            guess = self.guessed.result(func, args, kwargs)
+            if guess is not None:
+                return guess
         if func is aten.bincount.default and self.values.value_of(args[0]) is None:
             bins = guessed_bincount(self.guesses, *args, **kwargs)
             if bins is not None:
@@ -429,10 +429,10 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _result_that_may_grow(self, op: Op, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of a call with `out=` or of `resize_`; reallocate enlarged tensors."""
-        written = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
-        before = [tensor.untyped_storage().nbytes() for tensor in written]
+        targets = list(tensors_in((*(args[:1] if op.is_resize else ()), *kwargs.values())))
+        old_sizes = [tensor.untyped_storage().nbytes() for tensor in targets]
         out = self._result(op, args, kwargs)
-        for tensor, num_bytes in zip(written, before, strict=True):
+        for tensor, num_bytes in zip(targets, old_sizes, strict=True):
             if tensor.untyped_storage().nbytes() > num_bytes:
                 self.memory.grow(tensor, self.attribution.site(op.func))
         return out
@@ -490,8 +490,8 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Store the values of `out`, the result of `op`, if they can be computed or guessed."""
         func, values = op.func, self.values
         if op.is_random:
-            given = values.value_of(args[0]) if func is aten.multinomial.default else None
-            numbers = self.rng.draw(op, args, kwargs, out, given)
+            weights = values.value_of(args[0]) if func is aten.multinomial.default else None
+            numbers = self.rng.draw(op, args, kwargs, out, weights)
             if numbers is not None and values.overwrite(out, numbers):
                 return
         in_step = self.attribution.phase_given == "optimizer" and not torch.is_grad_enabled()
@@ -505,11 +505,11 @@ class CudaSimMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.guessed.follow(func, args, kwargs, out)
         values.follow(func, args, kwargs, out)
-        finite = known_without_values(func, args)
-        if finite is not None and values.value_of(out) is None:
-            values.adopt(out, torch.full(out.shape, finite, device=CPU))
+        fill_value = known_without_values(func, args)
+        if fill_value is not None and values.value_of(out) is None:
+            values.adopt(out, torch.full(out.shape, fill_value, device=CPU))
         if isinstance(out, Tensor) and out.dtype is torch.bool:
-            compared = compared_with_infinity(func, args, values, out.shape)
-            if compared is not None:
-                values.adopt(out, compared)
+            comparison = compared_with_infinity(func, args, values, out.shape)
+            if comparison is not None:
+                values.adopt(out, comparison)
             guess_booleans(values, func, args, out)

@@ -84,15 +84,15 @@ class PendingWorks:
         wait = DoneWork.wait
 
         def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
-            kept = self._kept.pop(work, None)
-            if kept is not None:
-                _, _, (_, done), _ = kept.detach()
-                self._timeline.stream_waits(self._timeline.stream, done)
+            finalizer = self._kept.pop(work, None)
+            if finalizer is not None:
+                _, _, (_, end), _ = finalizer.detach()
+                self._timeline.stream_waits(self._timeline.stream, end)
             return wait(work, *args, **kwargs)
 
         def future(work: Any) -> Any:
-            kept = self._kept.get(work)
-            tensors, _ = ((), START) if kept is None else kept.peek()[2]
+            finalizer = self._kept.get(work)
+            tensors, _ = ((), START) if finalizer is None else finalizer.peek()[2]
             return GpuFuture(self._timeline, self._memory, self._timeline.stream, list(tensors))
 
         patches.set(DoneWork, "wait", waits)
@@ -156,8 +156,10 @@ class PendingWorks:
             return total + (COMMUNICATOR_OF_ONE_BYTES if rank.is_launched else 0)
         total += NCCL_KERNELS_BYTES if self.communicators else 0
         total += MESSAGES_BYTES if self.messages else 0
-        for each in self.communicators:
-            total += SUBGROUP_BYTES if each in self.collectives else WITHOUT_COLLECTIVES_BYTES
+        for communicator in self.communicators:
+            total += (
+                SUBGROUP_BYTES if communicator in self.collectives else WITHOUT_COLLECTIVES_BYTES
+            )
         for messages in self.messages.values():
             total += sum(SENDING_BYTES if sends else RECEIVING_BYTES for _, sends in messages)
         return total
@@ -186,15 +188,15 @@ class PendingWorks:
         """
         self._last = work = DoneWork()
         if tensors or stream != self._timeline.stream:
-            done = self._timeline.event(stream)
-            self._kept[work] = kept = finalize(work, self._stash, tensors, done)
-            kept.atexit = False
+            end = self._timeline.event(stream)
+            self._kept[work] = finalizer = finalize(work, self._stash, tensors, end)
+            finalizer.atexit = False
         return work.boxed()
 
-    def _stash(self, tensors: Iterable[Tensor], done: Time) -> None:
+    def _stash(self, tensors: Iterable[Tensor], end: Time) -> None:
         for index in map(self._memory.id_of, tensors):
             if index is not None:
-                self._memory.stash(index, done[0])
+                self._memory.stash(index, end[0])
 
 
 class GpuFuture(torch.futures.Future[Any]):

@@ -39,8 +39,8 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
     def noted_start(start: Any, self: Any) -> None:
         """Run the simulated rank in this process; skip other ranks; start all other processes."""
         target = getattr(self, "_target", None) or type(self).run
-        home = str(getattr(target, "__module__", "")).partition(".")[0]
-        if home in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
+        package = str(getattr(target, "__module__", "")).partition(".")[0]
+        if package in ("torch", "multiprocessing", "concurrent"):  # workers, servers and pools
             start(self)
         elif rank.num_local == 1 or self.daemon or (dist.is_initialized() and not ranks):
             name = getattr(target, "__qualname__", target)
@@ -69,10 +69,10 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
         patches.set(mp, name, partial(_spawn, rank))
     pickler: Any = ForkingPickler
     reducers = pickler._extra_reducers
-    changed = dict(reducers)
+    new_reducers = dict(reducers)
     for kind in (Tensor, torch.nn.Parameter):
-        changed[kind] = partial(_between_processes, reducers[kind])
-    patches.set(pickler, "_extra_reducers", changed)
+        new_reducers[kind] = partial(_between_processes, reducers[kind])
+    patches.set(pickler, "_extra_reducers", new_reducers)
     from torch.utils.data._utils import collate
 
     collate_tensors: Any = collate.collate_tensor_fn
@@ -82,8 +82,8 @@ def install(patches: Patches, note: Callable[[str], object], rank: Rank) -> None
             return torch.stack(batch)
         return collate_tensors(batch, collate_fn_map=collate_fn_map)
 
-    changed_map = {**collate.default_collate_fn_map, Tensor: collate_tensor_fn}
-    patches.set(collate, "default_collate_fn_map", changed_map)
+    collate_map = {**collate.default_collate_fn_map, Tensor: collate_tensor_fn}
+    patches.set(collate, "default_collate_fn_map", collate_map)
 
 
 def _spawn(
@@ -118,6 +118,6 @@ _sent: deque[Any] = deque(maxlen=256)  # placeholders, kept until the receiver h
 def _between_processes(reduce: Any, tensor: Any) -> Any:
     if not is_meta(tensor):
         return reduce(tensor)
-    made = tensor.detach().__reduce_ex__(2)
-    _sent.append(made)
-    return made
+    placeholder = tensor.detach().__reduce_ex__(2)
+    _sent.append(placeholder)
+    return placeholder

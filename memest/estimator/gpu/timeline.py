@@ -182,8 +182,8 @@ class Timeline:
             self.host_time = later(self.host_time, queue[0])
         fast, slow = later(self.event(stream), self.host_time)
         low, high = KERNEL_SPREAD
-        done = self._busy_until[stream] = fast + low * duration, slow + high * duration + wait
-        queue.append(done)
+        end = self._busy_until[stream] = fast + low * duration, slow + high * duration + wait
+        queue.append(end)
 
     # --- streams
 
@@ -232,8 +232,8 @@ class Timeline:
         producer = self._stream_of(node)
         if is_sum:
             for consumer, index in node.next_functions:
-                taken = getattr(consumer, "_input_metadata", ())
-                if index < len(taken) and tuple(taken[index].shape) == args[0].shape:
+                inputs = getattr(consumer, "_input_metadata", ())
+                if index < len(inputs) and tuple(inputs[index].shape) == args[0].shape:
                     variable = getattr(consumer, "variable", None)
                     stream = self._stream_of(consumer)
                     if variable is not None and variable not in self.leaf_streams:

@@ -106,39 +106,39 @@ class Mailbox:
         """Return whether the next message under `key` was posted."""
         return self._folder is not None and self._path_of(key).exists()
 
-    def arrive(self, place: object, ranks: Collection[int]) -> None:
-        """Wait until all `ranks` simulated now have called `arrive` with the same key `place`."""
+    def arrive(self, key: object, ranks: Collection[int]) -> None:
+        """Wait until all `ranks` simulated now have called `arrive` with the same `key`."""
         if self._companions:
-            self.post((place, self._own), None)
-        for other in self._companions.intersection(ranks):
-            self._comes(self._next((place, other)), other)
+            self.post((key, self._own), None)
+        for peer in self._companions.intersection(ranks):
+            self._comes(self._next((key, peer)), peer)
 
     @property
     def _companions(self) -> frozenset[int]:
         """Other ranks that are simulated at the same time as this one; empty if it runs alone."""
-        together = self._together
-        return together - {self._own} if self._own in together else frozenset()
+        ranks = self._together
+        return ranks - {self._own} if self._own in ranks else frozenset()
 
     def _comes(self, path: Path, source: int) -> bool:
         """Return whether rank `source` posts the message file `path`; wait if `source` runs now. It
         never does if it has ended, or if it waits for a message that this rank never posts."""
         if path.exists() or source not in self._companions:
             return path.exists()
-        waits, others = self._path("waits", self._own), self._path("waits", source)
-        ended = self._path("ended", source)
+        wait_file, peer_wait_file = self._path("waits", self._own), self._path("waits", source)
+        end_file = self._path("ended", source)
 
         def gives_up() -> bool:
             with suppress(FileNotFoundError):
-                name = others.read_text()
-                if name and not others.with_name(name).exists():
+                name = peer_wait_file.read_text()
+                if name and not peer_wait_file.with_name(name).exists():
                     return True  # a deadlock
-            return ended.exists()
+            return end_file.exists()
 
-        waits.write_text(path.name)
+        wait_file.write_text(path.name)
         try:
             return self._poll(path, gives_up)
         finally:
-            waits.unlink(missing_ok=True)
+            wait_file.unlink(missing_ok=True)
 
     def expect(self, key: object, source: int, line: str) -> None:
         """Make `finish` wait for `key` from rank `source`; errors name the script's line `line`."""

@@ -113,8 +113,8 @@ class Gpu:
     def link_gb_s(self) -> float:
         """Bandwidth to other GPUs of a node in one direction, 1e9 bytes/s. A compute capability
         without a figure has the next lower one's."""
-        known = (c for c in _LINKS if c <= self.capability)
-        return _LINKS[max(known, default=min(_LINKS))]
+        capabilities = (c for c in _LINKS if c <= self.capability)
+        return _LINKS[max(capabilities, default=min(_LINKS))]
 
     @property
     def multiprocessor(self) -> Multiprocessor:
@@ -188,13 +188,13 @@ def find_gpu(name: str) -> Gpu:
     if (instance := split_mig(name)) is not None:
         _check_whole_is_named(*instance)
         return mig_instance(find_gpu(instance[0]), instance[1])
-    folded = _folded(name)
-    known = {_folded(text): gpu for gpu in list_gpus() for text in (gpu.label, gpu.name)}
-    known |= {alias: _catalogue()[target] for alias, target in _KINDS["aliases"].items()}
-    if folded in known:
-        return known[folded]
-    near = dict.fromkeys(known[text].name for text in closest(folded, known))
-    names = ", ".join(f"`{n}`" for n in near)
+    key = _folded(name)
+    gpus = {_folded(text): gpu for gpu in list_gpus() for text in (gpu.label, gpu.name)}
+    gpus |= {alias: _catalogue()[target] for alias, target in _KINDS["aliases"].items()}
+    if key in gpus:
+        return gpus[key]
+    suggestions = dict.fromkeys(gpus[text].name for text in closest(key, gpus))
+    names = ", ".join(f"`{n}`" for n in suggestions)
     raise PlanError(
         f"`{name}` is not in the catalogue of GPUs" + (f"; closest: {names}" if names else ""),
         hint="run `memest gpus` for the list, or give the size with `--gpu-memory 24GiB`",
@@ -243,18 +243,18 @@ def match_device(name: str, total_bytes: int) -> Gpu | None:
     """
     instance = split_mig(name)
     words = _words(instance[0] if instance else name)
-    alike = [gpu for gpu in list_gpus() if _kind(_words(gpu.label)) == _kind(words)]
+    gpus = [gpu for gpu in list_gpus() if _kind(_words(gpu.label)) == _kind(words)]
     if instance is not None:
-        profile, known = instance[1], mig_profiles()
-        alike = [mig_instance(g, profile) for g in alike if profile in known.get(g.name, ())]
+        profile, profiles = instance[1], mig_profiles()
+        gpus = [mig_instance(g, profile) for g in gpus if profile in profiles.get(g.name, ())]
         words = frozenset()  # variants of a GPU have the same profiles
-    fitting = [
+    matches = [
         gpu
-        for gpu in alike
+        for gpu in gpus
         if abs(gpu.memory_bytes - total_bytes) <= _MEMORY_TOLERANCE * gpu.memory_bytes
     ]
     return max(
-        fitting,
+        matches,
         key=lambda g: (len(_words(g.label) & words), -abs(g.memory_bytes - total_bytes)),
         default=None,
     )
@@ -269,10 +269,10 @@ def nearest_gpu(capability: tuple[int, int], memory_bytes: int) -> Gpu:
     >>> nearest_gpu((8, 9), 12 << 30).capability, nearest_gpu((8, 7), 32 << 30).capability
     ((8, 9), (8, 6))
     """
-    known = sorted({gpu.capability for gpu in list_gpus()})
-    chosen = max((c for c in known if c <= capability), default=known[0])
-    alike = (gpu for gpu in list_gpus() if gpu.capability == chosen)
-    return min(alike, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
+    capabilities = sorted({gpu.capability for gpu in list_gpus()})
+    nearest = max((c for c in capabilities if c <= capability), default=capabilities[0])
+    candidates = (gpu for gpu in list_gpus() if gpu.capability == nearest)
+    return min(candidates, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
 
 
 def _folded(name: str) -> str:
@@ -367,10 +367,10 @@ def split_mig(name: str) -> tuple[str, str] | None:
     >>> split_mig("a100-80gb-mig-3g.40gb"), split_mig("NVIDIA H200 MIG 1g.18gb"), split_mig("h200")
     (('a100-80gb', '3g.40gb'), ('NVIDIA H200', '1g.18gb'), None)
     """
-    if (found := _NAME.fullmatch(name.strip())) is None:
+    if (match := _NAME.fullmatch(name.strip())) is None:
         return None
-    profile = (found[2] or found[3] or "").casefold()
-    return found[1], re.sub(r"[\s_-]", ".", _MEDIA.sub("", profile.strip()))
+    profile = (match[2] or match[3] or "").casefold()
+    return match[1], re.sub(r"[\s_-]", ".", _MEDIA.sub("", profile.strip()))
 
 
 def _check_whole_is_named(whole: str, profile: str) -> None:
@@ -378,7 +378,7 @@ def _check_whole_is_named(whole: str, profile: str) -> None:
     if whole:
         return
     names = [
-        f"`{name}-mig-{profile}`" for name, known in mig_profiles().items() if profile in known
+        f"`{gpu}-mig-{profile}`" for gpu, profiles in mig_profiles().items() if profile in profiles
     ]
     raise PlanError(
         f"the MIG profile `{profile}` is named without its GPU",
@@ -419,19 +419,19 @@ def mig_instance(whole: Gpu, profile: str) -> Gpu:
 
 
 def _unknown_profile(whole: str, profile: str) -> PlanError:
-    known = mig_profiles()
-    if whole not in known:
+    profiles = mig_profiles()
+    if whole not in profiles:
         return PlanError(
             f"`{whole}` has no MIG profiles in the catalogue",
-            hint=f"those that have: {', '.join(f'`{name}`' for name in known)}",
+            hint=f"those that have: {', '.join(f'`{name}`' for name in profiles)}",
         )
-    others = [f"`{n}-mig-{profile}`" for n, names in known.items() if profile in names]
-    listed = ", ".join(f"`{name}`" for name in known[whole])
+    alternatives = [f"`{n}-mig-{profile}`" for n, names in profiles.items() if profile in names]
+    own_profiles = ", ".join(f"`{name}`" for name in profiles[whole])
     return PlanError(
-        f"`{whole}` has no MIG profile `{profile}` in the catalogue; it has {listed}"
+        f"`{whole}` has no MIG profile `{profile}` in the catalogue; it has {own_profiles}"
         if profile
-        else f"no MIG profile of `{whole}` is named; it has {listed}",
-        hint=f"other GPUs have it: {', '.join(others)}"
-        if others
+        else f"no MIG profile of `{whole}` is named; it has {own_profiles}",
+        hint=f"other GPUs have it: {', '.join(alternatives)}"
+        if alternatives
         else "`memest gpus` lists them all",
     )

@@ -80,16 +80,16 @@ def estimate(log: WorkLog, gpu: Gpu, *, num_micro_batches: int = 0) -> StepTime 
     steps = [_repeated(events, num_micro_batches) for events in log.steps]
     num_more = max(0, MIN_STEPS - len(steps))
     steps += num_more * steps[-1:]
-    known = [*log.num_known, *num_more * [len(log.works)]]
+    num_known = [*log.num_known, *num_more * [len(log.works)]]
     clocks = Clocks(log.works, gpu)
-    found = sorted([*zip(clocks.run(steps, known), steps, strict=True)][1:], key=lambda s: s[0])
-    (seconds, first_s), events = found[len(found) // 2]
+    runs = sorted([*zip(clocks.run(steps, num_known), steps, strict=True)][1:], key=lambda s: s[0])
+    (seconds, first_s), events = runs[len(runs) // 2]
     counts = np.bincount([e // NUM_HOSTS for e in events if e >= 0], minlength=len(log.works))
     table, link_s = clocks.table, float(counts @ clocks.links)
     is_new = [not table.is_measured(work.kind) for work in log.works]
     low, high = SPREAD_ELSEWHERE if table.origin else SPREAD
-    ends = (seconds, low * seconds, high * seconds + link_s, first_s)
-    rounded = [float(f"{s:.4g}") for s in ends]  # further digits differ by CPU
+    figures = (seconds, low * seconds, high * seconds + link_s, first_s)
+    rounded = [float(f"{s:.4g}") for s in figures]  # further digits differ by CPU
     return StepTime(
         seconds=rounded[0],
         low_seconds=rounded[1],
@@ -109,8 +109,8 @@ def _repeated(events: Sequence[int], num_micro_batches: int) -> Sequence[int]:
     cuts = [i for i, event in enumerate(events) if event == CUT]
     if len(cuts) < 2 or num_micro_batches <= len(cuts):
         return events
-    more = (num_micro_batches - len(cuts)) * [*events[cuts[-2] : cuts[-1]]]
-    return [*events[: cuts[-2]], *more, *events[cuts[-2] :]]
+    repeats = (num_micro_batches - len(cuts)) * [*events[cuts[-2] : cuts[-1]]]
+    return [*events[: cuts[-2]], *repeats, *events[cuts[-2] :]]
 
 
 class Clocks:
@@ -125,8 +125,8 @@ class Clocks:
         self._works = works
         self.kernels = np.array([table.kernel_s(work) for work in works])
         self.bounds = np.array([table.bounds_s(work) for work in works])
-        sent = [work.num_bytes * (work.kind == LINK) for work in works]
-        self.links = 1e-9 / gpu.link_gb_s * np.array(sent, dtype=float)
+        link_bytes = [work.num_bytes * (work.kind == LINK) for work in works]
+        self.links = 1e-9 / gpu.link_gb_s * np.array(link_bytes, dtype=float)
         self._hosts = [table.host_s(work, host) for work in works for host in range(NUM_HOSTS)]
 
     def run(
@@ -148,10 +148,10 @@ class Clocks:
         wait_s = host_share * self.table.wait_s
         host = gpu_done = last_end = 0.0
         queue = deque([0.0] * LAUNCH_QUEUE, maxlen=LAUNCH_QUEUE)  # ends of the last kernels
-        found = []
-        for events, known in zip(steps, num_known, strict=True):
+        times = []
+        for events, num_before in zip(steps, num_known, strict=True):
             first_s = 0.0
-            new = set(range(known, len(self._works)))  # works that have not occurred yet
+            unseen = set(range(num_before, len(self._works)))  # works that have not occurred yet
             for event in events:
                 if event < 0:
                     if event == WAITS:
@@ -159,27 +159,27 @@ class Clocks:
                     elif event <= HOST:
                         host += host_share * 1e-6 * (HOST - event)
                     continue
-                if new and event // NUM_HOSTS in new:
-                    new.remove(event // NUM_HOSTS)
-                    more = self.table.first_s(self._works[event // NUM_HOSTS].kind)
-                    first_s, host = first_s + more, host + more
+                if unseen and event // NUM_HOSTS in unseen:
+                    unseen.remove(event // NUM_HOSTS)
+                    extra_s = self.table.first_s(self._works[event // NUM_HOSTS].kind)
+                    first_s, host = first_s + extra_s, host + extra_s
                 host += hosts[event]
                 if queue[0] > host:
                     host = queue[0]
                 gpu_done = (gpu_done if gpu_done > host else host) + on_gpu[event]
                 queue.append(gpu_done)
             end = host = max(host, gpu_done)
-            found.append((end - last_end, first_s))
+            times.append((end - last_end, first_s))
             last_end = end
-        return found
+        return times
 
     def bound_by(self, events: Sequence[int], link_s: float) -> str:
         """Return the resource whose removal shortens the step with these `events` most: `host`,
         `compute`, `memory` or `LINK`. `link_s` is the time of its collectives in seconds."""
         shares = (self.bounds / self.bounds.max(axis=1, keepdims=True).clip(1e-12)).T
-        without = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
-        known = [len(self._works)]
-        times = {name: self.run([events], known, *each)[0][0] for name, each in without.items()}
+        scalings = {"host": (1.0, 0.0), "compute": (shares[1],), "memory": (shares[0],), LINK: ()}
+        count = [len(self._works)]
+        times = {name: self.run([events], count, *args)[0][0] for name, args in scalings.items()}
         return min(times, key=lambda name: times[name] - link_s * (name == LINK))
 
 
@@ -232,11 +232,11 @@ class Table:
         if self._gpu.tflops != self._measured.tflops:
             return max(self.bounds_s(work)) / efficiency
         bounds_s = roofline_s(work.rate, work.num_flops, work.num_bytes, self._measured)
-        measured = max(bounds_s) / efficiency
-        moved = min(measured, bounds_s[1] / BANDWIDTH_SHARE)
-        faster = self._measured.memory_gb_s / self._gpu.memory_gb_s
-        other = measured**KNEE - moved**KNEE
-        return float((other + (faster * moved) ** KNEE) ** (1 / KNEE))
+        measured_s = max(bounds_s) / efficiency
+        bytes_s = min(measured_s, bounds_s[1] / BANDWIDTH_SHARE)
+        bandwidth_ratio = self._measured.memory_gb_s / self._gpu.memory_gb_s
+        other = measured_s**KNEE - bytes_s**KNEE
+        return float((other + (bandwidth_ratio * bytes_s) ** KNEE) ** (1 / KNEE))
 
     def bounds_s(self, work: Work) -> tuple[float, float]:
         """Return (seconds of its operations, seconds of its bytes) of a call at the peak rates."""
@@ -251,12 +251,12 @@ def nearest(kind: str, kinds: Iterable[str]) -> str:
     """Return the one of `kinds` with the operator of `kind` and the fewest differing words, else
     "". A kind is an operator and words of its variant, as in `matmul-odd float16`."""
     words = re.split("[ -]", kind)
-    names, found = (words[0], words[0].removesuffix("_backward")), []
+    names, candidates = (words[0], words[0].removesuffix("_backward")), []
     for other in kinds:
         name, *marks = re.split("[ -]", other)
         if name in names:
-            found.append((name != words[0], len({*words[1:]} ^ {*marks}), other))
-    return min(found)[-1] if found else ""
+            candidates.append((name != words[0], len({*words[1:]} ^ {*marks}), other))
+    return min(candidates)[-1] if candidates else ""
 
 
 def roofline_s(rate: str, num_flops: float, num_bytes: float, gpu: Gpu) -> tuple[float, float]:
@@ -275,27 +275,27 @@ class Calls:
         rate = "" if last.isdigit() else last
         self._sizes = np.log(np.array([row[:-3] for row in rows], dtype=float))
         bounds = [roofline_s(rate, row[-3], row[-2], gpu) for row in rows]
-        found = [1e6 * max(bound) / row[-1] for bound, row in zip(bounds, rows, strict=True)]
+        ratios = [1e6 * max(bound) / row[-1] for bound, row in zip(bounds, rows, strict=True)]
         if not rate:  # cap the efficiency at that of the largest call: small tensors stay in L2
-            largest = {(*row[1:-3],): each for row, each in sorted(zip(rows, found, strict=True))}
-            found = [min(e, largest[(*row[1:-3],)]) for row, e in zip(rows, found, strict=True)]
-        self._efficiencies = np.log(found)
+            largest = {(*row[1:-3],): e for row, e in sorted(zip(rows, ratios, strict=True))}
+            ratios = [min(e, largest[(*row[1:-3],)]) for row, e in zip(rows, ratios, strict=True)]
+        self._efficiencies = np.log(ratios)
         self.efficiency = cache(self._efficiency)
 
     def _efficiency(self, size: tuple[int, ...]) -> float:
         """Return the efficiency (roofline time / real time) of a call of `size`, interpolated from
         the nearest measured calls. Sizes beyond these have the efficiency at their edge."""
-        apart = self._sizes - np.log(np.maximum(1, size))
-        squares = (apart**2).sum(axis=1)
-        nearest = np.argsort(squares, kind="stable")[:NUM_NEAREST]
-        near, known = apart[nearest], self._efficiencies[nearest]
-        near = near - near.min(axis=0).clip(0) - near.max(axis=0).clip(None, 0)
-        weights = 1 / (squares[nearest] + LEAST_SQUARE)
-        plane = np.column_stack((np.ones(len(near)), near))
+        offsets = self._sizes - np.log(np.maximum(1, size))
+        squares = (offsets**2).sum(axis=1)
+        indices = np.argsort(squares, kind="stable")[:NUM_NEAREST]
+        points, heights = offsets[indices], self._efficiencies[indices]
+        points = points - points.min(axis=0).clip(0) - points.max(axis=0).clip(None, 0)
+        weights = 1 / (squares[indices] + LEAST_SQUARE)
+        plane = np.column_stack((np.ones(len(points)), points))
         weighted = plane.T * (weights / weights.sum())
-        ridge = np.diag([0.0, *[RIDGE] * near.shape[1]])
-        height = np.linalg.solve(weighted @ plane + ridge, weighted @ known)[0]
-        return float(np.exp(height.clip(known.min(), known.max())))
+        ridge = np.diag([0.0, *[RIDGE] * points.shape[1]])
+        height = np.linalg.solve(weighted @ plane + ridge, weighted @ heights)[0]
+        return float(np.exp(height.clip(heights.min(), heights.max())))
 
 
 def table_of(gpu: Gpu, *, has_own: bool = True) -> Table:
@@ -315,11 +315,11 @@ def _table_of(gpu: Gpu, path: str) -> Table:
     file, origin, label = _MEASURED, find_gpu(_MEASURED.stem), ""
     times = _read(file)
     if path:
-        own = _read(Path(path))
-        times, label = times | {"host": own["host"]}, f"{Path(path).name} (host only)"
-        found = match_device(own["device"], own["memory_bytes"])
-        if found is not None and (found.chip or found.name) == (gpu.chip or gpu.name):
-            file, times, origin, label = Path(path), own, found, Path(path).name
+        user_times = _read(Path(path))
+        times, label = times | {"host": user_times["host"]}, f"{Path(path).name} (host only)"
+        user_gpu = match_device(user_times["device"], user_times["memory_bytes"])
+        if user_gpu is not None and (user_gpu.chip or user_gpu.name) == (gpu.chip or gpu.name):
+            file, times, origin, label = Path(path), user_times, user_gpu, Path(path).name
     return Table(gpu, times, _kinds_of(file, origin), origin, label)
 
 
@@ -332,17 +332,17 @@ def _kinds_of(file: Path, origin: Gpu) -> dict[str, Calls]:
 @cache
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = found["kernels"][ELSEWHERE], found["host"]["hook"], found["memory_bytes"]
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = content["kernels"][ELSEWHERE], content["host"]["hook"], content["memory_bytes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else repr(error)
         raise PlanError(
             f"`{path}` has no measured times of a GPU: {why}",
             hint="`memest validate --pace FILE` writes such a file",
         ) from error
-    if found.get("format") != FORMAT:
+    if content.get("format") != FORMAT:
         raise PlanError(
             f"`{path}` is of another version of memest",
             hint="measure again: `memest validate --pace FILE`",
         )
-    return found
+    return content

@@ -87,16 +87,16 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return _convolution(values, out, num_bytes)
     if name in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return _recurrent(values)
-    if not (given := [*tensors_in(args)]):
+    if not (tensors := [*tensors_in(args)]):
         return by_bytes(f"{name} 4", num_bytes)
-    x, more = given[-1 if name in _NAMES["copies"] else 0], tuple[Work, ...]()
+    x, copies = tensors[-1 if name in _NAMES["copies"] else 0], tuple[Work, ...]()
     if _NAMES["size"].get(name) == "row":
         if "softmax" in name and prod(x.shape[values["dim"] + 1 or x.dim() :]) > 1:
-            return _apart(name, x, values["dim"])
-        more = tuple(_copied(t) for t in given if not t.is_contiguous())
+            return _spatial_softmax(name, x, values["dim"])
+        copies = tuple(_copy_work(t) for t in tensors if not t.is_contiguous())
     kind, *sizes = _kind(name, func, x, values, out)
-    made = by_bytes(f"{kind} {x.element_size()}", num_bytes, *sizes)
-    return made._replace(num_tensors=_num_listed(values) or 1, more=more)
+    work = by_bytes(f"{kind} {x.element_size()}", num_bytes, *sizes)
+    return work._replace(num_tensors=_num_listed(values) or 1, more=copies)
 
 
 def by_bytes(kind: str, num_bytes: int, *sizes: int) -> Work:
@@ -157,17 +157,17 @@ def _kind(name: str, func: Any, x: Tensor, values: dict[str, Any], out: Any) -> 
             return "permute", 1
         return _order(out.shape, x.stride(), out.stride())
     if torch.Tag.pointwise in func.tags:
-        made = next(tensors_in((out, x)))
-        others = [t for t in tensors_in(tuple(values.values())) if t.dim()]
-        if any(t.shape != made.shape or _steps(t) != _steps(made) for t in others):
+        result = next(tensors_in((out, x)))
+        inputs = [t for t in tensors_in(tuple(values.values())) if t.dim()]
+        if any(t.shape != result.shape or _steps(t) != _steps(result) for t in inputs):
             return ("broadcast",)
         return ("pointwise",)
     index = values.get("index")
     if isinstance(index, Tensor) and index.stride()[-1:] == (0,):
         return f"{name}-rows", _length(index, -1)  # an index of rows that is expanded
     layout = _layout(x) if "2d" in name or "batch_norm" in name else ""
-    of = _SIZES.get(_NAMES["size"].get(name, ""))
-    return name + layout, *(of(x, values, out) if of else ())
+    sizes_of = _SIZES.get(_NAMES["size"].get(name, ""))
+    return name + layout, *(sizes_of(x, values, out) if sizes_of else ())
 
 
 def _steps(x: Tensor) -> list[int]:
@@ -184,23 +184,23 @@ def _num_joined(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> int:
     return _run(x.shape, x.stride(), steps)
 
 
-def _order(shape: Strides, given: Strides, made: Strides) -> tuple[Any, ...]:
-    """Return (kind, *sizes) of a copy of `shape` from strides `given` to `made`. It is (`permute`,
-    contiguous elements) if the innermost dimension stays. Otherwise it is (`transpose`, innermost
-    length before, innermost length after)."""
+def _order(shape: Strides, source: Strides, target: Strides) -> tuple[Any, ...]:
+    """Return (kind, *sizes) of a copy of `shape` from strides `source` to `target`. It is
+    (`permute`, contiguous elements) if the innermost dimension stays. Otherwise it is (`transpose`,
+    innermost length before, innermost length after)."""
     ends = [
         max((i for i, step in enumerate(steps) if step == 1), key=shape.__getitem__, default=-1)
-        for steps in (given, made)
+        for steps in (source, target)
     ]
     if ends[0] == ends[1]:
-        return "permute", _run(shape, given, made)
+        return "permute", _run(shape, source, target)
     return "transpose", *(shape[end] if end >= 0 else 1 for end in ends)
 
 
-def _run(shape: Strides, given: Strides, made: Strides) -> int:
-    """Return how many elements of `shape` are contiguous with both strides, `given` and `made`."""
+def _run(shape: Strides, source: Strides, target: Strides) -> int:
+    """Return how many elements of `shape` are contiguous with the strides `source` and `target`."""
     adjacent = 1
-    for size, *steps in sorted(zip(shape, given, made, strict=True), key=lambda dim: dim[-1]):
+    for size, *steps in sorted(zip(shape, source, target, strict=True), key=lambda dim: dim[-1]):
         if size > 1:
             if set(steps) != {adjacent}:
                 break
@@ -208,7 +208,7 @@ def _run(shape: Strides, given: Strides, made: Strides) -> int:
     return adjacent
 
 
-def _copied(x: Tensor) -> Work:
+def _copy_work(x: Tensor) -> Work:
     """Return the work of the contiguous copy of `x` that a norm or a softmax makes."""
     kind, *sizes = _order(x.shape, x.stride(), make_contiguous_strides_for(x.shape))
     return by_bytes(f"{kind} {x.element_size()}", 2 * x.nbytes, *sizes)
@@ -218,7 +218,7 @@ def _layout(x: Tensor) -> str:
     return " nhwc" * (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
-def _apart(name: str, x: Tensor, dim: int) -> Work:
+def _spatial_softmax(name: str, x: Tensor, dim: int) -> Work:
     """Return the work of the softmax `name` over an inner `dim`, of size (threads, elements per
     thread). A thread reads its elements one after another, so it waits for memory and does not use
     all of the bandwidth. Source: `SpatialSoftMax_getBlockSize` of ATen/native/cuda/SoftMax.cu."""
@@ -285,11 +285,11 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     depthwise windows above 5 x 5 (`wide`) are kinds of their own."""
     x: Tensor = values["input" if "input" in values else "self"]
     weight: Tensor = values["weight"]
-    made = values.get("grad_output", out)
+    output = values.get("grad_output", out)
     data, weights, bias = values.get("output_mask", (False, False, values.get("bias") is not None))
-    more = [by_bytes("pointwise 4", made.nbytes * (1 if "grad_output" in values else 2))] * bias
+    extra = [by_bytes("pointwise 4", output.nbytes * (1 if "grad_output" in values else 2))] * bias
     kind = "convolution" + "-data" * (data and weights) + "-weight" * weights
-    ends = (x, made) if values.get("transposed") else (made, x)
+    ends = (x, output) if values.get("transposed") else (output, x)
     positions = [t.numel() // max(1, t.shape[1]) for t in ends]
     size = (*positions, *weight.shape[:2], prod(weight.shape[2:]))
     if (groups := ends[1].shape[1] // max(1, weight.shape[1])) > 1:
@@ -300,11 +300,11 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
     is_last = _layout(x) or suggest_memory_format(weight) == torch.channels_last
     kind += " 3d" * (x.dim() == 5) + " nhwc" * bool(is_last)
     flops = 2 * positions[0] * weight.numel() * max(1, data + weights)
-    found = _with_rate(kind, rate_of(x.dtype, "conv"), size, flops, num_bytes)
+    work = _with_rate(kind, rate_of(x.dtype, "conv"), size, flops, num_bytes)
     if kind.split()[1:] == ["nhwc"] and size[0] == size[1] and size[4] == 1:
-        found = found._replace(kind=PRODUCTS)
-        more = [*_products(size, found.rate, x.element_size(), data, weights), *more]
-    return found._replace(more=(*more,))
+        work = work._replace(kind=PRODUCTS)
+        extra = [*_products(size, work.rate, x.element_size(), data, weights), *extra]
+    return work._replace(more=(*extra,))
 
 
 PRODUCTS = "convolution products"  # kind of a convolution that runs the kernels of products
@@ -314,12 +314,12 @@ def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> l
     """Return the matrix products that equal a 1x1 convolution in channels-last of this `size`.
     `rate` is the key of a peak rate, `item` the bytes of an element. In a backward, `data` is True
     for the input's gradient and `weights` for the weight's; in a forward both are False."""
-    rows, _, made, given, _ = size
-    forms = [(rows, given, made)] * data + [(made, given, rows)] * weights or [(rows, made, given)]
-    kind = "matmul" + "-odd" * (item == 2 and bool(made % 8 or given % 8))
+    rows, _, c_out, c_in, _ = size
+    shapes = [(rows, c_in, c_out)] * data + [(c_out, c_in, rows)] * weights or [(rows, c_out, c_in)]
+    kind = "matmul" + "-odd" * (item == 2 and bool(c_out % 8 or c_in % 8))
     return [
         _with_rate(kind, rate, (1, m, n, k), 2 * m * n * k, item * (m * n + m * k + n * k))
-        for m, n, k in forms
+        for m, n, k in shapes
     ]
 
 
@@ -356,12 +356,13 @@ def _arguments(func: Any) -> tuple[str, ...]:
 def _num_bytes(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the least bytes that a kernel of `func`, `name` in tables, has to read and write."""
     if name in _NAMES["writes few"] and func._schema.is_mutable:
-        given = list(tensors_in(args[1:]))
-        return sum(map(_bytes_of, given)) + 2 * _bytes_of(given[-1])  # what the values change
+        tensors = list(tensors_in(args[1:]))
+        return sum(map(_bytes_of, tensors)) + 2 * _bytes_of(tensors[-1])  # what the values change
     unread = _NAMES["unread"].get(name)
-    read = [value for i, value in enumerate(args) if i != unread]
-    once = {id(t): t for t in tensors_in((read, tuple(kwargs.values())))}  # `g * g` reads `g` once
-    total = sum(map(_bytes_of, (*once.values(), *tensors_in((out,)))))
+    inputs = [value for i, value in enumerate(args) if i != unread]
+    # `g * g` reads `g` once
+    distinct = {id(t): t for t in tensors_in((inputs, tuple(kwargs.values())))}
+    total = sum(map(_bytes_of, (*distinct.values(), *tensors_in((out,)))))
     if name in _NAMES["reads few"]:
         like_rows = (out,) if name in _NAMES["reads as its result"] else args[1:]
         total += sum(map(_bytes_of, tensors_in(like_rows)))
@@ -446,9 +447,9 @@ class WorkLog:
 
     def captured(self) -> Work | None:
         """End the capture; return its kernels as one launch, or None if it has none."""
-        found, self._captured = self._captured or [], None
-        flat = [each for work in found for each in (work._replace(more=()), *work.more)]
-        return flat[0]._replace(more=tuple(flat[1:])) if flat else None
+        works, self._captured = self._captured or [], None
+        kernels = [kernel for work in works for kernel in (work._replace(more=()), *work.more)]
+        return kernels[0]._replace(more=tuple(kernels[1:])) if kernels else None
 
     def wait(self) -> None:
         """Add a wait of the host until the GPU is done."""
@@ -461,11 +462,11 @@ class WorkLog:
 
         Only the main thread counts: threads that load data run at the same time.
         """
-        began = thread_time()
+        start = thread_time()
         try:
             yield
         finally:
-            us = int(1e6 * (thread_time() - began))
+            us = int(1e6 * (thread_time() - start))
             if us >= MIN_HOST_US and self.has_host and current_thread() is main_thread():
                 self.events.append(HOST - us)
 
@@ -491,8 +492,8 @@ class WorkLog:
 
     def dispatch(self, args: Any) -> None:
         """Add the host time of an operator whose `args` dispatch it themselves, as DTensors do."""
-        listed = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
-        self.run_python("dtensors" if listed else "dtensor", sum(map(len, listed)) or 1)
+        lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+        self.run_python("dtensors" if lists else "dtensor", sum(map(len, lists)) or 1)
 
     def run_python(self, kind: str, count: int = 1) -> None:
         """Add the host time of `count` executions of Python code; `kind` is one of `IN_PYTHON`."""
