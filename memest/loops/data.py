@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,24 +84,17 @@ def random_state(module: nn.Module) -> dict[str, Any]:
 def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) -> Feed:
     """Make synthetic micro-batches for `model`: one for all steps, or one for each of
     `plan.lengths`. Meta tensors of `make_batch`, such as pixels, become random numbers."""
-
-    def make(batch_size: int, length: int) -> Batch:
-        is_padded = plan.is_padded and batch_size > 1
-        return make_batch(
-            model, batch_size=batch_size, seq_len=length, image_size=plan.image_size,
-            padded=is_padded,
-        )  # fmt: skip
-
+    make = partial(make_batch, model, image_size=plan.image_size, padded=plan.is_padded)
     seq_len = sequence_length(plan, config)
-    batch = make(plan.batch_size, seq_len)
+    batch = make(batch_size=plan.batch_size, seq_len=seq_len)
     made = {seq_len: _inputs(batch, plan)}
     for length in plan.lengths:
         if length not in made:
-            made[length] = _inputs(make(plan.batch_size, length), plan)
+            made[length] = _inputs(make(batch_size=plan.batch_size, seq_len=length), plan)
     val_batches = [made[seq_len]] if plan.validates else []
     if plan.validates and plan.val_batch_size not in (None, plan.batch_size):
         size = plan.val_batch_size or plan.batch_size
-        val_batches = [_inputs(make(size, seq_len), plan)]
+        val_batches = [_inputs(make(batch_size=size, seq_len=seq_len), plan)]
     notes = list(batch.notes)
     if plan.image_size is not None and batch.image_size is None:
         notes.append(f"`image_size` is passed over: `{config.name}` takes no images")

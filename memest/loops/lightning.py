@@ -30,37 +30,31 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
         PlanError: the model has no layer of a class to wrap or to checkpoint.
         UnsupportedError: DeepSpeed is not installed.
     """
-    if plan.is_ddp:
-        from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch import strategies
 
+    if plan.is_ddp:
         options: dict[str, Any] = {"gradient_as_bucket_view": plan.gradient_as_bucket_view}
         if plan.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = plan.bucket_cap_mb
         if plan.strategy == "ddp_find_unused_parameters_true":
             options["find_unused_parameters"] = True
-        return DDPStrategy(**options)
+        return strategies.DDPStrategy(**options)
     if plan.strategy == "fsdp":
-        from lightning.pytorch.strategies import FSDPStrategy
-
         options = {"sharding_strategy": plan.sharding_strategy}
         if shape := sharding.hybrid_shape(plan):
             options["device_mesh"] = shape
         if checkpointed := sharding.checkpointed_class_names(model, plan):
             options["activation_checkpointing_policy"] = sharding.classes_named(model, checkpointed)
         wrapped = sharding.classes_named(model, sharding.wrap_class_names(model, plan))
-        return FSDPStrategy(auto_wrap_policy=wrapped, **options)
+        return strategies.FSDPStrategy(auto_wrap_policy=wrapped, **options)
     if plan.strategy == "fsdp2":
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        # replicas by shards, for HSDP's `fully_shard` in `shard_model`
-        return ModelParallelStrategy(*(sharding.hybrid_shape(plan) or (plan.world_size, 1)))
+        shape = sharding.hybrid_shape(plan) or (plan.world_size, 1)
+        return strategies.ModelParallelStrategy(*shape)  # replicas by shards, for `shard_model`
     if not plan.is_deepspeed:
         return "auto"
     require("deepspeed")
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-
     stage = int(plan.strategy.removeprefix("deepspeed_stage_")[0])
-    return DeepSpeedStrategy(
+    return strategies.DeepSpeedStrategy(
         stage=stage, offload_optimizer=plan.offloads,
         offload_parameters=plan.offloads and stage == 3, reduce_bucket_size=plan.reduce_bucket_size,
         allgather_bucket_size=plan.allgather_bucket_size,

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -64,8 +63,6 @@ class Device:
 
 def query_device(index: int = 0) -> Device:
     """Open the CUDA device `index` and return its facts; `UnsupportedError` without one."""
-    import torch
-
     elsewhere = "run it on a machine with an NVIDIA GPU; `memest predict` needs none"
     if torch.version.cuda is None:
         raise UnsupportedError(
@@ -95,12 +92,7 @@ def query_device(index: int = 0) -> Device:
 
 def measured_versions() -> dict[str, str]:
     """Return versions of memest, of the libraries that affect memory, and of CUDA."""
-    found = installed_versions(*_PACKAGES)
-    with suppress(ImportError):
-        import torch
-
-        found["cuda"] = str(torch.version.cuda)
-    return found
+    return installed_versions(*_PACKAGES) | {"cuda": str(torch.version.cuda)}
 
 
 def device_used_bytes(index: int) -> int | None:
@@ -119,8 +111,6 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
     """Return this process's bytes on GPU `index` by source, the most reliable source first. Sources
     are NVML's figure of the process, the growth of used memory since `used_before`, and all memory
     that is not free. `used_before` is what NVML had before CUDA was opened, or None."""
-    import torch
-
     figures: dict[str, int] = {}
     own = with_nvml(lambda nvml: _process_bytes(nvml, index))
     if own:

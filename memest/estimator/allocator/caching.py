@@ -136,15 +136,8 @@ class CachingAllocator:
             link(left)
             pool.insert(left)
         if after > num_bytes:
-            right = Block(
-                address + num_bytes,
-                after - num_bytes,
-                block.is_small,
-                True,
-                block,
-                block.next,
-                stream,
-            )
+            size, place = after - num_bytes, address + num_bytes
+            right = Block(place, size, block.is_small, True, block, block.next, stream)
             link(right)
             pool.insert(right)
         block.address, block.num_bytes, block.is_free = address, num_bytes, False

@@ -319,9 +319,9 @@ class GuessedValues:
         if layer and any(map(layer.holds, tensors_in((*args, *kwargs.values())))):
             first = args[0]
             if func._schema.is_mutable and isinstance(first, Tensor) and not layer.holds(first):
-                known = self._known.storage_of(key := storage_key(first))
+                known = self._known.copies.get(key := storage_key(first))
                 if known is not None:  # the operator writes to a copy in the layer
-                    layer.set_storage(key, known.clone())  # type: ignore[no-untyped-call]
+                    layer.copies[key] = known.clone()  # type: ignore[no-untyped-call]
             layer.follow(func, args, kwargs, out)
             self._selections.follow(func, first, out)
 

@@ -52,7 +52,7 @@ class KnownValues:
 
     def __init__(self, below: "KnownValues | None" = None) -> None:
         self.guessed: set[int] = set()  # keys of storages whose value is or contains a guess
-        self._copies: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the meta storage's key
+        self.copies: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the meta storage's key
         self._lost: dict[int, Tensor] = {}  # unknown bytes of a copy, where not all are known
         self._below = below
         self._above: KnownValues | None = None
@@ -64,7 +64,7 @@ class KnownValues:
 
     def __bool__(self) -> bool:
         """True if any value is stored here; `below` is not searched."""
-        return bool(self._copies)
+        return bool(self.copies)
 
     # --- store
 
@@ -72,7 +72,7 @@ class KnownValues:
         """Make `value`, a CPU tensor of equal shape, the known value of the meta tensor
         `tensor`."""
         self._lost.pop(storage_key(tensor), None)
-        self._copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
+        self.copies[storage_key(tensor)] = value.contiguous().clone().untyped_storage()
 
     def adopt_small(self, tensor: Tensor, value: Tensor) -> None:
         """Make `value` the known value of the meta tensor `tensor`, if `value` is contiguous and
@@ -85,14 +85,6 @@ class KnownValues:
         """Make `value` the known value of the meta tensor `tensor`, and mark it as a guess."""
         self.adopt(tensor, value)
         self.guessed.add(storage_key(tensor))
-
-    def storage_of(self, key: int) -> torch.UntypedStorage | None:
-        """Return the CPU copy of the storage whose `storage_key` is `key`; None without a copy."""
-        return self._copies.get(key)
-
-    def set_storage(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Make the CPU `storage` the known values of the storage whose `storage_key` is `key`."""
-        self._copies[key] = storage
 
     def overwrite(self, tensor: Tensor, value: Tensor) -> bool:
         """Replace the known values of `tensor` by `value`, or add `value` if it may be stored.
@@ -107,7 +99,7 @@ class KnownValues:
 
     def drop(self, key: int) -> None:
         """Drop the known values of the storage whose `storage_key` is `key`."""
-        self._copies.pop(key, None)
+        self.copies.pop(key, None)
         self._lost.pop(key, None)
         self.guessed.discard(key)
         self.sources.pop(key, None)
@@ -123,7 +115,7 @@ class KnownValues:
         """Drop the known values of `tensor`. Other values of its storage stay if the storage is
         small (`MAX_SPLIT_BYTES`)."""
         key, num_bytes = storage_key(tensor), tensor.untyped_storage().nbytes()
-        if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self._copies:
+        if tensor.nbytes >= num_bytes or num_bytes > MAX_SPLIT_BYTES or key not in self.copies:
             self.drop(key)
             return
         none_lost = torch.zeros(num_bytes, dtype=torch.bool, device=CPU)
@@ -143,7 +135,7 @@ class KnownValues:
             return tensor
         if self.sources:
             self.read |= self.sources.get(storage_key(tensor), 0)
-        copy = self._copies.get(tensor.untyped_storage()._cdata)
+        copy = self.copies.get(tensor.untyped_storage()._cdata)
         if copy is None or self._is_lost(tensor):
             return None if self._below is None else self._below.value_of(tensor)
         empty = torch.empty(0, dtype=tensor.dtype, device=CPU)
@@ -151,13 +143,13 @@ class KnownValues:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a meta tensor with a copy here; `below` is not searched."""
-        return is_meta(tensor) and storage_key(tensor) in self._copies
+        return is_meta(tensor) and storage_key(tensor) in self.copies
 
     def is_known(self, tensor: Tensor) -> bool:
         """Return whether all values of `tensor` are known; those of a tensor with data are."""
         if not is_meta(tensor):
             return True
-        if storage_key(tensor) in self._copies and not self._is_lost(tensor):
+        if storage_key(tensor) in self.copies and not self._is_lost(tensor):
             return True
         return self._below is not None and self._below.is_known(tensor)
 
@@ -246,7 +238,7 @@ class KnownValues:
             for result in filter(self.may_hold, results):
                 zeros = np.zeros(result.untyped_storage().nbytes(), np.uint8)  # no page is written
                 room = torch.from_numpy(zeros).untyped_storage()
-                self._copies[result.untyped_storage()._cdata] = room
+                self.copies[result.untyped_storage()._cdata] = room
             return
         is_copy = func is aten._to_copy.default
         if not written and not any(self.may_hold(o, is_copy=is_copy) for o in results):
@@ -284,7 +276,7 @@ class KnownValues:
         copy of data (`is_copy`), such as an adjacency matrix, may be larger than other results."""
         storage = result.untyped_storage()
         num_bytes, key = storage.nbytes(), storage._cdata
-        if not is_meta(result) or not num_bytes or (key in self._copies and key not in self._lost):
+        if not is_meta(result) or not num_bytes or (key in self.copies and key not in self._lost):
             return False
         if result.is_floating_point() and not (is_copy and result.dim() == 2):
             return num_bytes <= MAX_FLOAT_NUMEL * 4
@@ -292,7 +284,7 @@ class KnownValues:
             return False
         if num_bytes <= MAX_TOTAL_BYTES >> 8:
             return True
-        return num_bytes + sum(copy.nbytes() for copy in self._copies.values()) <= MAX_TOTAL_BYTES
+        return num_bytes + sum(copy.nbytes() for copy in self.copies.values()) <= MAX_TOTAL_BYTES
 
     def adopt_like(self, result: Tensor, value: Tensor) -> None:
         """Make `value` the known values of `result`, with its strides, if the shapes are equal."""
@@ -302,7 +294,7 @@ class KnownValues:
         flat = torch.empty(num_items, dtype=result.dtype, device=CPU)
         flat.as_strided(result.size(), result.stride(), result.storage_offset()).copy_(value)
         self._lost.pop(storage_key(result), None)
-        self._copies[result.untyped_storage()._cdata] = flat.untyped_storage()
+        self.copies[result.untyped_storage()._cdata] = flat.untyped_storage()
 
 
 def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class Checkpoints:
                 mode.timeline.copy_pageable("to_gpu", num_bytes)
             limit = 512 if dtype.is_floating_point else MAX_KNOWN_BYTES
             if source.nbytes() == num_bytes <= limit and not self._state.is_old:
-                mode.values.set_storage(base._cdata, _clone(source))
+                mode.values.copies[base._cdata] = _clone(source)
         return base
 
     def _place(self, base: torch.UntypedStorage, by: str, *, on_host: bool) -> None:
@@ -193,9 +193,9 @@ class Checkpoints:
         with _disable_current_modes():
             base = _bare(storage.nbytes())
             self._place(base, "clone", on_host=key in host_storages)
-            known = mode.values.storage_of(key)
+            known = mode.values.copies.get(key)
             if known is not None:
-                mode.values.set_storage(base._cdata, _clone(known))
+                mode.values.copies[base._cdata] = _clone(known)
         return base
 
 
