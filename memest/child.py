@@ -62,11 +62,11 @@ def signals_once(*numbers: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, end) for number in numbers}
+    old_handlers = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
@@ -293,8 +293,8 @@ def forked(work: Callable[[], T]) -> Iterator[Callable[[], T | None]]:
 
     def result() -> T | None:
         with suppress(MemestError):
-            found: T = child.answer()
-            return found
+            answer: T = child.answer()
+            return answer
         return None
 
     try:

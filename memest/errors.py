@@ -86,5 +86,5 @@ def closest(name: str, known: Iterable[str], num: int = 3) -> Sequence[str]:
     ['adamw']
     """
     by_folded = {k.casefold(): k for k in known}
-    found = get_close_matches(name[:100].casefold(), by_folded, n=num, cutoff=0.4)
-    return [by_folded[f] for f in found]
+    matches = get_close_matches(name[:100].casefold(), by_folded, n=num, cutoff=0.4)
+    return [by_folded[f] for f in matches]

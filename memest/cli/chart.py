@@ -79,9 +79,9 @@ def chart_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that all charts share to `command`; it gets them as `pictures: Pictures`."""
 
     @wraps(command)
-    def run(*, out: Path, formats: str, dark: bool, title: str, as_json: bool, **rest: Any) -> Any:
+    def run(*, out: Path, formats: str, dark: bool, title: str, as_json: bool, **flags: Any) -> Any:
         pictures = Pictures(out, plots.parse_formats(formats), dark, title, as_json)
-        return command(pictures=pictures, **rest)
+        return command(pictures=pictures, **flags)
 
     return _CHART_OPTIONS(run)
 
@@ -116,14 +116,16 @@ def lab(
     memest chart lab --suite experiments.yaml --gpu rtx-4090 --gpu a100-80gb
     """
     path = find_suite(suite)
-    own = dict.fromkeys(name for plan in read_suite(path, {}) for name in plan.gpu)
-    names = list(gpu or own) or ["h100-80gb" if "h100" in path.stem else CHART_GPU]
+    suite_gpus = dict.fromkeys(name for plan in read_suite(path, {}) for name in plan.gpu)
+    names = list(gpu or suite_gpus) or ["h100-80gb" if "h100" in path.stem else CHART_GPU]
     limits = {plots.gpu_label(name): find_gpu(name).limit_bytes for name in names}
     plans = read_suite(path, {"gpu": names})
     make_folder(pictures.folder)
     with progress_bar():
-        found = predict_resumably(plans, pictures.folder / path.stem, is_resumed=resume, jobs=jobs)
-    predicted, failed = partition(plans, found)
+        results = predict_resumably(
+            plans, pictures.folder / path.stem, is_resumed=resume, jobs=jobs
+        )
+    predicted, failed = partition(plans, results)
     for plan, error in failed:
         click.echo(f"not drawn: {plan.label}: {error}", err=True)
     if not predicted:
@@ -140,8 +142,8 @@ def lab(
             if report.verdict == "oom"
         ]
         with progress_bar("what the others would need", with_results=False):
-            made, _ = partition(larger, predict_each(larger, jobs=jobs) if larger else [])
-        unlimited = {report.name: report for _, report in made}
+            pairs, _ = partition(larger, predict_each(larger, jobs=jobs) if larger else [])
+        unlimited = {report.name: report for _, report in pairs}
         figure = plots.plot_ladder(
             reports, limits=limits, dark=pictures.dark, unlimited=unlimited, suite=name
         )
@@ -196,11 +198,11 @@ def timeline(
     make_folder(pictures.folder)
     for stem, plan in zip(_stems("timeline", plans), plans, strict=True):
         with progress_bar(plan.label):
-            recording, known = record_plan(plan), predict(plan).plan
+            recording, full_plan = record_plan(plan), predict(plan).plan
         line = timeline_of(recording, None if step is None else step - 1)
-        figure = plots.plot_timeline(  # `known` has the length that is the model's default
+        figure = plots.plot_timeline(  # `full_plan` has the length that is the model's default
             line, name=plan.label, gpu=recording.gpu, gpu_limit_bytes=recording.limit_bytes,
-            dark=pictures.dark, plan=known,
+            dark=pictures.dark, plan=full_plan,
         )  # fmt: skip
         pictures.save(figure, stem, _points(line))
 
@@ -232,15 +234,15 @@ def batches(
     data = []
     for plan in plans:
         with progress_bar():
-            found_rows = largest_of_all(plan, [target], jobs=jobs)
-        for row in found_rows:
-            found = row.largest
+            rows = largest_of_all(plan, [target], jobs=jobs)
+        for row in rows:
+            largest = row.largest
             cells = table.setdefault(row.technique, {})
-            cells[plan.label] = None if found is None else found.value or 0
+            cells[plan.label] = None if largest is None else largest.value or 0
             data.append({"model_name": plan.model_name, **row.to_dict()})
     length = plans[0].seq_len
-    said = [f"{length} tokens" if length else "each model's default tokens"]
-    figure = plots.plot_largest_batch(table, gpu=target.name, dark=pictures.dark, remarks=said)
+    remarks = [f"{length} tokens" if length else "each model's default tokens"]
+    figure = plots.plot_largest_batch(table, gpu=target.name, dark=pictures.dark, remarks=remarks)
     pictures.save(figure, "batches", data)
 
 
@@ -290,16 +292,16 @@ def _in_common(rows: Sequence[dict[str, Any]], points: Grid) -> list[str]:
     """Return descriptions of the settings that all plans of a sweep share, such as `512 tokens`.
     `points` has the plans; if it is empty, the `rows` of the sweep's table are compared."""
     plans = [plan.to_dict() for _, plan in points if isinstance(plan, TrainingPlan)] or rows
-    same = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
-    model = [str(same["model_name"])] if same.get("model_name") else []
-    length = [f"{same['seq_len']} tokens"] if same.get("seq_len") else []
+    shared = {k: v for k, v in plans[0].items() if all(plan.get(k) == v for plan in plans)}
+    model = [str(shared["model_name"])] if shared.get("model_name") else []
+    length = [f"{shared['seq_len']} tokens"] if shared.get("seq_len") else []
     plan = next((plan for _, plan in points if isinstance(plan, TrainingPlan)), None)
     if plan is not None and model and "seq_len" not in rows[0] and not length:
         from memest.models_meta.assemble import sequence_length
 
         length = [f"{sequence_length(plan, resolve_config(plan.model_name))} tokens"]
-    kept = {k: v for k, v in same.items() if k in ("precision", "batch_size", "optim")}
-    return [*model, *setting_words(kept), *length]
+    settings = {k: v for k, v in shared.items() if k in ("precision", "batch_size", "optim")}
+    return [*model, *setting_words(settings), *length]
 
 
 @chart.command("ranks")
@@ -314,15 +316,15 @@ def ranks_chart(report: Path, pictures: Pictures) -> None:
     memest run --nproc-per-node 8 --nnodes 8 --json run.json train.py
     memest chart ranks run.json
     """
-    found = [each for each in read_reports(report) if each.ranks and isinstance(each, RunReport)]
-    if not found:
+    runs = [run for run in read_reports(report) if run.ranks and isinstance(run, RunReport)]
+    if not runs:
         raise PlanError(
             f"`{report}` has no ranks", hint="write it by `memest run --nproc-per-node N --json`"
         )
     make_folder(pictures.folder)
-    limit = find_gpu(found[0].gpu).memory_bytes
-    figure = plots.plot_ranks(found[0], limit_bytes=limit, dark=pictures.dark)
-    pictures.save(figure, "ranks", [asdict(row) for row in found[0].ranks])
+    limit = find_gpu(runs[0].gpu).memory_bytes
+    figure = plots.plot_ranks(runs[0], limit_bytes=limit, dark=pictures.dark)
+    pictures.save(figure, "ranks", [asdict(row) for row in runs[0].ranks])
 
 
 @chart.command("validate")
@@ -412,10 +414,10 @@ def scaling(
         raise PlanError(f"{num_gpus} GPUs are named", hint="the chart has the line of one")
     numbers = parse_values("devices", devices)
     names = parse_values("strategy", strategies)
-    chosen = bars or ("fsdp" if "fsdp" in names else names[-1])
-    if chosen not in names:
+    strategy = bars or ("fsdp" if "fsdp" in names else names[-1])
+    if strategy not in names:
         raise PlanError(
-            f"`--bars {chosen}` is not among the strategies",
+            f"`--bars {strategy}` is not among the strategies",
             hint=f"name one of {', '.join(f'`{name}`' for name in names)}",
         )
     make_folder(pictures.folder)
@@ -426,10 +428,10 @@ def scaling(
             click.echo(f"{line.strategy}: {note}", err=True)
     rows = [row for line in lines for row in line.to_dicts()]
     pictures.save(plots.plot_scaling(lines, dark=pictures.dark), "scaling", rows)
-    line = next(line for line in lines if line.strategy == chosen)
+    line = next(line for line in lines if line.strategy == strategy)
     if line.reports:
         figure = plots.plot_scaling_bars(line, dark=pictures.dark)
-        pictures.save(figure, f"scaling-{chosen}", line.to_dicts())
+        pictures.save(figure, f"scaling-{strategy}", line.to_dicts())
 
 
 MAX_SETTINGS = 4  # largest number of lines in one chart
@@ -461,9 +463,9 @@ def fragmentation(
         )
     plan = with_gpus(read_plans(config, None, given_only(flags))[0], CHART_GPU)
     make_folder(pictures.folder)
-    chosen = tuple("" if text == "default" else text for text in settings)
+    setting_texts = tuple("" if text == "default" else text for text in settings)
     with progress_bar(plan.label):
-        report, runs = many_plans.growths(plan, chosen or many_plans.SETTINGS)
+        report, runs = many_plans.growths(plan, setting_texts or many_plans.SETTINGS)
     limit = usable_bytes(plan, target_gpus(plan)[0])
     figure = plots.plot_fragmentation(report, runs, gpu_limit_bytes=limit, dark=pictures.dark)
     rows = [row for run in runs for row in run.rows()]

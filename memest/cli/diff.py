@@ -57,21 +57,21 @@ def diff(
     """
     only_one({"--json": as_json, "--markdown": as_markdown})
     reports = read_reports(before), read_reports(after)
-    found = differences(*reports)
-    for line in unpaired(*reports, found):
+    changes = differences(*reports)
+    for line in unpaired(*reports, changes):
         click.echo(f"note: {line}", err=True)
     if html is not None:
         from memest.report.page import render_difference
 
-        write_output(html, render_difference(found))
+        write_output(html, render_difference(changes))
     if sarif_path is not None:
-        _write_sarif(sarif_path, [(each.after, each) for each in found])
-    for each in found:
+        _write_sarif(sarif_path, [(change.after, change) for change in changes])
+    for change in changes:
         if as_json:
-            click.echo(json.dumps(each.to_dict()))
+            click.echo(json.dumps(change.to_dict()))
         else:
-            click.echo(markdown(each.after, each) if as_markdown else folded(str(each)))
-    return GREW_EXIT_CODE if check and any(each.has_grown for each in found) else 0
+            click.echo(markdown(change.after, change) if as_markdown else folded(str(change)))
+    return GREW_EXIT_CODE if check and any(change.has_grown for change in changes) else 0
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -99,14 +99,14 @@ def ci(
         click.echo(f"note: {note}", err=True)
     if pair.now is None:
         return pair.exit_code
-    found = None if pair.base is None else Difference(before=pair.base, after=pair.now)
-    if found is not None:
-        click.echo(f"\nnow and on `{base}`\n{found}")
+    difference = None if pair.base is None else Difference(before=pair.base, after=pair.now)
+    if difference is not None:
+        click.echo(f"\nnow and on `{base}`\n{difference}")
     if markdown_path is not None:
-        write_output(markdown_path, markdown(pair.now, found, base))
+        write_output(markdown_path, markdown(pair.now, difference, base))
     if sarif_path is not None:
-        _write_sarif(sarif_path, [(pair.now, found)])
-    if fail_on_increase and found is not None and found.has_grown and not pair.exit_code:
+        _write_sarif(sarif_path, [(pair.now, difference)])
+    if fail_on_increase and difference is not None and difference.has_grown and not pair.exit_code:
         fail("a peak grew", "the lines that grew are listed above", GREW_EXIT_CODE)
     return pair.exit_code
 
@@ -145,10 +145,10 @@ def compare(
     predicted: dict[int, Prediction] = {}
     with progress_bar():
         for release in dict.fromkeys(releases):  # each run with the release it was measured on
-            of_release = [i for i, name in enumerate(releases) if name == release]
+            indices = [i for i, name in enumerate(releases) if name == release]
             with simulating(release):
-                found = predict_all([plans[i] for i in of_release], jobs=jobs)
-            predicted.update(zip(of_release, found, strict=True))
+                predictions = predict_all([plans[i] for i in indices], jobs=jobs)
+            predicted.update(zip(indices, predictions, strict=True))
         comparisons = compare_reports(measured, [predicted[i] for i in range(len(plans))])
     summary = summarise(comparisons, tolerances)
     if as_json:
@@ -163,10 +163,10 @@ def compare(
         make_folder(charts)
         scatter = plots.plot_scatter([(c.predicted, c.measured) for c in comparisons])
         plots.save(scatter, charts / "scatter")
-        for c in comparisons:
-            limit = c.predicted.verdicts[c.predicted.gpu].limit_bytes
-            figure = plots.plot_phases(c.predicted, c.measured, gpu_limit_bytes=limit)
-            plots.save(figure, charts / f"phases-{re.sub(r'[^A-Za-z0-9.=+-]+', '-', c.name)}")
+        for pair in comparisons:
+            limit = pair.predicted.verdicts[pair.predicted.gpu].limit_bytes
+            figure = plots.plot_phases(pair.predicted, pair.measured, gpu_limit_bytes=limit)
+            plots.save(figure, charts / f"phases-{re.sub(r'[^A-Za-z0-9.=+-]+', '-', pair.name)}")
     if (check or tolerance) and summary.broken:
         fail(f"{len(summary.broken)} outside tolerance: {summary.broken[0]}", "", 4)
     return 0

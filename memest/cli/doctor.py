@@ -29,14 +29,14 @@ def doctor() -> int:
     Exits with 1 if torch cannot be imported.
     """
     build, is_broken = _torch()
-    found = versions.library_versions(*versions.STACK)
-    libraries = [f"{name} {number}" for name, number in found.items() if name in versions.STACK]
-    missing = [name for name in versions.STACK if name not in found]
+    installed = versions.library_versions(*versions.STACK)
+    libraries = [f"{name} {number}" for name, number in installed.items() if name in versions.STACK]
+    missing = [name for name in versions.STACK if name not in installed]
     rows = {
         "memest": f"{__version__} in {Path(__file__).parents[1]}",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": build,
-        "simulated": _release() if "torch" in found else "",
+        "simulated": _release() if "torch" in installed else "",
         "installed": ", ".join(libraries),
         "missing": ", ".join(missing),
         "extras": ", ".join(map(_extra, EXTRAS)),
@@ -54,9 +54,9 @@ def _torch() -> tuple[str, bool]:
         torch = import_module("torch")
     except Exception as error:
         return f"cannot be imported: {type(error).__name__}: {error}", True
-    cuda, other = torch.version.cuda, versions.other_kernels(torch)
-    if other:
-        return f"{torch.__version__}, built for {other}; CUDA kernels are simulated", False
+    cuda, backend = torch.version.cuda, versions.other_kernels(torch)
+    if backend:
+        return f"{torch.__version__}, built for {backend}; CUDA kernels are simulated", False
     build = f"{torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'a CPU build'}"
     build += ", a nightly" if versions.is_nightly(torch.__version__) else ""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU, none is needed"
@@ -67,8 +67,8 @@ def _release() -> str:
     """Return text: the simulated release of torch, and whether its kernels were measured."""
     release = versions.simulated()
     sources = f"read from its sources; measured is {versions.MEASURED}"
-    how = "measured" if release.is_measured else sources
-    return f"{versions.KERNELS} {release.name}, {how}"
+    origin = "measured" if release.is_measured else sources
+    return f"{versions.KERNELS} {release.name}, {origin}"
 
 
 def _extra(name: str) -> str:
@@ -118,8 +118,8 @@ def schema(name: str | None) -> None:
     if name is not None and name not in REPORTS:
         hint = f"known: {', '.join(REPORTS)}"
         raise PlanError(f"no report is called {shown(name)}", hint=hint)
-    found = schema_of(name) if name else {each: schema_of(each) for each in REPORTS}
-    click.echo(json.dumps(found, indent=1))
+    document = schema_of(name) if name else {report: schema_of(report) for report in REPORTS}
+    click.echo(json.dumps(document, indent=1))
 
 
 @main.command()
@@ -134,6 +134,6 @@ def completion(shell: str) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(main, {}, "memest", "_MEMEST_COMPLETE").source())
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
+    click.echo(shell_class(main, {}, "memest", "_MEMEST_COMPLETE").source())

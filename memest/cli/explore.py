@@ -64,7 +64,7 @@ def explore(
     if output.suffix not in ("", ".html", ".htm"):
         raise PlanError(f"`{output}` is no .html file", hint="the page is HTML: `explorer.html`")
     sizes = parse_values("batch_size", batches)
-    micro = parse_values("accumulate_grad_batches", counts)
+    micro_batches = parse_values("accumulate_grad_batches", counts)
     names, length = list(models), seq_len
     presets: list[TrainingPlan] = []
     if suite is not None or not models:
@@ -73,12 +73,12 @@ def explore(
         length = seq_len or mode(plan.seq_len for plan in presets)
     word = "h100" if suite is not None and "h100" in suite else ""
     gpus = [find_gpu(name) for name in gpu or LAB_GPUS[word]]
-    num_plans = len(names) * len(SETTINGS) * len(sizes) * len(micro)
-    many = f"{num_plans:,} plans of {counted(len(names), 'model')}"
-    click.echo(f"predicting {many}; `--model`, `--bs` and `--acc` make it fewer", err=True)
+    num_plans = len(names) * len(SETTINGS) * len(sizes) * len(micro_batches)
+    amount = f"{num_plans:,} plans of {counted(len(names), 'model')}"
+    click.echo(f"predicting {amount}; `--model`, `--bs` and `--acc` make it fewer", err=True)
     with progress_bar():
         points = explore_grid(
-            names, [gpu.name for gpu in gpus], batches=sizes, micro_batches=micro,
+            names, [gpu.name for gpu in gpus], batches=sizes, micro_batches=micro_batches,
             seq_len=length, jobs=jobs, engine=engine,
         )  # fmt: skip
     limits = {gpu.name: gpu.limit_bytes for gpu in gpus}
@@ -90,8 +90,8 @@ def explore(
             hint="name fewer models, batch sizes or GPUs",
         )
     write_output(output, page)
-    made = {"page": str(output), "plans": len(points), "bytes": len(page.encode())}
-    click.echo(json.dumps(made) if as_json else f"{output}: {len(points)} plans")
+    summary = {"page": str(output), "plans": len(points), "bytes": len(page.encode())}
+    click.echo(json.dumps(summary) if as_json else f"{output}: {len(points)} plans")
 
 
 @main.command()
@@ -127,13 +127,13 @@ def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) ->
     from memest.plots.slides import pdf_bytes
     from memest.report.slides import pptx_bytes
 
-    made = Lecture(rows)
-    slides = made.slides()
+    deck = Lecture(rows)
+    slides = deck.slides()
     files: dict[str, str | bytes] = {}
     for name, dark in (("light", False), ("dark", True)):
         files[f"slides-{name}.pptx"] = pptx_bytes(slides, dark=dark)
         files[f"slides-{name}.pdf"] = pdf_bytes(slides, dark=dark)
-    files["exercises.md"] = made.exercises()
+    files["exercises.md"] = deck.exercises()
     files["explorer.html"] = explorer_page(dict(rows.explorer))
     for name, content in files.items():
         write_output(output / name, content)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def only_one(options: Mapping[str, Any]) -> str:
     """Return the name of the option in `options` ({name: value}) whose value is true; "" if none
     is. Raise `PlanError` if several are."""
-    given = [name for name, value in options.items() if value]
-    if len(given) > 1:
-        raise PlanError(f"`{given[0]}` and `{given[1]}` are given together", hint="choose one")
-    return "".join(given)
+    names = [name for name, value in options.items() if value]
+    if len(names) > 1:
+        raise PlanError(f"`{names[0]}` and `{names[1]}` are given together", hint="choose one")
+    return "".join(names)
 
 
 def given_only(flags: dict[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class _Command(click.Command):
             if record is not None:
                 section = OPTION_SECTIONS.get(str(param.name), "Options")
                 sections.setdefault(section, []).append(record)
-        own = sections.pop("Options", [])
-        for name, records in {"Options": own, **sections}.items():
+        options = sections.pop("Options", [])
+        for name, records in {"Options": options, **sections}.items():
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
@@ -64,8 +64,8 @@ class _Group(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands to the help page `formatter`, in sections."""
         for section, names in SECTIONS.items():
-            found = [(n, c) for n in names if (c := self.get_command(ctx, n)) is not None]
-            rows = [(name, command.get_short_help_str(70)) for name, command in found]
+            commands = [(n, c) for n in names if (c := self.get_command(ctx, n)) is not None]
+            rows = [(name, command.get_short_help_str(70)) for name, command in commands]
             if rows:
                 with formatter.section(section):
                     formatter.write_dl(rows)
@@ -76,8 +76,8 @@ class _Group(click.Group):
         """Return (args[0], command of this name, args[1:]); raise `UsageError` if there is none."""
         names = self.list_commands(ctx)
         if args[0] not in names and not args[0].startswith("-"):
-            near = "".join(f" Did you mean {n!r}?" for n in closest(args[0], names, 1))
-            raise click.UsageError(f"No such command {args[0]!r}.{near}", ctx)
+            suggestion = "".join(f" Did you mean {n!r}?" for n in closest(args[0], names, 1))
+            raise click.UsageError(f"No such command {args[0]!r}.{suggestion}", ctx)
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,9 +91,9 @@ class _Group(click.Group):
             if type(error).__name__ == "NoArgsIsHelpError":  # of click 8.2 and newer: the help
                 error.show()
                 sys.exit(error.exit_code)
-            where = error.ctx.command_path if error.ctx else "memest"
+            program = error.ctx.command_path if error.ctx else "memest"
             message = error.format_message()
-            hint = f"`{where} --help` lists the options"
+            hint = f"`{program} --help` lists the options"
             if "extra argument" in message and ".py" in message:
                 hint = "`memest run SCRIPT` simulates a script; this command takes a model"
             fail(message, hint, error.exit_code)

@@ -45,7 +45,7 @@ def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
     """Wrap the server's `tool`: a `MemestError` reaches the agent as text, with its hint."""
 
     @wraps(tool)
-    async def called(**arguments: Any) -> Any:
+    async def wrapper(**arguments: Any) -> Any:
         from mcp.server.mcpserver.exceptions import ToolError
 
         try:
@@ -53,7 +53,7 @@ def _anticipated(tool: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
         except MemestError as error:
             raise ToolError(f"{error}\nhint: {error.hint}" if error.hint else str(error)) from error
 
-    return called
+    return wrapper
 
 
 async def run(
@@ -77,8 +77,8 @@ async def run(
         time_limit_s: seconds after which the run is given up.
     """
     options = ["--no-input", "--max-steps", str(max_steps), *(["--gpu", gpu] if gpu else [])]
-    words = [*options, *script.split(" ", 1), *(arguments or [])]
-    code, text, output = await _memest("run", "--json", words, folder=folder, seconds=time_limit_s)
+    args = [*options, *script.split(" ", 1), *(arguments or [])]
+    code, text, output = await _memest("run", "--json", args, folder=folder, seconds=time_limit_s)
     if not text:
         raise _error_of(output)
     values = json.loads(text)
@@ -93,7 +93,7 @@ async def predict(plan: dict[str, Any]) -> dict[str, Any]:
         plan: keys of `memest schema plan`, such as model_name, batch_size, precision, optim,
             seq_len, use_lora, and gpu as a list of names.
     """
-    return await _of_plan("predict", plan)
+    return await _run_on_plan("predict", plan)
 
 
 async def advise(plan: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ async def advise(plan: dict[str, Any]) -> dict[str, Any]:
     Args:
         plan: keys as for `predict`; `gpu` has one name.
     """
-    return await _of_plan("advise", plan)
+    return await _run_on_plan("advise", plan)
 
 
 async def gpus() -> list[dict[str, Any]]:
@@ -110,23 +110,23 @@ async def gpus() -> list[dict[str, Any]]:
     return [{"name": g.name, "label": g.label, "limit_bytes": g.limit_bytes} for g in list_gpus()]
 
 
-async def _of_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
+async def _run_on_plan(command: str, plan: dict[str, Any]) -> dict[str, Any]:
     """Run the memest command `command`, such as `predict`, on the plan {key: value}; return its
     JSON output. Raise `MemestError` if the command fails."""
     with tempfile.TemporaryDirectory(prefix="memest-") as folder:
         path = Path(folder, "plan.json")
         path.write_text(json.dumps(plan), encoding="utf-8")
-        words = ["--config", str(path), "--json"]
-        code, text, output = await _memest(command, "--output", words)
+        args = ["--config", str(path), "--json"]
+        code, text, output = await _memest(command, "--output", args)
     if code:
         raise _error_of(output)
     return dict(json.loads(text))
 
 
 async def _memest(
-    command: str, option: str, words: list[str], *, folder: str = ".", seconds: float = math.inf
+    command: str, option: str, args: list[str], *, folder: str = ".", seconds: float = math.inf
 ) -> tuple[int, str, str]:
-    """Run `memest COMMAND OPTION FILE WORDS`; return (exit code, text of FILE, stdout and stderr).
+    """Run `memest COMMAND OPTION FILE ARGS`; return (exit code, text of FILE, stdout and stderr).
     `option` is the command's option for an output file, such as `--json`. FILE is temporary; its
     text is "" if the command writes none. The working folder is `folder`. Raise `MemestError` if
     the command does not end within `seconds`, or if there is no `folder`."""
@@ -135,7 +135,7 @@ async def _memest(
     with tempfile.TemporaryDirectory(prefix="memest-") as temporary:
         file, log = Path(temporary, "answer"), Path(temporary, "output")
         memest = [sys.executable, "-P", "-m", "memest", command, option, str(file)]
-        child = spawn([*memest, *words], log, cwd=folder)
+        child = spawn([*memest, *args], log, cwd=folder)
         try:
             code = await asyncio.to_thread(child.wait, seconds)
         finally:

@@ -213,7 +213,7 @@ def training(*, has_epochs: bool) -> Option:
         @wraps(command)
         def run(
             *args: Any, train_steps: int | None, price: str | None, epochs: float | None = None,
-            samples: int | None = None, **rest: Any,
+            samples: int | None = None, **kwargs: Any,
         ) -> Any:  # fmt: skip
             if epochs is not None and samples is None:
                 raise PlanError("`--epochs` needs `--samples`", hint="give the samples of an epoch")
@@ -221,7 +221,7 @@ def training(*, has_epochs: bool) -> Option:
                 problem = "`--samples` and `--train-steps` exclude each other"
                 raise PlanError(problem, hint="give one")
             whole = WholeTraining(train_steps, read_prices(price), epochs, samples)
-            return command(*args, whole=whole, **rest)
+            return command(*args, whole=whole, **kwargs)
 
         return combined(_train_steps, _price, *(_epochs, _samples) * has_epochs)(run)
 

@@ -74,8 +74,8 @@ def predict(
     if emit:
         plans = [with_gpus(plan, *NAMES) for plan in plans]
     with progress_bar():
-        found = predict_resumably(plans, output if suite else None, is_resumed=resume, jobs=jobs)
-    predicted, failed = partition(plans, found)
+        results = predict_resumably(plans, output if suite else None, is_resumed=resume, jobs=jobs)
+    predicted, failed = partition(plans, results)
     if suite is None and failed:
         raise failed[0][1]
     reports = [report for _, report in predicted]
@@ -88,11 +88,11 @@ def predict(
     else:
         change = _cheapest(plans[0], reports[0])
         training = whole.of(reports[0].plan) if whole.is_given else None
-        looks = {"colour": output is None and has_colour(), "verbose": verbose}
-        text = render_text(reports[0], change=change, training=training, **looks)
+        style = {"colour": output is None and has_colour(), "verbose": verbose}
+        text = render_text(reports[0], change=change, training=training, **style)
     print_or_write(text, output, is_folded=not (as_json or summary or emit or suite))
     forget(output if suite else None)
-    for error in (with_label(*each) for each in failed):
+    for error in (with_label(*pair) for pair in failed):
         print_error(str(error), error.hint)
     write_files([plan for plan, _ in predicted], reports, **files)
     if failed:
@@ -178,8 +178,8 @@ def advise(
     memest advise --model blip2-opt-2.7b --precision 32-true --bs 64 --gpu a100-80gb
     memest advise --config lab.yaml --gpu rtx-4090 --json
     """
-    given = given_only(flags)
-    plan = read_plans(config, None, given, tries_lora=True)[0]
+    plan_values = given_only(flags)
+    plan = read_plans(config, None, plan_values, tries_lora=True)[0]
     if len(plan.gpu) + (plan.gpu_memory is not None) != 1:
         raise PlanError(
             "advice is for one GPU" + (f", not {len(plan.gpu)}" if plan.gpu else ""),

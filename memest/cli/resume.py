@@ -33,24 +33,24 @@ class StoredResults:
         self._versions = {**library_versions(*STACK), PACE: pace}  # results may depend on each
         self.known = self._read()
         if self.known and not is_resumed:
-            found = f"{len(self.known)} results of an interrupted run are there"
-            click.echo(f"{found}; `--resume` uses them", err=True)
+            message = f"{len(self.known)} results of an interrupted run are there"
+            click.echo(f"{message}; `--resume` uses them", err=True)
             self.known = {}
 
     def _read(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
-            return found
+            return results
         for line in lines:
             try:
                 row = json.loads(line)
                 if row["version"] == self._versions:
-                    found[row["plan"]] = row["result"]
+                    results[row["plan"]] = row["result"]
             except (ValueError, LookupError, TypeError):
                 continue  # a line that the interrupt cut short
-        return found
+        return results
 
     def add(self, plan: TrainingPlan, result: Any) -> None:
         """Append `result`, the JSON values of the result of `plan`, to the file."""
@@ -83,9 +83,9 @@ def results_of(event: Event) -> dict[TrainingPlan, Any]:
     """Return {plan: result as JSON values} of the ended task in `event`, without failed plans."""
     pairs = zip(event.task, event.result, strict=True)
     return {
-        plan: [point.to_dict() for point in made] if isinstance(made, list) else made.to_dict()
-        for plan, made in pairs
-        if not isinstance(made, MemestError)
+        plan: [point.to_dict() for point in value] if isinstance(value, list) else value.to_dict()
+        for plan, value in pairs
+        if not isinstance(value, MemestError)
     }
 
 
@@ -111,8 +111,8 @@ def _stored(
             yield {plan: stored.known[key] for plan, key in keys.items() if key in stored.known}
     except KeyboardInterrupt:
         if stored.known:
-            found = f"{len(stored.known)} results are kept in {stored.path}"
-            click.echo(f"\n{found}; `--resume` goes on", err=True)
+            message = f"{len(stored.known)} results are kept in {stored.path}"
+            click.echo(f"\n{message}; `--resume` goes on", err=True)
         raise
 
 
@@ -123,18 +123,18 @@ def predict_resumably(
     one per core. Each prediction is stored next to the output file `target` (None: nowhere) for a
     later run. With `is_resumed`, stored predictions are read and not made again."""
     with _stored(plans, target, is_resumed=is_resumed) as rows:
-        known = {plan: Prediction.from_dict(row) for plan, row in rows.items()}
-        new = [plan for plan in plans if plan not in known]
-        made = iter(predict_each(new, jobs=jobs) if new else ())
-    return [known[plan] if plan in known else next(made) for plan in plans]
+        stored = {plan: Prediction.from_dict(row) for plan, row in rows.items()}
+        missing = [plan for plan in plans if plan not in stored]
+        predictions = iter(predict_each(missing, jobs=jobs) if missing else ())
+    return [stored[plan] if plan in stored else next(predictions) for plan in plans]
 
 
 def sweep_resumably(
-    grid: Grid, target: Path | None, *, is_resumed: bool, **how: Any
+    grid: Grid, target: Path | None, *, is_resumed: bool, **options: Any
 ) -> list[dict[str, Any]]:
-    """Return the table rows of `sweep_grid(grid, **how)`; `how` has `jobs` and `engine`. `target`
-    and `is_resumed` are as in `predict_resumably`."""
+    """Return the table rows of `sweep_grid(grid, **options)`; `options` has `jobs` and `engine`.
+    `target` and `is_resumed` are as in `predict_resumably`."""
     plans = [plan for _, plan in grid if isinstance(plan, TrainingPlan)]
-    with _stored(plans, target, is_resumed=is_resumed) as rows:
-        known = {p: [SweepPoint.from_dict(p, row) for row in each] for p, each in rows.items()}
-        return sweep_grid(grid, known=known, **how)
+    with _stored(plans, target, is_resumed=is_resumed) as tables:
+        stored = {p: [SweepPoint.from_dict(p, row) for row in rows] for p, rows in tables.items()}
+        return sweep_grid(grid, known=stored, **options)

@@ -83,17 +83,17 @@ class _RunCommand(click.Command):
         names no GPU, the script if `script` is empty. Added options are printed."""
         project = find_project(Path.cwd())
         if not script and project.folder == Path.cwd():
-            own, script = self.split(list(project.command))
-            args = [*own, *args]
+            project_args, script = self.split(list(project.command))
+            args = [*project_args, *args]
         names = {arg.partition("=")[0] for arg in args}
-        added = []
+        defaults = []
         if not names & {"--gpu", "--gpu-memory"}:
-            added += ["--gpu", project.gpu] if project.gpu else []
+            defaults += ["--gpu", project.gpu] if project.gpu else []
             has_limit = project.limit and "--memory-limit" not in names
-            added += ["--memory-limit", project.limit] if has_limit else []
-        if added and project.folder is not None:
-            click.echo(f"note: {project.folder / FILE}: {' '.join(added)}", err=True)
-        return [*added, *args], script
+            defaults += ["--memory-limit", project.limit] if has_limit else []
+        if defaults and project.folder is not None:
+            click.echo(f"note: {project.folder / FILE}: {' '.join(defaults)}", err=True)
+        return [*defaults, *args], script
 
 
 _ARGUMENTS = "memest.run.arguments"
@@ -168,9 +168,9 @@ def run(
     memest run --nproc-per-node 4 train.py
     memest run --python .venv/bin/python train.py
     """
-    elsewhere = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
-    if elsewhere is not None:
-        return elsewhere
+    exit_code = _run_elsewhere(python, ctx.meta[_ARGUMENTS])
+    if exit_code is not None:
+        return exit_code
     form = only_one({f"--{name}": output[name] for name in ("summary", "emit")})
     if form and output["whole"].is_given:
         raise PlanError(f"hours and prices are not part of `{form}`", hint="leave one out")
@@ -179,7 +179,7 @@ def run(
     os.environ.update(launch.environment)
     check_single_process(os.environ)
     settings_from(os.environ)  # which the allocator reads at its first request
-    target_gpu, others = _chosen_gpus(gpu_names, gpu_memory, beside)
+    target_gpu, other_gpus = _chosen_gpus(gpu_names, gpu_memory, beside)
     files = _Files(*map(output.pop, ("json_path", "html", "snapshot", "chrome_trace")))
     limits = {"memory_limit": memory_limit, "max_steps": max_steps}
     settings: dict[str, Any] = {**limits, "is_strict": strict, "batch_parts": batch_parts}
@@ -188,22 +188,22 @@ def run(
         from memest.run.ranks import chosen_ranks
         from memest.run.session import Session
 
-    chosen = chosen_ranks(nproc_per_node, nnodes, numbers)
-    settings["others"] = tuple(NAMES) if output["emit"] else others
+    ranks = chosen_ranks(nproc_per_node, nnodes, numbers)
+    settings["others"] = tuple(NAMES) if output["emit"] else other_gpus
     make = partial(Session, target_gpu, name=target.label, roots=target.roots, **settings)
-    out = sys.stdout
-    limit_s = time_limit or (MAX_SECONDS_OF_RANK if chosen[0].world_size > 1 else None)
+    stdout = sys.stdout
+    limit_s = time_limit or (MAX_SECONDS_OF_RANK if ranks[0].world_size > 1 else None)
     streams: dict[str, Any] = {"has_input": not no_input, "has_stdout": not output["emit"]}
     run_one = partial(_run_one, target, make, limit_s=limit_s, **streams)
-    ran = _run_chosen(chosen, run_one, files, runs_others=not numbers)
+    result = _run_chosen(ranks, run_one, files, runs_others=not numbers)
     sys.stdout.flush()
-    sys.stderr.write(ran.error_text)
-    if ran.refusal is not None:
-        print_error(str(ran.refusal), ran.refusal.hint)
-    if ran.report is None:
-        return _explain_missing_report(ran)
-    _print(ran.report, out, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
-    return OOM_EXIT_CODE if check and ran.report.verdict != "fits" else ran.exit_code
+    sys.stderr.write(result.error_text)
+    if result.refusal is not None:
+        print_error(str(result.refusal), result.refusal.hint)
+    if result.report is None:
+        return _explain_missing_report(result)
+    _print(result.report, stdout, num_gpus=nproc_per_node or 1, num_nodes=nnodes, **output)
+    return OOM_EXIT_CODE if check and result.report.verdict != "fits" else result.exit_code
 
 
 def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[int | None, int]:
@@ -219,8 +219,8 @@ def _num_gpus(launch: Launch, num_local: int | None, num_nodes: int) -> tuple[in
 def with_project(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` of `memest run`, completed by options and script of pyproject.toml."""
     assert isinstance(run, _RunCommand)
-    own, script = run.with_project(*run.split(list(arguments)))
-    return [*own, *script]
+    args, script = run.with_project(*run.split(list(arguments)))
+    return [*args, *script]
 
 
 def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
@@ -256,49 +256,49 @@ def _run_one(
     if not has_stdout:  # the script's output is not part of the file
         sys.stdout = sys.stderr
     session = make(rank=rank, is_immediate=is_immediate)
-    ran = run_target(target.of_rank(rank.local_rank), session, limit_s=limit_s)
-    if ran.report is not None and rank.is_launched and rank.world_size == 1:
-        rows = tuple(rows_of([(rank, ran.report)]))
-        ran = replace(ran, report=replace(ran.report, ranks=rows))
-    if ran.report is None or files is None:
-        return ran
+    result = run_target(target.of_rank(rank.local_rank), session, limit_s=limit_s)
+    if result.report is not None and rank.is_launched and rank.world_size == 1:
+        rows = tuple(rows_of([(rank, result.report)]))
+        result = replace(result, report=replace(result.report, ranks=rows))
+    if result.report is None or files is None:
+        return result
     files = files.of_rank(folder, rank.rank) if folder else files
-    return _write_after(ran, partial(files.write, ran.report, session))
+    return _write_after(result, partial(files.write, result.report, session))
 
 
-def _write_after(ran: RunResult, write: Callable[[], None]) -> RunResult:
-    """Call `write`, which writes files of a run, and return `ran`, the run's result. If a file
+def _write_after(result: RunResult, write: Callable[[], None]) -> RunResult:
+    """Call `write`, which writes files of a run, and return `result`, the run's result. If a file
     cannot be written, the result gets the error, so that the report is still printed."""
     try:
         write()
     except PlanError as error:
-        code = ran.exit_code or error.exit_code
-        return replace(ran, exit_code=code, refusal=ran.refusal or error)
-    return ran
+        code = result.exit_code or error.exit_code
+        return replace(result, exit_code=code, refusal=result.refusal or error)
+    return result
 
 
 @signals_once(signal.SIGTERM)
 def _run_chosen(
-    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
+    ranks: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, *, runs_others: bool
 ) -> RunResult:
-    """Call `run_one(files, rank)` for each rank of `chosen`; return one result, with the report of
+    """Call `run_one(files, rank)` for each of `ranks`; return one result, with the report of
     the worst rank. The only rank of a world runs in this process, others in child processes. If the
     peaks of the chosen ranks differ, `runs_others` also runs ranks that are not chosen."""
     from memest.run.ranks import environment
 
-    if chosen[0].world_size == 1:
-        if chosen[0].is_launched:
-            os.environ.update(environment(chosen[0]))
-        return run_one(files, chosen[0])
+    if ranks[0].world_size == 1:
+        if ranks[0].is_launched:
+            os.environ.update(environment(ranks[0]))
+        return run_one(files, ranks[0])
     with TemporaryDirectory(prefix="memest-files-") as folder:
-        return _run_ranks(chosen, run_one, files, folder, runs_others)
+        return _run_ranks(ranks, run_one, files, folder, runs_others)
 
 
 def _run_ranks(
-    chosen: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str,
+    ranks: Sequence[Rank], run_one: Callable[..., RunResult], files: _Files, folder: str,
     runs_others: bool,
 ) -> RunResult:  # fmt: skip
-    """Call `run_one(files, rank)` for each of `chosen` at the same time; return one result, with
+    """Call `run_one(files, rank)` for each of `ranks` at the same time; return one result, with
     the report of the worst rank. Ranks write to `folder`; the worst rank's are copied to `files`.
     `runs_others` is as in `_run_chosen`."""
     from memest.estimator.gpu.worlds import PeerEnded
@@ -308,54 +308,54 @@ def _run_ranks(
     reports: list[tuple[Rank, RunReport]] = []
     interrupted = []
     with kept_files():
-        every = run_together(chosen, partial(run_one, files, folder=folder))
-        for pair in other_ranks(every) if runs_others else ():
-            later = run_together(pair, partial(run_one, files, folder=folder))
+        outcomes = run_together(ranks, partial(run_one, files, folder=folder))
+        for pair in other_ranks(outcomes) if runs_others else ():
+            later_outcomes = run_together(pair, partial(run_one, files, folder=folder))
             # an unmodified script may fail if its first rank has ended
-            every += [each for each in later if _is_whole(each[1])]
-        for rank, ran in every:
-            report = ran.report
+            outcomes += [outcome for outcome in later_outcomes if _is_whole(outcome[1])]
+        for rank, result in outcomes:
+            report = result.report
             if report is None:
                 continue
-            if report.verdict is Outcome.OOM and ran.decides:
-                again = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
-                if again.report is not None and again.report.ending is Ending.INTERRUPTED:
-                    interrupted = [again]
-                elif again.report is not None and again.report.fits:
-                    report = open_verdict(report, ran.decides)
+            if report.verdict is Outcome.OOM and result.decides:
+                retry = run_rank(rank, partial(run_one, None, is_immediate=True), is_silent=True)
+                if retry.report is not None and retry.report.ending is Ending.INTERRUPTED:
+                    interrupted = [retry]
+                elif retry.report is not None and retry.report.fits:
+                    report = open_verdict(report, result.decides)
             reports.append((rank, report))
     # report the rank that failed by itself, else one that waited for it, else the first
-    results = [*interrupted, *(ran for _, ran in every)]
-    failed = [ran for ran in results if ran.exit_code]
-    failed.sort(key=lambda ran: isinstance(ran.refusal, PeerEnded))
-    ran = (failed or results)[0]
+    results = [*interrupted, *(result for _, result in outcomes)]
+    failed = [result for result in results if result.exit_code]
+    failed.sort(key=lambda result: isinstance(result.refusal, PeerEnded))
+    result = (failed or results)[0]
     if not reports:
-        return ran
+        return result
     report = merge_ranks(reports)
-    return _write_after(replace(ran, report=report), partial(files.keep_of, report, folder))
+    return _write_after(replace(result, report=report), partial(files.keep_of, report, folder))
 
 
-def _is_whole(ran: RunResult) -> bool:
+def _is_whole(result: RunResult) -> bool:
     """Return whether the script ended normally, or because the GPU's memory was full."""
-    is_out_of_memory = ran.report is not None and ran.report.verdict is Outcome.OOM
-    return not ran.exit_code or is_out_of_memory
+    is_out_of_memory = result.report is not None and result.report.verdict is Outcome.OOM
+    return not result.exit_code or is_out_of_memory
 
 
-def _explain_missing_report(ran: RunResult) -> int:
+def _explain_missing_report(result: RunResult) -> int:
     """Print why a run has no report, unless its refusal was printed; return the exit code."""
-    if ran.exit_code == 0:
+    if result.exit_code == 0:
         print_error(
             "the script has not used the GPU, so there is nothing to report",
             "does it check `torch.cuda.is_available()`, and move its model to `cuda`?",
         )
         return NOT_USED_EXIT_CODE
-    if ran.refusal is None:
-        code = "" if ran.error_text else f" with exit code {ran.exit_code}"
-        hint = "".join(error_hint(ran.error_text))
-        if not ran.error_text and ran.exit_code == 2:  # code of `argparse`
+    if result.refusal is None:
+        code = "" if result.error_text else f" with exit code {result.exit_code}"
+        hint = "".join(error_hint(result.error_text))
+        if not result.error_text and result.exit_code == 2:  # code of `argparse`
             hint = "arguments of the script come after it: `memest run train.py --data FOLDER`"
         print_error(f"the script ended{code} before it used the GPU: nothing to report", hint)
-    return ran.exit_code
+    return result.exit_code
 
 
 @contextlib.contextmanager
@@ -385,20 +385,20 @@ def _target(module: str | None, command: tuple[str, ...]) -> tuple[Launch, Targe
     with _no_real_gpu():
         launch = read_launch(module, command)
     if launch is None:
-        first, *rest = command if module is None else (module, *command)
-        launch = Launch(first, tuple(rest), module is not None)
+        script, *args = command if module is None else (module, *command)
+        launch = Launch(script, tuple(args), module is not None)
     find = find_module if launch.is_module else find_script
     target = find(launch.script, launch.args)
     return launch, replace(target, local_rank=launch.local_rank)
 
 
 def _chosen_gpus(
-    typed: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
+    texts: Sequence[str], memory_bytes: int | None, beside_bytes: int | None
 ) -> tuple[Gpu, tuple[str, ...]]:
-    """Return (GPU to simulate, names of the GPUs for verdicts). The GPU is the first of `typed`,
+    """Return (GPU to simulate, names of the GPUs for verdicts). The GPU is the first of `texts`,
     the values of `--gpu`, else `PRIMARY_GPU`. `memory_bytes` replaces its memory, unless None.
     Other processes hold `beside_bytes` of it; None is 0."""
-    names = [find_gpu(name).name for text in typed for name in text.split(",")]
+    names = [find_gpu(name).name for text in texts for name in text.split(",")]
     gpu = find_gpu(names[0] if names else PRIMARY_GPU)
     if memory_bytes is not None:
         gpu = custom_gpu(memory_bytes, gpu if names else None)
@@ -422,15 +422,15 @@ class _Files:
         and page show all ranks of `report`."""
         from memest.report.page import with_all_ranks
 
-        written = self.of_rank(folder, report.rank)
+        rank_files = self.of_rank(folder, report.rank)
         if self.json is not None:
             write_output(self.json, report.to_json() + "\n")
-        if self.html is not None and written.html is not None:
-            rendered = written.html.read_text(encoding="utf-8")
+        if self.html is not None and rank_files.html is not None:
+            rendered = rank_files.html.read_text(encoding="utf-8")
             write_output(self.html, with_all_ranks(rendered, report))
-        for path, of_rank in zip(self.paths[2:], written.paths[2:], strict=True):
-            if path is not None and of_rank is not None:
-                write_output(path, of_rank.read_bytes())
+        for path, source in zip(self.paths[2:], rank_files.paths[2:], strict=True):
+            if path is not None and source is not None:
+                write_output(path, source.read_bytes())
 
     def write(self, report: RunReport, session: Session) -> None:
         """Write the requested files of `report`, with timelines from the run in `session`."""
@@ -483,8 +483,8 @@ def checkpoint(model: str, folder: Path, layout: str, tokenizer: Path | None) ->
     """
     from memest.run.dummy_checkpoints import write_checkpoint
 
-    made = write_checkpoint(model, folder, layout=layout, tokenizer=tokenizer)
+    dummy = write_checkpoint(model, folder, layout=layout, tokenizer=tokenizer)
     click.echo(
-        f"{made.folder}: a dummy checkpoint of {made.model}, {made.num_tensors} tensors, "
-        f"{format_bytes(made.num_bytes)} for {format_bytes(made.stands_for_bytes)} of weights"
+        f"{dummy.folder}: a dummy checkpoint of {dummy.model}, {dummy.num_tensors} tensors, "
+        f"{format_bytes(dummy.num_bytes)} for {format_bytes(dummy.stands_for_bytes)} of weights"
     )

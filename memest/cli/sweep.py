@@ -51,13 +51,13 @@ def max_batch(
     memest max-batch --model blip2-flan-t5-xxl --all-techniques --gpu a100-40gb --gpu a100-80gb
     """
     key = "seq_len" if max_seq_len else "batch_size"
-    given = given_only(flags)
-    if key in given:
+    plan_values = given_only(flags)
+    if key in plan_values:
         raise PlanError(
             f"`{key}` is given, but the command searches for it",
             hint="leave `--seq-len` out" if max_seq_len else "leave `--bs` out",
         )
-    plan = read_plans(config, None, given, tries_lora=all_techniques)[0]
+    plan = read_plans(config, None, plan_values, tries_lora=all_techniques)[0]
     gpus = target_gpus(plan)
     check_name(plan.model_name)
     from memest.estimator.search.largest import largest, largest_of_all
@@ -118,8 +118,8 @@ def grid_points(
     if gpu_memory is not None:
         base["gpu_memory"] = gpu_memory
     grid = make_grid(base, varied, max_points=max_points)
-    trusting = partial(replace, trust_remote_code=trust_remote_code)
-    return [(v, trusting(plan) if isinstance(plan, TrainingPlan) else plan) for v, plan in grid]
+    with_trust = partial(replace, trust_remote_code=trust_remote_code)
+    return [(v, with_trust(plan) if isinstance(plan, TrainingPlan) else plan) for v, plan in grid]
 
 
 @main.command("sweep")
@@ -192,15 +192,15 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
     memest cheapest --model gpt2 --bs 8 --train-steps 10000 --price prices.yaml
     memest cheapest --gpu a100-80gb --gpu l40s --price 1.20 train.py --bs 8
     """
-    given = given_only(flags)
-    if given.get("gpu_memory") is not None:
+    plan_values = given_only(flags)
+    if plan_values.get("gpu_memory") is not None:
         raise PlanError("a GPU with `--gpu-memory` has no speed", hint="name GPUs by `--gpu`")
-    names = tuple(given.get("gpu") or (g.name for g in list_gpus()))
+    names = tuple(plan_values.get("gpu") or (g.name for g in list_gpus()))
     with progress_bar("simulating"):
         if script:
-            report: SimulatedReport = _of_script(script, names, given)
+            report: SimulatedReport = _run_script(script, names, plan_values)
         else:
-            plan = replace(read_plans(None, None, given)[0], gpu=names)
+            plan = replace(read_plans(None, None, plan_values)[0], gpu=names)
             report = predict(plan, jobs=os.cpu_count() or 1)
     training = whole.of(report.plan)
 
@@ -210,11 +210,11 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
         return (float("inf") if price is None else price * hours), hours
 
     fitting = [g for g, v in report.verdicts.items() if v.verdict == "fits" and g in report.times]
-    found = sorted(fitting, key=cost)  # by price, GPUs without one by time
+    gpus = sorted(fitting, key=cost)  # by price, GPUs without one by time
     if not as_json:
-        click.echo(folded(_text(report, training, found)))
+        click.echo(folded(_text(report, training, gpus)))
         return 0
-    for gpu in found:
+    for gpu in gpus:
         time, price = report.times[gpu], training.price_of(gpu)
         hours, low, high = training.hours(time)
         row = {"gpu": gpu, "num_steps": training.num_steps, "step": asdict(time), "hours": hours}
@@ -224,32 +224,32 @@ def cheapest(as_json: bool, script: tuple[str, ...], whole: WholeTraining, **fla
     return 0
 
 
-def _of_script(script: Sequence[str], names: Sequence[str], given: dict[str, Any]) -> RunReport:
+def _run_script(script: Sequence[str], names: Sequence[str], flags: dict[str, Any]) -> RunReport:
     """Simulate `script`, a path and arguments, on that GPU of `names` which has most memory. Return
-    its report, with verdicts and times for all `names`. `given` has the command's options; any
+    its report, with verdicts and times for all `names`. `flags` has the command's options; any
     except `gpu` is an error."""
     from memest.run.session import Session, run_target
 
-    if unknown := sorted(set(given) - {"gpu"}):
+    if unknown := sorted(set(flags) - {"gpu"}):
         raise PlanError(
             f"`--{unknown[0].replace('_', '-')}` is an option of plans, and a script is given",
             hint="leave one of the two out",
         )
     largest = max(map(find_gpu, names), key=lambda gpu: gpu.memory_bytes)
     target = find_script(script[0], tuple(script[1:]))
-    ran = run_target(target, Session(largest, name=target.label, roots=target.roots, others=names))
-    if ran.report is None:
+    run = run_target(target, Session(largest, name=target.label, roots=target.roots, others=names))
+    if run.report is None:
         raise PlanError("the script has not used the GPU", hint="try it with `memest run`")
-    return ran.report
+    return run.report
 
 
-def _text(report: SimulatedReport, training: Training, found: Sequence[str]) -> str:
-    """Return a table of the GPUs `found`, cheapest first, and a note on those that do not fit."""
+def _text(report: SimulatedReport, training: Training, gpus: Sequence[str]) -> str:
+    """Return a table of `gpus`, cheapest first, and a note on those that do not fit."""
     too_small = [g for g, v in report.verdicts.items() if v.verdict != "fits"]
     warnings = [f"warning: {line}" for line in report.warnings]
     lines = [*warnings, f"{report.name}: {training.num_steps:,} steps", ""]
-    if found:
-        lines += table(time_cells(report, training, found), left=1)
+    if gpus:
+        lines += table(time_cells(report, training, gpus), left=1)
     if not report.times:
         lines.append("no whole optimizer step ran, so there is no estimate")
     if too_small:

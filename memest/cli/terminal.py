@@ -83,8 +83,8 @@ class _Lines:
         now = monotonic()
         if now - self._last >= LOG_SECONDS and self._num_done < self._total:
             self._last = now
-            left = (now - self._started) * (self._total - self._num_done) / self._num_done
-            text = f"{self._num_done}/{self._total} done, about {max(1, round(left / 60))} min left"
+            eta = (now - self._started) * (self._total - self._num_done) / self._num_done
+            text = f"{self._num_done}/{self._total} done, about {max(1, round(eta / 60))} min left"
             print(text, file=sys.stderr, flush=True)
 
 
@@ -146,10 +146,10 @@ def result_lines(result: Any) -> list[str]:
     """Return a line of text for each prediction or error in `result`, which a task returned."""
     results = result if isinstance(result, list) else [result]
     lines = []
-    for each in results:
-        if isinstance(each, Prediction):
-            word, needs = each.verdicts[each.gpu].word, gib_or_mib(each.needs_bytes)
-            lines.append(f"{word:5}  {needs:>10}  {each.name} on {each.gpu}")
-        elif isinstance(each, MemestError):
-            lines.append(f"not predicted: {each}")
+    for item in results:
+        if isinstance(item, Prediction):
+            word, needs = item.verdicts[item.gpu].word, gib_or_mib(item.needs_bytes)
+            lines.append(f"{word:5}  {needs:>10}  {item.name} on {item.gpu}")
+        elif isinstance(item, MemestError):
+            lines.append(f"not predicted: {item}")
     return lines

@@ -61,8 +61,8 @@ def validate(
     """
     if pace := flags.pop("pace"):
         return _measure_pace(pace)
-    given = given_only(flags)
-    for key in {"gpu", "gpu_memory", "beside"} & set(given):
+    plan_values = given_only(flags)
+    for key in {"gpu", "gpu_memory", "beside"} & set(plan_values):
         raise PlanError(
             f"`--{key.replace('_', '-')}` does not apply: the GPU at hand is measured",
             hint="cap it with `--memory-limit 78.66GiB`",
@@ -72,9 +72,9 @@ def validate(
     from memest.validate.runner import detect_on
 
     device = detect_on(engine)
-    plans, label = _validation_rows(config, suite, given, device)
+    plans, label = _validation_rows(config, suite, plan_values, device)
     plans = [replace(plan, trust_remote_code=trust_remote_code) for plan in plans]
-    limit = given.get("memory_limit")
+    limit = plan_values.get("memory_limit")
     if results is None:
         capped = f"-capped-{limit / GIB:.2f}GiB" if limit else ""
         gpu = device.catalogue_name.replace(" ", "-")
@@ -105,27 +105,27 @@ def _measure_pace(path: Path) -> int:
     from memest.validate.runner import detect_device
 
     device = detect_device()
-    found = measure(MAX_PACE_SECONDS, partial(write, path))
-    rows = sum(len(rows) for rows in found["kernels"].values())
-    click.echo(f"{device.name}: {rows} calls of {len(found['kernels'])} kinds -> {path}", err=True)
+    pace = measure(MAX_PACE_SECONDS, partial(write, path))
+    rows = sum(len(rows) for rows in pace["kernels"].values())
+    click.echo(f"{device.name}: {rows} calls of {len(pace['kernels'])} kinds -> {path}", err=True)
     click.echo(f"estimates take these times with MEMEST_PACE={path}", err=True)
-    for failure in found.get("failed", ()):
+    for failure in pace.get("failed", ()):
         click.echo(f"note: not measured: {failure}", err=True)
     return 0
 
 
 def _validation_rows(
-    config: Path | None, suite: str | None, given: dict[str, Any], device: Any
+    config: Path | None, suite: str | None, plan_values: dict[str, Any], device: Any
 ) -> tuple[Sequence[TrainingPlan], str]:
     """Return (plans to run, name for the results file). The plans are those of `config`, `suite` or
-    the options `given`: {plan key: value}. Without a model, they are the suite of `device`."""
+    the options `plan_values`, {plan key: value}. Without a model, they are those of `device`."""
     from memest.validate.experiment import file_stem
 
-    if config is None and (suite is not None or "model_name" not in given):
+    if config is None and (suite is not None or "model_name" not in plan_values):
         suite = suite or suite_for_device(device.name, device.memory_bytes)
         path = find_suite(suite)
-        return read_suite(path, given), path.stem
-    plan = read_plans(config, None if suite is None else Path(suite), given)[0]
+        return read_suite(path, plan_values), path.stem
+    plan = read_plans(config, None if suite is None else Path(suite), plan_values)[0]
     return [plan], file_stem(plan.label)
 
 
