@@ -120,20 +120,20 @@ class _Magic:
 
 def _session(line: str) -> Session:
     try:
-        words, options = shlex.split(line, comments=True), {}
+        arguments, options = shlex.split(line, comments=True), {}
     except ValueError as error:
         raise PlanError(f"{shown(line)}: {error}", hint="`%%memest a100-40gb`") from error
-    gpu = words.pop(0) if words and not words[0].startswith("-") else ""
-    while words:
-        option, *rest = words
-        if option not in _OPTIONS or not rest:
-            known = ", ".join(f"`{name} VALUE`" for name in _OPTIONS)
-            raise PlanError(f"{shown(option)} is no option of `%%memest`", hint=f"it has {known}")
+    gpu = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
+    while arguments:
+        option, *values = arguments
+        if option not in _OPTIONS or not values:
+            names = ", ".join(f"`{name} VALUE`" for name in _OPTIONS)
+            raise PlanError(f"{shown(option)} is no option of `%%memest`", hint=f"it has {names}")
         try:
-            options[option[2:].replace("-", "_")] = _OPTIONS[option](rest[0])
+            options[option[2:].replace("-", "_")] = _OPTIONS[option](values[0])
         except ValueError as error:
-            raise PlanError(f"`{option}` is {shown(rest[0])}", hint="write a number") from error
-        words = rest[1:]
+            raise PlanError(f"`{option}` is {shown(values[0])}", hint="write a number") from error
+        arguments = values[1:]
     gpu = options.pop("gpu", gpu)
     return virtual_gpu(gpu or find_project(Path.cwd()).gpu or PRIMARY_GPU, **options)
 
@@ -155,11 +155,11 @@ def _names(source: str, namespace: dict[str, Any]) -> set[str]:
         return set()
     stored: set[str] = set()
     used: set[str] = set()
-    for step in dis.get_instructions(cell):
-        if step.opname in ("STORE_NAME", "STORE_GLOBAL", "IMPORT_NAME"):
-            stored.add(step.argval)
-        elif step.opname.startswith("LOAD_") and step.argval in namespace:
-            used |= {step.argval} - stored
+    for instruction in dis.get_instructions(cell):
+        if instruction.opname in ("STORE_NAME", "STORE_GLOBAL", "IMPORT_NAME"):
+            stored.add(instruction.argval)
+        elif instruction.opname.startswith("LOAD_") and instruction.argval in namespace:
+            used |= {instruction.argval} - stored
     codes = [const for const in cell.co_consts if isinstance(const, CodeType)]
     codes += [f.__code__ for f in map(namespace.get, used) if isinstance(f, FunctionType)]
     seen = set()
@@ -168,9 +168,9 @@ def _names(source: str, namespace: dict[str, Any]) -> set[str]:
         seen.add(code)
         names = {name for name in code.co_names if name in namespace} - stored - used
         used |= names
-        inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-        inner += [f.__code__ for f in map(namespace.get, names) if isinstance(f, FunctionType)]
-        codes += [each for each in inner if each not in seen]
+        nested = [const for const in code.co_consts if isinstance(const, CodeType)]
+        nested += [f.__code__ for f in map(namespace.get, names) if isinstance(f, FunctionType)]
+        codes += [const for const in nested if const not in seen]
     return used
 
 

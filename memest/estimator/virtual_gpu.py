@@ -113,8 +113,8 @@ class VirtualGpu:
     def _settings(self, given: AllocatorSettings | None) -> AllocatorSettings:
         settings = settings_from(os.environ) if given is None else given
         if settings.memory_fraction < 1:
-            most = self.gpu.limit_bytes if self.limit_bytes is None else self.limit_bytes
-            allow_share(self.allocator, settings.memory_fraction, self.gpu.memory_bytes, most)
+            limit = self.gpu.limit_bytes if self.limit_bytes is None else self.limit_bytes
+            allow_share(self.allocator, settings.memory_fraction, self.gpu.memory_bytes, limit)
         return settings
 
     @property
@@ -155,13 +155,13 @@ class VirtualGpu:
         GPU.is_chosen = False
         GPU.num_visible = self.rank.num_local
         mode, patches = self.mode, self._patches
-        named = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # or hidden: real GPUs, not this one
-        if named is not None:
-            patches.on_undo(partial(os.environ.__setitem__, "CUDA_VISIBLE_DEVICES", named))
-        for part in (
+        devices = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # or hidden: real GPUs, not this one
+        if devices is not None:
+            patches.on_undo(partial(os.environ.__setitem__, "CUDA_VISIBLE_DEVICES", devices))
+        for module in (
             moves, constructors, host_values, driver, streams, graphs, memory, nvml, encoder,
         ):  # fmt: skip
-            part.install(patches, mode)
+            module.install(patches, mode)
         follow_autocast(patches)
         install_layouts(patches, mode.attribution.lines.current)
         recurrent.install(patches)
@@ -174,8 +174,8 @@ class VirtualGpu:
         self._stack.callback(hooks.remove)
         saved_hooks.install(patches, hooks, mode.work)
         processes.install(patches, mode.notes.add, self.rank)
-        for part in (checkpoints, pretrained, integrations):
-            part.install(patches, mode, hooks)
+        for module in (checkpoints, pretrained, integrations):
+            module.install(patches, mode, hooks)
         process_group.install(patches, mode, hooks, self.rank)
         patches.within(threading.Thread, "_bootstrap_inner", self.in_this_thread)
         self._install_steps()
@@ -222,14 +222,14 @@ class VirtualGpu:
 
     def _install_steps(self) -> None:
         mode = self.mode
-        stepped: dict[int, weakref.ref[Any]] = {}  # by thread; gradients of other threads differ
+        optimizers: dict[int, weakref.ref[Any]] = {}  # by thread; gradients of other threads differ
 
         def called(model: Any, is_new: bool) -> None:
             if is_new:
                 mode.attribution.label_model(model)
             self._own_steps.end()
-            if stepped and model.training and torch.is_grad_enabled():
-                optimizer = stepped.pop(threading.get_ident(), lambda: None)()
+            if optimizers and model.training and torch.is_grad_enabled():
+                optimizer = optimizers.pop(threading.get_ident(), lambda: None)()
                 grads = [] if optimizer is None else _grads_of(optimizer)
                 if any(mode.memory.id_of(grad) is not None for grad in grads):
                     mode.notes.add(GRADS_LIVE_ON)
@@ -241,8 +241,8 @@ class VirtualGpu:
             mode.attribution.label_optimizer(optimizer, with_grads=True)
             mode.attribution.phase_given = "optimizer"
             mode.work.is_in_optimizer = True
-            given = (*args, kwargs.get("closure"))
-            mode.attribution.has_closure = any(a is not None and a is not optimizer for a in given)
+            values = (*args, kwargs.get("closure"))
+            mode.attribution.has_closure = any(a is not None and a is not optimizer for a in values)
             # A closure runs forward and backward within the step; hooks step within a backward.
             is_group = mode.work.is_in_engine and not self._has_backward
             if not (mode.attribution.has_closure or is_group or _in_backward()):
@@ -260,7 +260,7 @@ class VirtualGpu:
             if _in_backward():  # by a hook of each weight: one step, which ends with the backward
                 self._has_stepped = True
                 return
-            stepped[threading.get_ident()] = weakref.ref(optimizer)
+            optimizers[threading.get_ident()] = weakref.ref(optimizer)
             if has_backward or not mode.work.is_in_engine:  # else a step of another parameter group
                 self._count_step()
 
@@ -348,8 +348,8 @@ class OwnSteps:
 
     def _see(self, op: Op, args: Args, kwargs: Kwargs) -> None:
         if op.is_mutable:
-            written = next(tensors_in(args), None)
-            if written is not None and self._mode.memory.id_of(written) in self._leaves:
+            target = next(tensors_in(args), None)
+            if target is not None and self._mode.memory.id_of(target) in self._leaves:
                 self.has_written = True
         elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args)):
             self.end()
@@ -434,9 +434,9 @@ class DeviceThread:
         if last > first:
             if args[2]:
                 self._is_mixed = True
-                is_kept = kwargs["accumulate_grad"]
-                made = [leaf.grad for leaf in _leaf_tensors(outputs)] if is_kept else grads
-                self._renumber(made, first)
+                accumulates = kwargs["accumulate_grad"]
+                new_grads = [leaf.grad for leaf in _leaf_tensors(outputs)] if accumulates else grads
+                self._renumber(new_grads, first)
             self._num_made += last - first
             self._starts.append(last)
             self._skipped.append(self._skipped[-1] + last - first)
@@ -464,21 +464,21 @@ def _nodes_below(tensors: Iterable[Any], selects: Callable[[Any], bool]) -> Iter
         node = todo.pop()
         if node not in seen and selects(node):
             seen.add(node)
-            todo += [below for below, _ in node.next_functions if below is not None]
+            todo += [next_node for next_node, _ in node.next_functions if next_node is not None]
             yield node
 
 
-def _nodes(made: Any) -> Iterator[Any]:
-    """Yield the autograd node of `made`, a tensor or `GradientEdge`. For a tensor wrapped by
+def _nodes(output: Any) -> Iterator[Any]:
+    """Yield the autograd node of `output`, a tensor or `GradientEdge`. For a tensor wrapped by
     `torch.func`, also yield the node of each tensor inside."""
-    if isinstance(made, torch.autograd.graph.GradientEdge):
-        yield made.node
-    while isinstance(made, Tensor):
-        if made.grad_fn is not None:
-            yield made.grad_fn
-        if not _WRAPPED.is_functorch_wrapped_tensor(made):
+    if isinstance(output, torch.autograd.graph.GradientEdge):
+        yield output.node
+    while isinstance(output, Tensor):
+        if output.grad_fn is not None:
+            yield output.grad_fn
+        if not _WRAPPED.is_functorch_wrapped_tensor(output):
             return
-        made = _WRAPPED.get_unwrapped(made)
+        output = _WRAPPED.get_unwrapped(output)
 
 
 def _leaf_tensors(outputs: Iterable[Any]) -> Iterator[Tensor]:

@@ -58,8 +58,8 @@ class RandomWeight:
 
     def __getitem__(self, index: Any) -> Tensor:
         numel = self.shape.numel()
-        repeated = self._pool.repeat(ceil_div(numel, _POOL_NUMEL))[:numel]
-        return repeated.view(self.shape).to(self.dtype)[index]
+        values = self._pool.repeat(ceil_div(numel, _POOL_NUMEL))[:numel]
+        return values.view(self.shape).to(self.dtype)[index]
 
     def to(self, *args: Any) -> Tensor:
         """Return the whole weight after `Tensor.to(*args)`, which transformers before 5 calls."""
@@ -87,11 +87,11 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     make = partial(make_batch, model, image_size=plan.image_size, padded=plan.is_padded)
     seq_len = sequence_length(plan, config)
     batch = make(batch_size=plan.batch_size, seq_len=seq_len)
-    made = {seq_len: _inputs(batch, plan)}
+    batches = {seq_len: _inputs(batch, plan)}
     for length in plan.lengths:
-        if length not in made:
-            made[length] = _inputs(make(batch_size=plan.batch_size, seq_len=length), plan)
-    val_batches = [made[seq_len]] if plan.validates else []
+        if length not in batches:
+            batches[length] = _inputs(make(batch_size=plan.batch_size, seq_len=length), plan)
+    val_batches = [batches[seq_len]] if plan.validates else []
     if plan.validates and plan.val_batch_size not in (None, plan.batch_size):
         size = plan.val_batch_size or plan.batch_size
         val_batches = [_inputs(make(batch_size=size, seq_len=seq_len), plan)]
@@ -99,7 +99,7 @@ def synthetic_feed(plan: TrainingPlan, model: nn.Module, config: ModelConfig) ->
     if plan.image_size is not None and batch.image_size is None:
         notes.append(f"`image_size` is passed over: `{config.name}` takes no images")
     return Feed(
-        batches=[made[length] for length in plan.lengths or (seq_len,)], val_batches=val_batches,
+        batches=[batches[length] for length in plan.lengths or (seq_len,)], val_batches=val_batches,
         loss_output=batch.loss_output, seq_len=seq_len, padded=plan.is_padded,
         image_size=batch.image_size, notes=tuple(notes),
     )  # fmt: skip
@@ -139,22 +139,22 @@ def dataset_feed(plan: TrainingPlan, config: ModelConfig, folder: Path) -> Feed:
         rows = rows["train"] if "train" in rows else next(iter(rows.values()))
     missing = [name for name in ("image", "text") if name not in rows.column_names]
     if missing or not len(rows):
-        has = ", ".join(f"`{name}`" for name in rows.column_names) or "none"
-        what = f"has no column `{missing[0]}`" if missing else "has no rows"
-        raise PlanError(f"`{folder}` {what}", hint=f"its columns are {has}")
+        columns = ", ".join(f"`{name}`" for name in rows.column_names) or "none"
+        fault = f"has no column `{missing[0]}`" if missing else "has no rows"
+        raise PlanError(f"`{folder}` {fault}", hint=f"its columns are {columns}")
     return _feed_of(rows, plan, _processor(config))
 
 
 def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
     batches = []
-    for micro in range(plan.steps * plan.accumulate_grad_batches):
-        first = micro * plan.batch_size
-        chosen = [rows[(first + i) % len(rows)] for i in range(plan.batch_size)]
+    for index in range(plan.steps * plan.accumulate_grad_batches):
+        first = index * plan.batch_size
+        samples = [rows[(first + i) % len(rows)] for i in range(plan.batch_size)]
         pixels = processor.image_processor(
-            [row["image"].convert("RGB") for row in chosen], return_tensors="pt"
+            [row["image"].convert("RGB") for row in samples], return_tensors="pt"
         )
         text = processor.tokenizer(
-            [row["text"] for row in chosen], padding="longest", max_length=MAX_CAPTION_TOKENS,
+            [row["text"] for row in samples], padding="longest", max_length=MAX_CAPTION_TOKENS,
             truncation=True, return_tensors="pt",
         )  # fmt: skip
         inputs = {
@@ -165,7 +165,7 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
         }
         batches.append(_cast(inputs, plan))
     lengths = {batch["input_ids"].shape[1] for batch in batches}
-    uneven = f"micro-batches of {min(lengths)} to {max(lengths)} tokens"
+    note = f"micro-batches of {min(lengths)} to {max(lengths)} tokens"
     return Feed(
         batches=batches,
         val_batches=batches,
@@ -173,7 +173,7 @@ def _feed_of(rows: Any, plan: TrainingPlan, processor: Any) -> Feed:
         seq_len=max(lengths),
         padded=any(not bool(batch["attention_mask"].all()) for batch in batches),
         image_size=int(batches[0]["pixel_values"].shape[-1]),
-        notes=(uneven,) if len(lengths) > 1 else (),
+        notes=(note,) if len(lengths) > 1 else (),
     )
 
 
@@ -230,7 +230,7 @@ def load_base(
             )
         source = checkpoint_source(config)
         try:
-            loaded: nn.Module = cls.from_pretrained(source, **options)
+            model: nn.Module = cls.from_pretrained(source, **options)
         except Exception as error:  # Hub, disk and model class raise different errors
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -238,7 +238,7 @@ def load_base(
                 f"the weights of `{source}` cannot be loaded: {error_text(error)}",
                 hint="check the name and the network, or leave `--weights` out for random ones",
             ) from error
-    return loaded
+    return model
 
 
 def _processor(config: ModelConfig) -> Any:

@@ -35,7 +35,7 @@ def make_optimizer(
         UnsupportedError: the optimizer's library is not installed.
     """
     row = OPTIMIZERS[plan.optim]
-    kind = _class_of(row.library, row.class_name)
+    cls = _class_of(row.library, row.class_name)
     options: dict[str, Any] = {"lr": LEARNING_RATE, **dict(row.options)}
     if plan.weight_decay is not None:
         options["weight_decay"] = plan.weight_decay
@@ -45,13 +45,13 @@ def make_optimizer(
         options["nesterov"] = True
     options |= dict(plan.optim_options)
     try:
-        made: torch.optim.Optimizer = kind(params, **options)
+        optimizer: torch.optim.Optimizer = cls(params, **options)
     except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
         raise PlanError(
             f"`{row.class_name}` cannot be made for this model: {' '.join(str(error).split())}",
             hint="change `optim` or its options, or `freeze` the parameters that it does not take",
         ) from error
-    return made
+    return optimizer
 
 
 def _class_of(library: str, name: str) -> Any:
@@ -144,14 +144,14 @@ def run_job(job: Job) -> None:
     else:
         feed = data.dataset_feed(plan, config, options.data)
     seq_len = None if plan.lengths else feed.seq_len
-    sized = replace(plan, seq_len=seq_len, image_size=feed.image_size, padded=feed.padded)
-    job.values = sized.to_dict()
+    sized_plan = replace(plan, seq_len=seq_len, image_size=feed.image_size, padded=feed.padded)
+    job.values = sized_plan.to_dict()
     job.notes.extend(feed.notes)
     job.data_notes = list(feed.notes) if options.data is not None else []
     make_optimizer = partial(_optimizer_over, plan, model)
     if not plan.is_distributed:  # before the loop, so that its allocations count as setup
-        made = make_optimizer()
-        make_optimizer = partial(lambda optimizer: optimizer, made)
+        optimizer = make_optimizer()
+        make_optimizer = partial(lambda optimizer: optimizer, optimizer)
     task = Task(job, model, make_optimizer, feed)
     del model, feed, make_optimizer
     job.listener.on_model(task.model)

@@ -43,10 +43,10 @@ def make_strategy(plan: TrainingPlan, model: nn.Module) -> Any:
         options = {"sharding_strategy": plan.sharding_strategy}
         if shape := sharding.hybrid_shape(plan):
             options["device_mesh"] = shape
-        if checkpointed := sharding.checkpointed_class_names(model, plan):
-            options["activation_checkpointing_policy"] = sharding.classes_named(model, checkpointed)
-        wrapped = sharding.classes_named(model, sharding.wrap_class_names(model, plan))
-        return strategies.FSDPStrategy(auto_wrap_policy=wrapped, **options)
+        if names := sharding.checkpointed_class_names(model, plan):
+            options["activation_checkpointing_policy"] = sharding.classes_named(model, names)
+        layer_classes = sharding.classes_named(model, sharding.wrap_class_names(model, plan))
+        return strategies.FSDPStrategy(auto_wrap_policy=layer_classes, **options)
     if plan.strategy == "fsdp2":
         shape = sharding.hybrid_shape(plan) or (plan.world_size, 1)
         return strategies.ModelParallelStrategy(*shape)  # replicas by shards, for `shard_model`
@@ -177,8 +177,8 @@ def fit(task: Task) -> None:
     """Train the model of `task` for the plan's steps by Lightning's Trainer. All ranks get the same
     micro-batches. A listener may end the process before the Trainer's teardown."""
     job, plan = task.job, task.job.plan
-    kind = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
-    module = kind(task)
+    module_class = ShardedFineTune if plan.strategy == "fsdp2" else FineTune
+    module = module_class(task)
     num_batches = plan.steps * plan.accumulate_grad_batches
     precision: Any = plan.precision  # a precision of Lightning, checked by the plan
     interval: Any = {}

@@ -25,14 +25,14 @@ def fit(task: Task) -> None:
     plan = task.job.plan
     with tempfile.TemporaryDirectory() as folder:
         # as in a user's script the Trainer makes the optimizer, in groups with and without decay
-        own = None if "optim" in _optimizer(plan) else task.make_optimizer()
+        optimizer = None if "optim" in _optimizer(plan) else task.make_optimizer()
         trainer = ProbedTrainer(
             task,
             model=task.model,
             args=TrainingArguments(output_dir=folder, **_arguments(plan)),
             train_dataset=range(plan.steps * plan.accumulate_grad_batches),
             eval_dataset=range(plan.limit_val_batches) if plan.validates else None,
-            optimizers=(own, None),
+            optimizers=(optimizer, None),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -57,10 +57,10 @@ class ProbedTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return a step's micro-batches and number of items, as transformers does. Also move the
         job's `num_ahead` micro-batches, which are loaded and not run, to `device`."""
-        found = super().get_batch_samples(epoch_iterator, num_batches, device)
+        result = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = [self.task.batch(number) for number in range(self.num_ahead)]
         self._ahead = [send_to_device(batch, device) for batch in batches]
-        return found
+        return result
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Tensor:
         """Return a micro-batch's loss; record memory before its forward and after its backward."""
@@ -105,7 +105,7 @@ class _Messenger(TrainerCallback):
 
 def _loader(numbers: Any, batch_of: Any) -> Any:
     return torch.utils.data.DataLoader(
-        numbers, batch_size=1, collate_fn=lambda chosen: batch_of(chosen[0])
+        numbers, batch_size=1, collate_fn=lambda indices: batch_of(indices[0])
     )
 
 

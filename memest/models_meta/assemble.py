@@ -213,24 +213,24 @@ def apply_lora(
         use_dora=plan.use_dora,
     )
     try:
-        adapted = get_peft_model(model, config)
+        peft_model = get_peft_model(model, config)
     except ValueError as error:
         names = linear_names(model)
-        wanted = f"`{targets}`" if isinstance(targets, str | None) else _quoted(targets)
+        patterns = f"`{targets}`" if isinstance(targets, str | None) else _quoted(targets)
         raise PlanError(
-            f"`lora_target_modules` {wanted} does not fit `{type(model).__name__}`: {error}",
+            f"`lora_target_modules` {patterns} does not fit `{type(model).__name__}`: {error}",
             hint=f"its linear layers are called {_quoted(names) or 'nothing: it has none'}",
         ) from error
     from peft.utils import ModulesToSaveWrapper
 
-    saved = [n for n, m in adapted.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+    paths = [n for n, m in peft_model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
     for name in plan.lora_modules_to_save:
-        if not any(path == name or path.endswith(f".{name}") for path in saved):
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
             raise PlanError(
                 f"`lora_modules_to_save` names `{name}`, which the model does not have",
                 hint="give the last parts of names of modules, such as `lm_head`",
             )
-    return adapted
+    return peft_model
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -97,8 +97,8 @@ def text_inputs(request: Request, prefix: Tensor | None = None) -> dict[str, Ten
     num_padded = min(request.num_padded, request.seq_len - num_prefix)
     if num_padded > 0:
         text = text_config(request.config)
-        found = [getattr(each, "pad_token_id", None) for each in (text, request.config)]
-        pad_id: Any = next((each for each in found if each is not None), None)
+        pad_ids = [getattr(config, "pad_token_id", None) for config in (text, request.config)]
+        pad_id: Any = next((value for value in pad_ids if value is not None), None)
         is_id = isinstance(pad_id, int) and 0 <= pad_id < text.vocab_size
         ids[1:, -num_padded:] = pad_id if is_id else 0
         mask[1:, -num_padded:] = 0
@@ -109,27 +109,27 @@ def image_inputs(request: Request) -> tuple[dict[str, Tensor | bool], int]:
     """Return (inputs, S), for S pixels a side: `pixel_values` (B, C, S, S) on meta, and the flag
     `interpolate_pos_encoding` if S is not the model's size. `PlanError` if S does not fit."""
     vision = vision_config(request.config) or request.config
-    own = default_image_size(request.config)
-    size = request.image_size or own
+    default = default_image_size(request.config)
+    size = request.image_size or default
     if size is None or size < 1:
         raise PlanError(f"`image_size` is {size}", hint="give pixels a side, such as 224")
     patch = getattr(vision, "patch_size", None)
     if isinstance(patch, int) and size < patch:
         raise PlanError(
             f"`image_size` {size} is smaller than a patch of `{request.class_name}`",
-            hint=f"give at least {patch}, or leave it out for the model's own {own}",
+            hint=f"give at least {patch}, or leave it out for the model's own {default}",
         )
     num_channels = int(getattr(vision, "num_channels", 3))
     shape = (request.batch_size, num_channels, size, size)
-    found: dict[str, Tensor | bool] = {"pixel_values": torch.empty(shape, device="meta")}
-    if size != own and hasattr(vision, "image_size") and request.config.model_type != "dinov2":
+    inputs: dict[str, Tensor | bool] = {"pixel_values": torch.empty(shape, device="meta")}
+    if size != default and hasattr(vision, "image_size") and request.config.model_type != "dinov2":
         if "interpolate_pos_encoding" not in request.forward:
             raise PlanError(
-                f"`{request.class_name}` takes images of {own} pixels, not {size}",
-                hint=f"leave `image_size` out, or set it to {own}",
+                f"`{request.class_name}` takes images of {default} pixels, not {size}",
+                hint=f"leave `image_size` out, or set it to {default}",
             )
-        found["interpolate_pos_encoding"] = True
-    return found, size
+        inputs["interpolate_pos_encoding"] = True
+    return inputs, size
 
 
 def class_labels(request: Request) -> Tensor:
@@ -172,41 +172,41 @@ def text_with_image(request: Request, size: int, *around: int) -> dict[str, Tens
 
 def _text_batch(request: Request) -> Batch:
     """Make the batch of a text model; the class name selects the labels."""
-    named = text_inputs(request)
+    inputs = text_inputs(request)
     name = request.class_name
     if "attention_mask" not in request.forward:
-        named.pop("attention_mask")
+        inputs.pop("attention_mask")
     if name.endswith("ForQuestionAnswering"):
         zeros = torch.zeros(request.batch_size, dtype=torch.int64)
-        named |= {"start_positions": zeros, "end_positions": zeros.clone()}
+        inputs |= {"start_positions": zeros, "end_positions": zeros.clone()}
     elif "labels" not in request.forward:
         pass
     elif name.endswith(("ForSequenceClassification", "ForNextSentencePrediction")):
-        named["labels"] = class_labels(request)
+        inputs["labels"] = class_labels(request)
     elif name.endswith("ForTokenClassification"):
-        named["labels"] = named["input_ids"] % int(request.config.num_labels)
+        inputs["labels"] = inputs["input_ids"] % int(request.config.num_labels)
     elif name.endswith("ForMultipleChoice"):
         raise UnsupportedError(
             f"memest has no batch for `{name}`", hint="its inputs have a dimension of choices"
         )
     else:
-        named["labels"] = named["input_ids"].clone()
+        inputs["labels"] = inputs["input_ids"].clone()
     if "next_sentence_label" in request.forward:
-        named["next_sentence_label"] = torch.zeros(request.batch_size, dtype=torch.int64)
-    return batch_of(request, named)
+        inputs["next_sentence_label"] = torch.zeros(request.batch_size, dtype=torch.int64)
+    return batch_of(request, inputs)
 
 
 def _image_batch(request: Request) -> Batch:
     """Make the batch of an image classifier, or of an image model without a head."""
-    named, size = image_inputs(request)
+    inputs, size = image_inputs(request)
     if "labels" in request.forward:
         if not request.class_name.endswith("ForImageClassification"):
             raise UnsupportedError(
                 f"memest does not know the labels of `{request.class_name}`",
                 hint="recipes exist for image models without a head and for classification",
             )
-        named["labels"] = class_labels(request)
-    return batch_of(request, named, image_size=size)
+        inputs["labels"] = class_labels(request)
+    return batch_of(request, inputs, image_size=size)
 
 
 def _speech_batch(request: Request) -> Batch:
@@ -247,9 +247,9 @@ def _blip2_batch(request: Request) -> Batch:
     passes the vision model and the Q-Former."""
     pixels, size = image_inputs(request)
     text = text_inputs(request)
-    named = {**pixels, **text, "labels": text["input_ids"].clone()}
+    inputs = {**pixels, **text, "labels": text["input_ids"].clone()}
     note = "no image placeholders in the text: `seq_len` is the caption's"
-    return batch_of(request, named, note, image_size=size)
+    return batch_of(request, inputs, note, image_size=size)
 
 
 def _image_text_batch(request: Request) -> Batch:
@@ -258,10 +258,10 @@ def _image_text_batch(request: Request) -> Batch:
     is_gemma = config.model_type == "gemma3"
     ends = (config.boi_token_id, config.eoi_token_id) if is_gemma else ()
     text = text_with_image(request, size, *ends)
-    named = {**text, **pixels, "labels": text["input_ids"].clone()}
+    inputs = {**text, **pixels, "labels": text["input_ids"].clone()}
     if is_gemma:
-        named["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
-    return batch_of(request, named, image_size=size)
+        inputs["token_type_ids"] = (text["input_ids"] == config.image_token_id).long()
+    return batch_of(request, inputs, image_size=size)
 
 
 def _qwen2_vl_batch(request: Request) -> Batch:
@@ -280,14 +280,14 @@ def _qwen2_vl_batch(request: Request) -> Batch:
     width = num_channels * vision.temporal_patch_size * vision.patch_size**2
     ends = config.vision_start_token_id, config.vision_end_token_id
     text = text_with_image(request, size, *ends)
-    named = text | {
+    inputs = text | {
         "pixel_values": torch.empty(request.batch_size * grid**2, width, device="meta"),
         "image_grid_thw": torch.tensor([[1, grid, grid]]).repeat(request.batch_size, 1),
         "mm_token_type_ids": (text["input_ids"] == config.image_token_id).int(),
         "labels": text["input_ids"].clone(),
     }
     note = f"one image of {size} x {size} pixels a row"
-    return batch_of(request, named, note, image_size=size)
+    return batch_of(request, inputs, note, image_size=size)
 
 
 RECIPE_BY_FAMILY: dict[str, Recipe] = {

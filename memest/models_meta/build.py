@@ -110,8 +110,8 @@ def _model_class(config: ModelConfig, notes: list[str]) -> Any:
     for auto in _FAMILIES["auto_classes"]:
         mapping = getattr(transformers, auto)._model_mapping
         if type(config.pretrained) in mapping:
-            found = mapping[type(config.pretrained)]
-            cls = found[0] if isinstance(found, tuple) else found
+            classes = mapping[type(config.pretrained)]
+            cls = classes[0] if isinstance(classes, tuple) else classes
             notes.append(f"`architectures` is missing: {cls.__name__} taken, from {auto}")
             return cls
     raise PlanError(
@@ -243,23 +243,23 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
     Raises:
         PlanError: a pattern matches no parameter.
     """
-    named = list(module.named_parameters(remove_duplicate=False))
+    parameters = list(module.named_parameters(remove_duplicate=False))
     num_frozen = 0
     for pattern in patterns:
-        found = [
+        matches = [
             parameter
-            for name, parameter in named
+            for name, parameter in parameters
             if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
         ]
-        if not found:
+        if not matches:
             near = closest(pattern, [name for name, _ in module.named_modules() if name])
-            tops = ", ".join(f"`{name}`" for name, _ in module.named_children())
-            also = f"; closest: {', '.join(f'`{name}`' for name in near)}" if near else ""
+            children = ", ".join(f"`{name}`" for name, _ in module.named_children())
+            suggestion = f"; closest: {', '.join(f'`{name}`' for name in near)}" if near else ""
             raise PlanError(
                 f"`freeze` pattern `{pattern}` matches no parameter of the model",
-                hint=f"its modules are {tops}{also}",
+                hint=f"its modules are {children}{suggestion}",
             )
-        for parameter in found:
+        for parameter in matches:
             num_frozen += parameter.numel() if parameter.requires_grad else 0
             parameter.requires_grad_(False)
     return num_frozen

@@ -89,23 +89,23 @@ class FlashAttention(torch.autograd.Function):
         ctx: Any, query: Tensor | None, key: Tensor | None, value: Tensor | None,
         packed: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None,
         max_lengths: tuple[int, int], dropout_p: float, is_windowed: bool, deterministic: bool,
-        is_kept: bool,
+        needs_grad: bool,
     ) -> Tensor:  # fmt: skip
         """Return the output, as wide as the inputs; save tensors for the backward only if
-        `is_kept`. For texts packed into a row, `cu_seqlens` has the bounds of (queries, keys); else
-        it is None. `max_lengths` is (longest query, longest key), in tokens."""
+        `needs_grad`. For texts packed into a row, `cu_seqlens` has the bounds of (queries, keys);
+        else it is None. `max_lengths` is (longest query, longest key), in tokens."""
         parts = () if packed is None else packed.detach().unbind(-3)
         ctx.num_parts = len(parts)
-        given: list[Any] = [t for t in (query, key, value, *parts) if t is not None]
-        width = given[0].shape[-1]
+        inputs: list[Any] = [t for t in (query, key, value, *parts) if t is not None]
+        width = inputs[0].shape[-1]
         if width % 8:
-            given = [_padded(tensor) for tensor in given]
-        of_queries = None if cu_seqlens is None else cu_seqlens[0]
+            inputs = [_padded(tensor) for tensor in inputs]
+        query_bounds = None if cu_seqlens is None else cu_seqlens[0]
         out, softmax_lse, rng_state = FORWARD(
-            *given, of_queries, *max_lengths, dropout_p, is_windowed
+            *inputs, query_bounds, *max_lengths, dropout_p, is_windowed
         )
-        if is_kept:
-            ctx.save_for_backward(*given, out, softmax_lse, *(cu_seqlens or ()), rng_state)
+        if needs_grad:
+            ctx.save_for_backward(*inputs, out, softmax_lse, *(cu_seqlens or ()), rng_state)
             ctx.is_of_texts = cu_seqlens is not None
             ctx.deterministic = deterministic
         return out[..., :width]
@@ -114,7 +114,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return meta gradients of the first four arguments of `forward`; None for the others."""
         # read once, since a checkpointed region refuses a second read
-        query, key, value, out, softmax_lse, *lengths, _rng_state = ctx.saved_tensors
+        query, key, value, out, softmax_lse, *bounds, _rng_state = ctx.saved_tensors
         grad_out, num = grad_outputs[0], ctx.num_parts
         packed = key.new_empty(*key.shape[:-2], num, *key.shape[-2:]) if num else None
         parts = () if packed is None else packed.unbind(-3)
@@ -122,11 +122,11 @@ class FlashAttention(torch.autograd.Function):
         BACKWARD(
             _padded(grad_out) if grad_out.shape[-1] % 8 else grad_out,
             query, key, value, out, softmax_lse, *gradients, *parts,
-            lengths[0] if ctx.is_of_texts else None, ctx.deterministic,
+            bounds[0] if ctx.is_of_texts else None, ctx.deterministic,
         )  # fmt: skip
-        whole = (*gradients, *(None,) * num, packed)
-        cut = (None if t is None else t[..., : grad_out.shape[-1]] for t in whole)
-        return *cut, *(None,) * 6
+        padded_grads = (*gradients, *(None,) * num, packed)
+        grads = (None if t is None else t[..., : grad_out.shape[-1]] for t in padded_grads)
+        return *grads, *(None,) * 6
 
 
 def _padded(tensor: Tensor) -> Tensor:
@@ -154,21 +154,21 @@ def _function(name: str, tensors: str, texts: str = "") -> Callable[..., Tensor]
     row, bounds and then longest lengths; "" for other functions. The fields of `_Options` follow.
     """
     names = (*tensors.split(), *texts.split())
-    every = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in (*names, *_Options._fields)]
-    arguments = Signature(every)
+    params = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in (*names, *_Options._fields)]
+    signature = Signature(params)
 
-    def attend(*args: Any, **named: Any) -> Tensor:
-        given = arguments.bind_partial(*args, **named).arguments
-        own = {name: given.pop(name) for name in names}
-        bounds = [own[name] for name in texts.split()]
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = signature.bind_partial(*args, **kwargs).arguments
+        inputs = {name: arguments.pop(name) for name in names}
+        bounds = [inputs[name] for name in texts.split()]
         if len(bounds) == 2:  # the same for queries and keys
             bounds = [bounds[0], bounds[0], bounds[1], bounds[1]]
-        packed = own.get("qkv", own.get("kv"))
-        query, key, value = (own.get(name) for name in "qkv")
-        return _attend(query, key, value, packed, _Options(**given), *bounds)
+        packed = inputs.get("qkv", inputs.get("kv"))
+        query, key, value = (inputs.get(name) for name in "qkv")
+        return _attend(query, key, value, packed, _Options(**arguments), *bounds)
 
     attend.__name__ = attend.__qualname__ = name
-    vars(attend)["__signature__"] = arguments
+    vars(attend)["__signature__"] = signature
     return attend
 
 
@@ -196,16 +196,16 @@ def _attend(
     of queries, bounds of keys, longest query, longest key (tokens). `packed`: see
     `FlashAttention`."""
     parts = () if packed is None else packed.unbind(-3)
-    given = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
-    _check_call(given, options)
+    inputs = [tensor for tensor in (query, key, value, *parts) if tensor is not None]
+    _check_call(inputs, options)
     cu_seqlens = texts[:2] or None
-    longest = (int(texts[2]), int(texts[3])) if texts else (given[0].shape[1], given[1].shape[1])
+    longest = (int(texts[2]), int(texts[3])) if texts else (inputs[0].shape[1], inputs[1].shape[1])
     is_windowed = any(0 <= n < longest[1] for n in options.window_size)
     is_windowed = is_windowed or (options.causal and longest[0] > 1)
-    is_kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     return FlashAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, packed, cu_seqlens, longest, options.dropout_p, is_windowed,
-        options.deterministic, is_kept,
+        options.deterministic, needs_grad,
     )  # fmt: skip
 
 
@@ -214,10 +214,10 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
     raise UnsupportedError("attention with a cache is generation, not training", hint=INSTEAD)
 
 
-def _check_call(given: Sequence[Tensor], options: _Options) -> None:
-    """Raise a `PlanError` if `mha_fwd` of flash_api.cpp refuses `given`, (query, key, value)."""
-    query, key, _ = given
-    dtypes = {str(t.dtype).removeprefix("torch.") for t in given}
+def _check_call(inputs: Sequence[Tensor], options: _Options) -> None:
+    """Raise a `PlanError` if `mha_fwd` of flash_api.cpp refuses `inputs`, (query, key, value)."""
+    query, key, _ = inputs
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in inputs}
     if len(dtypes) > 1 or query.dtype not in _HALF:
         raise PlanError(
             f"`{FLASH_ATTENTION_2}` takes fp16 or bf16, and a layer of the model gives it "
@@ -252,19 +252,19 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.num_rows, others = rows.shape[0], rows.shape[1:]
+        ctx.num_rows, row_shape = rows.shape[0], rows.shape[1:]
         flat = rows.reshape(rows.shape[0], -1)
-        taken = torch.gather(flat, 0, indices[:, None].expand(-1, flat.shape[1]))
-        return taken.reshape(-1, *others)
+        out = torch.gather(flat, 0, indices[:, None].expand(-1, flat.shape[1]))
+        return out.reshape(-1, *row_shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (indices,) = ctx.saved_tensors
-        others = grad_outputs[0].shape[1:]
+        row_shape = grad_outputs[0].shape[1:]
         flat = grad_outputs[0].reshape(grad_outputs[0].shape[0], -1)
         grad = torch.zeros((ctx.num_rows, flat.shape[1]), device=flat.device, dtype=flat.dtype)
         grad.scatter_(0, indices[:, None].expand(-1, flat.shape[1]), flat)
-        return grad.reshape(ctx.num_rows, *others), None
+        return grad.reshape(ctx.num_rows, *row_shape), None
 
 
 class _PutRows(torch.autograd.Function):
@@ -291,12 +291,12 @@ def unpad_input(
     `attention_mask`. `unused_mask`, if not None, selects tokens besides `attention_mask`."""
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(dim=-1, dtype=torch.int32)
-    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    used_lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
     indices = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
     longest = int(lengths.max().item())
-    begins = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    bounds = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
     rows = _TakeRows.apply(hidden_states.flatten(0, 1), indices)  # type: ignore[no-untyped-call]
-    return rows, indices, begins, longest, used
+    return rows, indices, bounds, longest, used_lengths
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -341,9 +341,9 @@ def replace_functions() -> Iterator[None]:
                 for name in _CHECKS & vars(module).keys():
                     stack.enter_context(mock.patch.object(module, name, return_value=True))
         else:
-            of_version_2 = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
-            available = {"general_availability_check": lambda: True}
-            stack.enter_context(mock.patch.dict(of_version_2, available))
+            checks = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+            overrides = {"general_availability_check": lambda: True}
+            stack.enter_context(mock.patch.dict(checks, overrides))
         for family in _IMPORT_WITH_THE_PACKAGE:
             module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
             stack.enter_context(

@@ -41,9 +41,9 @@ def skipped_modules(model: Any, plan: TrainingPlan) -> list[str]:
     """Return the names of modules that stay unquantised, as `Bnb4BitHfQuantizer` collects them."""
     from transformers.quantizers.base import HfQuantizer
 
-    kept = None if plan.quant_load == IN_PLACE else model._keep_in_fp32_modules
+    fp32_modules = None if plan.quant_load == IN_PLACE else model._keep_in_fp32_modules
     names: list[str] = HfQuantizer.get_modules_to_not_convert(
-        model, list(plan.quant_skip) or None, kept
+        model, list(plan.quant_skip) or None, fp32_modules
     )
     return sorted(names)
 
@@ -68,19 +68,19 @@ def layers_to_quantize(model: nn.Module, skip: Sequence[str]) -> list[tuple[str,
     converts = getattr(quantizers_utils, "should_convert_module", None)
     if converts is None:  # before transformers 5 `_replace_with_bnb_linear` had the test inside
         converts = lambda name, skip: not any(f"{k}." in name or k == name for k in skip)  # noqa: E731
-    found = [(name, module) for name, module in layers if converts(name, list(skip))]
-    if not found:
+    matches = [(name, module) for name, module in layers if converts(name, list(skip))]
+    if not matches:
         raise _nothing_to_quantize(model, [name for name, _ in layers])
-    return found
+    return matches
 
 
 def _nothing_to_quantize(model: nn.Module, skipped: Sequence[str]) -> PlanError:
-    own = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)})
-    own = [name for name in own if name != "Linear"]
+    classes = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)})
+    classes = [name for name in classes if name != "Linear"]
     if skipped:
         why = f"its only linear layers stay unquantised: {', '.join(f'`{n}`' for n in skipped[:3])}"
-    elif own:
-        why = f"transformers converts no {', '.join(f'`{name}`' for name in own)}"
+    elif classes:
+        why = f"transformers converts no {', '.join(f'`{name}`' for name in classes)}"
     else:
         why = "bitsandbytes quantises `nn.Linear` and the `Conv1D` of transformers"
     return PlanError(
@@ -138,8 +138,8 @@ def quant_state_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
         while state is not None:
-            held = (state.absmax, state.code, state.offset)
-            yield from (tensor for tensor in held if isinstance(tensor, torch.Tensor))
+            tensors = (state.absmax, state.code, state.offset)
+            yield from (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
             state = state.state2
         scales = getattr(weight, "SCB", None)
         if isinstance(scales, torch.Tensor):

@@ -80,8 +80,8 @@ class ModelConfig:
         """Dtype of the published weights according to the config; float32 if it gives none."""
         import torch
 
-        found = getattr(self.pretrained, dtype_keyword(), None)
-        return found if isinstance(found, torch.dtype) else torch.float32
+        dtype = getattr(self.pretrained, dtype_keyword(), None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def list_models() -> list[ModelEntry]:
@@ -149,19 +149,19 @@ def _key(name: str) -> str:
     >>> _key("Open_LLaMA-7B"), _key("llama-2-7b")
     ('openllama7b', 'llama2-7b')
     """
-    spaced = re.sub(r"[-_ ]+", "-", name.strip().casefold())
-    return re.sub(r"(?<![0-9])-|-(?![0-9])", "", spaced)
+    hyphenated = re.sub(r"[-_ ]+", "-", name.strip().casefold())
+    return re.sub(r"(?<![0-9])-|-(?![0-9])", "", hyphenated)
 
 
 @cache
 def _entries() -> dict[str, ModelEntry]:
-    found = {}
+    entries = {}
     for path in sorted(CONFIG_DIR.glob("*.json")):
         data = _read_json(path)
         del data["config"]
         data |= {"name": path.stem, "aliases": tuple(data["aliases"])}
-        found[path.stem] = ModelEntry(**data)
-    return found
+        entries[path.stem] = ModelEntry(**data)
+    return entries
 
 
 @cache
@@ -178,8 +178,8 @@ def _entries_by_key() -> dict[str, ModelEntry]:
 def _unknown(name: str) -> UnknownModelError:
     # Several spellings of one model would crowd the hint, so take many matches and keep three
     # models.
-    known = [known for e in _entries().values() for known in (e.name, e.hub_id, *e.aliases)]
-    nearest = [find_entry(found) for found in closest(name, known, num=12)]
+    candidates = [alias for e in _entries().values() for alias in (e.name, e.hub_id, *e.aliases)]
+    nearest = [find_entry(match) for match in closest(name, candidates, num=12)]
     names = list(dict.fromkeys(entry.name for entry in nearest if entry is not None))[:3]
     near = f"closest: {', '.join(f'`{n}`' for n in names)}; " if names else ""
     return UnknownModelError(
@@ -224,13 +224,13 @@ def _download_config(hub_id: str) -> Path:
     """Download only config.json of the Hub repository `hub_id`; return its local path."""
     from huggingface_hub import errors, hf_hub_download
 
-    local = "give a bundled name, or the path of a config.json that you have"
+    remedy = "give a bundled name, or the path of a config.json that you have"
     try:
         return Path(
             hf_hub_download(hub_id, "config.json", local_files_only=not _hub_is_reachable(hub_id))
         )
     except errors.GatedRepoError as error:
-        hint = f"accept its terms on the Hub and log in with `hf auth login`, or {local}"
+        hint = f"accept its terms on the Hub and log in with `hf auth login`, or {remedy}"
         raise UnknownModelError(f"`{hub_id}` is gated on the Hub", hint=hint) from error
     except errors.RepositoryNotFoundError as error:
         message = f"the Hub has no public model `{hub_id}`"
@@ -238,13 +238,13 @@ def _download_config(hub_id: str) -> Path:
     except errors.LocalEntryNotFoundError as error:
         raise UnknownModelError(
             f"`{hub_id}` is not bundled, and the Hub cannot be reached",
-            hint=f"{_unknown(hub_id).hint}; or {local}",
+            hint=f"{_unknown(hub_id).hint}; or {remedy}",
         ) from error
     except errors.EntryNotFoundError as error:
-        raise UnknownModelError(f"`{hub_id}` has no config.json on the Hub", hint=local) from error
+        raise UnknownModelError(f"`{hub_id}` has no config.json on the Hub", hint=remedy) from error
     except Exception as error:  # all errors of the client's transport mean the same
         raise UnknownModelError(
-            f"the config.json of `{hub_id}` cannot be downloaded: {error_text(error)}", hint=local
+            f"the config.json of `{hub_id}` cannot be downloaded: {error_text(error)}", hint=remedy
         ) from error
 
 
@@ -317,14 +317,14 @@ def parse_config(
         from transformers import AutoConfig
 
         try:
-            loaded = AutoConfig.from_pretrained(remote_from, trust_remote_code=True)
+            config = AutoConfig.from_pretrained(remote_from, trust_remote_code=True)
         except Exception as error:  # foreign code may raise anything
             raise MemestError(
                 f"the code of `{remote_from}` failed: {error_text(error)}",
                 hint="memest can only run code that the installed transformers accepts",
             ) from error
         return ModelConfig(
-            name=name, source=source, pretrained=loaded, architecture="", remote_code=remote_from
+            name=name, source=source, pretrained=config, architecture="", remote_code=remote_from
         )
     names = raw.get("architectures")
     if names is not None and not (
@@ -343,13 +343,13 @@ def parse_config(
 
 def _numbers(value: object) -> Iterator[tuple[str, int | float]]:
     """Yield (innermost key or "", number) for each number in the JSON `value`, however deep."""
-    rest: list[tuple[str, object]] = [("", value)]
-    while rest:
-        key, item = rest.pop()
+    stack: list[tuple[str, object]] = [("", value)]
+    while stack:
+        key, item = stack.pop()
         if isinstance(item, dict):
-            rest.extend((str(inner_key), inner) for inner_key, inner in item.items())
+            stack.extend((str(inner_key), inner) for inner_key, inner in item.items())
         elif isinstance(item, list):
-            rest.extend((key, inner) for inner in item)
+            stack.extend((key, inner) for inner in item)
         elif isinstance(item, int | float) and not isinstance(item, bool):
             yield key, item
 
@@ -359,9 +359,9 @@ def _check_counts(raw: Mapping[str, Any], name: str) -> None:
     for key, value in _numbers(raw):
         for pattern, limit in COUNT_LIMITS.items():
             if pattern.search(key.casefold()) and value > limit:
-                shown = str(value) if value < 10**12 else "beyond any model"
+                text = str(value) if value < 10**12 else "beyond any model"
                 raise PlanError(
-                    f"`{key}` in the config of `{name}` is {shown}",
+                    f"`{key}` in the config of `{name}` is {text}",
                     hint=f"the largest that memest builds is {limit}",
                 )
 
@@ -372,12 +372,12 @@ def _to_pretrained(raw: dict[str, Any], name: str) -> "PretrainedConfig":
 
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        shown = "lacks `model_type`" if model_type is None else f"has `model_type` {model_type!r}"
+        fault = "lacks `model_type`" if model_type is None else f"has `model_type` {model_type!r}"
         raise PlanError(
-            f"the config of `{name}` {shown}", hint='name the family, such as "model_type": "llama"'
+            f"the config of `{name}` {fault}", hint='name the family, such as "model_type": "llama"'
         )
     if model_type not in CONFIG_MAPPING:
-        near = ", ".join(f"`{found}`" for found in closest(model_type, CONFIG_MAPPING.keys()))
+        near = ", ".join(f"`{match}`" for match in closest(model_type, CONFIG_MAPPING.keys()))
         raise PlanError(
             f"`model_type` `{model_type}` of `{name}` is not known to the installed transformers",
             hint=f"closest: {near}" if near else "a newer transformers may know it",
@@ -403,8 +403,8 @@ def _architecture(raw: Mapping[str, Any], config: "PretrainedConfig", name: str)
         return ""
     cls = getattr(transformers, names[0], None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
-        known = [n for n in dir(transformers) if _MODEL_CLASS.search(n)]
-        near = ", ".join(f"`{n}`" for n in closest(names[0], known))
+        class_names = [n for n in dir(transformers) if _MODEL_CLASS.search(n)]
+        near = ", ".join(f"`{n}`" for n in closest(names[0], class_names))
         raise PlanError(
             f"`architectures` of `{name}` names `{names[0]}`, "
             "which is no model class of the installed transformers",

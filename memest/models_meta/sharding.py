@@ -46,16 +46,16 @@ class States:
         FSDP1 has gradients of flat parameters. ZeRO 1 and 2 have averaged and accumulated gradients
         of this rank's partition, ZeRO-3 a flat buffer of partitions.
         """
-        found: list[Any] = [p.grad for p in self._parameters]
+        gradients: list[Any] = [p.grad for p in self._parameters]
         for flat in self._flats:
-            found += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
+            gradients += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
         if hasattr(self._optimizer, "averaged_gradients"):  # ZeRO's optimizer around the plan's
             for name in ("averaged_gradients", "all_grad_tensors"):
                 groups = getattr(self._optimizer, name, None) or {}
-                found += [grad for grads in groups.values() for grad in grads or ()]
-            found.append(getattr(self._optimizer, "grad_partitions_flat_buffer", None))
-            found += [getattr(p, "grad_accum", None) for p in self._parameters]
-        return _distinct(_local(t) for t in found if isinstance(t, Tensor))
+                gradients += [grad for grads in groups.values() for grad in grads or ()]
+            gradients.append(getattr(self._optimizer, "grad_partitions_flat_buffer", None))
+            gradients += [getattr(p, "grad_accum", None) for p in self._parameters]
+        return _distinct(_local(t) for t in gradients if isinstance(t, Tensor))
 
     def optimizer(self) -> Iterator[Tensor]:
         """Yield the tensors of the optimizer's state, and DeepSpeed's master copies of parameters.
@@ -66,10 +66,10 @@ class States:
         values = [v for s in inner.state.values() for v in s.values() if isinstance(v, Tensor)]
         yield from (_local(v) for v in values)
         if inner is not self._optimizer:
-            kept = {_address(t) for t in self.params()}
+            addresses = {_address(t) for t in self.params()}
             masters = [p for group in inner.param_groups for p in group["params"]]
             masters += getattr(self._optimizer, "fp32_partitioned_groups_flat", [])  # stage 3
-            yield from (p for p in _distinct(iter(masters)) if _address(p) not in kept)
+            yield from (p for p in _distinct(iter(masters)) if _address(p) not in addresses)
 
 
 def _flat_parameters(model: nn.Module) -> list[Any]:
@@ -112,16 +112,16 @@ def wrap_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
         _check_present("wrap_classes", plan.wrap_classes, model)
         return plan.wrap_classes
     present = {type(module).__name__ for module in model.modules()}
-    named: set[str] = set()
+    class_names: set[str] = set()
     for module in model.modules():
-        named.update(getattr(module, "_no_split_modules", None) or ())
-    found = tuple(sorted(named & present))
-    if not found:
+        class_names.update(getattr(module, "_no_split_modules", None) or ())
+    names = tuple(sorted(class_names & present))
+    if not names:
         raise PlanError(
             f"`{plan.model_name}` does not define which layers FSDP wraps",
             hint=f"name them with `wrap_classes`; {_layer_hint(model)}",
         )
-    return found
+    return names
 
 
 def checkpointed_class_names(model: nn.Module, plan: TrainingPlan) -> tuple[str, ...]:
@@ -146,13 +146,13 @@ def stop_caching(model: nn.Module) -> None:
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
     """Return the classes of modules in `model` whose class name is one of `names`."""
-    chosen = set(names)
-    return {type(module) for module in model.modules() if type(module).__name__ in chosen}
+    class_names = set(names)
+    return {type(module) for module in model.modules() if type(module).__name__ in class_names}
 
 
 def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of each module whose class has one of `names`, inner before outer."""
-    chosen, seen = set(names), set[nn.Module]()
+    class_names, seen = set(names), set[nn.Module]()
 
     def within(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if module in seen:
@@ -160,7 +160,7 @@ def modules_named(model: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.
         seen.add(module)
         for child_name, child in module.named_children():
             yield from within(child, f"{name}.{child_name}" if name else child_name)
-        if type(module).__name__ in chosen:
+        if type(module).__name__ in class_names:
             yield name, module
 
     return list(within(model, ""))
@@ -179,8 +179,8 @@ def _check_present(key: str, names: Sequence[str], model: nn.Module) -> None:
 def _layer_hint(model: nn.Module) -> str:
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     names = sorted({type(layer).__name__ for layers in lists for layer in layers})
-    listed = ", ".join(f"`{name}`" for name in names)
-    return f"its layer classes: {listed or 'none'}"
+    text = ", ".join(f"`{name}`" for name in names)
+    return f"its layer classes: {text or 'none'}"
 
 
 def hybrid_shape(plan: TrainingPlan) -> tuple[int, int] | None:
@@ -205,9 +205,9 @@ def fully_shard_layers(model: nn.Module, plan: TrainingPlan, mesh: Any) -> None:
     layers = modules_named(model, wrap_class_names(model, plan))
     if names := checkpointed_class_names(model, plan):
         stop_caching(model)
-        kinds = tuple(classes_named(model, names))
+        classes = tuple(classes_named(model, names))
         checkpoint_wrapper.apply_activation_checkpointing(
-            model, check_fn=lambda module: isinstance(module, kinds)
+            model, check_fn=lambda module: isinstance(module, classes)
         )
     options: dict[str, Any] = {"mesh": mesh}
     if plan.precision.endswith("-mixed"):

@@ -38,9 +38,9 @@ def check(plan: TrainingPlan, rows: Rows) -> None:
 
 def _check_rules(rules: Mapping[str, Rule], plan: TrainingPlan, rows: Rows) -> None:
     for name, rule in rules.items():
-        if found := rule(plan, rows):
+        if fault := rule(plan, rows):
             logging = ", ".join(f"`{key}`" for key in LOGGING)
-            values = {"plan": plan, "rows": rows, "found": found, "logging": logging}
+            values = {"plan": plan, "rows": rows, "found": fault, "logging": logging}
             message, hint = (text.format(**values) for text in WORDS[name])
             raise PlanError(message, hint=hint)
 
@@ -63,8 +63,8 @@ def _needs_momentum(plan: TrainingPlan, rows: Rows) -> bool:
 
 
 def _too_long(plan: TrainingPlan, rows: Rows) -> int:
-    longest, most = max(plan.lengths, default=0), rows["seq_len"].bounds
-    return longest if longest and most and not most.hold(longest) else 0
+    longest, bounds = max(plan.lengths, default=0), rows["seq_len"].bounds
+    return longest if longest and bounds and not bounds.hold(longest) else 0
 
 
 def _late_validation(plan: TrainingPlan, rows: Rows) -> int:
@@ -124,10 +124,10 @@ _KIND_NAMES = {
 
 def _check_type(row: Key, value: Any) -> None:
     kinds = _KINDS[row.type.removesuffix(" | None")]
-    is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    is_valid = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if value is None and "None" in row.type:
-        is_right = True
+        is_valid = True
     if row.is_repeated and isinstance(value, tuple):
-        is_right = all(isinstance(item, str) and item for item in value)
-    if not is_right:
+        is_valid = all(isinstance(item, str) and item for item in value)
+    if not is_valid:
         raise PlanError(f"`{row.name}` is {shown(value)}", hint=f"give {_KIND_NAMES[kinds[0]]}")

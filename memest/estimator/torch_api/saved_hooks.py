@@ -27,8 +27,8 @@ def install(patches: Patches, hooks: ImportHooks, work: WorkLog) -> None:
     patches.set(checkpoint, "get_device_states", partial(_call, work, REGION, get_states))
     for mode in (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode):
         patches.set(mode, "__torch_dispatch__", _counted(work, CHOICE, mode.__torch_dispatch__))
-    for place, names in LIBRARIES.items():
-        hooks.after(place, partial(_count, patches, work, names))
+    for library, names in LIBRARIES.items():
+        hooks.after(library, partial(_count, patches, work, names))
 
 
 def _call(work: WorkLog, kind: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -40,11 +40,11 @@ def _count(patches: Patches, work: WorkLog, names: dict[str, str], module: Any) 
     """Make `work` log calls of functions of `module`; `names`: {function: kind of host time}."""
     for name, kind in names.items():
         owner, _, attribute = name.rpartition(".")
-        place = getattr(module, owner) if owner else module
-        first = vars(place)[attribute]
-        call = _counted(work, kind, getattr(first, "__func__", first))
-        made = staticmethod(call) if isinstance(first, staticmethod) else call
-        patches.set(place, attribute, made)
+        parent = getattr(module, owner) if owner else module
+        original = vars(parent)[attribute]
+        call = _counted(work, kind, getattr(original, "__func__", original))
+        wrapper = staticmethod(call) if isinstance(original, staticmethod) else call
+        patches.set(parent, attribute, wrapper)
 
 
 def _counted(work: WorkLog, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,14 +99,14 @@ def simulating(release: str | None) -> Iterator[None]:
     if release is None:
         yield
         return
-    before = os.environ.get(ENVIRONMENT)
+    previous = os.environ.get(ENVIRONMENT)
     os.environ[ENVIRONMENT] = known(release).name
     try:
         yield
     finally:
         del os.environ[ENVIRONMENT]
-        if before is not None:
-            os.environ[ENVIRONMENT] = before
+        if previous is not None:
+            os.environ[ENVIRONMENT] = previous
 
 
 @cache
@@ -203,12 +203,12 @@ def library_versions(*packages: str) -> dict[str, str]:
     """Return {package: version} of memest, and of torch and `packages` if installed. With torch,
     the key `kernels of torch` has the simulated release. The key `torch built for` has the platform
     of an imported torch, if that is neither CUDA nor CPU."""
-    found = installed_versions("torch")
-    if "torch" in found:
-        found[KERNELS] = simulated().name
-        if "torch" in sys.modules and (other := other_kernels(sys.modules["torch"])):
-            found[BUILT_FOR] = other
-    return found | installed_versions(*packages)
+    versions = installed_versions("torch")
+    if "torch" in versions:
+        versions[KERNELS] = simulated().name
+        if "torch" in sys.modules and (platform := other_kernels(sys.modules["torch"])):
+            versions[BUILT_FOR] = platform
+    return versions | installed_versions(*packages)
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
@@ -217,11 +217,11 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
     from memest import __version__
 
-    found = {"memest": __version__}
+    versions = {"memest": __version__}
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            versions[package] = metadata.version(package)
+    return versions
 
 
 @cache

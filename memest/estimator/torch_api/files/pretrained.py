@@ -51,9 +51,9 @@ def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) ->
 
     @cache
     def folder() -> Path:
-        made = tempfile.TemporaryDirectory(prefix="memest-")
-        patches.on_undo(made.cleanup)
-        return Path(made.name)
+        directory = tempfile.TemporaryDirectory(prefix="memest-")
+        patches.on_undo(directory.cleanup)
+        return Path(directory.name)
 
     def config_of(entry: ModelEntry, name: str) -> list[str]:
         path = folder() / entry.name / "config.json"
@@ -74,13 +74,13 @@ def _install_configs(patches: Patches, mode: CudaSimMode, module: ModuleType) ->
             return cached_files(path_or_repo_id, filenames, *args, **kwargs)
         kwargs["local_files_only"] = True  # no network access
         try:
-            found = cached_files(path_or_repo_id, filenames, *args, **kwargs)
+            files = cached_files(path_or_repo_id, filenames, *args, **kwargs)
         except OSError:
             if filenames != ["config.json"]:
                 raise
-            found = None
-        is_missing = not found and filenames == ["config.json"]
-        return config_of(entry, name) if is_missing else found
+            files = None
+        is_missing = not files and filenames == ["config.json"]
+        return config_of(entry, name) if is_missing else files
 
 
 def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
@@ -112,22 +112,22 @@ def _install_models(patches: Patches, mode: CudaSimMode, module: Any) -> None:
 
     @patches.wrap(module.PreTrainedModel, "_load_pretrained_model")
     def load_state(load: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(load).bind(*args, **kwargs)
-        model, state, files, *configs = given.args
+        bound_args = inspect.signature(load).bind(*args, **kwargs)
+        model, state, files, *configs = bound_args.args
         if state is None and files and isinstance(files[0], NoWeights):
             conversions = getattr(configs[0], "weight_mapping", None)  # none before transformers 5
             state, files = _weights_of(model, conversions, mode), None
-        return load(model, state, files, *configs, **given.kwargs)
+        return load(model, state, files, *configs, **bound_args.kwargs)
 
 
 def dtype_of(get_dtype: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return transformers' `get_dtype(*args, **kwargs)`: the dtype in which to load a model. It may
     read weights; without weight files it gets an empty tensor of the default dtype."""
-    given = inspect.signature(get_dtype).bind(*args, **kwargs)
-    files = given.arguments["checkpoint_files"]
-    if given.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
-        given.arguments["state_dict"] = {"": torch.empty(0, device=CPU)}
-    return get_dtype(*given.args, **given.kwargs)
+    bound_args = inspect.signature(get_dtype).bind(*args, **kwargs)
+    files = bound_args.arguments["checkpoint_files"]
+    if bound_args.arguments["state_dict"] is None and files and isinstance(files[0], NoWeights):
+        bound_args.arguments["state_dict"] = {"": torch.empty(0, device=CPU)}
+    return get_dtype(*bound_args.args, **bound_args.kwargs)
 
 
 def _weights_of(model: Any, conversions: Any, mode: CudaSimMode) -> dict[str, Tensor]:
