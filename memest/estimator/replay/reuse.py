@@ -81,10 +81,10 @@ class _CallPolynomials:
         binomial = Fraction(1)
         for order, difference in enumerate(self.differences[1:], 1):
             binomial = binomial * (index - order + 1) / order
-            times, among = binomial.as_integer_ratio()
-            if among > 1 and any(times * d % among for d in difference):
+            numer, denom = binomial.as_integer_ratio()
+            if denom > 1 and any(numer * d % denom for d in difference):
                 raise ValueError("a number is not whole")
-            values = [v + times * d // among for v, d in zip(values, difference, strict=True)]
+            values = [v + numer * d // denom for v, d in zip(values, difference, strict=True)]
         return values
 
     def requests(self, index: Fraction, gpu: Gpu) -> Requests:
@@ -127,8 +127,8 @@ class Interpolation:
         self._rebuilt: dict[tuple[RequestOrder, ...], ResizableProgram] = {}
         first = samples[0]
         for other in samples[1:]:
-            same = replace(other, program=first.program, seq_len=first.seq_len)
-            if same != first:
+            comparable = replace(other, program=first.program, seq_len=first.seq_len)
+            if comparable != first:
                 raise NotInterpolable("the model differs")
         logs = [sample.calls for sample in samples if sample.calls is not None]
         self._polynomials, calls = _match_calls(logs)
@@ -210,7 +210,7 @@ def choose_again(choice: Choice, integers: Sequence[int], gpu: Gpu) -> Any:
 def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallLog]:
     """Fit polynomials to each distinct call of several runs, whose calls are matched by position.
     Return the polynomials, and the first of `logs`, whose calls refer to polynomials by index."""
-    known: dict[tuple[int, ...], int] = {}
+    indices: dict[tuple[int, ...], int] = {}
     spans = []
     for group in zip(*(log.spans for log in logs), strict=True):
         if len({len(span.calls) for span in group}) > 1:
@@ -218,12 +218,12 @@ def _match_calls(logs: Sequence[CallLog]) -> tuple[list[_CallPolynomials], CallL
         calls = []
         for row in zip(*(span.calls for span in group), strict=True):
             key = tuple([call.template for call in row])
-            index = known.setdefault(key, len(known))
+            index = indices.setdefault(key, len(indices))
             calls.append(replace(row[0], template=index))
         spans.append(Span(group[0].events, calls))
     polynomials = [
         _fit_polynomials([log.templates[i] for log, i in zip(logs, key, strict=True)])
-        for key in known
+        for key in indices
     ]
     return polynomials, CallLog([p.template for p in polynomials], spans, logs[0].choices)
 
@@ -239,18 +239,18 @@ def of_one_micro_batch(traced: TracedPlan) -> TracedPlan:
     Raise `NotInterpolable` if the second does more than replace storages by others of equal
     size."""
     program = traced.program
-    made = StorageTable()
-    source = _Copier(program.storages, made)
-    setup = source.copied(program.setup)
+    storages = StorageTable()
+    copier = _Copier(program.storages, storages)
+    setup = copier.copy(program.setup)
     steps: list[list[MicroBatch]] = []
     for number, (first, last) in enumerate(program.steps):
-        parts = [replace(part, events=source.copied(part.events)) for part in first]
-        source.leave_out(
+        parts = [replace(part, events=copier.copy(part.events)) for part in first]
+        copier.leave_out(
             [p.events for p in last if not p.is_optimizers], program.micro_renames[number]
         )
-        parts += [replace(p, events=source.copied(p.events)) for p in last if p.is_optimizers]
+        parts += [replace(p, events=copier.copy(p.events)) for p in last if p.is_optimizers]
         steps.append([parts])
-    return replace(traced, program=_program_of(made, setup, steps, program), work=None)
+    return replace(traced, program=_program_of(storages, setup, steps, program), work=None)
 
 
 class OptimizerStep:
@@ -264,8 +264,8 @@ class OptimizerStep:
         self._parts = [{part.phase: part for part in step[0]} for step in own.program.steps]
         self._notes = [note for note in own.notes if note not in other.notes]
         self._other_notes = [note for note in other.notes if note not in own.notes]
-        made = self.applied_to(other)
-        if replace(made, program=replace(made.program, coverage=own.program.coverage)) != own:
+        result = self.applied_to(other)
+        if replace(result, program=replace(result.program, coverage=own.program.coverage)) != own:
             raise NotInterpolable("more than the optimizer's step is another")
 
     def applied_to(self, traced: TracedPlan) -> TracedPlan:
@@ -273,85 +273,85 @@ class OptimizerStep:
         `NotInterpolable` if the setups differ in more than optimizer state, the phases differ, or
         another phase frees a storage of the optimizer's step."""
         program = traced.program
-        made = StorageTable()
-        theirs = _Copier(program.storages, made)
-        ours = _Copier(self._own.program.storages, made)
-        setup = ours.copied(self._own.program.setup)  # some optimizers make their state in it
-        theirs.align_setup(program, self._own.program, setup)
+        storages = StorageTable()
+        copier = _Copier(program.storages, storages)
+        own_copier = _Copier(self._own.program.storages, storages)
+        setup = own_copier.copy(self._own.program.setup)  # some optimizers make their state in it
+        copier.align_setup(program, self._own.program, setup)
         steps: list[list[MicroBatch]] = [
-            [list(self._micro_batch(batch, number, theirs, ours)) for batch in step]
+            [list(self._micro_batch(batch, number, copier, own_copier)) for batch in step]
             for number, step in enumerate(program.steps)
         ]
         groups = traced.param_groups | {"optimizer": self._own.param_groups["optimizer"]}
         notes = [note for note in traced.notes if note not in self._other_notes]
         return replace(
-            traced, program=_program_of(made, setup, steps, program), param_groups=groups,
+            traced, program=_program_of(storages, setup, steps, program), param_groups=groups,
             notes=(*notes, *self._notes), host_bytes=self._own.host_bytes,
             libraries_bytes=self._own.libraries_bytes, work=None,
         )  # fmt: skip
 
     def _micro_batch(
-        self, parts: Sequence[Part], step: int, theirs: "_Copier", ours: "_Copier"
+        self, parts: Sequence[Part], step: int, copier: "_Copier", own_copier: "_Copier"
     ) -> Iterator[Part]:
         for part in parts:
-            own = self._parts[step].get(part.phase)
-            if part.phase is None or own is None:
+            own_part = self._parts[step].get(part.phase)
+            if part.phase is None or own_part is None:
                 raise NotInterpolable("the loop has other phases")
             if part.is_optimizers:
-                events = ours.copied(own.events)
+                events = own_copier.copy(own_part.events)
             else:
-                events = theirs.copied(part.events)
-                ours.align(own.events, events)
-            state = replace(part.state, optimizer=own.state.optimizer)
+                events = copier.copy(part.events)
+                own_copier.align(own_part.events, events)
+            state = replace(part.state, optimizer=own_part.state.optimizer)
             yield Part(events, part.phase, state)
 
 
 def _program_of(
-    storages: StorageTable, setup: list[int], steps: list[list[MicroBatch]], like: Program
+    storages: StorageTable, setup: list[int], steps: list[list[MicroBatch]], original: Program
 ) -> Program:
-    program = Program(storages=storages, setup=setup, steps=steps, coverage=like.coverage)
+    program = Program(storages=storages, setup=setup, steps=steps, coverage=original.coverage)
     find_renames(program)
     return program
 
 
 @dataclass(slots=True)
 class _Copier:
-    """Copier of allocator events from a program with storages `table` to a program with storages
-    `made`."""
+    """Copier of allocator events from a program with storages `old_table` to a program with
+    storages `new_table`."""
 
-    table: StorageTable
-    made: StorageTable
+    old_table: StorageTable
+    new_table: StorageTable
     ids: dict[int, int] = field(default_factory=dict)  # in the other table, by those in this
 
     def __post_init__(self) -> None:
-        if self.table.streams or self.table.depends_on_time:
+        if self.old_table.streams or self.old_table.depends_on_time:
             raise NotInterpolable("more than one stream runs")
 
-    def copied(self, events: Sequence[int]) -> list[int]:
-        """Return `events` (an id for an allocation, ~id for a free) with ids in the new table
-        `made`. Storages that they allocate are added to it."""
-        old, made, ids = self.table, self.made, self.ids
-        found = []
+    def copy(self, events: Sequence[int]) -> list[int]:
+        """Return `events` (an id for an allocation, ~id for a free) with ids in `new_table`.
+        Storages that they allocate are added to it."""
+        old, new, ids = self.old_table, self.new_table, self.ids
+        copies = []
         for event in events:
             if event >= 0:
-                ids[event] = made.add(old.num_bytes[event], old.sites[event], old.kinds[event])
-                found.append(ids[event])
+                ids[event] = new.add(old.num_bytes[event], old.sites[event], old.kinds[event])
+                copies.append(ids[event])
             elif event == EMPTIED:
-                found.append(event)
+                copies.append(event)
             elif free_of(event) in ids:
-                found.append(free_of(ids.pop(free_of(event))))
+                copies.append(free_of(ids.pop(free_of(event))))
             else:
                 raise NotInterpolable("a part frees what another made")
-        return found
+        return copies
 
     def align(self, events: Sequence[int], copied: Sequence[int]) -> None:
         """Record that each storage id in `events` becomes the id at the same position in `copied`.
         Do nothing if the two lists do not allocate and free in the same order."""
         if [event >= 0 for event in events] != [event >= 0 for event in copied]:
             return
-        for event, other in zip(events, copied, strict=True):
+        for event, new_id in zip(events, copied, strict=True):
             if event >= 0:
-                self.ids[event] = other
+                self.ids[event] = new_id
             else:
                 self.ids.pop(free_of(event), None)
 
@@ -360,33 +360,33 @@ class _Copier:
         same position in `copied`. `copied` is the setup of `other`, with ids of the new program.
         Raise `NotInterpolable` if the setups differ in more than the optimizer states at their
         ends."""
-        mine = [event for event in own.setup if event != EMPTIED]
-        theirs = [event for event in other.setup if event != EMPTIED]
-        num = min(len(mine), len(theirs))
-        sizes = [own.storages.num_bytes[event] for event in mine[:num] if event >= 0]
-        others = [other.storages.num_bytes[event] for event in theirs[:num] if event >= 0]
-        if mine[:num] != theirs[:num] or sizes != others:
+        own_events = [event for event in own.setup if event != EMPTIED]
+        other_events = [event for event in other.setup if event != EMPTIED]
+        num = min(len(own_events), len(other_events))
+        own_sizes = [own.storages.num_bytes[e] for e in own_events[:num] if e >= 0]
+        other_sizes = [other.storages.num_bytes[e] for e in other_events[:num] if e >= 0]
+        if own_events[:num] != other_events[:num] or own_sizes != other_sizes:
             raise NotInterpolable("the setups differ")
-        self.align(mine[:num], [event for event in copied if event != EMPTIED][:num])
+        self.align(own_events[:num], [event for event in copied if event != EMPTIED][:num])
 
     def leave_out(self, streams: Sequence[Sequence[int]], renames: Mapping[int, int]) -> None:
         """Leave out the event lists `streams`, which replace some storages by others of equal size.
         `renames` maps the id of each new storage to the id of the one that it replaces, in whose
         place it is copied later. Raise `NotInterpolable` if `streams` leave other storages
         allocated, or free others."""
-        made: set[int] = set()
+        new: set[int] = set()
         freed: set[int] = set()
         for event in (event for events in streams for event in events):
             if event >= 0:
-                made.add(event)
-            elif free_of(event) in made:
-                made.remove(free_of(event))
+                new.add(event)
+            elif free_of(event) in new:
+                new.remove(free_of(event))
             else:
                 freed.add(free_of(event))
-        if made != renames.keys() or freed != set(renames.values()) or not freed <= self.ids.keys():
+        if new != renames.keys() or freed != set(renames.values()) or not freed <= self.ids.keys():
             raise NotInterpolable("what is left out keeps other things than it frees")
-        for kept, before in renames.items():
-            self.ids[kept] = self.ids.pop(before)
+        for new_id, old_id in renames.items():
+            self.ids[new_id] = self.ids.pop(old_id)
 
 
 # A plan's program on another chip, made from the calls of its run on the first chip.
@@ -411,23 +411,23 @@ def on_other_chip(sample: TracedPlan, first: Gpu, gpu: Gpu) -> TracedPlan:
     if log is None or log.is_for_one_chip:
         raise NotInterpolable("calls can differ by the compute capability")
     templates = log.templates
-    replaced, extra = _replaced_attention(log, first, gpu)
+    replacements, extra_outputs = _replaced_attention(log, first, gpu)
     try:
-        calls = [replaced.get(template, template) for template in templates]
+        calls = [replacements.get(template, template) for template in templates]
         requests = [requests_of(gpu, call, call.integers) for call in calls]
-        if not replaced and requests == [requests_of(first, t, t.integers) for t in templates]:
+        if not replacements and requests == [requests_of(first, t, t.integers) for t in templates]:
             return sample
     except (RuntimeError, ArithmeticError, LookupError, ValueError) as error:
         raise NotInterpolable(f"there is no such call: {error}") from error
-    renamed = {a.operator: b.operator for a, b in replaced.items() if a.operator != b.operator}
-    if any(t.operator in renamed and t not in replaced for t in templates):
+    new_ops = {a.operator: b.operator for a, b in replacements.items() if a.operator != b.operator}
+    if any(t.operator in new_ops and t not in replacements for t in templates):
         raise NotInterpolable("an operator is replaced in some calls only")
-    key = (*requests, *replaced.items())
+    key = (*requests, *replacements.items())
     if key in log.on_chips:
         return log.on_chips[key]
-    dropped = {n: extra[t] for n, t in enumerate(templates) if t in extra}
+    dropped = {n: extra_outputs[t] for n, t in enumerate(templates) if t in extra_outputs}
     program = ResizableProgram(sample, [r.order for r in requests], dropped).with_bytes(requests)
-    sites = [replace(s, op=renamed[s.op]) if s.op in renamed else s for s in program.storages.sites]
+    sites = [replace(s, op=new_ops[s.op]) if s.op in new_ops else s for s in program.storages.sites]
     program = replace(program, storages=replace(program.storages, sites=sites))
     log.on_chips[key] = replace(sample, program=program, calls=None)
     return log.on_chips[key]
@@ -438,7 +438,7 @@ def _replaced_attention(
 ) -> tuple[dict[Template, Template], dict[Template, frozenset[int]]]:
     """Find the attention calls of `log` that differ between the GPUs `first` and `gpu`. Return
     ({call on `first`: call on `gpu`}, {call on `first`: positions of outputs only on `gpu`})."""
-    replaced: dict[Template, Template] = {}
+    replacements: dict[Template, Template] = {}
     extra: dict[Template, frozenset[int]] = {}
     for choice in log.choices:
         outcome = choose_again(choice, choice.template.integers, gpu)
@@ -454,9 +454,9 @@ def _replaced_attention(
             for old, new in zip(old_calls, new_calls, strict=True):
                 if old.template not in log.templates:
                     raise NotInterpolable("attention alone makes other calls than in the model")
-                replaced[old.template] = new.template
+                replacements[old.template] = new.template
                 extra[old.template] = _extra_outputs(old, new)
-    return replaced, extra
+    return replacements, extra
 
 
 def _attention_uses(choice: Choice, log: CallLog) -> Iterator[tuple[float | None, Template | None]]:
@@ -504,8 +504,8 @@ def _extra_outputs(old: _CallAlone, new: _CallAlone) -> frozenset[int]:
     call."""
     extra, missing = new.outputs - old.outputs, old.outputs - new.outputs
     is_freed_first = set(new.later[: len(extra)]) == extra
-    rest = [name for name in new.later if name not in extra]
-    if not is_freed_first or rest != [name for name in old.later if name not in missing]:
+    shared = [name for name in new.later if name not in extra]
+    if not is_freed_first or shared != [name for name in old.later if name not in missing]:
         raise NotInterpolable("attention keeps other results")
     return frozenset(position for _, position in extra)
 
@@ -543,8 +543,8 @@ def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]
     names: dict[int, Output] = {}
     starts = [*(call.start for call in span.calls[1:]), len(span.events)]
     for number, (call, next_start) in enumerate(zip(span.calls, starts, strict=True)):
-        own = {id: (number, position) for position, id in call.new_storages if num_bytes[id]}
-        names |= own
+        outputs = {id: (number, position) for position, id in call.new_storages if num_bytes[id]}
+        names |= outputs
         later: list[Output | int] = []
         for event in span.events[call.end : next_start]:
             id = event if event >= 0 else free_of(event)
@@ -552,7 +552,7 @@ def _calls_alone(log: CallLog, num_bytes: Sequence[int]) -> Iterator[_CallAlone]
                 names[id] = _NO_CALL, len(names)
             if num_bytes[id]:
                 later.append(names.get(id, id))
-        yield _CallAlone(log.templates[call.template], frozenset(own.values()), later)
+        yield _CallAlone(log.templates[call.template], frozenset(outputs.values()), later)
 
 
 def _on_gpu(value: Any) -> Any:

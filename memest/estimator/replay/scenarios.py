@@ -120,8 +120,8 @@ class LeastLimit:
                 return True, self._reserved
             # a run that reserves less than both limits is the same under both: the same requests
             # of the driver succeed and fail
-            for known, (fits, peak) in self._known.items():
-                if fits and peak <= limit <= known:
+            for known_limit, (fits, peak) in self._known.items():
+                if fits and peak <= limit <= known_limit:
                     return True, peak
         self._num_left = max(0, self._num_left - 1)
         fits, num_bytes = self._replay(limit * UNIT_BYTES)
@@ -133,12 +133,12 @@ class LeastLimit:
 def highest_need(runs: Sequence[LeastLimit], limit_bytes: int) -> int:
     """Return the highest of the least limits in bytes under which `runs` fit; each search tries
     `limit_bytes` first."""
-    needs = 0
+    need_bytes = 0
     for run in runs:
-        is_sure = needs > limit_bytes or run.fits(limit_bytes)
-        if not (needs and is_sure and run.fits(needs)):
-            needs = max(needs, run.bytes_for(limit_bytes))
-    return needs
+        is_sure = need_bytes > limit_bytes or run.fits(limit_bytes)
+        if not (need_bytes and is_sure and run.fits(need_bytes)):
+            need_bytes = max(need_bytes, run.bytes_for(limit_bytes))
+    return need_bytes
 
 
 def run_of_plan(plan: TrainingPlan, traced: TracedPlan) -> Run:
@@ -194,13 +194,13 @@ def scenarios_of(plan: TrainingPlan, worst: TracedPlan) -> list[Scenario]:
     """Return a scenario for each simulated rank, and each assumed time at which blocks that streams
     share are freed. The ranks are `worst`, which reserves the most, and its `others`. The scenario
     that reserves the most is first."""
-    found: list[Scenario] = []
+    scenarios: list[Scenario] = []
     for traced in (worst, *worst.others):
         depends_on_time = plan.world_size > 1 and traced.program.storages.depends_on_time
         for timing in FreeTiming if depends_on_time else (FreeTiming.LATEST,):
-            found.append(Scenario(run_of_plan(plan, traced), timing, traced=traced))
+            scenarios.append(Scenario(run_of_plan(plan, traced), timing, traced=traced))
     key = attrgetter("unlimited.peak_reserved_bytes", "unlimited.peak_allocated_bytes")
-    return sorted(found, key=key, reverse=True)
+    return sorted(scenarios, key=key, reverse=True)
 
 
 def verdict_over(
@@ -212,21 +212,21 @@ def verdict_over(
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
     first = failed[0] if failed else 0
-    shown, storages = results[first], scenarios[first].run.program.storages
+    replay, storages = results[first], scenarios[first].run.program.storages
     verdict = Verdict(
         verdict=Outcome.OOM if failed else Outcome.FITS,
         margin_bytes=limit_bytes - needs,
         limit_bytes=limit_bytes,
-        reserved_bytes=shown.peak_reserved_bytes,
+        reserved_bytes=replay.peak_reserved_bytes,
         spread_bytes=spread_bytes,
-        at=where_failed(shown.failed.step, storages.sites[shown.failed.storage])
-        if shown.failed
+        at=where_failed(replay.failed.step, storages.sites[replay.failed.storage])
+        if replay.failed
         else "",
     )
-    of_ranks: dict[int, list[bool]] = {}
+    failures: dict[int, list[bool]] = {}
     for scenario, result in zip(scenarios, results, strict=True):
-        of_ranks.setdefault(id(scenario.run.program), []).append(result.failed is not None)
-    if not failed or any(map(all, of_ranks.values())):
+        failures.setdefault(id(scenario.run.program), []).append(result.failed is not None)
+    if not failed or any(map(all, failures.values())):
         return verdict
     return replace(verdict, verdict=Outcome.MAY, decides=describe_deferred_blocks(storages))
 
@@ -238,32 +238,32 @@ def where_failed(step: int, site: Site) -> str:
 
 def describe_deferred_blocks(storages: StorageTable) -> str:
     """Describe the blocks in `storages` whose free depends on GPU timing; "" if there are none."""
-    words = []
+    clauses = []
     if storages.stashed:
         num_bytes = sum(storages.num_bytes[index] for index in storages.stashed)
-        words.append(f"{format_bytes(num_bytes)} of the first step's buckets may live on")
+        clauses.append(f"{format_bytes(num_bytes)} of the first step's buckets may live on")
     if storages.deferred:
         largest = max(storages.deferred, key=storages.num_bytes.__getitem__)
-        words.append(
+        clauses.append(
             f"{len(storages.deferred)} blocks that two streams share come back sooner or later,"
             f" the largest of {format_bytes(storages.num_bytes[largest])} for"
             f" {storages.kinds[largest]}"
         )
-    return "; ".join(words)
+    return "; ".join(clauses)
 
 
 def interval(values: Iterable[int], *, outside_bytes: int = 0) -> Interval:
     """Return the least and the greatest of `values`, each with `outside_bytes` added."""
-    found = [value + outside_bytes for value in values]
-    return Interval(low_bytes=min(found), high_bytes=max(found))
+    totals = [value + outside_bytes for value in values]
+    return Interval(low_bytes=min(totals), high_bytes=max(totals))
 
 
 def intervals(results: Sequence[Replayed], *, outside_bytes: int) -> dict[str, Interval]:
     """Return the least and greatest peak over `results`, for `allocated`, `reserved` and `process`.
     The bytes of the process are the reserved ones plus `outside_bytes`, outside the allocator."""
-    reserved = [each.peak_reserved_bytes for each in results]
+    reserved = [replay.peak_reserved_bytes for replay in results]
     return {
-        "allocated": interval(each.peak_allocated_bytes for each in results),
+        "allocated": interval(replay.peak_allocated_bytes for replay in results),
         "reserved": interval(reserved),
         "process": interval(reserved, outside_bytes=outside_bytes),
     }

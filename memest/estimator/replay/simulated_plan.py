@@ -32,13 +32,13 @@ def run_ranks(plan: TrainingPlan, gpu: Gpu) -> tuple[TracedPlan, ...]:
     """Simulate the ranks of `plan` that can differ (`candidate_ranks`) on `gpu`. The run that
     reserves the most is first."""
     first = rank_of(plan)
-    traced = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
+    runs = [run_rank(plan, gpu, replace(first, rank=rank)) for rank in candidate_ranks(plan)]
 
     def need(traced: TracedPlan) -> tuple[int, int]:
         run = Run(traced.program, plan.steps, plan.accumulate_grad_batches).on(None)
         return run.peak_reserved_bytes, run.peak_allocated_bytes
 
-    return tuple(sorted(traced, key=need, reverse=True) if len(traced) > 1 else traced)
+    return tuple(sorted(runs, key=need, reverse=True) if len(runs) > 1 else runs)
 
 
 def candidate_ranks(plan: TrainingPlan) -> Sequence[int]:
@@ -93,9 +93,9 @@ def _notes(plan: TrainingPlan, rank: int, storages: StorageTable) -> Iterator[st
     yield (
         f"{format_bytes(libraries_bytes(plan))} of NCCL on each GPU, as on four H200 of one host"
     )
-    kept = describe_deferred_blocks(storages)
-    if kept and plan.world_size > 1:
-        yield f"between low and high of a figure: {kept}"
+    description = describe_deferred_blocks(storages)
+    if description and plan.world_size > 1:
+        yield f"between low and high of a figure: {description}"
 
 
 _Traces = list[tuple[Gpu, TracedPlan, Calls]]

@@ -83,8 +83,8 @@ def repeats_micro_batches(plan: TrainingPlan) -> bool:
 
 
 def _num_run(plan: TrainingPlan) -> int:
-    most = MAX_MICRO_BATCHES if repeats_micro_batches(plan) else MAX_MICRO_BATCHES_APART
-    return min(plan.accumulate_grad_batches, most)
+    limit = MAX_MICRO_BATCHES if repeats_micro_batches(plan) else MAX_MICRO_BATCHES_APART
+    return min(plan.accumulate_grad_batches, limit)
 
 
 def _is_whole(plan: TrainingPlan) -> bool:
@@ -106,13 +106,13 @@ def model_failure(plan: TrainingPlan, model: nn.Module | None, error: Exception)
     """Return an error that names the innermost module of `model` whose code raised `error`. It
     names the plan's model if no module is found, or if `model` is None."""
     names = {} if model is None else {id(m): name for name, m in model.named_modules()}
-    where, frames = "", error.__traceback__
-    while frames is not None:
-        where = names.get(id(frames.tb_frame.f_locals.get("self")), where)
-        frames = frames.tb_next
+    module_name, traceback = "", error.__traceback__
+    while traceback is not None:
+        module_name = names.get(id(traceback.tb_frame.f_locals.get("self")), module_name)
+        traceback = traceback.tb_next
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return TraceError(
-        f"`{where or plan.model_name}` fails: {first_line}",
+        f"`{module_name or plan.model_name}` fails: {first_line}",
         hint="a GPU would most likely fail too; if not, memest cannot predict this plan",
     )
 
@@ -199,11 +199,11 @@ class _Watch:
         """Store what the report needs, after the last step and before tensors are freed. That is
         the elements of each dtype, the bytes on the host, and the shape of a layer."""
         states = self.job.recorder.states
-        held = list({id(t): t for t in states.optimizer()}.values())
-        gpu_tensors = [t for t in held if t.device.type == "cuda"]
+        tensors = list({id(t): t for t in states.optimizer()}.values())
+        gpu_tensors = [t for t in tensors if t.device.type == "cuda"]
         self.param_groups["params"] = elements_by_dtype(states.params())
         self.param_groups["optimizer"] = elements_by_dtype(gpu_tensors)
-        self.host_bytes = sum(t.nbytes for t in held if hasattr(t, "is_paged"))
+        self.host_bytes = sum(t.nbytes for t in tensors if hasattr(t, "is_paged"))
         if self.job.plan.offloads:
             self.host_terms = tuple(_host_terms(self.virtual.mode.host.held()))
         self.geometry = layer_geometry(self.model, self.config)
@@ -380,10 +380,10 @@ def _notes(watch: _Watch) -> Iterator[str]:
         yield f"{what}: read {count} times in what ran, not known without a GPU, and guessed"
 
 
-def _host_terms(held: Iterable[tuple[int, bool]]) -> Iterator[Term]:
-    """Yield the report's rows of host memory; `held` has (bytes, `is_pinned`) of each host tensor.
-    Pinned ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`)."""
-    sizes = list(held)
+def _host_terms(tensors: Iterable[tuple[int, bool]]) -> Iterator[Term]:
+    """Yield the report's rows of host memory; `tensors` has (bytes, `is_pinned`) of each. Pinned
+    ones are rounded up to a power of two (`CachingHostAllocatorImpl::allocate`)."""
+    sizes = list(tensors)
     pinned = [1 << (num_bytes - 1).bit_length() for num_bytes, is_pinned in sizes if is_pinned]
     pageable = [num_bytes for num_bytes, is_pinned in sizes if not is_pinned]
     rounded = f"{counted(len(pinned), 'tensor')}, each to the next power of two"
@@ -425,12 +425,12 @@ def _program(watch: _Watch) -> Program:
 def _storages(storages: StorageTable, count: int, root: str) -> StorageTable:
     """Return the first `count` storages, with module names relative to `root`, the model's path. If
     `root` is "", the outermost module is the model."""
-    known = set(range(count))
+    indices = set(range(count))
     return StorageTable(
         num_bytes=storages.num_bytes[:count],
         sites=[within_model(site, root) for site in storages.sites[:count]],
         kinds=storages.kinds[:count],
         streams={index: stream for index, stream in storages.streams.items() if index < count},
-        deferred=storages.deferred & known,
-        stashed=storages.stashed & known,
+        deferred=storages.deferred & indices,
+        stashed=storages.stashed & indices,
     )

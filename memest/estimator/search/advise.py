@@ -176,15 +176,15 @@ def advise(plan: TrainingPlan, gpu: Gpu | str, *, max_predictions: int = 40) -> 
             search.run(techniques, options)
         except _Spent:
             is_complete = False
-    seen = search.known.values()
+    all_options = search.known.values()
     order = [change for technique in techniques for change in technique.changes]
-    not_enough = [option for option in seen if len(option.changes) == 1 and not option.fits]
+    not_enough = [option for option in all_options if len(option.changes) == 1 and not option.fits]
     not_enough.sort(key=lambda option: (option.cost, order.index(option.changes[0])))
     return Advice(
         gpu=target.name, limit_bytes=prediction.verdicts[target.name].limit_bytes, current=current,
         options=tuple(sorted(options.values(), key=lambda option: option.rank)),
         not_enough=tuple(not_enough),
-        smallest=min(seen, key=lambda option: option.verdict.needs_bytes),
+        smallest=min(all_options, key=lambda option: option.verdict.needs_bytes),
         refused=tuple(search.refused), not_tried=NOT_TRIED, num_predictions=search.num_predictions,
         is_complete=is_complete,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) 
     traced = trace_plan(_on_gpu(plan, target), target)
     max_predictions = min(MAX_CHANGES, MAX_CALLS // traced.program.coverage.num_ops - 1)
     search = _Search(_on_gpu(plan, target), target, max_predictions)
-    found: Option | None = None
+    cheapest: Option | None = None
     limit_bytes = prediction.verdicts[target.name].limit_bytes
     techniques = only(  # leave out changes whose lower bound does not fit
         techniques_for(search.plan, search.facts(prediction), target),
@@ -210,11 +210,11 @@ def cheapest_change(plan: TrainingPlan, gpu: Gpu | str, prediction: Prediction) 
     )
     with suppress(_Spent, MemestError):
         for option in search._singles(techniques):
-            if found is None or (option.cost == found.cost and not option.verdict.is_tight):
-                found = option
-            if not found.verdict.is_tight or option.cost != found.cost:
+            if cheapest is None or (option.cost == cheapest.cost and not option.verdict.is_tight):
+                cheapest = option
+            if not cheapest.verdict.is_tight or option.cost != cheapest.cost:
                 break
-    return found
+    return cheapest
 
 
 def _on_gpu(plan: TrainingPlan, gpu: Gpu) -> TrainingPlan:
@@ -241,12 +241,12 @@ class _Search:
         """Predict the plan without changes; return (option, prediction)."""
         self.num_predictions += 1
         import_libraries(self.plan.model_name, self.plan.loop, self.plan.trust_remote_code)
-        found = None
+        result = None
         if self.jobs > 1:  # in a fork, since a process that has run autograd cannot fork again
             with forked(partial(predict, self.plan)) as answer:
-                found = answer()
-        self.jobs = self.jobs if found else 1
-        prediction = found or predict(self.plan)
+                result = answer()
+        self.jobs = self.jobs if result else 1
+        prediction = result or predict(self.plan)
         self.known[self.plan] = self._option(self.plan, (), prediction)
         return self.known[self.plan], prediction
 
@@ -294,10 +294,10 @@ class _Search:
                 if isinstance(prediction, MemestError):
                     raise prediction
                 self.known[plan] = self._option(plan, ordered, prediction)
-            known = self.known[plan]
-            if len(ordered) < len(known.changes):  # the other changes had no effect
-                known = self.known[plan] = replace(known, changes=ordered)
-            return known
+            option = self.known[plan]
+            if len(ordered) < len(option.changes):  # the other changes had no effect
+                option = self.known[plan] = replace(option, changes=ordered)
+            return option
         except MemestError as error:
             self.refused.append(Refused(title=title, reason=str(error)))
             return None
@@ -325,7 +325,7 @@ class _Search:
             options[option.plan] = option
         titles = {refused.title for refused in self.refused}
         usable = only(techniques, lambda change: change.title not in titles)
-        for cost in (each for each in Cost if each not in LAST_RESORTS):
+        for cost in (c for c in Cost if c not in LAST_RESORTS):
             if any(option.cost <= cost for option in options.values()):
                 return
             for option in self._combinations(usable, cost):
@@ -386,32 +386,32 @@ class _Search:
             return
         if not self._fits(change for _, change in strongest):
             return
-        found = self._minimized(strongest)
-        yield found
-        for size in range(2, len(found.changes)):
+        minimal = self._minimized(strongest)
+        yield minimal
+        for size in range(2, len(minimal.changes)):
             groups = [g for g in itertools.combinations(strongest, size) if _costs(g)[-1] == cost]
             for group in sorted(groups, key=_costs):
                 if self._fits(change for _, change in group):
                     yield self._minimized(group)
                     return
 
-    def _minimized(self, chosen: Sequence[tuple[Technique, Change]]) -> Option:
-        """Return the option with only the needed changes of `chosen`, each as weak as possible."""
-        kept = list(chosen)
-        by_cost = sorted(reversed(chosen), key=lambda pair: pair[1].cost, reverse=True)
+    def _minimized(self, group: Sequence[tuple[Technique, Change]]) -> Option:
+        """Return the option with only the needed changes of `group`, each as weak as possible."""
+        needed = list(group)
+        by_cost = sorted(reversed(group), key=lambda pair: pair[1].cost, reverse=True)
         for technique, change in by_cost:
-            others = [c for other, c in kept if other is not technique]
+            others = [c for other, c in needed if other is not technique]
             if self._fits(others):
-                kept = [pair for pair in kept if pair[0] is not technique]
+                needed = [pair for pair in needed if pair[0] is not technique]
                 continue
             if technique.is_graded:
                 milder = self._weakest_fitting(technique, others)
             else:
                 earlier = technique.changes[: technique.changes.index(change)]
-                milder = next((each for each in earlier if self._fits([*others, each])), None)
+                milder = next((c for c in earlier if self._fits([*others, c])), None)
             if milder is not None:
-                kept = [(technique, milder) if pair[0] is technique else pair for pair in kept]
-        option = self.predict_with(change for _, change in kept)
+                needed = [(technique, milder) if pair[0] is technique else pair for pair in needed]
+        option = self.predict_with(change for _, change in needed)
         assert option is not None
         return option
 
@@ -422,12 +422,12 @@ def _strongest(techniques: Sequence[Technique], cost: Cost) -> list[tuple[Techni
     GPUs never count."""
     allowed = {c for c in Cost if c <= cost and (c is not Cost.OPTIMIZER or cost is c)}
     allowed -= set(LAST_RESORTS)
-    found = []
+    pairs = []
     for technique in techniques:
         changes = [change for change in technique.changes if change.cost in allowed]
         if changes:
-            found.append((technique, changes[-1]))
-    return found
+            pairs.append((technique, changes[-1]))
+    return pairs
 
 
 def _costs(group: Iterable[tuple[Technique, Change]]) -> list[Cost]:
@@ -443,9 +443,9 @@ def _model_facts(plan: TrainingPlan, prediction: Prediction) -> ModelFacts:
     module = build_model(config, dtype=load_dtype(plan, config)).module
     vision = vision_config(config.pretrained)
     towers: list[str] = []
-    for name, part in module.named_modules() if vision is not None else ():
+    for name, submodule in module.named_modules() if vision is not None else ():
         is_inside = any(name.startswith(f"{tower}.") for tower in towers)
-        if name and not is_inside and type(getattr(part, "config", None)) is type(vision):
+        if name and not is_inside and type(getattr(submodule, "config", None)) is type(vision):
             towers.append(name)
     targets: Sequence[str] = ()
     with suppress(MemestError):

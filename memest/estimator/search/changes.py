@@ -28,9 +28,9 @@ class Cost(IntEnum):
     def __new__(cls, value: int, words: str) -> Self:
         """Make a member of `value`, by which members are sorted, with a text (`words`) for
         users."""
-        made = int.__new__(cls, value)
-        made._value_, made.words = value, words
-        return made
+        member = int.__new__(cls, value)
+        member._value_, member.words = value, words
+        return member
 
     NOTHING = 0, "same mathematics, no more time"
     TIME = 1, "same mathematics, more time"
@@ -97,8 +97,8 @@ def apply(plan: TrainingPlan, changes: Iterable[Change]) -> TrainingPlan:
 def only(techniques: Iterable[Technique], keeps: Callable[[Change], bool]) -> list[Technique]:
     """Return `techniques` with only the changes for which `keeps(change)` is True. Techniques
     without a change are left out."""
-    kept = (replace(each, changes=tuple(filter(keeps, each.changes))) for each in techniques)
-    return [technique for technique in kept if technique.changes]
+    reduced = (replace(t, changes=tuple(filter(keeps, t.changes))) for t in techniques)
+    return [technique for technique in reduced if technique.changes]
 
 
 def least_bytes(change: Change, traced: TracedPlan) -> int:
@@ -111,10 +111,10 @@ def least_bytes(change: Change, traced: TracedPlan) -> int:
         is_same = set(traced.param_groups["params"]) == {"bfloat16"}  # DeepSpeed's own bf16 weights
         return program.forward_held_bytes() if is_same else 0
     if keys == {"optim"}:
-        states = program.most_held_bytes("params", "grads")
+        state_bytes = program.most_held_bytes("params", "grads")
         if str(change.updates["optim"]) in ("adam_8bit", "adamw_8bit"):  # as many of a byte or more
-            states += sum(traced.param_groups["optimizer"].values())
-        return max(states, program.forward_held_bytes())
+            state_bytes += sum(traced.param_groups["optimizer"].values())
+        return max(state_bytes, program.forward_held_bytes())
     return program.most_held_bytes("params") if keys & {"use_lora", "freeze"} else 0
 
 
@@ -135,12 +135,12 @@ def techniques_for(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> tuple[Tec
         title, price = (text.format(**values) for text in texts)
         return Change(title=title, cost=Cost[cost], price=price, updates=updates)
 
-    found = []
+    techniques = []
     for technique in _TECHNIQUES:
         changes = tuple(itertools.starmap(change, technique(plan, facts, gpu)))
         if changes:
-            found.append(Technique(changes=changes, is_graded=technique in _GRADED))
-    return tuple(found)
+            techniques.append(Technique(changes=changes, is_graded=technique in _GRADED))
+    return tuple(techniques)
 
 
 def _attention(plan: TrainingPlan, facts: ModelFacts, gpu: Gpu) -> Found:

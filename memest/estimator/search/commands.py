@@ -32,12 +32,12 @@ def predict_command(plan: TrainingPlan) -> str:
     'memest predict --model gpt2 --bs 1 --precision bf16-true --optim adamw --act-ckpt --gpu t4'
     """
     defaults = TrainingPlan(model_name=plan.model_name).to_dict()
-    words = ["memest", "predict"]
+    args = ["memest", "predict"]
     for name, value in plan.to_dict().items():
         row = PLAN_KEYS[name]
         if row.flag and (row.is_always_written or value != defaults[name]):
-            words += row.words(value)
-    return shlex.join(words)
+            args += row.words(value)
+    return shlex.join(args)
 
 
 def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts) -> tuple[str, ...]:
@@ -49,9 +49,9 @@ def training_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
         setting = f'os.environ["PYTORCH_ALLOC_CONF"] = "{after.alloc_conf}"'
         lines.append(f"{setting}  # before torch is imported")
     lines += [*_loading_lines(before, after, facts), *_adapter_lines(before, after, facts)]
-    added = set(after.freeze) - set(before.freeze)
-    frozen = (name for name in facts.vision_modules if f"{name}.*" in added)
-    lines += [f"model.{name}.requires_grad_(False)" for name in frozen]
+    patterns = set(after.freeze) - set(before.freeze)
+    frozen_modules = (name for name in facts.vision_modules if f"{name}.*" in patterns)
+    lines += [f"model.{name}.requires_grad_(False)" for name in frozen_modules]
     if after.optim != before.optim:
         row, trained = OPTIMIZERS[after.optim], "(p for p in model.parameters() if p.requires_grad)"
         options = "".join(f", {name}={value}" for name, value in row.options)
@@ -65,15 +65,15 @@ def _loading_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
     if after.attn_implementation != before.attn_implementation:
         arguments.append(f'attn_implementation="{after.attn_implementation}"')
     if after.use_qlora and _qlora_keys(after) != _qlora_keys(before):
-        half = "torch.float16" if after.precision.startswith("16") else "torch.bfloat16"
+        compute_dtype = "torch.float16" if after.precision.startswith("16") else "torch.bfloat16"
         double = ", bnb_4bit_use_double_quant=True" if after.double_quant else ""
-        kind = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", '
-        kind += f"bnb_4bit_compute_dtype={half}{double}"
+        options = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+        options += f"bnb_4bit_compute_dtype={compute_dtype}{double}"
         if after.quant == "int8":
-            kind = "load_in_8bit=True"
+            options = "load_in_8bit=True"
         if after.quant_skip:
-            kind += f", llm_int8_skip_modules={json.dumps(after.quant_skip)}"
-        yield f"quantization = BitsAndBytesConfig({kind})"
+            options += f", llm_int8_skip_modules={json.dumps(after.quant_skip)}"
+        yield f"quantization = BitsAndBytesConfig({options})"
         arguments.append("quantization_config=quantization")
     if len(arguments) > 1:
         yield f"model = {facts.class_name}.from_pretrained({', '.join(arguments)})"

@@ -89,14 +89,14 @@ class Largest:
 def largest(plan: TrainingPlan, gpus: Sequence[Gpu], key: str) -> list[Largest]:
     """Return, for each of `gpus`, the largest `batch_size` or `seq_len` (`key`) with which `plan`
     fits. GPUs of one chip share simulations."""
-    found = []
+    results = []
     all_series: dict[str, TraceSeries] = {}
     for gpu in gpus:
         chip = gpu.chip
         if chip not in all_series:
             all_series[chip] = TraceSeries(plan, gpu, key)
-        found.append(_Search(all_series[chip], gpu).run())
-    return found
+        results.append(_Search(all_series[chip], gpu).run())
+    return results
 
 
 def peak_requested(program: Program, num_micro_batches: int) -> int:
@@ -142,7 +142,7 @@ class _Search:
     def run(self) -> Largest:
         """Search with interpolated programs until simulated runs near the answer confirm it. If
         none do, search again and simulate every size."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         low = self._search()
         for _ in range(NUM_ANCHORS):
             if not self._guesses or self._is_confirmed(low):
@@ -156,7 +156,7 @@ class _Search:
             self._guesses = False
             self._trials.clear()
             low = self._search()
-        return self._report(low, time.perf_counter() - started)
+        return self._report(low, time.perf_counter() - start_time)
 
     def trial(self, value: int) -> Trial | None:
         """Return the plan's cached result at the size `value`; None if the plan is invalid."""
@@ -167,8 +167,8 @@ class _Search:
                 self._trials[value] = Trial(self._traced(value), self.plan, self.gpu)
             except PlanError as error:
                 self._trials[value] = error
-        found = self._trials[value]
-        return found if isinstance(found, Trial) else None
+        result = self._trials[value]
+        return result if isinstance(result, Trial) else None
 
     def _traced(self, value: int) -> TracedPlan:
         plan = with_value(self.plan, self.series.key, value)  # raises if it is no valid plan
@@ -182,8 +182,8 @@ class _Search:
         return self.series.guess(value)
 
     def _fits(self, value: int) -> bool:
-        found = self.trial(value)
-        return found is not None and found.fits
+        trial = self.trial(value)
+        return trial is not None and trial.fits
 
     def _search(self) -> int:
         """Return the largest size that fits. If none fits, return minus the smallest valid size."""
@@ -198,22 +198,22 @@ class _Search:
     def _smallest(self) -> int:
         """Return a size that fits, to begin with, or if none fits, minus the smallest valid one."""
         if self._is_batch:
-            tries = [2, 1]  # a batch of one often chooses other kernels, and is rarely the answer
+            sizes = [2, 1]  # a batch of one often chooses other kernels, and is rarely the answer
         else:
-            tries = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
-        allowed = next((value for value in tries if self.trial(value) is not None), None)
-        if allowed is None:
+            sizes = [FIRST_SEQ_LEN << i for i in range(8)] + [FIRST_SEQ_LEN >> i for i in range(7)]
+        size = next((value for value in sizes if self.trial(value) is not None), None)
+        if size is None:
             raise next(e for e in self._trials.values() if isinstance(e, PlanError))
         too_small = 0
-        while not self._fits(allowed):
-            value = (too_small + allowed) // 2
-            if allowed - too_small == 1:
-                return -allowed
+        while not self._fits(size):
+            value = (too_small + size) // 2
+            if size - too_small == 1:
+                return -size
             if self.trial(value) is None:
                 too_small = value
             else:
-                allowed = value
-        return allowed
+                size = value
+        return size
 
     def _close_in(self, low: int, high: int) -> int:
         """Narrow `low`, a size that fits, and `high`, which does not, to neighbours; return
@@ -221,8 +221,8 @@ class _Search:
         is_secant = True
         while high - low > 1:
             middle = (low + high) // 2
-            above = self.trial(high)
-            if is_secant and above is not None:
+            high_trial = self.trial(high)
+            if is_secant and high_trial is not None:
                 middle = min(max(self._secant(low, high), low + 1), high - 1)
             spacing = SPACING[self.series.key]
             if high - low > spacing and not (low % spacing or high % spacing):
@@ -240,9 +240,9 @@ class _Search:
         the sizes `low` and `high`."""
         trials = (self.trial(low), self.trial(high))
         runs = (trial.scenarios[0].unlimited for trial in trials if trial is not None)
-        below, above = (run.peak_reserved_bytes for run in runs)
-        growth = above - below
-        room = self.limit - below
+        low_bytes, high_bytes = (run.peak_reserved_bytes for run in runs)
+        growth = high_bytes - low_bytes
+        room = self.limit - low_bytes
         return low + room * (high - low) // growth if growth > 0 else (low + high) // 2
 
     def _beyond(self, value: int) -> int:
@@ -251,13 +251,13 @@ class _Search:
         num_neighbours = NUM_NEIGHBOURS[self.series.key]
         while value - largest < num_neighbours:
             value += 1
-            found = self.trial(value)
-            if found is None:
+            trial = self.trial(value)
+            if trial is None:
                 break
             num_micro_batches = self.plan.accumulate_grad_batches
-            if peak_requested(found.traced.program, num_micro_batches) > self.limit:
+            if peak_requested(trial.traced.program, num_micro_batches) > self.limit:
                 break
-            if found.fits:
+            if trial.fits:
                 largest = value
         return largest
 
@@ -267,23 +267,23 @@ class _Search:
         sizes = [v for v in (value + 1,) if v > 1 and self.trial(v) is not None]
         if not sizes or not self._is_batch:  # the next length often chooses other kernels
             sizes.append(abs(value))
-        guessed = {v: self.series.guess(v) for v in sizes}
-        return all(self.series.trace(v) == traced for v, traced in guessed.items())
+        guesses = {v: self.series.guess(v) for v in sizes}
+        return all(self.series.trace(v) == traced for v, traced in guesses.items())
 
     def _report(self, value: int, elapsed_s: float) -> Largest:
-        shown = abs(value)
-        found = self.trial(shown)
-        assert found is not None
-        above = self.trial(value + 1) if value > 0 else found
+        size = abs(value)
+        trial = self.trial(size)
+        assert trial is not None
+        next_trial = self.trial(value + 1) if value > 0 else trial
         error = self._trials.get(value + 1)
-        used = found.results[0] if found.fits else found.scenarios[0].unlimited
+        replay = trial.results[0] if trial.fits else trial.scenarios[0].unlimited
         return Largest(
-            plan=with_value(self.plan, self.series.key, shown), gpu=self.gpu.name,
+            plan=with_value(self.plan, self.series.key, size), gpu=self.gpu.name,
             key=self.series.key, value=value if value > 0 else None,
-            peak_allocated_bytes=used.peak_allocated_bytes,
-            peak_reserved_bytes=used.peak_reserved_bytes, verdict=found.verdict,
-            next_needs_bytes=None if above is None else above.verdict.needs_bytes,
-            at="" if above is None else above.verdict.at,
+            peak_allocated_bytes=replay.peak_allocated_bytes,
+            peak_reserved_bytes=replay.peak_reserved_bytes, verdict=trial.verdict,
+            next_needs_bytes=None if next_trial is None else next_trial.verdict.needs_bytes,
+            at="" if next_trial is None else next_trial.verdict.at,
             ceiling=str(error) if isinstance(error, PlanError) else "",
             num_traces=self.series.num_traces, elapsed_s=elapsed_s,
         )  # fmt: skip
@@ -316,24 +316,24 @@ class TechniqueRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON values."""
-        found = {} if self.largest is None else self.largest.to_dict()
-        return {"technique": self.technique, "gpu": self.gpu, "error": self.error} | found
+        values = {} if self.largest is None else self.largest.to_dict()
+        return {"technique": self.technique, "gpu": self.gpu, "error": self.error} | values
 
 
 def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
     """Return {technique: values of plan keys}: `plan` with each of `TECHNIQUES`, without plan keys
     that the technique ignores."""
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _DECIDED}
-    made = {}
+    by_technique = {}
     for name, changes in TECHNIQUES.items():
         has_adapters = "use_lora" in changes or "use_qlora" in changes
         unused = _OF_FULL if has_adapters else _OF_ADAPTERS
         unused = unused if "use_qlora" in changes else unused | _OF_QLORA
-        kept = {k: v for k, v in values.items() if k not in unused}
+        used = {k: v for k, v in values.items() if k not in unused}
         if plan.offloads:  # offload works with one optimizer only
-            kept["optim"] = plan.optim
-        made[name] = kept | changes | {"name": f"{plan.label}: {name}"}
-    return made
+            used["optim"] = plan.optim
+        by_technique[name] = used | changes | {"name": f"{plan.label}: {name}"}
+    return by_technique
 
 
 def largest_of_all(
@@ -343,14 +343,14 @@ def largest_of_all(
     Rows are ordered by technique. A technique that cannot be run gives rows with an `error`. `jobs`
     is the number of processes; None is one per core. Raise `MemestError` if none of the techniques
     can be run; the error is the first one's."""
-    one = partial(result_or_error, _rows, gpus=tuple(gpus), key=key)
+    search = partial(result_or_error, _rows, gpus=tuple(gpus), key=key)
     tasks = list(technique_values(plan).items())
-    found = find_engine("local", jobs).map(
-        one, tasks, died=lambda task, error: error, label=lambda task: f"{plan.label}, {task[0]}"
+    results = find_engine("local", jobs).map(
+        search, tasks, died=lambda task, error: error, label=lambda task: f"{plan.label}, {task[0]}"
     )
-    raise_if_all_failed(found)
+    raise_if_all_failed(results)
     rows: list[TechniqueRow] = []
-    for (name, _), result in zip(tasks, found, strict=True):
+    for (name, _), result in zip(tasks, results, strict=True):
         if isinstance(result, MemestError):
             rows += [TechniqueRow(name, gpu.name, None, str(result)) for gpu in gpus]
         else:
@@ -362,5 +362,5 @@ def _rows(
     task: tuple[str, Mapping[str, Any]], *, gpus: tuple[Gpu, ...], key: str
 ) -> list[TechniqueRow]:
     name, values = task
-    found = largest(TrainingPlan(**values), gpus, key)
-    return [TechniqueRow(name, row.gpu, row) for row in found]
+    results = largest(TrainingPlan(**values), gpus, key)
+    return [TechniqueRow(name, row.gpu, row) for row in results]

@@ -63,15 +63,15 @@ def partition(
     """Split `plans` with `found`, their results in the same order, into two lists: (plan,
     prediction) pairs and (plan, error) pairs."""
     pairs = list(zip(plans, found, strict=True))
-    predicted = [(plan, each) for plan, each in pairs if isinstance(each, Prediction)]
-    return predicted, [(plan, each) for plan, each in pairs if isinstance(each, MemestError)]
+    predicted = [(plan, result) for plan, result in pairs if isinstance(result, Prediction)]
+    return predicted, [(plan, result) for plan, result in pairs if isinstance(result, MemestError)]
 
 
 def with_label(plan: TrainingPlan, error: MemestError) -> MemestError:
     """Return `error` with the name of `plan` in front of its message."""
-    made = type(error)(f"experiment `{plan.label}`: {error}")
-    made.hint = error.hint
-    return made
+    labelled = type(error)(f"experiment `{plan.label}`: {error}")
+    labelled.hint = error.hint
+    return labelled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +103,9 @@ def scale(
     Raise `MemestError` if there is no such strategy, or nothing at all can be predicted; the error
     is the first one's."""
     for strategy in strategies:
-        known = [name for name in STRATEGIES if name != "auto"]
-        if strategy not in known:
-            near = closest(strategy, known) or known
+        choices = [name for name in STRATEGIES if name != "auto"]
+        if strategy not in choices:
+            near = closest(strategy, choices) or choices
             raise PlanError(
                 f"there is no strategy `{strategy[:100]}` for several GPUs",
                 hint=f"choose from {', '.join(f'`{name}`' for name in near)}",
@@ -113,16 +113,16 @@ def scale(
     for number in devices:
         TrainingPlan(model_name="any", devices=number)
     numbers = sorted(set(devices))
-    found: dict[tuple[str, int], Any] = {
+    results: dict[tuple[str, int], Any] = {
         (strategy, number): result_or_error(_plan, values, strategy, number)
         for strategy, number in product(dict.fromkeys(strategies), numbers)
     }
-    plans = {key: plan for key, plan in found.items() if isinstance(plan, TrainingPlan)}
+    plans = {key: plan for key, plan in results.items() if isinstance(plan, TrainingPlan)}
     reports = predict_each(list(plans.values()), jobs=jobs)
-    found |= dict(zip(plans, reports, strict=True))
-    raise_if_all_failed(found.values())
+    results |= dict(zip(plans, reports, strict=True))
+    raise_if_all_failed(results.values())
     return [
-        _line(values, strategy, {n: found[strategy, n] for n in numbers})
+        _line(values, strategy, {n: results[strategy, n] for n in numbers})
         for strategy in dict.fromkeys(strategies)
     ]
 
@@ -131,11 +131,11 @@ def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPla
     """Return the plan with the keys `values` and `strategy` on `devices` GPUs. Keys that the
     strategy ignores are left out."""
     unread = _unread(values, strategy)
-    kept = {key: value for key, value in values.items() if key not in unread}
-    kept |= {"strategy": strategy, "devices": devices}
+    used = {key: value for key, value in values.items() if key not in unread}
+    used |= {"strategy": strategy, "devices": devices}
     if strategy.endswith("_offload"):
-        kept["optim"] = "deepspeed_cpu"
-    return TrainingPlan.from_dict(kept)
+        used["optim"] = "deepspeed_cpu"
+    return TrainingPlan.from_dict(used)
 
 
 def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
@@ -237,23 +237,23 @@ def growths(
     from memest.estimator.replay.simulated_plan import trace_plan
 
     plans = [replace(plan, alloc_conf=text) for text in dict.fromkeys(settings)]
-    for each in plans:
-        target_gpus(each)
+    for variant in plans:
+        target_gpus(variant)
     gpu = target_gpus(plan)[0]
     traced = trace_plan(plan, gpu)
-    found = []
-    for each in plans:
-        run = run_of_plan(each, traced)
-        free, limited = run.on(None), run.on(usable_bytes(each, gpu))
-        by_step = [[row for row in free.rows if row.step == step] for step in range(plan.steps)]
+    results = []
+    for variant in plans:
+        run = run_of_plan(variant, traced)
+        unlimited, limited = run.on(None), run.on(usable_bytes(variant, gpu))
+        by_step = [[r for r in unlimited.rows if r.step == step] for step in range(plan.steps)]
         on_gpu = {row.step: row.reserved_bytes for row in limited.rows}
         failed = None if limited.failed is None else limited.failed.step
         growth = Growth(
-            alloc_conf=each.alloc_conf,
+            alloc_conf=variant.alloc_conf,
             allocated=tuple(max(row.peak_allocated_bytes for row in rows) for rows in by_step),
             reserved=tuple(rows[-1].reserved_bytes for rows in by_step),
             on_gpu=tuple(on_gpu[step] for step in range(plan.steps if failed is None else failed)),
             failed_step=failed,
         )
-        found.append(growth)
-    return predict(plan), found
+        results.append(growth)
+    return predict(plan), results

@@ -83,17 +83,17 @@ class TraceSeries:
         """Return the run at the size `value`, interpolated unchecked if possible, else
         simulated."""
         spacing = SPACING[self.key]
-        traced = [v for v in self._traces if v > 1]
-        is_short = self.key == "seq_len" and value < min(traced, default=0)  # not surely a plan
-        is_own = self.must_simulate or value == 1 or value % spacing
-        if value in self._traces or is_own or is_short:
+        sizes = [v for v in self._traces if v > 1]
+        is_short = self.key == "seq_len" and value < min(sizes, default=0)  # not surely a plan
+        needs_run = self.must_simulate or value == 1 or value % spacing
+        if value in self._traces or needs_run or is_short:
             return self.trace(value)
         for interpolation in reversed(self._interpolations.values()):
             with suppress(NotInterpolable):
                 return self._with_length(interpolation.at(value), value)
         if self._is_special(value):
             return self.trace(value)
-        for start in dict.fromkeys((min(traced, default=value), value)):
+        for start in dict.fromkeys((min(sizes, default=value), value)):
             with suppress(NotInterpolable, PlanError):
                 return self._with_length(self.interpolation(start, spacing).at(value), value)
         return self.trace(value)
@@ -102,11 +102,11 @@ class TraceSeries:
         """Return whether the size `value` has to be simulated: its kernel choices differ from those
         at `GROWTH * value` and at each simulated size."""
         interpolation = next(iter(self._interpolations.values()), None)
-        own = None if interpolation is None else interpolation.outcomes(value)
-        if interpolation is None or own is None:
+        outcomes = None if interpolation is None else interpolation.outcomes(value)
+        if interpolation is None or outcomes is None:
             return False
-        others = (GROWTH * value, *(v for v in self._traces if v > 1))
-        return all(interpolation.outcomes(other) != own for other in others)
+        sizes = (GROWTH * value, *(v for v in self._traces if v > 1))
+        return all(interpolation.outcomes(size) != outcomes for size in sizes)
 
     def forget_interpolations(self) -> None:
         """Drop all interpolations, because one was wrong; simulated runs stay cached."""
@@ -121,28 +121,28 @@ class TraceSeries:
         if self.must_simulate:
             return
         values = sorted(set(values) - {1})
-        wanted = set(values if queried is None else queried)
+        queried_sizes = set(values if queried is None else queried)
         for run in runs_of_one_spacing(values):
-            if not self._cover_by_ends(run, wanted):
-                self._cover(run, wanted)
+            if not self._cover_by_ends(run, queried_sizes):
+                self._cover(run, queried_sizes)
 
     def _cover_by_ends(self, run: Sequence[int], queried: set[int]) -> bool:
         """Interpolate those sizes of the progression `run` that are in `queried` from their first
         and last. Return False if that fails, or if a size is no multiple of the first: padded sizes
         follow no polynomial."""
-        held = sorted(queried.intersection(run))
-        is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(held) < len(run) // 2
-        if not is_few or any(value % held[0] for value in held):
+        sizes = sorted(queried.intersection(run))
+        is_few = DEGREE[self.key] == 1 and DEGREE[self.key] + 2 < len(sizes) < len(run) // 2
+        if not is_few or any(value % sizes[0] for value in sizes):
             return False
-        first, last = held[0], held[-1]
+        first, last = sizes[0], sizes[-1]
         ends = [self.trace(first), self.trace(last)]
         try:
             interpolation = Interpolation(ends, self.gpu, first, last - first, step=run[1] - run[0])
-            for value in held:
+            for value in sizes:
                 interpolation.at(value)
         except NotInterpolable:
             return False
-        self._covered |= dict.fromkeys(held, interpolation)
+        self._covered |= dict.fromkeys(sizes, interpolation)
         return True
 
     def interpolation(self, start: int, spacing: int = 1) -> Interpolation:
@@ -178,8 +178,8 @@ class TraceSeries:
             interpolation = self.interpolation(run[0], run[1] - run[0])
             is_other = (i for i, v in enumerate(run) if not interpolation.has_same_kernels(v))
             end = next(is_other, len(run))
-            held = queried.intersection(run[:end])
-            if held and self.agrees(interpolation, max(held)):
+            sizes = queried.intersection(run[:end])
+            if sizes and self.agrees(interpolation, max(sizes)):
                 self._covered |= dict.fromkeys(run[:end], interpolation)
                 self._cover(run[end:], queried)
                 return
@@ -260,15 +260,15 @@ class RelatedPlans:
         """Return the events of the optimizer's step of `plan`. They are found by comparing two
         runs: one with its optimizer, one with that of `lead`. None if a run fails or the runs
         differ in more."""
-        own = getattr(plan, self.key)
-        size = min((value for value in self.values if value > 1), default=own)
+        own_size = getattr(plan, self.key)
+        size = min((value for value in self.values if value > 1), default=own_size)
         short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)
         if self.accumulates:
             short = replace(short, accumulate_grad_batches=1)
         if short not in self._optimizers:
             self._optimizers[short] = None
             with suppress(NotInterpolable, MemestError):  # the lead plan itself may fail
-                own = _made(trace_plan, short, self.gpu)
-                other = self._in_short(replace(short, optim=lead.optim))
-                self._optimizers[short] = OptimizerStep(own, other)
+                own_run = _made(trace_plan, short, self.gpu)
+                lead_run = self._in_short(replace(short, optim=lead.optim))
+                self._optimizers[short] = OptimizerStep(own_run, lead_run)
         return self._optimizers[short]

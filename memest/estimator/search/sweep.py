@@ -61,23 +61,23 @@ class SweepPoint:
     @classmethod
     def from_dict(cls, plan: TrainingPlan, values: Mapping[str, Any]) -> "SweepPoint":
         """Make a point from its plan and `values`, the result of an earlier `to_dict`."""
-        own = dict(values)
-        if (found := values["verdict"]) is not None:
-            own["verdict"] = read_as(Verdict, found)
-        return cls(plan=plan, **own)
+        arguments = dict(values)
+        if (verdict := values["verdict"]) is not None:
+            arguments["verdict"] = read_as(Verdict, verdict)
+        return cls(plan=plan, **arguments)
 
     def to_row(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return a flat table row: the plan's values of the plan keys `keys`, then the results."""
-        found = self.verdict
+        verdict = self.verdict
         head = {key: getattr(self.plan, key) for key in keys} | {"gpu": self.gpu}
         return head | {
-            "verdict": "" if found is None else str(found.verdict),
+            "verdict": "" if verdict is None else str(verdict.verdict),
             "peak_allocated_bytes": self.peak_allocated_bytes,
-            "peak_reserved_bytes": 0 if found is None else found.reserved_bytes,
+            "peak_reserved_bytes": 0 if verdict is None else verdict.reserved_bytes,
             "unlimited_reserved_bytes": self.unlimited_reserved_bytes,
             "process_bytes": self.process_bytes,
-            **{key: getattr(found, key, 0) for key in _OF_VERDICT},
-            "oom_at": "" if found is None else found.at,
+            **{key: getattr(verdict, key, 0) for key in _OF_VERDICT},
+            "oom_at": "" if verdict is None else verdict.at,
             "error": self.error,
         }
 
@@ -183,15 +183,15 @@ def sweep_grid(
     rows = iter([point.to_row(keys) for point in points])
     gpus = [gpu.name for gpu in target_gpus(plans[0])]
     empty = SweepPoint(plan=plans[0], gpu="", verdict=None)
-    made: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = []
     for changes, plan in grid:
         for gpu in gpus:
             if isinstance(plan, TrainingPlan):
-                made.append(next(rows))
+                table.append(next(rows))
             else:
-                named = {key: changes[key] for key in keys if key in changes}
-                made.append(empty.to_row(keys) | named | {"gpu": gpu, "error": str(plan)})
-    return made
+                values = {key: changes[key] for key in keys if key in changes}
+                table.append(empty.to_row(keys) | values | {"gpu": gpu, "error": str(plan)})
+    return table
 
 
 def sweep(
@@ -209,13 +209,13 @@ def sweep(
     key = max(_VARIED, key=lambda k: len({getattr(plan, k) for plan in new}))
     alike = partial(_shared, key)
     num_groups = max(1, len(set(map(alike, new))))
-    inner = (jobs or os.cpu_count() or 1) // num_groups if engine == "local" else 1
-    found = find_engine(engine, jobs).map_groups(
-        partial(_sweep_group, key=key, jobs=max(1, inner)), new, alike=alike, work=_work,
+    jobs_per_group = (jobs or os.cpu_count() or 1) // num_groups if engine == "local" else 1
+    results = find_engine(engine, jobs).map_groups(
+        partial(_sweep_group, key=key, jobs=max(1, jobs_per_group)), new, alike=alike, work=_work,
         label=partial(_label_of, key),
     )  # fmt: skip
-    made = iter(found)
-    ordered = [known[plan] if plan in known else next(made) for plan in plans]
+    new_results = iter(results)
+    ordered = [known[plan] if plan in known else next(new_results) for plan in plans]
     raise_if_all_failed(ordered)
     points: list[SweepPoint] = []
     for plan, result in zip(plans, ordered, strict=True):
@@ -260,8 +260,8 @@ def _sweep_group(
     processes."""
     from memest.estimator.search.related_plans import RelatedPlans
 
-    given = [getattr(plan, key) for plan in plans]
-    values = sorted({value for value in given if value is not None})
+    plan_values = [getattr(plan, key) for plan in plans]
+    values = sorted({value for value in plan_values if value is not None})
     chips: dict[Any, RelatedPlans] = {}
     with suppress(MemestError):  # each point is predicted below and reports its error there
         for gpu in reversed(target_gpus(plans[0])):
@@ -272,8 +272,8 @@ def _sweep_group(
                 related.at(plan)
     gc.freeze()  # exclude the traces, which are many objects, from collections
     try:
-        found: Any = zip(plans, _replay_in_parallel(plans, chips, jobs), strict=True)
-        return [points or result_or_error(_points, plan, chips) for plan, points in found]
+        pairs: Any = zip(plans, _replay_in_parallel(plans, chips, jobs), strict=True)
+        return [points or result_or_error(_points, plan, chips) for plan, points in pairs]
     finally:
         gc.unfreeze()
 
@@ -289,35 +289,35 @@ def _replay_in_parallel(
     left, since autograd fails in a fork; so are all plans if they are few or `jobs` is 1."""
     from memest.estimator.search.related_plans import MAY_TRACE
 
-    found: list[list[SweepPoint] | None] = [None] * len(plans)
+    results: list[list[SweepPoint] | None] = [None] * len(plans)
     if jobs < 2 or len(plans) < MIN_PARALLEL_POINTS:
-        return found
+        return results
 
     def replay(part: int) -> list[list[SweepPoint] | None]:
         MAY_TRACE.set(False)
-        made = [result_or_error(_points, plan, chips) for plan in plans[part::jobs]]
-        return [None if isinstance(points, MemestError) else points for points in made]
+        outcomes = [result_or_error(_points, plan, chips) for plan in plans[part::jobs]]
+        return [None if isinstance(points, MemestError) else points for points in outcomes]
 
     with ExitStack() as stack:
         answers = [stack.enter_context(forked(partial(replay, part))) for part in range(jobs)]
         for part, answer in enumerate(answers):
-            found[part::jobs] = answer() or found[part::jobs]
-    return found
+            results[part::jobs] = answer() or results[part::jobs]
+    return results
 
 
 def _points(plan: TrainingPlan, chips: "Mapping[Any, RelatedPlans]") -> list[SweepPoint]:
     points: list[SweepPoint] = []
     traced = {chip: related.at(plan) for chip, related in chips.items()}
-    for gpu, found in trials(plan, target_gpus(plan), lambda gpu: traced[gpu.chip]):
-        outside_bytes = gpu.context_bytes + found.traced.libraries_bytes
+    for gpu, trial in trials(plan, target_gpus(plan), lambda gpu: traced[gpu.chip]):
+        outside_bytes = gpu.context_bytes + trial.traced.libraries_bytes
         points.append(
             SweepPoint(
                 plan=plan,
                 gpu=gpu.name,
-                verdict=found.verdict,
-                peak_allocated_bytes=found.results[0].peak_allocated_bytes,
-                process_bytes=found.verdict.reserved_bytes + outside_bytes,
-                unlimited_reserved_bytes=found.scenarios[0].unlimited.peak_reserved_bytes,
+                verdict=trial.verdict,
+                peak_allocated_bytes=trial.results[0].peak_allocated_bytes,
+                process_bytes=trial.verdict.reserved_bytes + outside_bytes,
+                unlimited_reserved_bytes=trial.scenarios[0].unlimited.peak_reserved_bytes,
             )
         )
     return points
@@ -371,17 +371,17 @@ def fits_table(rows: Sequence[Mapping[str, Any]], across: str = "") -> FitsTable
             f"{shown(across)} has one value or none in this sweep",
             hint=f"keys that vary: {', '.join(varied) or 'none'}",
         )
-    chosen = across or max(reversed(varied or keys), key=lambda key: len(values[key]))
-    down = [key for key in varied if key != chosen] or [k for k in keys if k != chosen][:1]
+    column = across or max(reversed(varied or keys), key=lambda key: len(values[key]))
+    row_keys = [key for key in varied if key != column] or [k for k in keys if k != column][:1]
     verdicts: dict[tuple[str, str], Verdict] = {}
     for row in rows:
         verdict = _verdict(row)
         if verdict is not None:
-            labels = [_label(key, _text(row[key])) for key in down]
+            labels = [_label(key, _text(row[key])) for key in row_keys]
             name = ", ".join([label for label in labels if not label.startswith("no ")] or labels)
-            text = _text(row[chosen])
-            verdicts[name, text if _is_number(text) else _label(chosen, text)] = verdict
-    return FitsTable(verdicts, chosen.replace("_", " "), tuple(values["gpu"]))
+            text = _text(row[column])
+            verdicts[name, text if _is_number(text) else _label(column, text)] = verdict
+    return FitsTable(verdicts, column.replace("_", " "), tuple(values["gpu"]))
 
 
 def _text(value: Any) -> str:
@@ -472,21 +472,21 @@ def explore(
         )
         for model, setting, count, batch in grid
     ]  # fmt: skip
-    same = {**SAME_MODEL, "accumulate_grad_batches": 1, "batch_size": 1}
-    found = find_engine(engine, jobs).map_groups(
-        partial(_group, targets=targets), plans, alike=lambda plan: replace(plan, **same),
+    shared_values = {**SAME_MODEL, "accumulate_grad_batches": 1, "batch_size": 1}
+    results = find_engine(engine, jobs).map_groups(
+        partial(_group, targets=targets), plans, alike=lambda plan: replace(plan, **shared_values),
         label=lambda plans: _grid_label(plans[0]),
     )  # fmt: skip
-    raise_if_all_failed(found)
-    return [point for point in found if isinstance(point, Explored)]
+    raise_if_all_failed(results)
+    return [point for point in results if isinstance(point, Explored)]
 
 
 def explored(plan: TrainingPlan, gpus: Sequence[str]) -> Explored:
     """Predict `plan` on the GPUs named in `gpus`. Raise `MemestError` if it cannot be predicted."""
-    (found,) = _group([plan], targets=[find_gpu(name) for name in gpus])
-    if isinstance(found, MemestError):
-        raise found
-    return found
+    (entry,) = _group([plan], targets=[find_gpu(name) for name in gpus])
+    if isinstance(entry, MemestError):
+        raise entry
+    return entry
 
 
 def _grid_label(plan: TrainingPlan) -> str:
@@ -510,9 +510,9 @@ def _group(
 def _progression(batches: Sequence[int]) -> Sequence[int]:
     """Return batch sizes for interpolation, which include `batches`. If there are many, the sizes
     are equally spaced and leave out 1."""
-    rest = sorted(set(batches) - {1})
-    step = math.gcd(*rest) if rest else 1
-    return range(step, rest[-1] + 1, step) if len(rest) > 4 else batches
+    sizes = sorted(set(batches) - {1})
+    step = math.gcd(*sizes) if sizes else 1
+    return range(step, sizes[-1] + 1, step) if len(sizes) > 4 else batches
 
 
 def _point(
@@ -521,12 +521,12 @@ def _point(
     from memest.estimator.summary import peak_terms
 
     traced = {chip: related.at(plan) for chip, related in chips.items()}
-    found = list(trials(plan, targets, lambda gpu: traced[gpu.chip]))
-    verdicts = {gpu.name: trial.verdict for gpu, trial in found}
-    first = found[0][1]
-    whole = first.scenarios[0].unlimited
-    terms = peak_terms(first.traced, plan.accumulate_grad_batches, whole)
-    return point_of(plan, terms, whole.peak_reserved_bytes, whole.rows, verdicts)
+    results = list(trials(plan, targets, lambda gpu: traced[gpu.chip]))
+    verdicts = {gpu.name: trial.verdict for gpu, trial in results}
+    first_trial = results[0][1]
+    unlimited = first_trial.scenarios[0].unlimited
+    terms = peak_terms(first_trial.traced, plan.accumulate_grad_batches, unlimited)
+    return point_of(plan, terms, unlimited.peak_reserved_bytes, unlimited.rows, verdicts)
 
 
 def point_of(
@@ -536,12 +536,12 @@ def point_of(
     """Return a plan's entry in an interactive page, from its report. `terms` are the report rows of
     the peak, `rows` the bytes at the end of each phase, `verdicts` those by name of the GPU.
     `reserved_bytes` is the peak reserved without a limit."""
-    kinds, words = by_kind(terms)
+    kinds, arithmetic = by_kind(terms)
     last = plan.accumulate_grad_batches - 1
     return Explored(
         plan=plan,
         kinds=kinds,
-        arithmetic=words,
+        arithmetic=arithmetic,
         reserved_bytes=reserved_bytes,
         phases=tuple(
             (r.params_bytes, r.grads_bytes, r.optimizer_bytes, r.activations_bytes,
@@ -556,10 +556,10 @@ def by_kind(terms: Iterable[Term]) -> tuple[dict[str, int], dict[str, str]]:
     """Sum `terms`, report rows of a peak, by `KINDS`. Return ({kind: bytes}, {kind:
     explanation})."""
     kinds = dict.fromkeys(KINDS, 0)
-    words: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
+    texts: dict[str, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
     for term in terms:
         kind = term.kind if term.kind in kinds else "rest"
         kinds[kind] += term.num_bytes
-        words[kind].append((term.num_bytes, term.arithmetic if kind != "rest" else term.kind))
-    largest = {k: sorted(found, reverse=True)[:2] for k, found in words.items()}
-    return kinds, {k: "; ".join(text for _, text in found) for k, found in largest.items()}
+        texts[kind].append((term.num_bytes, term.arithmetic if kind != "rest" else term.kind))
+    largest = {k: sorted(rows, reverse=True)[:2] for k, rows in texts.items()}
+    return kinds, {k: "; ".join(text for _, text in rows) for k, rows in largest.items()}
