@@ -228,6 +228,18 @@ def test_accumulating_writes_sort_their_linear_indices() -> None:
     ]  # fmt: skip
 
 
+def test_the_largest_row_number_decides_the_bits_of_the_sort() -> None:
+    """Recorded on an H200 (SimCLR's `labels[~mask]`): 65,535 has 16 bits, so 2 sweeps."""
+    rows, columns = torch.ones(256, 256, dtype=torch.bool).triu(1).nonzero().t().to("meta")
+    index = [i.repeat(2)[:65280] for i in (rows, columns)]
+
+    found = requests_of(
+        aten._index_put_impl_.default, meta(256, 256), index, meta(len(index[0])), True, True
+    )
+
+    assert 1_064_447 in found
+
+
 def test_writes_that_the_backward_knows_to_be_in_range_are_not_checked() -> None:
     """`index_backward` passes `unsafe`."""
     args = (meta(9, 8), [meta(5, dtype=torch.int64)], meta(5, 8), True, True)

@@ -280,7 +280,8 @@ def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     slice_size = prod(n for n, index in zip_longest(target.shape, c.indices) if index is None)
     is_one = values.numel() == 1
     expanded = values.reshape(()).expand(count * slice_size) if is_one else values
-    largest = target.numel() // max(1, slice_size)
+    steps = zip(target.shape, target.stride(), strict=True)
+    largest = sum((size - 1) * step for size, step in steps) // max(1, slice_size)
     row = count * INDEX_BYTES
     sort = cub.radix_sort_bytes(count, c.gpu, num_bits=max(1, largest.bit_length()))
     first, *others = [(row,) * is_meta(index) for index in indices]  # remainders on the GPU
