@@ -45,12 +45,12 @@ class KernelLibrary:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("has_"):  # a feature of the CPU library, absent from the CUDA one
             raise AttributeError(name)
-        found: Any = _note_call
+        function: Any = _note_call
         if "_cpu" in name:
             suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-            found = getattr(self._load(os.path.join(self._folder, _CPU_LIBRARY + suffix)), name)
-        setattr(self, name, found)
-        return found
+            function = getattr(self._load(os.path.join(self._folder, _CPU_LIBRARY + suffix)), name)
+        setattr(self, name, function)
+        return function
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -65,10 +65,10 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         return load(name)
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
-        made: Any = torch.empty(shape, dtype=dtype, device=META)
-        mode.host.put(made)
-        made.is_paged, made.page_deviceid = True, 0
-        return made
+        tensor: Any = torch.empty(shape, dtype=dtype, device=META)
+        mode.host.put(tensor)
+        tensor.is_paged, tensor.page_deviceid = True, 0
+        return tensor
 
     def library_beside(module: ModuleType) -> Any:
         library = KernelLibrary(load, os.path.dirname(str(module.__file__)))

@@ -61,10 +61,10 @@ def _install_compile(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) ->
         if "max-autotune" in tuning:
             _note_once(mode.guesses.warn, mode, TUNED)
             options["mode"] = "reduce-overhead" if tuning == "max-autotune" else None  # CUDA graphs
-        given = dict(options.get("options") or {})
-        if any([given.pop(name, False) for name in TUNING]):  # a list: removes all
+        settings = dict(options.get("options") or {})
+        if any([settings.pop(name, False) for name in TUNING]):  # a list: removes all
             _note_once(mode.guesses.warn, mode, TUNED)
-            options["options"] = given
+            options["options"] = settings
         with warnings.catch_warnings(action="ignore"):  # of modules that the compiler imports
             compiled = compile_(model, **options)
         owner = getattr(model, "__self__", None)
@@ -94,11 +94,11 @@ def _note_once(note: Callable[[str], None], mode: CudaSimMode, text: str) -> Non
 
 
 def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
-    def as_written(made: Any) -> Any:
+    def as_written(obj: Any) -> Any:
         _note_once(mode.notes.add, mode, SCRIPTED)
-        if isinstance(made, nn.Module):
-            made.__dict__.setdefault("save", refusing("`save` of a scripted module", NOT_COMPILED))
-        return made
+        if isinstance(obj, nn.Module):
+            obj.__dict__.setdefault("save", refusing("`save` of a scripted module", NOT_COMPILED))
+        return obj
 
     @patches.wrap(torch.jit, "script")
     def script(torchscript: Any, obj: Any = None, *args: Any, **options: Any) -> Any:
@@ -141,20 +141,20 @@ def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:
     more. The check keeps the outputs of its last three calls until it ends. If `func` is a module,
     it also keeps its first copy of the inputs (torch/jit/_trace.py, 2.11)."""
 
-    cloned: Any = _trace._clone_inputs
+    clone: Any = _trace._clone_inputs
 
-    def call(given: Any) -> Any:
-        return func(**given) if isinstance(given, dict) else func(*given)
+    def call(arguments: Any) -> Any:
+        return func(**arguments) if isinstance(arguments, dict) else func(*arguments)
 
     call(inputs)
     if checks:
         with torch.no_grad():
-            copies = cloned(inputs)
+            copies = clone(inputs)
             call(copies)
             if not isinstance(func, nn.Module):
                 del copies
-            kept = [call(cloned(inputs)) for _ in range(3)]
-            kept.clear()
+            outputs = [call(clone(inputs)) for _ in range(3)]
+            outputs.clear()
 
 
 def _has_gpu_code(*args: Any, **options: Any) -> bool:

@@ -74,13 +74,13 @@ def _label(mode: CudaSimMode, engine: Any) -> None:
     if optimizer is None:
         return
     states = States(engine.module, optimizer)
-    held = {
+    tensors_by_kind = {
         MemKind.OPTIMIZER: states.optimizer(),
         MemKind.GRADS: states.grads(),
         MemKind.PARAMS: states.params(),
         MemKind.BUCKETS: _buckets(optimizer),
     }
-    for kind, tensors in held.items():
+    for kind, tensors in tensors_by_kind.items():
         for tensor in tensors:
             mode.memory.label(tensor, kind)
 
@@ -100,11 +100,11 @@ def _watch_stages_1_and_2(mode: CudaSimMode, patches: Patches, module: ModuleTyp
     @patches.wrap(kind, "_has_inf_or_nan")
     def check_finite(has_inf_or_nan: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `has_inf_or_nan`; return a tensor that is zero: no gradient is infinite or NaN."""
-        found = has_inf_or_nan(*args, **kwargs)
-        if isinstance(found, Tensor) and on_gpu(found):
+        flag = has_inf_or_nan(*args, **kwargs)
+        if isinstance(flag, Tensor) and on_gpu(flag):
             with _disable_current_modes():
-                mode.values.adopt(found, torch.zeros(found.shape, dtype=found.dtype, device=CPU))
-        return found
+                mode.values.adopt(flag, torch.zeros(flag.shape, dtype=flag.dtype, device=CPU))
+        return flag
 
     @patches.wrap(kind, "setup_buckets" if hasattr(kind, "setup_buckets") else "backward_prologue")
     def labelled_buckets(set_up: Any, optimizer: Any) -> None:
@@ -133,9 +133,9 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def after_parameters(module: ModuleType) -> None:
         @patches.wrap(module, "_dist_allgather_fn")
-        def labelled_gather(gather: Any, given: Tensor, gathered: Tensor, *args: Any) -> Any:
+        def labelled_gather(gather: Any, shard: Tensor, gathered: Tensor, *args: Any) -> Any:
             mode.memory.label(gathered, MemKind.GATHERED)
-            return gather(given, gathered, *args)
+            return gather(shard, gathered, *args)
 
         for name in _MAKERS:
             patches.set(module, f"_orig_torch_{name}", getattr(torch, name))
@@ -158,6 +158,6 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         lambda module: patches.set(module, "get_cpu_info", partial(_cpu_info, module.get_cpu_info)),
     )
     hooks.after("deepspeed.utils.nvtx", lambda module: patches.set(module, "enable_nvtx", False))
-    real = "deepspeed.accelerator.real_accelerator"  # it looks for a GPU once
-    hooks.after(real, lambda module: patches.set(module, "ds_accelerator", None))
+    accelerator = "deepspeed.accelerator.real_accelerator"  # it looks for a GPU once
+    hooks.after(accelerator, lambda module: patches.set(module, "ds_accelerator", None))
     hooks.after(_PARTITION, after_parameters)

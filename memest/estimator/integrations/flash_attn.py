@@ -43,8 +43,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     def after(module: ModuleType) -> None:
         kind = module.PreTrainedModel
         if not hasattr(kind, "_check_and_adjust_attn_implementation"):
-            refused = staticmethod(flash_attention.refuse_old_release)
-            patches.set(kind, "_check_and_enable_flash_attn_2", refused)
+            refusal = staticmethod(flash_attention.refuse_old_release)
+            patches.set(kind, "_check_and_enable_flash_attn_2", refusal)
             return
 
         @patches.wrap(kind, "_check_and_adjust_attn_implementation")

@@ -35,10 +35,10 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
         for name in (*_COMMITS, *_OTHERS):
             if not hasattr(module.HfApi, name):  # absent in older releases
                 continue
-            made = _unsent(module, name, mode.notes.add)
-            patches.set(module.HfApi, name, made)
+            method = _unsent(module, name, mode.notes.add)
+            patches.set(module.HfApi, name, method)
             if hasattr(module, name):  # a method of the module's own `HfApi`
-                functions.append((getattr(module, name), partial(made, module.api)))
+                functions.append((getattr(module, name), partial(method, module.api)))
         replace_everywhere(patches, functions)
 
     hooks.after("huggingface_hub.hf_api", replace)
@@ -52,20 +52,20 @@ def _unsent(module: Any, name: str, note: Callable[[str], None]) -> Callable[...
         note(NOT_SENT)
         repo = kwargs.get("repo_id") or next((a for a in args if isinstance(a, str)), "")
         folder = {"dataset": "datasets/", "space": "spaces/"}.get(kwargs.get("repo_type") or "", "")
-        url, made = f"{module.constants.ENDPOINT}/{folder}{repo}", None
+        url, result = f"{module.constants.ENDPOINT}/{folder}{repo}", None
         if name == "create_repo":
-            made = module.RepoUrl(url)
+            result = module.RepoUrl(url)
         elif name in _COMMITS:
-            made = module.CommitInfo(
+            result = module.CommitInfo(
                 commit_url=f"{url}/commit/{_NO_COMMIT}",
                 commit_message=kwargs.get("commit_message") or "",
                 commit_description=kwargs.get("commit_description") or "",
                 oid=_NO_COMMIT,
             )
         if not kwargs.get("run_as_future"):
-            return made
+            return result
         future: Future[Any] = Future()
-        future.set_result(made)
+        future.set_result(result)
         return future
 
     return call

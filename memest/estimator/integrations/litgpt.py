@@ -46,5 +46,5 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     hooks.after("litgpt", after_import)
     hooks.after("litgpt.utils", after_utils)
     hint = "run the script without Thunder: an eager run saves other tensors, and takes more memory"
-    refused = refusing("code that `thunder.jit` compiles", hint)
-    hooks.after("thunder", lambda module: patches.set(module, "jit", refused))
+    refusal = refusing("code that `thunder.jit` compiles", hint)
+    hooks.after("thunder", lambda module: patches.set(module, "jit", refusal))

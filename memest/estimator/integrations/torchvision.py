@@ -79,18 +79,18 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
         ordered = boxes.index_select(0, order).contiguous()
         words = ceil_div(count, BOXES_PER_WORD)
         mask = torch.empty(count * words, dtype=torch.int64, device=boxes.device)
-        keep = mask[:count] >= 0
-        kept = order.masked_select(keep)
+        is_kept = mask[:count] >= 0
+        indices = order.masked_select(is_kept)
         del ordered, mask
-    return kept
+    return indices
 
 
 def _in_float32(then: Next, image: Tensor, *args: Any) -> Tensor:
     """Run `then` on `image` and `args`; under autocast in float32, with the result cast back."""
     if not torch.is_autocast_enabled("cuda"):
         return then(image, *args)
-    wide = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]
-    return then(*wide[::-1]).to(image.dtype)
+    casts = [arg.float() if isinstance(arg, Tensor) else arg for arg in (*args[::-1], image)]
+    return then(*casts[::-1]).to(image.dtype)
 
 
 MAX_IMAGES = 32  # `kMaxParallelImgs` of deform_conv2d_kernel.cu: most images of a product
@@ -136,7 +136,7 @@ def _deform_conv2d_backward(
         t.contiguous() for t in (grad, x, weight, offset, mask, bias)
     )
     groups, images = args[6], _num_images(len(x))
-    of_x, of_offset, of_mask = (torch.zeros_like(t) for t in (x, offset, mask))
+    x_grad, offset_grad, mask_grad = (torch.zeros_like(t) for t in (x, offset, mask))
     columns = _columns(x, weight, offset, groups)
     grads = grad.view(-1, images, groups, len(weight) // groups, *grad.shape[2:])
     grads = grads.permute(0, 2, 3, 1, 4, 5)
@@ -146,12 +146,12 @@ def _deform_conv2d_backward(
         for group in range(groups):
             columns[group].addmm_(kernels[group].t(), grads[block, group].flatten(1))
     del columns
-    of_weight = torch.zeros_like(weight)
+    weight_grad = torch.zeros_like(weight)
     grads = grads.contiguous()
     columns = _columns(x, weight, offset, groups)
-    sums = of_weight.view(kernels.shape)
+    sums = weight_grad.view(kernels.shape)
     for block, group in product(range(len(grads)), range(groups)):
         sums[group].addmm_(grads[block, group].flatten(1), columns[group].t())
     del columns, grads
     total = grad.sum((0, 2, 3))
-    return of_x, of_weight, of_offset, of_mask, torch.ones_like(bias) * total
+    return x_grad, weight_grad, offset_grad, mask_grad, torch.ones_like(bias) * total

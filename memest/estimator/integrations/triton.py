@@ -133,8 +133,8 @@ class Config:
 
     def all_kwargs(self) -> dict[str, Any]:
         numbers = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
-        others = {name: getattr(self, name) for name in numbers}
-        return {**self.kwargs, **{n: v for n, v in others.items() if v is not None}}
+        launch_options = {name: getattr(self, name) for name in numbers}
+        return {**self.kwargs, **{n: v for n, v in launch_options.items() if v is not None}}
 
 
 class Autotuner(KernelInterface):
@@ -151,13 +151,13 @@ class Autotuner(KernelInterface):
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Time all configs if dtypes or values of the arguments in `keys` are new; then launch."""
-        given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        types = [str(value.dtype) for value in given.values() if hasattr(value, "dtype")]
-        kind = (*(given[name] for name in self.keys if name in given), *types)
-        if len(self.configs) > 1 and kind not in self.cache:
+        arguments = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        dtypes = [str(value.dtype) for value in arguments.values() if hasattr(value, "dtype")]
+        key = (*(arguments[name] for name in self.keys if name in arguments), *dtypes)
+        if len(self.configs) > 1 and key not in self.cache:
             for _ in self.configs:
-                do_bench(lambda: [given[name].clone() for name in self.restore_value])
-            self.cache[kind] = self.configs[0]
+                do_bench(lambda: [arguments[name].clone() for name in self.restore_value])
+            self.cache[key] = self.configs[0]
         KernelInterface.run(self, *args, **kwargs)
 
 
@@ -220,12 +220,12 @@ class _TensorDescriptor:
         return _TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, padding)
 
 
-def _each_as(make: Callable[[str], Any], known: Container[str] | None = None) -> Any:
+def _module_getattr(make: Callable[[str], Any], names: Container[str] | None = None) -> Any:
     """Return a module's `__getattr__`, which returns `make(name)`. It raises `AttributeError` for
-    names outside `known`, or by default for names that begin with two underscores."""
+    names outside `names`, or by default for names that begin with two underscores."""
 
     def look_up(name: str) -> Any:
-        if name.startswith("__") if known is None else name not in known:
+        if name.startswith("__") if names is None else name not in names:
             raise AttributeError(f"the stub of triton has no attribute '{name}'")
         return make(name)
 
@@ -255,23 +255,23 @@ _OWN: dict[str, Any] = {
 
 
 def _contents(driver: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
-    made: dict[str, dict[str, Any]] = {
+    modules: dict[str, dict[str, Any]] = {
         module: {name: _OWN[name] if name in _OWN else _name_of_class(name) for name in names}
         for module, names in _NAMES["modules"].items()
     }
     dtype = type("dtype", (Symbol,), {"__doc__": "`dtype` of triton.", **_NAMES["dtypes"]})
-    language = _each_as(Symbol, _NAMES["language"])
+    language = _module_getattr(Symbol, _NAMES["language"])
     for name in ("triton.language", "triton.language.core"):
-        made[name] = {"constexpr": Constexpr, "__getattr__": language, "dtype": dtype}
+        modules[name] = {"constexpr": Constexpr, "__getattr__": language, "dtype": dtype}
     for name in ("extra.cuda", "extra.cuda.libdevice", "extra.libdevice", "math", "random",
                  "standard"):  # fmt: skip
-        made[f"triton.language.{name}"] = {"__getattr__": _each_as(Symbol)}
-    made["triton.backends"]["backends"] = {"nvidia": SimpleNamespace(driver=None, compiler=None)}
-    made["triton.knobs"]["__getattr__"] = _each_as(lambda name: SimpleNamespace())
+        modules[f"triton.language.{name}"] = {"__getattr__": _module_getattr(Symbol)}
+    modules["triton.backends"]["backends"] = {"nvidia": SimpleNamespace(driver=None, compiler=None)}
+    modules["triton.knobs"]["__getattr__"] = _module_getattr(lambda name: SimpleNamespace())
     active = SimpleNamespace(active=driver(GPUTarget), set_active=constant(None))
-    made["triton.runtime.driver"]["driver"] = active
-    made["triton.testing"] |= _BENCHES
-    return made
+    modules["triton.runtime.driver"]["driver"] = active
+    modules["triton.testing"] |= _BENCHES
+    return modules
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -331,18 +331,18 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
 
     def properties(device: int = 0) -> dict[str, int]:
         """Return the GPU's properties that persistent kernels read."""
-        found: Any = torch.cuda.get_device_properties(0)
+        gpu: Any = torch.cuda.get_device_properties(0)
         return {
-            "max_shared_mem": found.shared_memory_per_block_optin,
-            "max_num_regs": found.regs_per_multiprocessor,
-            "multiprocessor_count": found.multi_processor_count,
-            "warpSize": found.warp_size,
+            "max_shared_mem": gpu.shared_memory_per_block_optin,
+            "max_num_regs": gpu.regs_per_multiprocessor,
+            "multiprocessor_count": gpu.multi_processor_count,
+            "warpSize": gpu.warp_size,
             "sm_clock_rate": 0,
             "mem_clock_rate": 0,
             "mem_bus_width": 0,
         }
 
-    made = SimpleNamespace(
+    driver = SimpleNamespace(
         get_current_stream=lambda device=0: mode.timeline.stream,
         get_current_device=constant(0),
         set_current_device=constant(None),  # only one GPU is visible
@@ -354,8 +354,8 @@ def driver_of(mode: CudaSimMode, target: Callable[..., Any]) -> SimpleNamespace:
         get_benchmarker=constant(do_bench),
         is_active=constant(True),
     )
-    made.utils = made
-    return made
+    driver.utils = driver
+    return driver
 
 
 def do_bench(
@@ -363,10 +363,10 @@ def do_bench(
 ) -> Any:
     """Run `fn`, then again with an array that clears the L2 cache; return a constant time in ms."""
     fn()
-    cleared = torch.empty(CLEARED_BYTES, dtype=torch.uint8, device="cuda")
-    found = do_bench_cudagraph(fn, rep, *options, **named)
-    del cleared
-    return found
+    l2_buffer = torch.empty(CLEARED_BYTES, dtype=torch.uint8, device="cuda")
+    result = do_bench_cudagraph(fn, rep, *options, **named)
+    del l2_buffer
+    return result
 
 
 def do_bench_cudagraph(
@@ -385,14 +385,14 @@ def _renew(patches: Patches) -> None:
     compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
     if compat is None or hasattr(compat.triton, "Config"):
         return
-    new = module_from_spec(compat.__spec__)
-    compat.__spec__.loader.exec_module(new)
+    copy = module_from_spec(compat.__spec__)
+    compat.__spec__.loader.exec_module(copy)
     before = dict(vars(compat))
-    others = {k: v for k, v in vars(new).items() if k[:2] != "__" and v is not before.get(k)}
+    changes = {k: v for k, v in vars(copy).items() if k[:2] != "__" and v is not before.get(k)}
     for module in [m for name, m in sys.modules.items() if name.startswith("torch._inductor.")]:
-        for name in others.keys() & vars(module).keys():
+        for name in changes.keys() & vars(module).keys():
             if vars(module)[name] is before.get(name):
-                patches.set(module, name, others[name])
+                patches.set(module, name, changes[name])
 
 
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
@@ -400,8 +400,8 @@ def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         """Record the estimated work of `kernel` in place of a launch."""
-        given = (*args, *kwargs.values())
-        mode.work.add(fused_work(value for value in given if isinstance(value, Tensor)))
+        arguments = (*args, *kwargs.values())
+        mode.work.add(fused_work(value for value in arguments if isinstance(value, Tensor)))
 
     is_installed = "triton" in sys.modules or PathFinder.find_spec("triton") is not None
     if not is_installed:

@@ -45,9 +45,9 @@ _SERVER = 'the server has GPUs of its own: use `vllm_mode="colocate"`, or no vLL
 def install(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> None:
     """Provide the stub of vLLM; refuse TRL's client, which would wait for a server."""
     Finder(mode).install(patches)
-    refused = refusing('`vllm_mode="server"` of TRL', _SERVER)
+    refusal = refusing('`vllm_mode="server"` of TRL', _SERVER)
     for name in ("trl.generation.vllm_client", "trl.extras.vllm_client"):
-        hooks.after(name, lambda module: patches.set(module.VLLMClient, "__init__", refused))
+        hooks.after(name, lambda module: patches.set(module.VLLMClient, "__init__", refusal))
 
 
 class Engine:
@@ -74,9 +74,9 @@ class Engine:
                 self._offloaded = None
 
     def _size(self, tag: str) -> int:
-        known, weights = self._num_bytes[tag], self._num_bytes[WEIGHTS] or 0
-        if known is not None:
-            return known
+        size, weights = self._num_bytes[tag], self._num_bytes[WEIGHTS] or 0
+        if size is not None:
+            return size
         num_bytes = math.ceil(self._share * self._mode.gpu.memory_bytes) - weights
         if num_bytes <= 0:  # kv_cache_utils.py, `_check_enough_kv_cache_memory`
             raise ValueError(
@@ -86,12 +86,12 @@ class Engine:
         return num_bytes
 
     def _allocate(self, tag: str, num_bytes: int) -> Tensor:
-        memory, made = self._mode.memory, None
+        memory, tensor = self._mode.memory, None
         try:
-            made = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-            return made
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+            return tensor
         finally:  # also where no memory was left
-            index = memory.refused_id if made is None else memory.id_of(made)
+            index = memory.refused_id if tensor is None else memory.id_of(tensor)
             if index is not None:
                 storages = memory.storages
                 storages.kinds[index] = MemKind.PARAMS if tag == WEIGHTS else MemKind.BUFFERS
@@ -147,21 +147,21 @@ class LLM:
         torch.cuda.empty_cache()
         self._engine.take((WEIGHTS, KV_CACHE))
         # vLLM copies new weights into the memory that it holds
-        made: Any = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})
+        engine: Any = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})
         for name in ("model", "model_runner", "driver_worker", "model_executor"):
-            made = SimpleNamespace(**{name: made})
-        made.reset_prefix_cache = self.reset_prefix_cache
-        self.llm_engine = made
+            engine = SimpleNamespace(**{name: engine})
+        engine.reset_prefix_cache = self.reset_prefix_cache
+        self.llm_engine = engine
 
     def _describe(self, share: float, weights: int | None, cache: int | None) -> None:
-        held = math.ceil(share * self.mode.gpu.memory_bytes)
+        num_bytes = math.ceil(share * self.mode.gpu.memory_bytes)
         source = f"vLLM's `request_memory`, {share:g} of the GPU"
         if cache is not None:
-            held, source = cache + (weights or 0), "`kv_cache_memory_bytes` and the weights"
+            num_bytes, source = cache + (weights or 0), "`kv_cache_memory_bytes` and the weights"
         parts = "weights, KV cache, activations and CUDA graphs"
         if weights is not None:
             parts = f"weights of {gib_or_mib(weights)}, as their files, KV cache and all else"
-        text = f"assumed: `vllm.LLM` holds {gib_or_mib(held)} ({source}): {parts}"
+        text = f"assumed: `vllm.LLM` holds {gib_or_mib(num_bytes)} ({source}): {parts}"
         if self._can_sleep:
             text += "; asleep, it holds nothing"
         self.mode.notes.add(text)
@@ -203,12 +203,12 @@ class LLM:
     ) -> list[Any]:
         """Return `n` completions of `max_tokens` tokens for each of `prompts` (texts or token ids).
         `sampling_params` has both numbers (None: defaults), for all prompts or one per prompt."""
-        given = others["prompt_token_ids"] if prompts is None else prompts
-        is_one = isinstance(given, str | Mapping) or (given and isinstance(given[0], int))
-        rows = [given] if is_one else list(given)
-        params = sampling_params or SamplingParams()
-        of_rows = params if isinstance(params, Sequence) else [params] * len(rows)
-        return [self._complete(row, one) for row, one in zip(rows, of_rows, strict=True)]
+        inputs = others["prompt_token_ids"] if prompts is None else prompts
+        is_one = isinstance(inputs, str | Mapping) or (inputs and isinstance(inputs[0], int))
+        rows = [inputs] if is_one else list(inputs)
+        sampling = sampling_params or SamplingParams()
+        row_params = sampling if isinstance(sampling, Sequence) else [sampling] * len(rows)
+        return [self._complete(row, params) for row, params in zip(rows, row_params, strict=True)]
 
     def chat(self, messages: Any, sampling_params: Any = None, *args: Any, **others: Any) -> Any:
         """Return completions of a conversation (a list of messages), or of each one in a list."""
@@ -250,8 +250,8 @@ def _completion(index: int, token: int, length: int, logprobs: int | None) -> An
     `logprobs` is the requested number of log probabilities per token; None leaves them out."""
     rows = None
     if logprobs is not None:
-        found = {token + i: SimpleNamespace(logprob=-1.0, rank=i + 1) for i in range(logprobs + 1)}
-        rows = [found] * length
+        top_k = {token + i: SimpleNamespace(logprob=-1.0, rank=i + 1) for i in range(logprobs + 1)}
+        rows = [top_k] * length
     return SimpleNamespace(
         index=index, text="", token_ids=[token] * length, logprobs=rows, cumulative_logprob=-length,
         finish_reason="length", stop_reason=None,
@@ -279,12 +279,12 @@ class Finder(StubFinder):
         self._mode = mode
         self._is_installed = PathFinder.find_spec("vllm") is not None
         engine = type("LLM", (LLM,), {"mode": mode, "__module__": "vllm"})
-        of_params = {"SamplingParams": SamplingParams} | dict.fromkeys(
+        params_module = {"SamplingParams": SamplingParams} | dict.fromkeys(
             ("StructuredOutputsParams", "GuidedDecodingParams", "RequestOutputKind"), Options
         )
         self._contents: dict[str, dict[str, Any]] = {
             "vllm": {"LLM": engine, "SamplingParams": SamplingParams, "RequestOutput": Options},
-            "vllm.sampling_params": of_params,
+            "vllm.sampling_params": params_module,
             "vllm.lora.request": {"LoRARequest": Options},
             "vllm.inputs": {"TokensPrompt": dict},
         }

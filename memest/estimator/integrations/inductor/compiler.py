@@ -64,8 +64,8 @@ def install_fakes(patches: Patches) -> None:
         return META if in_kernel else fake_device(tensor)
 
     def fake_device(tensor: Any) -> torch.device:
-        found: torch.device = vars(tensor)["fake_device"]
-        return GPU.device if found.type == "meta" else found
+        fake: torch.device = vars(tensor)["fake_device"]
+        return GPU.device if fake.type == "meta" else fake
 
     def set_fake_device(tensor: Any, value: torch.device) -> None:
         vars(tensor)["fake_device"] = _in_c(value)
@@ -113,8 +113,8 @@ def _lay_out_attention(patches: Patches) -> None:
 def attention_as_on_cuda(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return fake results of attention by `func`; the first has the strides of the query."""
     with in_kernel_invocation_manager(fake_mode):
-        made = cudnn_output(args, func(*args, **kwargs))
-    return fake_mode.wrap_meta_outputs_with_default_device_logic(made, func, args, None)
+        outputs = cudnn_output(args, func(*args, **kwargs))
+    return fake_mode.wrap_meta_outputs_with_default_device_logic(outputs, func, args, None)
 
 
 def _in_c(device: torch.device) -> torch.device:
@@ -223,9 +223,9 @@ def _install(patches: Patches, mode: CudaSimMode) -> None:
 
 def _empty_cuda(mode: CudaSimMode, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     """Return a new buffer on the GPU with unknown values, which a kernel will write."""
-    made = torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-    mode.values.drop(storage_key(made))
-    return made
+    buffer = torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+    mode.values.drop(storage_key(buffer))
+    return buffer
 
 
 def _install_contexts(patches: Patches, mode: CudaSimMode) -> None:
@@ -252,10 +252,10 @@ def _lower(mode: CudaSimMode, graph: Any, inputs: Any, options: Any) -> Any:
     if INSIDE.compiles:
         place_on_gpu(graph)
         follow = _follow_values(mode.values, graph)
-        made = compile_fx.compile_fx_inner(graph, inputs, **options)
-        if hasattr(made, "current_callable"):
-            made.current_callable = follow(made.current_callable)
-        return made
+        compiled = compile_fx.compile_fx_inner(graph, inputs, **options)
+        if hasattr(compiled, "current_callable"):
+            compiled.current_callable = follow(compiled.current_callable)
+        return compiled
     hooks = mode.attribution.modules.without_hooks
     try:
         with _disable_current_modes(), as_the_compiler(mode), hooks():
@@ -284,46 +284,46 @@ def _follow_values(values: KnownValues, graph: Any) -> Callable[[Any], Any]:
     results = next(args[0] for op, _, args, _ in nodes.values() if op == "output")
 
     def decorate(call: Any) -> Any:
-        def called(given: Any) -> Any:
-            is_guessed = values.is_guessed(given)
-            known = {
+        def call_and_store(arguments: Any) -> Any:
+            is_guessed = values.is_guessed(arguments)
+            node_values = {
                 n: values.value_of(v) if isinstance(v, Tensor) else v
-                for n, v in zip(inputs, given, strict=False)
+                for n, v in zip(inputs, arguments, strict=False)
             }
-            made = call(given)
-            for name, tensor in zip(results, made, strict=False):
+            outputs = call(arguments)
+            for name, tensor in zip(results, outputs, strict=False):
                 is_tensor = isinstance(name, _Name) and isinstance(tensor, Tensor)
                 if is_tensor and not tensor.is_floating_point() and values.may_hold(tensor):
-                    unknown = (ValueUnknown, NotImplementedError, RuntimeError)
-                    with suppress(*unknown), _disable_current_modes():
-                        values.adopt_like(tensor, _value(values, nodes, known, name))
+                    errors = (ValueUnknown, NotImplementedError, RuntimeError)
+                    with suppress(*errors), _disable_current_modes():
+                        values.adopt_like(tensor, _value(values, nodes, node_values, name))
                         values.guessed.update([storage_key(tensor)] * is_guessed)
-            return made
+            return outputs
 
-        return called
+        return call_and_store
 
     return decorate
 
 
-def _value(values: KnownValues, nodes: Any, known: dict[str, Any], name: str) -> Any:
+def _value(values: KnownValues, nodes: Any, node_values: dict[str, Any], name: str) -> Any:
     """Return the value of the graph's node `name`, computed from the nodes it reads. `nodes` has
-    (op, target, args, kwargs) of each node by name. `known` caches values by node name; `values`
-    runs operators on the CPU. `ValueUnknown` if an input's value is unknown."""
+    (op, target, args, kwargs) of each node by name. `node_values` caches values by node name;
+    `values` runs operators on the CPU. `ValueUnknown` if an input's value is unknown."""
     from torch.fx.node import map_aggregate
 
-    def given(value: Any) -> Any:
-        return _value(values, nodes, known, value) if isinstance(value, _Name) else value
+    def value_of(value: Any) -> Any:
+        return _value(values, nodes, node_values, value) if isinstance(value, _Name) else value
 
-    if name not in known:
+    if name not in node_values:
         op, func, args, kwargs = nodes[name]
         if op != "call_function":
             raise ValueUnknown(name)
-        args, kwargs = map_aggregate((args, kwargs), given)
+        args, kwargs = map_aggregate((args, kwargs), value_of)
         is_op = isinstance(func, torch._ops.OpOverload)
-        known[name] = values.compute(func, args, kwargs) if is_op else func(*args, **kwargs)
-    if known[name] is None:
+        node_values[name] = values.compute(func, args, kwargs) if is_op else func(*args, **kwargs)
+    if node_values[name] is None:
         raise ValueUnknown(name)
-    return known[name]
+    return node_values[name]
 
 
 class _Puts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -355,12 +355,12 @@ def _set_devices(nodes: Iterable[Any], choose: Callable[[torch.device], torch.de
     """Replace each device in the arguments of the FX `nodes` by `choose(device)`."""
     from torch.fx.node import map_aggregate
 
-    def chosen(value: Any) -> Any:
+    def replace_device(value: Any) -> Any:
         return choose(value) if isinstance(value, torch.device) else value
 
     for node in nodes:
-        node.args = map_aggregate(node.args, chosen)
-        node.kwargs = map_aggregate(node.kwargs, chosen)
+        node.args = map_aggregate(node.args, replace_device)
+        node.kwargs = map_aggregate(node.kwargs, replace_device)
 
 
 @contextmanager
@@ -368,11 +368,11 @@ def _constants_on_the_host(graph: Any) -> Iterator[None]:
     """Put constants of the FX `graph` on the host within the block, where Inductor folds them."""
     puts = torch.ops.prims.device_put.default
     constants = (aten.full.default, aten.scalar_tensor.default, puts)
-    found = [node for node in graph.graph.nodes if node.target in constants]
-    before = [(node, node.args, node.kwargs) for node in found]
-    _set_devices(found, lambda device: CPU)
+    constant_nodes = [node for node in graph.graph.nodes if node.target in constants]
+    arguments = [(node, node.args, node.kwargs) for node in constant_nodes]
+    _set_devices(constant_nodes, lambda device: CPU)
     yield
-    for node, args, kwargs in before:
+    for node, args, kwargs in arguments:
         node.args, node.kwargs = args, kwargs
 
 
@@ -382,8 +382,8 @@ def why(error: Exception) -> str:
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = str(error).strip().splitlines() or [""]
-    found = next((line for line in lines if ": got " in line), lines[0])
-    return f"{type(error).__name__}: {found.rpartition(': got ')[2][:200]}"
+    cause_line = next((line for line in lines if ": got " in line), lines[0])
+    return f"{type(error).__name__}: {cause_line.rpartition(': got ')[2][:200]}"
 
 
 class Kernel:
@@ -404,8 +404,8 @@ class Kernel:
             self._num_ways = len(timed_configs(declared, configs, mode.gpu))
         except Exception as error:
             self._num_ways = len(configs)
-            what = "`torch.compile`: smaller blocks of reductions are not timed"
-            mode.notes.add(f"{what}: {why(error)}")
+            note = "`torch.compile`: smaller blocks of reductions are not timed"
+            mode.notes.add(f"{note}: {why(error)}")
         self._source = source
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -413,28 +413,28 @@ class Kernel:
         copies the tensors that the kernel writes, and makes a buffer that clears the L2 cache."""
         tensors = [value for value in args if isinstance(value, Tensor)]
         self._mode.work.add(fused_work(tensors))
-        changed = [tensors[i] for i in self._declared.changes if i < len(tensors)]
-        for tensor in changed:
+        outputs = [tensors[i] for i in self._declared.changes if i < len(tensors)]
+        for tensor in outputs:
             self._mode.values.drop(storage_key(tensor))
-        ways, self._num_ways = self._num_ways, 1
-        if ways < 2:
+        num_ways, self._num_ways = self._num_ways, 1
+        if num_ways < 2:
             return
         self._mode.timed[self._source] = True
         cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-        for _ in range(ways):
+        for _ in range(num_ways):
             budget = float(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
             if not self._declared.saves_memory:
                 budget = math.inf
-            copied = []
-            for tensor in changed:  # others are copied to the host
+            sources = []
+            for tensor in outputs:  # others are copied to the host
                 if tensor.nbytes <= budget:
-                    copied.append(tensor)
+                    sources.append(tensor)
                     budget -= tensor.nbytes
-            copies = [tensor.clone() for tensor in copied]
+            copies = [tensor.clone() for tensor in sources]
             del copies
-            cleared = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
-            copies = [tensor.clone() for tensor in copied]
-            del copies, cleared
+            l2_buffer = torch.empty(cache_bytes, dtype=torch.uint8, device="cuda")
+            copies = [tensor.clone() for tensor in sources]
+            del copies, l2_buffer
 
 
 @dataclass(slots=True)
@@ -453,8 +453,8 @@ class Declaration:
         """Positions of the tensor arguments that the kernel writes."""
         signature = self.triton_meta.get("signature", {})
         names = [name for name, kind in signature.items() if str(kind)[:1] == "*"]
-        changed = self.inductor_meta.get("mutated_arg_names", ())
-        return [names.index(name) for name in changed if name in names]
+        output_names = self.inductor_meta.get("mutated_arg_names", ())
+        return [names.index(name) for name in output_names if name in names]
 
     @property
     def saves_memory(self) -> bool:
@@ -472,19 +472,19 @@ class Declaration:
         """Execute a kernel's Python `source`; return the arguments of its decorators."""
         from torch._inductor.runtime import triton_helpers, triton_heuristics
 
-        found = cls()
+        declaration = cls()
 
         def cached_autotune(
             size_hints: Any, configs: Any, triton_meta: Any, heuristic_type: Any, **options: Any
         ) -> Any:
             is_by_name = isinstance(size_hints, Mapping)  # a list before torch 2.6
-            found.size_hints = size_hints if is_by_name else {"x": (size_hints or [1])[0]}
-            found.configs, found.triton_meta = configs, triton_meta
-            found.inductor_meta = options["inductor_meta"]
-            found.is_reduction = heuristic_type.name == "REDUCTION"
+            declaration.size_hints = size_hints if is_by_name else {"x": (size_hints or [1])[0]}
+            declaration.configs, declaration.triton_meta = configs, triton_meta
+            declaration.inductor_meta = options["inductor_meta"]
+            declaration.is_reduction = heuristic_type.name == "REDUCTION"
 
             def decorate(function: Any) -> Any:
-                found.function = function
+                declaration.function = function
                 return function
 
             return decorate
@@ -499,7 +499,7 @@ class Declaration:
             _load(source)
         finally:
             patches.undo()
-        return found
+        return declaration
 
 
 def timed_configs(kernel: Declaration, configs: Sequence[Any], gpu: Gpu) -> list[Any]:
@@ -522,15 +522,15 @@ def is_scaled(kernel: Declaration, config: Any, gpu: Gpu) -> bool:
     meta = kernel.inductor_meta
     if not kernel.is_reduction or meta.get("persistent_reduction"):
         return False
-    found: Any = torch.cuda.get_device_properties(0)
-    registers, num_sms = found.regs_per_multiprocessor, found.multi_processor_count
+    device: Any = torch.cuda.get_device_properties(0)
+    registers, num_sms = device.regs_per_multiprocessor, device.multi_processor_count
     blocks = -(-kernel.size_hints["x"] // config.kwargs.get("XBLOCK", 1))
-    reduced = math.prod(size for name, size in config.kwargs.items() if name.startswith("R"))
-    if reduced <= 64 or blocks <= num_sms or not meta.get("dynamic_scale_rblock", True):
+    reduction_size = math.prod(size for name, size in config.kwargs.items() if name.startswith("R"))
+    if reduction_size <= 64 or blocks <= num_sms or not meta.get("dynamic_scale_rblock", True):
         return False
-    taken = num_registers(kernel, config, gpu)
-    at_once = max(registers // max(taken * 32 * config.num_warps, 1), 1) * num_sms
-    return taken > registers // found.max_threads_per_multi_processor and blocks > at_once
+    per_thread = num_registers(kernel, config, gpu)
+    resident = max(registers // max(per_thread * 32 * config.num_warps, 1), 1) * num_sms
+    return per_thread > registers // device.max_threads_per_multi_processor and blocks > resident
 
 
 def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
@@ -551,8 +551,8 @@ def num_registers(kernel: Declaration, config: Any, gpu: Gpu) -> int:
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     # a folder of memest's own, whose files are not the script's
     with TemporaryDirectory(prefix="memest-") as folder, setting(tempfile, "tempdir", folder):
-        made = compiler.compile(source, target("cuda", major * 10 + minor, 32), options)
-    return _registers_of(made.asm["cubin"])
+        binary = compiler.compile(source, target("cuda", major * 10 + minor, 32), options)
+    return _registers_of(binary.asm["cubin"])
 
 
 def _registers_of(cubin: bytes) -> int:
@@ -701,8 +701,8 @@ def is_faster_padded(gpu: Gpu, mat1: Any, mat2: Any, is_free: Sequence[bool]) ->
         share = _COLUMNS_APPENDED if columns > old_columns else _ROWS_APPENDED
         if _hint(matrix.stride(-1)) != 1:
             share = _TRANSPOSED
-        moved: int = 2 * num_products * old_rows * old_columns * dtype.itemsize
-        return _LAUNCH_S + moved / (share * gpu.memory_gb_s * 1e9)
+        num_bytes: int = 2 * num_products * old_rows * old_columns * dtype.itemsize
+        return _LAUNCH_S + num_bytes / (share * gpu.memory_gb_s * 1e9)
 
     inputs = min(_alignment(_leading(matrix), align) for matrix in (mat1, mat2))
     output = _alignment(n, align)

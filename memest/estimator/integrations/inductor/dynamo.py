@@ -104,7 +104,7 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
     def compile_frame(compiled: Any, code: Any, *args: Any, **kwargs: Any) -> Any:
         dynamo.trace_rules.get_torch_obj_rule_map()  # fills the tables
         try:
-            made = compiled(code, *args, **kwargs)
+            result = compiled(code, *args, **kwargs)
         except Exception as error:
             if _is_of_dynamo(error):
                 raise
@@ -114,9 +114,9 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
                 return getattr(convert_frame, "ConvertFrameReturn", constant(None))()
             args = *args[:4], lambda graph, inputs: graph.forward, *args[5:]  # the eager backend
             return compiled(code, *args, **kwargs)
-        how = "estimated" if is_estimated() else "left out"
-        mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=how))
-        return made
+        padding = "estimated" if is_estimated() else "left out"
+        mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=padding))
+        return result
 
     if not hasattr(convert_frame, "is_in_any_mode_without_ignore_compile_internals"):
         patches.set(convert_frame, "is_in_torch_dispatch_mode", lambda **options: False)
@@ -128,8 +128,8 @@ def _is_of_dynamo(error: Exception) -> bool:
 
     if isinstance(error, exc.BackendCompilerFailed):
         return error.backend_name != "inductor"
-    ours = (exc.InternalTorchDynamoError, exc.TorchRuntimeError, NotSimulated)
-    return not isinstance(error, ours)
+    sim_errors = (exc.InternalTorchDynamoError, exc.TorchRuntimeError, NotSimulated)
+    return not isinstance(error, sim_errors)
 
 
 def _install_functions(patches: Patches, dynamo: Any) -> None:
@@ -139,10 +139,10 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
     builder, sourceless = builders.VariableBuilder, builders.SourcelessBuilder
     constants, clear = functions.constant_fold_functions, rules.clear_lru_cache
     originals = patches.originals()
-    folded = [made for made, original in originals.items() if original in constants]
-    for made in folded:
-        del originals[made]
-        patches.set_item(constants, made, None)
+    foldable = [replacement for replacement, original in originals.items() if original in constants]
+    for replacement in foldable:
+        del originals[replacement]
+        patches.set_item(constants, replacement, None)
     make_table = rules.get_torch_obj_rule_map
 
     @cache
@@ -150,11 +150,11 @@ def _install_functions(patches: Patches, dynamo: Any) -> None:
         """Return {torch function: Dynamo's class of variables for it}, made without the patches."""
         with patches.suspended():
             clear()
-            known: dict[Any, Any] = make_table()
+            classes: dict[Any, Any] = make_table()
             rules.get_tensor_method()
             functions.TorchInGraphFunctionVariable._get_handlers()
-        known.update(dict.fromkeys(folded, functions.TorchInGraphFunctionVariable))
-        return known
+        classes.update(dict.fromkeys(foldable, functions.TorchInGraphFunctionVariable))
+        return classes
 
     patches.set(rules, "get_torch_obj_rule_map", table)
     patches.on_undo(clear)
@@ -176,10 +176,10 @@ def _install_device(patches: Patches, module: Any) -> None:
     """Patch the copies of `torch.cuda`'s functions in Dynamo's device interface, in `module`."""
     patches.set(module, "caching_worker_device_properties", {})  # cached for an earlier GPU
     interface = module.CudaInterface
-    replacements = {original: made for made, original in patches.originals().items()}
+    replacements = {original: replacement for replacement, original in patches.originals().items()}
     for name, value in list(vars(interface).items()):
         is_static = isinstance(value, staticmethod)
-        made = replacements.get(value.__func__ if is_static else value)
-        if made is not None:
-            patches.set(interface, name, staticmethod(made) if is_static else made)
+        replacement = replacements.get(value.__func__ if is_static else value)
+        if replacement is not None:
+            patches.set(interface, name, staticmethod(replacement) if is_static else replacement)
     getattr(module, "init_device_reg", constant(None))()  # torch 2.5 needs each GPU by its number
