@@ -78,23 +78,23 @@ def choose_backend(*args: Any, **kwargs: Any) -> SDPBackend:
         RuntimeError: no allowed backend accepts the call (`select_sdp_backend`).
     """
     call = _Call(*args, **kwargs)
-    takes: dict[SDPBackend, Callable[[_Call], bool]] = {
+    accepts: dict[SDPBackend, Callable[[_Call], bool]] = {
         SDPBackend.CUDNN_ATTENTION: _can_use_cudnn,
         SDPBackend.FLASH_ATTENTION: _can_use_flash,
         SDPBackend.EFFICIENT_ATTENTION: _can_use_efficient,
         SDPBackend.MATH: lambda call: bool(torch._C._get_math_sdp_enabled()),
     }
     for backend in _order(call):
-        if takes[backend](call):
+        if accepts[backend](call):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
 def _order(call: _Call) -> tuple[SDPBackend, ...]:
     """Return the backends in order of trial: the user's (`set_priority=True`), or the GPU's."""
-    stored = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
-    once = dict.fromkeys(stored)  # torch 2.6 has five places for four backends: the last is 0
-    order = tuple(SDPBackend(number) for number in once if number in _DEFAULT_ORDER)
+    numbers = getattr(torch._C, "_get_sdp_priority_order", lambda: _DEFAULT_ORDER)()
+    distinct = dict.fromkeys(numbers)  # torch 2.6 has five places for four backends: the last is 0
+    order = tuple(SDPBackend(number) for number in distinct if number in _DEFAULT_ORDER)
     prefers_cudnn = call.release.cudnn_version > 91500 and call.gpu.capability[0] in (9, 10)
     if prefers_cudnn and tuple(b.value for b in order) == _DEFAULT_ORDER:
         return SDPBackend.CUDNN_ATTENTION, *order[:-1]
@@ -178,8 +178,8 @@ def _cudnn_takes_mask(call: _Call) -> bool:
         return True
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
-    wanted = (*call.query.shape[:3], call.key.size(2))[-mask.dim() :]
-    return all(size in (1, target) for size, target in zip(mask.shape, wanted, strict=True))
+    full_shape = (*call.query.shape[:3], call.key.size(2))[-mask.dim() :]
+    return all(size in (1, target) for size, target in zip(mask.shape, full_shape, strict=True))
 
 
 def _agrees(call: _Call, backend: SDPBackend, *dtypes: torch.dtype) -> bool:
@@ -221,8 +221,8 @@ def scaled_dot_product_attention(
     It replaces `aten::scaled_dot_product_attention` above autograd, and has its arguments.
     """
     refuse_attention(query, key, value, attn_mask)
-    given, how = (query, key, value), (dropout_p, is_causal)
-    backend = choose_backend(*given, attn_mask, *how, enable_gqa=enable_gqa, gpu=gpu)
+    qkv, options = (query, key, value), (dropout_p, is_causal)
+    backend = choose_backend(*qkv, attn_mask, *options, enable_gqa=enable_gqa, gpu=gpu)
     # cuDNN does not take minus infinity (`convert_boolean_attn_mask_cudnn`, gone in later torch).
     masked_out = -65504.0 if backend == SDPBackend.CUDNN_ATTENTION else -math.inf
     attn_mask = _additive_mask(attn_mask, query.dtype, masked_out)
@@ -230,19 +230,19 @@ def scaled_dot_product_attention(
         width, padding = query.size(-1), -query.size(-1) % 8
         scale = 1 / math.sqrt(width) if scale is None else scale
         if padding:
-            query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in given)
-            given = query, key, value
+            query, key, value = (torch.nn.functional.pad(t, (0, padding)) for t in qkv)
+            qkv = query, key, value
         op = aten._scaled_dot_product_flash_attention.default
-        out = _first_result(op, *given, *how, False, scale=scale)
+        out = _first_result(op, *qkv, *options, False, scale=scale)
         return aten.slice.Tensor(out, -1, 0, width) if padding else out
     if backend == SDPBackend.MATH:
-        return math_attention(*given, attn_mask, *how, scale=scale, enable_gqa=enable_gqa)
+        return math_attention(*qkv, attn_mask, *options, scale=scale, enable_gqa=enable_gqa)
     if backend == SDPBackend.CUDNN_ATTENTION:
-        op, last = aten._scaled_dot_product_cudnn_attention.default, [False]
+        op, extra = aten._scaled_dot_product_cudnn_attention.default, [False]
     else:
-        op, last = aten._scaled_dot_product_efficient_attention.default, []
+        op, extra = aten._scaled_dot_product_efficient_attention.default, []
         attn_mask = None if attn_mask is None else _aligned_mask(attn_mask, query, key)
-    return _first_result(op, *given, attn_mask, _needs_grad(*given), *how, *last, scale=scale)
+    return _first_result(op, *qkv, attn_mask, _needs_grad(*qkv), *options, *extra, scale=scale)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -491,8 +491,8 @@ def efficient_forward(c: KernelCall) -> Events:
     accumulator = 0
     if c.query.dtype in _HALF and max(shape.E, shape.V) > 128:
         accumulator = shape.B * shape.L * shape.H * shape.V * _FLOAT_BYTES
-    made = outputs({0: shape.out_bytes, 1: lse_bytes if c.compute_log_sumexp else 0})
-    return made + passing(accumulator)
+    events = outputs({0: shape.out_bytes, 1: lse_bytes if c.compute_log_sumexp else 0})
+    return events + passing(accumulator)
 
 
 @registry.requests("_scaled_dot_product_efficient_attention_backward")
@@ -522,8 +522,8 @@ def efficient_backward(c: KernelCall) -> Events:
         splits = 1 if heads >= 256 and splits <= 2 else max(1, min(splits, 200 // heads))
         floats += splits * keys * (round_up(shape.E, queries) + round_up(shape.V, queries))
     workspace = heads * round_up(floats, 4) * _FLOAT_BYTES
-    done = temporaries(workspace, -shape.lse_bytes, -workspace, -copy)
-    return temporaries(copy) + gradients + delta_events + done
+    final_events = temporaries(workspace, -shape.lse_bytes, -workspace, -copy)
+    return temporaries(copy) + gradients + delta_events + final_events
 
 
 def _row_sums(shape: _Shape) -> Events:
@@ -533,9 +533,9 @@ def _row_sums(shape: _Shape) -> Events:
     casts = [product, product] if shape.itemsize < _FLOAT_BYTES else []
     sums = shape.lse_bytes
     is_copied = shape.L > 1 and shape.H > 1
-    copied = temporaries(sums) + temporaries(-sums, oldest=True) if is_copied else []
-    done = temporaries(-product, *(-n for n in casts))
-    return [*temporaries(*casts, product, sums), *copied, *done]
+    copy_events = temporaries(sums) + temporaries(-sums, oldest=True) if is_copied else []
+    frees = temporaries(-product, *(-n for n in casts))
+    return [*temporaries(*casts, product, sums), *copy_events, *frees]
 
 
 _LEAST_SHARED_KIB = 99
@@ -634,9 +634,9 @@ def safe_softmax(c: KernelCall) -> Events:
 
 def refuse_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Raise torch's `RuntimeError` for dtypes that do not agree (`validate_sdpa_input`)."""
-    types = [tensor.dtype for tensor in (query, key, value)]
-    if len(set(types)) > 1:
-        first, second, third = map(cpp_type, types)
+    dtypes = [tensor.dtype for tensor in (query, key, value)]
+    if len(set(dtypes)) > 1:
+        first, second, third = map(cpp_type, dtypes)
         raise RuntimeError(
             "Expected query, key, and value to have the same dtype, but got query.dtype: "
             f"{first} key.dtype: {second} and value.dtype: {third} instead."
@@ -686,8 +686,8 @@ def forward(c: KernelCall) -> Events:
         if is_swapped:
             H, L = K, H // K
         accumulators = _split_accumulators(B, H, L, c.max_keys, E, c.gpu)
-    made = c.outputs(0, 1) + around(accumulators, c.outputs(2))
-    return around(_copies(c.query, c.key, c.value), made)
+    events = c.outputs(0, 1) + around(accumulators, c.outputs(2))
+    return around(_copies(c.query, c.key, c.value), events)
 
 
 @registry.requests(BACKWARD)
@@ -703,14 +703,14 @@ def backward(c: KernelCall) -> Events:
     """
     H, E = c.query.shape[-2:]
     B = c.query.shape[0] if c.cu_seqlens is None else c.cu_seqlens.numel() - 1
-    accumulated = c.out.nbytes * rounded_head_width(E)
+    accumulator_bytes = c.out.nbytes * rounded_head_width(E)
     if c.deterministic:
-        accumulated *= ceil_div(c.gpu.num_sms, B * H)
-    K, expanded = c.key.shape[-2], list[int]()
+        accumulator_bytes *= ceil_div(c.gpu.num_sms, B * H)
+    K, expanded_bytes = c.key.shape[-2], list[int]()
     sums: tuple[int, ...] = ()
     if K != H:  # gradients of key and value for each query head, and their sum over a group
         groups = c.key.new_empty((*c.key.shape[:-2], K, H // K, E))
-        expanded = [groups.nbytes] * 2
+        expanded_bytes = [groups.nbytes] * 2
         sums = sum_bytes(groups, [groups.dim() - 2], groups.dtype, c.gpu)
-    summed = around([accumulated, *expanded], passing(*sums) * len(expanded))
-    return around(_copies(*c.args[:5]), c.outputs() + summed)
+    sum_events = around([accumulator_bytes, *expanded_bytes], passing(*sums) * len(expanded_bytes))
+    return around(_copies(*c.args[:5]), c.outputs() + sum_events)

@@ -104,7 +104,7 @@ class CastCache:
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `tensor.to(dtype)`, from autocast's cache if torch caches that cast."""
-        is_kept = (
+        is_cached = (
             dtype is torch.get_autocast_dtype(_CUDA)
             and tensor.dtype is torch.float32
             and tensor.requires_grad
@@ -113,16 +113,16 @@ class CastCache:
             and torch.is_autocast_cache_enabled()
             and not torch.is_inference_mode_enabled()
         )
-        if not is_kept:
+        if not is_cached:
             return tensor.to(dtype)
         key = tensor._cdata
-        found = self._casts.get(key)
-        if found is not None and found[0]() is tensor:
-            return found[1]
+        entry = self._casts.get(key)
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
         with torch.enable_grad():  # it may be used again with gradients
-            made = tensor.to(dtype)
-        self._casts[key] = weakref.ref(tensor), made
-        return made
+            cast = tensor.to(dtype)
+        self._casts[key] = weakref.ref(tensor), cast
+        return cast
 
     def clear(self) -> None:
         """Drop all casts, like `torch.clear_autocast_cache`."""
@@ -244,14 +244,14 @@ def _on_one_device(op: OpOverload, args: Args) -> Args:
     if first is None:
         return args
     if op is torch.ops.aten.istft.default:
-        ones = torch.ops.aten.ones([args[3] or args[1]], device="meta")
-        return (*args[:4], ones, *args[5:])  # C++ reads whether the window covers each sample
-    one = first.detach().as_strided((), ())
+        window = torch.ops.aten.ones([args[3] or args[1]], device="meta")
+        return (*args[:4], window, *args[5:])  # C++ reads whether the window covers each sample
+    scalar = first.detach().as_strided((), ())
     with_integers = op is torch.ops.aten.take_along_dim.default
 
     def alike(tensor: Tensor) -> Tensor:
         is_length = not (tensor.is_floating_point() or tensor.dtype is torch.bool or with_integers)
-        return tensor if is_meta(tensor) or is_length else tensor * one.to(tensor.dtype)
+        return tensor if is_meta(tensor) or is_length else tensor * scalar.to(tensor.dtype)
 
     return tuple(map_tensors(alike, args))
 
@@ -346,10 +346,10 @@ def _refuse(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
 
 
 def _to_widest(op: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    flat = [a for a in (*args, *kwargs.values()) if _is_eligible(a)]
-    if not flat:
+    tensors = [a for a in (*args, *kwargs.values()) if _is_eligible(a)]
+    if not tensors:
         return args, kwargs
-    is_mixed = any(a.dtype is torch.float32 for a in flat)
+    is_mixed = any(a.dtype is torch.float32 for a in tensors)
     return _cast_all(args, kwargs, torch.float32 if is_mixed else None)
 
 
@@ -397,8 +397,8 @@ def decomposition_key(func: Any) -> Any:
         )
         return _COMPOSITE if is_composite else None
     for line in torch._C._dispatch_dump(name).splitlines():
-        key, _, rest = line.partition(": ")
-        if key in _KEYS_OF_PYTHON and (".py:" in rest or "/dev/null:" in rest):
+        key, _, source = line.partition(": ")
+        if key in _KEYS_OF_PYTHON and (".py:" in source or "/dev/null:" in source):
             return _KEYS_OF_PYTHON[key]
     return None
 

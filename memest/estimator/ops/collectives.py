@@ -24,14 +24,14 @@ SUMS = "values of collectives are those of sums: this torch does not expose the 
 
 def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Simulate `func`, an operator of `c10d`: set the values of its outputs, return its results."""
-    given = arguments_by_name(func, args, kwargs)
-    tensors = list(tensors_in(given.values()))
+    arguments = arguments_by_name(func, args, kwargs)
+    tensors = list(tensors_in(arguments.values()))
     name = func._schema.name.removeprefix("c10d::")
     stream = mode.timeline.stream
     if any(map(is_meta, tensors)):
         peer = args[2] if name in ("send", "recv_") else None
-        group = _group(given.values())
-        stream = mode.works.communicate(group, name, peer, _messages(func, given, group))
+        group = _group(arguments.values())
+        stream = mode.works.communicate(group, name, peer, _messages(func, arguments, group))
         num_bytes = max((t.numel() * t.element_size() for t in tensors), default=0)
         mode.timeline.transfer(num_bytes, stream)
         for tensor in tensors if peer is not None else ():
@@ -39,32 +39,32 @@ def run(mode: SimMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if func is torch.ops.c10d.allgather_.default:
             _flatten(mode, args[0], func)
     if name in ("send", "recv_", "recv_any_source_"):
-        _pass(mode, name, args)
+        _send_or_receive(mode, name, args)
     else:
         _fill(mode, name, args)
-    work = mode.works.new_work(tensors if _is_asynchronous(func, given) else (), stream)
-    returned = tuple(
+    work = mode.works.new_work(tensors if _is_asynchronous(func, arguments) else (), stream)
+    results = tuple(
         args[0] if "Tensor" in str(result.type) else work for result in func._schema.returns
     )
-    if len(returned) > 1:
-        return returned
-    return returned[0] if returned else None
+    if len(results) > 1:
+        return results
+    return results[0] if results else None
 
 
-def _messages(func: Any, given: Kwargs, group: Any) -> list[tuple[int, bool]]:
+def _messages(func: Any, arguments: Kwargs, group: Any) -> list[tuple[int, bool]]:
     """Return the messages by which NCCL runs a gather, scatter or all-to-all; [] for other `func`.
-    A message is (other rank, True if this rank sends). `given` are the arguments by name. Source:
+    A message is (other rank, True if this rank sends). `arguments` are `func`'s by name. Source:
     `all2all`, `gather` and `scatter` of torch/csrc/cuda/nccl.cpp (torch 2.11)."""
     name = func._schema.name.removeprefix("c10d::")
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    peers = [rank for rank in range(group.size()) if rank != group.rank()]
     if name.startswith("alltoall"):
-        return [(rank, sends) for rank in others for sends in (True, False)]
+        return [(rank, sends) for rank in peers for sends in (True, False)]
     if name not in ("gather_", "scatter_"):
         return []
-    root = given["root_rank"]
+    root = arguments["root_rank"]
     is_root = root == group.rank()
     sends = is_root == (name == "scatter_")
-    return [(rank, sends) for rank in (others if is_root else [root])]
+    return [(rank, sends) for rank in (peers if is_root else [root])]
 
 
 def _flatten(mode: SimMode, outputs: list[list[Tensor]], func: Any) -> None:
@@ -81,10 +81,10 @@ def _async_argument(func: Any) -> Any:
     return next((a for a in func._schema.arguments if a.name in ("asyncOp", "async_op")), None)
 
 
-def _is_asynchronous(func: Any, given: Kwargs) -> bool:
-    """Return whether a call of `func` is asynchronous; `given` are its arguments by name."""
+def _is_asynchronous(func: Any, arguments: Kwargs) -> bool:
+    """Return whether a call of `func` is asynchronous; `arguments` are its arguments by name."""
     if argument := _async_argument(func):
-        return bool(given.get(argument.name, argument.default_value))
+        return bool(arguments.get(argument.name, argument.default_value))
     # before torch 2.7, Python waits for a work that it does not return
     return _async_argument(torch.ops.c10d.allreduce_.default) is None
 
@@ -97,21 +97,21 @@ def _fill(mode: SimMode, name: str, args: Args) -> None:
     elif name == "broadcast_":
         _broadcast(mode, args)
     elif name in ("allgather_", "allgather_coalesced_", "gather_"):
-        for outputs, given in zip(args[0], args[1], strict=False):
+        for outputs, source in zip(args[0], args[1], strict=False):
             for output in outputs:
-                _write(mode, output, given)
+                _write(mode, output, source)
     elif name in ("_allgather_base_", "_reduce_scatter_base_"):
         _fill_flat(mode, args[0], args[1], _factor(mode, args))
     elif name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
-        for output, given in zip(args[0], args[1], strict=True):
-            _fill_flat(mode, output, given, _factor(mode, args))
+        for output, source in zip(args[0], args[1], strict=True):
+            _fill_flat(mode, output, source, _factor(mode, args))
     elif name in ("scatter_", "reduce_scatter_"):
-        for output, given in zip(args[0], args[1], strict=False):
-            if given:
-                _write(mode, output, given[_group(args).rank()], _factor(mode, args))
+        for output, source in zip(args[0], args[1], strict=False):
+            if source:
+                _write(mode, output, source[_group(args).rank()], _factor(mode, args))
     elif name == "alltoall_":
-        for output, given in zip(args[0], args[1], strict=True):
-            _write(mode, output, given)
+        for output, source in zip(args[0], args[1], strict=True):
+            _write(mode, output, source)
     elif name == "alltoall_base_":
         _write(mode, args[0], args[1])
 
@@ -128,7 +128,7 @@ def _broadcast(mode: SimMode, args: Args) -> None:
             _receive(mode, tensor, value)
 
 
-def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
+def _send_or_receive(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
     """Run `send` or `recv_` of one tensor, if `name` is that; another name does nothing. The other
     rank is simulated at the same time. A receive of integers blocks until the message arrives,
     since a script may read them. A message of a rank to itself does not block."""
@@ -136,26 +136,26 @@ def _pass(mode: SimMode, name: str, args: tuple[Any, ...]) -> None:
         return  # the source is not known
     group = _group(args)
     ranks = tuple(dist.get_process_group_ranks(group))
-    own, other = ranks[group.rank()], ranks[args[2]]
-    if own == other:
+    own_rank, peer = ranks[group.rank()], ranks[args[2]]
+    if own_rank == peer:
         for tensor in filter(is_meta, args[0] if name == "recv_" else ()):
             mode.values.forget(tensor.untyped_storage()._cdata)
         return
     mailbox = mode.rank.mailbox
-    mailbox.meet(other)
+    mailbox.meet(peer)
     line = mode.attribution.lines.current()
     for tensor in args[0]:
         has_integers = not (tensor.is_floating_point() or tensor.is_complex())
         if name == "send":
             value = mode.values.value_of(tensor) if has_integers else None
-            mailbox.post(("send", own, other, args[3]), value)
-            mailbox.expect(("recv", other, own, args[3]), other, line)
+            mailbox.post(("send", own_rank, peer, args[3]), value)
+            mailbox.expect(("recv", peer, own_rank, args[3]), peer, line)
             continue
-        mailbox.post(("recv", own, other, args[3]), None)
-        key = ("send", other, own, args[3])
+        mailbox.post(("recv", own_rank, peer, args[3]), None)
+        key = ("send", peer, own_rank, args[3])
         if not has_integers:
-            mailbox.expect(key, other, line)
-        is_known = has_integers and _receive(mode, tensor, mailbox.fetch(key, other))
+            mailbox.expect(key, peer, line)
+        is_known = has_integers and _receive(mode, tensor, mailbox.fetch(key, peer))
         if is_meta(tensor) and not is_known:
             mode.values.forget(tensor.untyped_storage()._cdata)
 
@@ -168,39 +168,39 @@ def _receive(mode: SimMode, tensor: Tensor, value: Any) -> bool:
     return fits
 
 
-def _fill_flat(mode: SimMode, output: Tensor, given: Tensor, factor: int) -> None:
-    """Set the value of `output` of a flat collective: for a gather `given` repeated, for a
-    reduce-scatter the first part of `given` times `factor`."""
+def _fill_flat(mode: SimMode, output: Tensor, source: Tensor, factor: int) -> None:
+    """Set the value of `output` of a flat collective: for a gather `source` repeated, for a
+    reduce-scatter the first part of `source` times `factor`."""
 
     def parts(value: Tensor) -> Tensor:
         flat, count = value.reshape(-1), output.numel()
         is_gather = count >= flat.numel()
-        made = flat.repeat(count // max(1, flat.numel())) if is_gather else flat[:count] * factor
-        return made.view(output.shape)
+        result = flat.repeat(count // max(1, flat.numel())) if is_gather else flat[:count] * factor
+        return result.view(output.shape)
 
     is_small = not is_meta(output) or output.numel() <= MAX_GATHERED
-    _store(mode, output, given if is_small else None, parts)
+    _store(mode, output, source if is_small else None, parts)
 
 
-def _write(mode: SimMode, output: Tensor, given: Tensor, factor: int = 1) -> None:
-    if output is not given or factor != 1:
-        is_alike = not is_meta(output) or given.shape == output.shape
-        _store(mode, output, given if is_alike else None, lambda value: value * factor)
+def _write(mode: SimMode, output: Tensor, source: Tensor, factor: int = 1) -> None:
+    if output is not source or factor != 1:
+        is_alike = not is_meta(output) or source.shape == output.shape
+        _store(mode, output, source if is_alike else None, lambda value: value * factor)
 
 
 def _store(
-    mode: SimMode, output: Tensor, given: Tensor | None, made: Callable[[Tensor], Tensor]
+    mode: SimMode, output: Tensor, source: Tensor | None, transform: Callable[[Tensor], Tensor]
 ) -> None:
-    """Set `output` to `made(value)` for the known or guessed value of `given`, if there is one."""
-    known = None if given is None else mode.values.value_of(given)
-    if known is not None:
-        _set(mode, output, made(known))
+    """Set `output` to `transform(value)` of the known or guessed value of `source`, if any."""
+    value = None if source is None else mode.values.value_of(source)
+    if value is not None:
+        _set(mode, output, transform(value))
         return
-    guess = None if given is None else mode.guessed.value_of(given)
+    guess = None if source is None else mode.guessed.value_of(source)
     if is_meta(output):
         mode.guessed.forget(storage_key(output))
         if guess is not None and output.nbytes == output.untyped_storage().nbytes():
-            mode.guessed.adopt(output, made(guess))
+            mode.guessed.adopt(output, transform(guess))
 
 
 def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
@@ -208,9 +208,9 @@ def _set(mode: SimMode, output: Tensor, value: Tensor) -> None:
     if not is_meta(output):
         output.copy_(value.reshape(output.shape))
         return
-    known = mode.values.value_of(output)
-    if known is not None:
-        known.copy_(value)
+    target = mode.values.value_of(output)
+    if target is not None:
+        target.copy_(value)
     elif output.is_contiguous():
         mode.values.adopt(output, value)
 
@@ -219,10 +219,10 @@ def _factor(mode: SimMode, args: Args) -> int:
     """Return the factor of a reduction over equal inputs: the group's size for a sum, else 1."""
     for op in args[2:]:
         if isinstance(op, torch._C.ScriptObject) and "ReduceOp" in str(op._type()):
-            what: Any = op
-            if not what._has_method("op"):
+            reduction: Any = op
+            if not reduction._has_method("op"):
                 mode.notes.add(SUMS)
-            is_sum = not what._has_method("op") or what.op() == _SUM
+            is_sum = not reduction._has_method("op") or reduction.op() == _SUM
             return int(_group(args).size()) if is_sum else 1
     return 1
 

@@ -68,27 +68,27 @@ def describe_source(gpu: Gpu) -> str:
     installed = library()
     if installed is None or not installed.supports(gpu):
         is_known = device_properties(gpu.chip) is not None
-        more = (
+        advice = (
             "cuDNN 9.19 answers for itself after: pip install 'memest-gpu[cudnn]'"
             if is_known
             else f"The properties of {gpu.name} by which cuDNN chooses are not known"
         )
         return (
             "workspaces of convolutions estimated from their shapes: on an H100 69, 73 and 38 % are"
-            f" right to 512 B (output, gradients of input and weight). {more}"
+            f" right to 512 B (output, gradients of input and weight). {advice}"
         )
-    own, release = _version(installed.version), simulated()
-    theirs = _version(release.cudnn_version)
-    is_same = own.rpartition(".")[0] == theirs.rpartition(".")[0]
-    other = "" if is_same else f"; torch {release.name} has {theirs}"
+    own_version, release = _version(installed.version), simulated()
+    torch_version = _version(release.cudnn_version)
+    is_same = own_version.rpartition(".")[0] == torch_version.rpartition(".")[0]
+    caveat = "" if is_same else f"; torch {release.name} has {torch_version}"
     if not installed.is_measured(gpu):
-        other += (
+        caveat += (
             "; estimates, since answers about Hopper were measured of cuDNN 9.19 only, which"
             f" {FOLDER} can name"
         )
     return (
-        f"workspaces of convolutions by the heuristics of cuDNN {own}, which run without a GPU;"
-        f" those of 1x1 products by cuBLASLt are estimated{other}"
+        f"workspaces of convolutions by the heuristics of cuDNN {own_version}, which run without a"
+        f" GPU; those of 1x1 products by cuBLASLt are estimated{caveat}"
     )
 
 
@@ -109,9 +109,9 @@ def workspace(
             plan = installed.first_plan(shapes, direction, gpu.chip, kernels)
             return () if plan is None else (plan.workspace_bytes, int(plan.is_estimated))
 
-        asked = shapes, direction, kernels.are_deterministic, kernels.are_without_tf32
-        if found := answers_of(installed, gpu.chip).find(asked, first):
-            return Workspace(found[0], not found[1] and installed.is_measured(gpu))
+        call = shapes, direction, kernels.are_deterministic, kernels.are_without_tf32
+        if answer := answers_of(installed, gpu.chip).find(call, first):
+            return Workspace(answer[0], not answer[1] and installed.is_measured(gpu))
     return Workspace(workspace_bytes(shapes, direction), is_by_library=False)
 
 
@@ -173,10 +173,10 @@ class Answers:
         text = repr((shapes, settings)).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
-    def find(self, asked: tuple[Any, ...], compute: Callable[[], Answer]) -> Answer:
-        """Return the result for `asked`, the arguments of `key`: the cached one, or that of
+    def find(self, call: tuple[Any, ...], compute: Callable[[], Answer]) -> Answer:
+        """Return the result for `call`, the arguments of `key`: the cached one, or that of
         `compute()`. () stands for a convolution for which cuDNN has no plan."""
-        key = self.key(*asked)
+        key = self.key(*call)
         if key not in self.stored:
             answer: Answer = ()
             with suppress(CudnnError):
@@ -197,15 +197,15 @@ class Answers:
             return
         self._num_new = 0
         merged = self._read() | self.stored
-        kept = dict(list(merged.items())[-MOST_ANSWERS:])
+        newest = dict(list(merged.items())[-MOST_ANSWERS:])
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps(kept))
+            write_whole(self.path, json.dumps(newest))
 
     def _read(self) -> dict[str, Answer]:
         try:
-            read = json.loads(self.path.read_text(encoding="utf-8"))
-            return {str(key): tuple(map(int, answer)) for key, answer in read.items()}
+            answers = json.loads(self.path.read_text(encoding="utf-8"))
+            return {str(key): tuple(map(int, answer)) for key, answer in answers.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
 
@@ -248,63 +248,63 @@ def _shapes_of(c: KernelCall, output: Tensor) -> ConvolutionShapes:
     )
 
 
-def is_native(c: ConvolutionShapes) -> bool:
-    """Return whether torch, not cuDNN, runs a depthwise kernel for `c` (`use_cudnn_depthwise`).
+def is_native(shapes: ConvolutionShapes) -> bool:
+    """Return whether torch, not cuDNN, runs a depthwise kernel for `shapes`: `use_cudnn_depthwise`.
 
     cuDNN runs depthwise convolutions in channels-last. It also runs those in float16 with 32
     channels or more, square kernels of 1, 3 or 5 pixels, and stride 1, or stride 2 with many
     channels.
     """
-    if not c.is_depthwise or c.is_channels_last:
+    if not shapes.is_depthwise or shapes.is_channels_last:
         return False
-    if c.dtype != torch.float16 or len(c.tensor) != 4 or c.tensor[1] < 32:
+    if shapes.dtype != torch.float16 or len(shapes.tensor) != 4 or shapes.tensor[1] < 32:
         return True
-    kernel, width, channels = c.weight[3], c.tensor[3], c.tensor[1]
-    if c.weight[2] != kernel or kernel not in (1, 3, 5) or width < 7:
+    kernel, width, channels = shapes.weight[3], shapes.tensor[3], shapes.tensor[1]
+    if shapes.weight[2] != kernel or kernel not in (1, 3, 5) or width < 7:
         return True
-    if c.stride[0] != c.stride[1] or c.stride[1] not in (1, 2):
+    if shapes.stride[0] != shapes.stride[1] or shapes.stride[1] not in (1, 2):
         return True
-    if c.stride[1] == 1:
+    if shapes.stride[1] == 1:
         return False
     if kernel == 1:
-        return not (c.tensor[0] <= 16 and channels >= 128 and width <= 7)
+        return not (shapes.tensor[0] <= 16 and channels >= 128 and width <= 7)
     return not (channels >= 512 or (channels >= 256 and width >= 28))
 
 
-def _copies_first(c: ConvolutionShapes, transposed: bool) -> bool:
+def _copies_first(shapes: ConvolutionShapes, transposed: bool) -> bool:
     """Return whether the weight is copied before the result is allocated, as by torch's own kernel
     for 1-d and 2-d depthwise convolutions (DepthwiseConv2d.cu)."""
-    return is_native(c) and not transposed and len(c.tensor) < 5
+    return is_native(shapes) and not transposed and len(shapes.tensor) < 5
 
 
-def _is_without_cudnn(c: ConvolutionShapes) -> bool:
-    return is_native(c) or not prod(c.output) * prod(c.tensor)
+def _is_without_cudnn(shapes: ConvolutionShapes) -> bool:
+    return is_native(shapes) or not prod(shapes.output) * prod(shapes.tensor)
 
 
-def _is_by_cudnn(c: ConvolutionShapes, gpu: Gpu) -> bool:
-    """Return whether cuDNN runs `c` with a known workspace; `RuntimeError` if no kernel can."""
-    if _is_without_cudnn(c):
+def _is_by_cudnn(shapes: ConvolutionShapes, gpu: Gpu) -> bool:
+    """Return whether cuDNN runs `shapes` with a known workspace; `RuntimeError` if none can."""
+    if _is_without_cudnn(shapes):
         return False
     is_recent = gpu.capability >= OLDEST_WITH_BFLOAT16
-    if c.dtype == torch.bfloat16 and not is_recent:
+    if shapes.dtype == torch.bfloat16 and not is_recent:
         raise RuntimeError(NO_ENGINE)
-    is_known = c.dtype in DTYPES and 1 <= len(c.stride) <= 3
+    is_known = shapes.dtype in DTYPES and 1 <= len(shapes.stride) <= 3
     return is_known and (is_recent or installed_for(gpu) is not None)
 
 
-def _workspace(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
+def _workspace(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> Workspace:
     """Return cuDNN's workspace of `direction` (forward, input, weight). It has 0 bytes if cuDNN
-    does not run `c`, or if its size is unknown."""
-    if not _is_by_cudnn(c, gpu):
-        return Workspace(0, is_by_library=_is_without_cudnn(c))
+    does not run `shapes`, or if its size is unknown."""
+    if not _is_by_cudnn(shapes, gpu):
+        return Workspace(0, is_by_library=_is_without_cudnn(shapes))
     cudnn = torch.backends.cudnn
     kernels = Kernels(
         are_deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
-        are_without_tf32=c.dtype == torch.float32 and not allows_tf32("conv"),
+        are_without_tf32=shapes.dtype == torch.float32 and not allows_tf32("conv"),
     )
     for calls in _RECORDED:
-        calls.add((c, direction, kernels))
-    return workspace(c, direction, gpu, kernels)
+        calls.add((shapes, direction, kernels))
+    return workspace(shapes, direction, gpu, kernels)
 
 
 Calls = set[tuple[ConvolutionShapes, str, Kernels | None]]  # with direction and allowed kernels
@@ -326,7 +326,7 @@ def recorded_calls() -> Iterator[Calls]:
 def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
     """Return whether the workspaces of `calls`, from `recorded_calls`, are equal on two GPUs."""
 
-    def on(gpu: Gpu) -> list[Workspace | tuple[int, ...]]:
+    def workspaces_on(gpu: Gpu) -> list[Workspace | tuple[int, ...]]:
         return [
             tried_bytes(shapes, direction, gpu)
             if kernels is None
@@ -334,16 +334,16 @@ def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
             for shapes, direction, kernels in calls
         ]
 
-    return gpu.chip == other.chip or on(gpu) == on(other)
+    return gpu.chip == other.chip or workspaces_on(gpu) == workspaces_on(other)
 
 
-def _tried(c: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
+def _tried(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
     """Allocations by which `cudnn.benchmark` times plans at a first call; [] if it is off."""
-    if not torch.backends.cudnn.benchmark or not _is_by_cudnn(c, gpu):
+    if not torch.backends.cudnn.benchmark or not _is_by_cudnn(shapes, gpu):
         return []
     for calls in _RECORDED:
-        calls.add((c, direction, None))
-    return tried(tried_bytes(c, direction, gpu))
+        calls.add((shapes, direction, None))
+    return tried(tried_bytes(shapes, direction, gpu))
 
 
 def _directions(c: KernelCall) -> tuple[str, str]:
@@ -366,8 +366,8 @@ def _is_forward_known(c: KernelCall) -> bool:
 
 
 def _is_backward_known(c: KernelCall) -> bool:
-    wanted = compress((_directions(c)[1], "weight"), c.output_mask)
-    return _are_known(c, _shapes_of(c, c.grad_output), *wanted)
+    directions = compress((_directions(c)[1], "weight"), c.output_mask)
+    return _are_known(c, _shapes_of(c, c.grad_output), *directions)
 
 
 def convolution_outputs(c: KernelCall) -> Any:
@@ -375,8 +375,8 @@ def convolution_outputs(c: KernelCall) -> Any:
     memory_format = convolution_format(c.input, c.weight)
     if isinstance(c.out, Tensor):
         return torch.empty_like(c.out, memory_format=memory_format)
-    made = (t if t is None else torch.empty_like(t, memory_format=memory_format) for t in c.out[:2])
-    return (*made, c.out[2])
+    outs = (t if t is None else torch.empty_like(t, memory_format=memory_format) for t in c.out[:2])
+    return (*outs, c.out[2])
 
 
 _KNOWN = (
@@ -402,11 +402,11 @@ def convolution(c: KernelCall) -> Events:
     """
     memory_format = convolution_format(c.input, c.weight)
     shapes, direction = _shapes_of(c, c.out), _directions(c)[0]
-    made = c.outputs()
-    of_weight = temporaries(*copies_in(memory_format, c.weight))
+    result = c.outputs()
+    weight_copy = temporaries(*copies_in(memory_format, c.weight))
     return (
         temporaries(*copies_in(memory_format, c.input))
-        + (of_weight + made if _copies_first(shapes, c.transposed) else made + of_weight)
+        + (weight_copy + result if _copies_first(shapes, c.transposed) else result + weight_copy)
         + _tried(shapes, direction, c.gpu)
         + temporaries(_workspace(shapes, direction, c.gpu).num_bytes)
     )
@@ -427,42 +427,42 @@ def convolution_backward(c: KernelCall) -> Events:
     returns. `cudnn_convolution_backward` of ConvShared.cpp copies an incoming gradient with gaps
     for each result, and the weight for the input's gradient.
     """
-    grad, tensor, weight, wanted = c.grad_output, c.input, c.weight, c.output_mask
+    grad, tensor, weight, mask = c.grad_output, c.input, c.weight, c.output_mask
     shapes = _shapes_of(c, grad)
     plane = grad.unsqueeze(2) if grad.dim() == 3 else grad  # torch makes two dimensions of one
     memory_format = convolution_format(tensor, weight)
-    line = copies_in(memory_format, tensor) if grad.dim() == 3 else ()
-    copies = copies_in(memory_format, tensor) if wanted[1] and not line else ()
-    is_copied = wanted[1] and not tensor.is_contiguous(memory_format=memory_format)
-    given = memory_format if is_copied else suggest_memory_format(tensor)
-    each: tuple[int, ...] = ()
-    of_grad: tuple[int, ...] = ()
+    line_copies = copies_in(memory_format, tensor) if grad.dim() == 3 else ()
+    copies = copies_in(memory_format, tensor) if mask[1] and not line_copies else ()
+    is_copied = mask[1] and not tensor.is_contiguous(memory_format=memory_format)
+    input_format = memory_format if is_copied else suggest_memory_format(tensor)
+    grad_copies: tuple[int, ...] = ()
+    shared_copy: tuple[int, ...] = ()
     if c.transposed or is_native(shapes):
-        of_grad = copies_in(given, grad)
-    elif suggest_memory_format(plane) != given:  # `to(memory_format)` keeps other strides
-        of_grad = (grad.nbytes,)
+        shared_copy = copies_in(input_format, grad)
+    elif suggest_memory_format(plane) != input_format:  # `to(memory_format)` keeps other strides
+        shared_copy = (grad.nbytes,)
     else:
-        each = copies_in(memory_format, grad)
+        grad_copies = copies_in(memory_format, grad)
 
-    def work(direction: str) -> Events:
-        found = _workspace(shapes, direction, c.gpu)
-        return _tried(shapes, direction, c.gpu) + passing(found.num_bytes)
+    def kernel_events(direction: str) -> Events:
+        buffer = _workspace(shapes, direction, c.gpu)
+        return _tried(shapes, direction, c.gpu) + passing(buffer.num_bytes)
 
-    of_input: Events = []
-    of_weight: Events = []
-    if wanted[0]:
-        copy, made = copies_in(memory_format, weight) + each, outputs({0: tensor.nbytes})
-        run = work(_directions(c)[1])
+    input_events: Events = []
+    weight_events: Events = []
+    if mask[0]:
+        copy, result = copies_in(memory_format, weight) + grad_copies, outputs({0: tensor.nbytes})
+        kernel = kernel_events(_directions(c)[1])
         is_first = _copies_first(shapes, c.transposed)
-        of_input = around(copy, made) if is_first else made + around(copy, run)
-    if wanted[1]:
-        of_weight = around(each, outputs({1: weight.nbytes}) + work("weight"))
-    of_bias = _bias_events(grad, c.out[2].nbytes, c.gpu) if wanted[2] else []
+        input_events = around(copy, result) if is_first else result + around(copy, kernel)
+    if mask[1]:
+        weight_events = around(grad_copies, outputs({1: weight.nbytes}) + kernel_events("weight"))
+    bias_events = _bias_events(grad, c.out[2].nbytes, c.gpu) if mask[2] else []
     if is_native(shapes):  # `conv_depthwise2d_backward_cuda_out` of DepthwiseConv2d.cu
-        both = around(of_grad, around(copies, of_weight) + of_input)
+        events = around(shared_copy, around(copies, weight_events) + input_events)
     else:
-        both = around(copies + of_grad, of_input + of_weight)
-    return around(line, both + of_bias)
+        events = around(copies + shared_copy, input_events + weight_events)
+    return around(line_copies, events + bias_events)
 
 
 def _bias_events(grad: Tensor, num_bytes: int, gpu: Gpu) -> Events:

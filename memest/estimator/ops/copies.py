@@ -44,8 +44,8 @@ COPIES_BACKWARD = ("ToCopyBackward0", "_FromHostBackward")  # move gradients to 
 
 def as_dtype_layout(args: Args, kwargs: Any) -> tuple[Any, tuple[Any, ...], Any]:
     """Return a call of `aten::to.device` as one of `to.dtype_layout`: (operator, args, kwargs)."""
-    given = registry.arguments_by_name(aten.to.device, args, kwargs)
-    return aten.to.dtype_layout, (given.pop("self"),), given
+    arguments = registry.arguments_by_name(aten.to.device, args, kwargs)
+    return aten.to.dtype_layout, (arguments.pop("self"),), arguments
 
 
 def awaited_device() -> torch.device | None:
@@ -65,19 +65,19 @@ def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:
     source: Tensor = args[1] if is_copy_ else args[0]
     # a parameter has no data on the host, as none of a model built there has
     is_parameter = isinstance(source, torch.nn.Parameter)
-    awaited = awaited_device()
-    is_known = not is_parameter and awaited != META
+    target_device = awaited_device()
+    is_known = not is_parameter and target_device != META
     guess = mode.guessed.value_of(source) if is_known else None
     value = mode.values.value_of(source) if is_known and guess is None else guess
     dtype = args[0].dtype if is_copy_ else kwargs.get("dtype") or source.dtype
     if value is None:
         if is_copy_:
             return args[0]
-        if awaited == CPU:
+        if target_device == CPU:
             return torch.zeros(source.size(), dtype=dtype, device=CPU)
-        made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
-        mode.host.put(made)
-        return made
+        result = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=META)
+        mode.host.put(result)
+        return result
     is_guessed = guess is not None or storage_key(source) in mode.values.guessed
     if is_guessed and source.numel() <= MAX_SHOWN_NUMEL:
         mode.guesses.note(f"a copy of {str(source.dtype).removeprefix('torch.')} to the host")
@@ -100,8 +100,8 @@ def repeat_interleave(c: KernelCall) -> Events:
     """Allocations of `repeat_interleave` (Repeat.cpp): cumulative sum in int64, positions."""
     count = c.repeats.numel()
     scan = cub.scan_bytes(count) if count > 1 else 0
-    kept = (*contiguous_copy(c.repeats), count * INDEX_BYTES)
-    return around(kept, passing(scan) + c.outputs())
+    buffers = (*contiguous_copy(c.repeats), count * INDEX_BYTES)
+    return around(buffers, passing(scan) + c.outputs())
 
 
 register(
@@ -127,10 +127,10 @@ register(
 
 
 @registry.above_autograd("_pad_packed_sequence combinations pad_sequence vander")
-def make_alike(then: Next, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `then`, a composite operator; put tensors that it makes in C++ on `given`'s device."""
+def make_alike(then: Next, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `then`, a composite operator; put tensors that it makes in C++ on `source`'s device."""
     with setting(INSIDE, "composite", True):
-        return then(given, *args, **kwargs)
+        return then(source, *args, **kwargs)
 
 
 @registry.composed("is_set_to")
@@ -168,8 +168,8 @@ def split_with_sizes_copy(c: KernelCall) -> Scratch:
     row_bytes = prod(source.shape[dim + 1 :]) * source.itemsize
     chunks = [size * row_bytes for size in c.split_sizes]
     num_blocks = sum(ceil_div(chunk, BLOCK_BYTES) for chunk in chunks)
-    most = c.gpu.multiprocessor.threads * c.gpu.num_sms // BLOCK_THREADS * WAVES
-    factor = ceil_div(num_blocks * num_chunks, most)
+    max_blocks = c.gpu.multiprocessor.threads * c.gpu.num_sms // BLOCK_THREADS * WAVES
+    factor = ceil_div(num_blocks * num_chunks, max_blocks)
     chunks_per_block = min(ceil(sqrt(factor)), num_chunks)
     rounds = ceil_div(factor, chunks_per_block)
     num_blocks = sum(ceil_div(chunk, BLOCK_BYTES * rounds) for chunk in chunks)
@@ -198,14 +198,14 @@ def chunk_cat_mixed(c: KernelCall) -> Scratch:
     int64 fewer. In all other cases, tensors whose dtype is not the output's are cast first.
     """
     target, (table,) = c["out"], chunk_cat(c).before
-    others = [tensor for tensor in c.tensors if tensor.dtype != target.dtype]
+    casts = [tensor for tensor in c.tensors if tensor.dtype != target.dtype]
     if len({tensor.dtype for tensor in c.tensors}) == 1:
         return Scratch(before=(table,))
-    is_dense = all(t.numel() and t.is_contiguous() for t in (target, *c.tensors))
-    are_narrow = target.dtype is torch.float32 and {t.dtype for t in others} == {torch.bfloat16}
-    if is_dense and are_narrow and not c.dim:
+    are_dense = all(t.numel() and t.is_contiguous() for t in (target, *c.tensors))
+    are_narrow = target.dtype is torch.float32 and {t.dtype for t in casts} == {torch.bfloat16}
+    if are_dense and are_narrow and not c.dim:
         return Scratch(before=(table - 2 * INDEX_BYTES,))
-    return Scratch(before=(*(t.numel() * target.itemsize for t in others), table))
+    return Scratch(before=(*(t.numel() * target.itemsize for t in casts), table))
 
 
 if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # since torch 2.15, in distributed/fsdp/

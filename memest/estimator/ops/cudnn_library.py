@@ -129,26 +129,26 @@ class Plan:
 def device_properties(gpu: str) -> tuple[str, tuple[int, ...]] | None:
     """Return (JSON text of its device properties for cuDNN, figures of thread block clusters) of a
     GPU, by its name `gpu`. None stands for an unknown GPU, () for unknown figures."""
-    known = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
+    entries = json.loads(DEVICE_PROPERTIES.read_text(encoding="utf-8"))
     if gpus.split_mig(gpu) is not None:
         return _instance_properties(gpus.find_gpu(gpu))
-    if gpu not in known:
+    if gpu not in entries:
         return None
-    entry = known[gpu]
+    entry = entries[gpu]
     properties = entry["properties"]
     base = entry
     while "like" in base:
-        base = known[base["like"]]
+        base = entries[base["like"]]
         properties = base["properties"] | properties
     return json.dumps(properties), tuple(entry.get("clusters", ()))
 
 
 def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
     """Return `device_properties` of the MIG instance `gpu`, with () for unknown cluster figures."""
-    found = device_properties(gpus.find_gpu(gpu.whole).chip)
-    if found is None:
+    whole = device_properties(gpus.find_gpu(gpu.whole).chip)
+    if whole is None:
         return None
-    properties = json.loads(found[0])
+    properties = json.loads(whole[0])
     cache = int(properties["l2CacheSize"] * gpu.memory_share)
     size = {"multiProcessorCount": gpu.num_sms, "totalGlobalMem": gpu.memory_bytes}
     return json.dumps(properties | size | {"l2CacheSize": cache, "deviceName": gpu.label}), ()
@@ -156,18 +156,18 @@ def _instance_properties(gpu: gpus.Gpu) -> tuple[str, tuple[int, ...]] | None:
 
 def _folders() -> Iterator[Path]:
     """Yield folders that may hold cuDNN: below MEMEST_CUDNN, or of NVIDIA's wheels and conda."""
-    given = os.environ.get(FOLDER)
-    for place in [given] if given else sys.path:
-        if (folder := Path(place or ".", "nvidia", "cudnn", "lib")).is_dir():
+    user_folder = os.environ.get(FOLDER)
+    for root in [user_folder] if user_folder else sys.path:
+        if (folder := Path(root or ".", "nvidia", "cudnn", "lib")).is_dir():
             yield folder
-    if "CONDA_PREFIX" in os.environ and not given:
+    if "CONDA_PREFIX" in os.environ and not user_folder:
         yield Path(os.environ["CONDA_PREFIX"], "lib")
 
 
 def _has_cublaslt(folder: Path) -> bool:
     """Load cuBLASLt from near `folder`, cuDNN's; return False if missing: cuDNN would abort."""
-    beside = [folder, folder / "../../cu13/lib", folder / "../../cublas/lib"]
-    names = [str(path) for place in beside for path in sorted(place.glob("libcublasLt.so.1?"))]
+    folders = [folder, folder / "../../cu13/lib", folder / "../../cublas/lib"]
+    names = [str(path) for root in folders for path in sorted(root.glob("libcublasLt.so.1?"))]
     for name in (*names, "libcublasLt.so.13", "libcublasLt.so.12"):
         try:
             ctypes.CDLL(name)
@@ -195,8 +195,8 @@ class Library:
     def is_measured(self, gpu: gpus.Gpu) -> bool:
         """Return whether plans for `gpu` are reliable. They are before Hopper, and from Hopper on
         if cluster figures are known and this cuDNN was compared with a GPU."""
-        found = device_properties(gpu.chip)
-        has_clusters = found is not None and bool(found[1])
+        properties = device_properties(gpu.chip)
+        has_clusters = properties is not None and bool(properties[1])
         return gpu.capability < (9, 0) or (has_clusters and self.version in MEASURED)
 
     def fingerprint(self, gpu: str) -> str:
@@ -229,25 +229,25 @@ class Library:
         try:
             yield
         finally:
-            for made in reversed(self._made):
-                self._library.cudnnBackendDestroyDescriptor(made)
+            for descriptor in reversed(self._made):
+                self._library.cudnnBackendDestroyDescriptor(descriptor)
             self._made = []
 
     def _device(self, gpu: str) -> Any:
         if gpu not in self._properties:
-            found = device_properties(gpu)
-            if found is None:
+            properties = device_properties(gpu)
+            if properties is None:
                 raise CudnnError(f"the properties of {gpu} are not known")
-            text, clusters = found
-            made = self._make(PROPERTIES, (2702, CHAR, text.encode() + b"\0"))
+            text, clusters = properties
+            descriptor = self._make(PROPERTIES, (2702, CHAR, text.encode() + b"\0"))
             if clusters:
-                self._write_clusters(made, text, clusters)
-            self._made.remove(made)
-            self._properties[gpu] = made
+                self._write_clusters(descriptor, text, clusters)
+            self._made.remove(descriptor)
+            self._properties[gpu] = descriptor
         return self._properties[gpu]
 
-    def _write_clusters(self, made: Any, text: str, clusters: Sequence[int]) -> None:
-        """Write the figures `clusters` into `made`, cuDNN's descriptor of device properties.
+    def _write_clusters(self, descriptor: Any, text: str, clusters: Sequence[int]) -> None:
+        """Write the figures `clusters` into `descriptor`, cuDNN's descriptor of device properties.
 
         Numbers of the JSON `text` mark the place to write to; without a match nothing is written.
 
@@ -258,31 +258,33 @@ class Library:
         values = struct.pack(f"{CLUSTER_INTS}i", *clusters)
         for layout in LAYOUTS:
             numbers = (properties["deviceVer"], properties["driverVer"], *layout)
-            found = struct.pack(f"{len(numbers)}i", *numbers)
-            place = ctypes.string_at(made.value, DESCRIPTOR_BYTES).find(found)
-            if place >= 0:
-                ctypes.memmove(made.value + place + len(found) - len(values), values, len(values))
+            marker = struct.pack(f"{len(numbers)}i", *numbers)
+            offset = ctypes.string_at(descriptor.value, DESCRIPTOR_BYTES).find(marker)
+            if offset >= 0:
+                ctypes.memmove(
+                    descriptor.value + offset + len(marker) - len(values), values, len(values)
+                )
                 return
         if self.version in MEASURED:
             raise CudnnError(f"cuDNN {self.version} has device properties of another layout")
 
     def _graph(self, shapes: ConvolutionShapes, direction: str) -> Any:
-        c, (samples, inputs, outputs) = shapes, shapes.channels
-        data_type = DATA_TYPES[c.dtype]
+        conv, (samples, inputs, outputs) = shapes, shapes.channels
+        data_type = DATA_TYPES[conv.dtype]
         convolution = self._make(
             CONVOLUTION,
             (100, DATA_TYPE, [1 if data_type == 1 else 0]),  # float32 except float64
-            (101, MODE, [CROSS_CORRELATION]), (106, INT64, [len(c.image)]),
-            (105, INT64, planar(c.padding, 0)), (104, INT64, planar(c.padding, 0)),
-            (103, INT64, planar(c.stride)), (102, INT64, planar(c.dilation)),
+            (101, MODE, [CROSS_CORRELATION]), (106, INT64, [len(conv.image)]),
+            (105, INT64, planar(conv.padding, 0)), (104, INT64, planar(conv.padding, 0)),
+            (103, INT64, planar(conv.stride)), (102, INT64, planar(conv.dilation)),
         )  # fmt: skip
         tensors_of = {
-            "w": [outputs, inputs // c.groups, *c.window],
-            "x": [samples, inputs, *c.image],
-            "y": [samples, outputs, *c.result],
+            "w": [outputs, inputs // conv.groups, *conv.window],
+            "x": [samples, inputs, *conv.image],
+            "y": [samples, outputs, *conv.result],
         }
         strides_of: Any = (
-            make_channels_last_strides_for if c.is_channels_last else make_contiguous_strides_for
+            make_channels_last_strides_for if conv.is_channels_last else make_contiguous_strides_for
         )
         tensors = [
             self._make(
@@ -316,7 +318,7 @@ class Library:
                     configs = [self._new(CONFIG) for _ in range(num_requested)]
                     num_found = len(self._get(heuristics, 202, DESCRIPTOR, configs))
                 for engine, reasons in rejected[num_rejected:]:
-                    yield from _on_a_gpu(engine, reasons, shapes, direction, gpu)
+                    yield from _plans_on_gpu(engine, reasons, shapes, direction, gpu)
                 num_rejected = len(rejected)
                 if num_found < num_requested:
                     break
@@ -336,8 +338,8 @@ class Library:
 
         def receive(severity: int, data: Any, debug: Any, message: int) -> None:
             if SUPPORT_CHECKS in ctypes.string_at(message):
-                found = REJECTED.findall(b"\n".join(_lines(message)))
-                rejected.extend((int(engine), reasons) for engine, reasons in found)
+                rejections = REJECTED.findall(b"\n".join(_lines(message)))
+                rejected.extend((int(engine), reasons) for engine, reasons in rejections)
 
         callback = CALLBACK(receive)
         self._library.cudnnSetCallback(INFO_MASK, None, callback)
@@ -349,27 +351,27 @@ class Library:
     # --- descriptors and their attributes
 
     def _new(self, kind: int) -> Any:
-        made = ctypes.c_void_p()
-        self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(made)))
-        self._made.append(made)
-        return made
+        descriptor = ctypes.c_void_p()
+        self._check(self._library.cudnnBackendCreateDescriptor(kind, ctypes.byref(descriptor)))
+        self._made.append(descriptor)
+        return descriptor
 
     def _make(self, kind: int, *attributes: tuple[int, int, Sequence[Any]]) -> Any:
-        made = self._new(kind)
+        descriptor = self._new(kind)
         for name, of_type, values in attributes:
             self._check(
                 self._library.cudnnBackendSetAttribute(
-                    made, name, of_type, ctypes.c_int64(len(values)), _array(of_type, values)
+                    descriptor, name, of_type, ctypes.c_int64(len(values)), _array(of_type, values)
                 )
             )
-        self._check(self._library.cudnnBackendFinalize(made))
-        return made
+        self._check(self._library.cudnnBackendFinalize(descriptor))
+        return descriptor
 
-    def _get(self, made: Any, name: int, of_type: int, room: Sequence[Any]) -> list[Any]:
+    def _get(self, descriptor: Any, name: int, of_type: int, room: Sequence[Any]) -> list[Any]:
         count, array = ctypes.c_int64(), _array(of_type, room)
         self._check(
             self._library.cudnnBackendGetAttribute(
-                made, name, of_type, ctypes.c_int64(len(room)), ctypes.byref(count), array
+                descriptor, name, of_type, ctypes.c_int64(len(room)), ctypes.byref(count), array
             )
         )
         return list(array[: count.value])
@@ -387,7 +389,7 @@ def _lines(message: int) -> Iterator[bytes]:
         message += len(line) + 1
 
 
-def _on_a_gpu(
+def _plans_on_gpu(
     engine: int, reasons: bytes, shapes: ConvolutionShapes, direction: str, gpu: str
 ) -> Iterator[Plan]:
     """Yield the plan of an `engine` that cuDNN rejected, if the log's `reasons` and the shapes show
@@ -421,9 +423,9 @@ def library() -> Library | None:
         if not path.is_file() or not _has_cublaslt(folder):
             continue
         try:
-            found = Library(ctypes.CDLL(str(path)))
+            cudnn = Library(ctypes.CDLL(str(path)))
         except (OSError, AttributeError):  # not a library, or an older one
             continue
-        if found.version >= OLDEST:
-            return found
+        if cudnn.version >= OLDEST:
+            return cudnn
     return None
