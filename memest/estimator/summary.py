@@ -54,9 +54,9 @@ def closed_form(
     layers: dict[int, int] = defaultdict(int)  # bytes after the first forward, by layer
     *_, first_forward = program.until_forward()
     for index in program.alive_after([first_forward]):
-        found = LAYER.match(storages.sites[index].module)
-        if found and storages.kinds[index] == "activations":
-            layers[int(found[2])] += storages.num_bytes[index]
+        match = LAYER.match(storages.sites[index].module)
+        if match and storages.kinds[index] == "activations":
+            layers[int(match[2])] += storages.num_bytes[index]
     if not layers:
         return None
     per_layer = sum(layers.values()) // len(layers)
@@ -69,12 +69,12 @@ def closed_form(
         textbook = 34 * tokens * g.h + 5 * g.a * seq_len * tokens
         is_fused = any(_FUSED_ATTENTION.search(site.op) for site in storages.sites)
         differences = list(_differences(plan, g, seq_len, is_fused=is_fused))
-    rest = per_layer - textbook - sum(num_bytes for _, num_bytes in differences)
-    differences.append(("this model's code", rest))
+    remainder = per_layer - textbook - sum(num_bytes for _, num_bytes in differences)
+    differences.append(("this model's code", remainder))
     return ClosedForm(
         formula=formula, letters={"s": seq_len, "b": plan.batch_size, "h": g.h, "a": g.a},
         num_layers=len(layers), textbook_bytes=textbook, traced_bytes=per_layer,
-        differences=tuple(_textbook_term(*each, g) for each in differences),
+        differences=tuple(_textbook_term(*difference, g) for difference in differences),
     )  # fmt: skip
 
 
@@ -223,9 +223,9 @@ def peak_terms(traced: TracedPlan, num_micro_batches: int, result: Replayed) -> 
         terms.append(Term(kind=kind, num_bytes=num_bytes, arithmetic=arithmetic, why=why))
     terms = _with_small_merged(terms, result.peak_allocated_bytes)
     terms.sort(key=lambda t: (KINDS.index(t.kind), -t.num_bytes))
-    rest = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
+    rounding_bytes = result.peak_allocated_bytes - sum(t.num_bytes for t in terms)
     slack = Term(
-        kind="rounding", num_bytes=rest, arithmetic="blocks minus requests in bytes",
+        kind="rounding", num_bytes=rounding_bytes, arithmetic="blocks minus requests in bytes",
         why=WHY["rounding"],
     )  # fmt: skip
     return (*terms, slack)
@@ -236,11 +236,11 @@ def _with_small_merged(terms: list[Term], peak_bytes: int) -> list[Term]:
     small = [t for t in terms if t.kind == "activations" and 500 * t.num_bytes < peak_bytes]
     if len(small) < 2:
         return terms
-    other = Term(
+    merged = Term(
         kind="activations", num_bytes=sum(t.num_bytes for t in small),
         arithmetic=f"{len(small)} other groups of modules", why="saved for the backward",
     )  # fmt: skip
-    return [t for t in terms if t not in small] + [other]
+    return [t for t in terms if t not in small] + [merged]
 
 
 def _kind_and_owner(program: Program, index: int) -> tuple[str, str]:
@@ -262,15 +262,15 @@ def _arithmetic_and_reason(
     tensors = counted(len(members), "tensor")
     if kind in ("params", "grads", "optimizer"):
         by_dtype = traced.param_groups[kind]
-        whole = sum(n * getattr(torch, dtype).itemsize for dtype, n in by_dtype.items())
-        if whole == num_bytes or kind == "params":
+        total_bytes = sum(n * getattr(torch, dtype).itemsize for dtype, n in by_dtype.items())
+        if total_bytes == num_bytes or kind == "params":
             return _sizes_by_dtype(by_dtype, kind), WHY[kind]
-        return f"{tensors}, {format_bytes(whole)} when all exist", WHY[kind]
+        return f"{tensors}, {format_bytes(total_bytes)} when all exist", WHY[kind]
     if kind == "activations":
-        numbers = {m[2] for i in members if (m := LAYER.match(sites[i].module))}
-        per_layer = num_bytes / max(1, len(numbers))
-        layers = f"{counted(len(numbers), 'layer')} x {per_layer / MIB:.2f} MiB"
-        return layers if numbers else tensors, f"{owner}: saved for the backward"
+        layer_numbers = {m[2] for i in members if (m := LAYER.match(sites[i].module))}
+        per_layer = num_bytes / max(1, len(layer_numbers))
+        layers = f"{counted(len(layer_numbers), 'layer')} x {per_layer / MIB:.2f} MiB"
+        return layers if layer_numbers else tensors, f"{owner}: saved for the backward"
     if kind == "temporaries":
         return tensors, f"of the {owner}"
     return tensors, WHY[kind]
@@ -350,5 +350,5 @@ def context_assumed(gpu: Gpu) -> str:
 
 def beside_assumed(gpu: Gpu) -> list[str]:
     """Return [the report's sentence on GPU memory of other processes], or [] if they hold none."""
-    held = format_bytes(gpu.beside_bytes)
-    return [f"other processes hold {held} of each GPU"] if gpu.beside_bytes else []
+    size = format_bytes(gpu.beside_bytes)
+    return [f"other processes hold {size} of each GPU"] if gpu.beside_bytes else []

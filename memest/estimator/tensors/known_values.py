@@ -175,24 +175,24 @@ class KnownValues:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return self._compute(func, args, kwargs)
         generator = torch.default_generator
-        before = generator.get_state()
+        host_state = generator.get_state()
         try:
-            generator.set_state(before if self._random_state is None else self._random_state)
+            generator.set_state(host_state if self._random_state is None else self._random_state)
             return self._compute(func, args, kwargs)
         finally:
             self._random_state = generator.get_state()
-            generator.set_state(before)
+            generator.set_state(host_state)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def known(tensor: Tensor) -> Tensor:
+        def look_up(tensor: Tensor) -> Tensor:
             value = self.value_of(tensor)
             if value is None:
                 raise ValueUnknown(str(func))
             return value
 
-        cpu_args = map_tensors(known, args)
+        cpu_args = map_tensors(look_up, args)
         cpu_kwargs = {
-            k: map_tensors(known, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU
+            k: map_tensors(look_up, v) for k, v in kwargs.items() if k not in _IGNORED_ON_CPU
         }
         if "device" in kwargs:
             cpu_kwargs["device"] = CPU
@@ -226,10 +226,10 @@ class KnownValues:
 
     def _pass_sources(self, args: tuple[Any, ...], out: Any) -> None:
         """Record that `out` depends on the parameters and buffers on which `args` depend."""
-        given = [self.sources.get(storage_key(t), 0) for t in tensors_in(args) if is_meta(t)]
-        made = reduce(or_, given, 0)
-        for tensor in filter(is_meta, tensors_in((out,))) if made else ():
-            self.sources[storage_key(tensor)] = made
+        arg_sources = [self.sources.get(storage_key(t), 0) for t in tensors_in(args) if is_meta(t)]
+        sources = reduce(or_, arg_sources, 0)
+        for tensor in filter(is_meta, tensors_in((out,))) if sources else ():
+            self.sources[storage_key(tensor)] = sources
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         written = [a for a in args[:1] if isinstance(a, Tensor) and func._schema.is_mutable]
@@ -237,8 +237,8 @@ class KnownValues:
         if func in _UNWRITTEN:
             for result in filter(self.may_hold, results):
                 zeros = np.zeros(result.untyped_storage().nbytes(), np.uint8)  # no page is written
-                room = torch.from_numpy(zeros).untyped_storage()
-                self.copies[result.untyped_storage()._cdata] = room
+                storage = torch.from_numpy(zeros).untyped_storage()
+                self.copies[result.untyped_storage()._cdata] = storage
             return
         is_copy = func is aten._to_copy.default
         if not written and not any(self.may_hold(o, is_copy=is_copy) for o in results):
@@ -262,8 +262,8 @@ class KnownValues:
         a check of them changes nothing."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return
-        every = tensors_in((*args, *kwargs.values()))
-        if self._below is None and all(map(self.is_known, every)):
+        tensors = tensors_in((*args, *kwargs.values()))
+        if self._below is None and all(map(self.is_known, tensors)):
             with suppress(NotImplementedError, RuntimeError):
                 self.compute(func, args, kwargs)  # writes the copies in place
                 return
@@ -300,9 +300,9 @@ class KnownValues:
 def _bytes_of(tensor: Tensor, flags: Tensor) -> Tensor:
     """Return a view of `flags` in the shape of `tensor`: for each element the flag of its first
     byte. `flags` has one flag per byte of the storage of `tensor`."""
-    item = tensor.element_size()
-    strides = [stride * item for stride in tensor.stride()]
-    return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * item)
+    itemsize = tensor.element_size()
+    strides = [stride * itemsize for stride in tensor.stride()]
+    return flags.as_strided(tensor.size(), strides, tensor.storage_offset() * itemsize)
 
 
 @cache
@@ -351,11 +351,11 @@ def compared_with_infinity(
     numbers are assumed to be finite."""
     if func not in COMPARISONS:
         return None
-    known = list(map(values.value_of, args))
-    if sum(value is None for value in known) != 1:
+    operands = list(map(values.value_of, args))
+    if sum(value is None for value in operands) != 1:
         return None
-    finite = [torch.zeros((), device=CPU) if value is None else value for value in known]
-    bound = finite[known.index(None) - 1]
+    finite = [torch.zeros((), device=CPU) if value is None else value for value in operands]
+    bound = finite[operands.index(None) - 1]
     return func(*finite).expand(shape) if bool(bound.isinf().all()) else None
 
 

@@ -32,15 +32,15 @@ class ScriptLines:
         None if no frame is the script's."""
         frame = frame or sys._getframe(1)
         is_users = self._is_users
-        found: FrameType | None = frame
-        while found is not None:
-            code = found.f_code
-            known = is_users.get(id(code))
-            if known is None:
-                known = is_users[id(code)] = code, self._look(code, found)
-            if known[1]:
-                return found
-            found = found.f_back
+        candidate: FrameType | None = frame
+        while candidate is not None:
+            code = candidate.f_code
+            entry = is_users.get(id(code))
+            if entry is None:
+                entry = is_users[id(code)] = code, self._look(code, candidate)
+            if entry[1]:
+                return candidate
+            candidate = candidate.f_back
         return None
 
     def current(self) -> str:
@@ -48,8 +48,8 @@ class ScriptLines:
         frame = self.frame(sys._getframe(1))
         if frame is None:
             return ""
-        place = frame.f_code.co_filename, frame.f_lineno
-        return self._texts.get(place) or self._text(*place)
+        location = frame.f_code.co_filename, frame.f_lineno
+        return self._texts.get(location) or self._text(*location)
 
     def place_of(self, text: str) -> tuple[str, int]:
         """Return (file, line number) of `text`, a result of `current`; ("", 0) for other texts."""

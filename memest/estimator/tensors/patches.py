@@ -121,15 +121,15 @@ class Patches:
     def originals(self) -> dict[Any, Any]:
         """Return {replacement: original} of the replaced functions and classes. Methods of pybind11
         have no hash, so they are left out (torch 2.5 has some)."""
-        found: dict[Any, Any] = {}
+        originals: dict[Any, Any] = {}
         for owner, name, before in reversed(self._before):
             if before is _ABSENT and isinstance(owner, type):
                 before = getattr(super(owner, owner), name, None)
-            made = vars(owner).get(name)
-            are_functions = callable(before) and callable(made) and isinstance(before, Hashable)
+            current = vars(owner).get(name)
+            are_functions = callable(before) and callable(current) and isinstance(before, Hashable)
             if isinstance(owner, ModuleType | type) and are_functions:
-                found[made] = before
-        return found
+                originals[current] = before
+        return originals
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -168,10 +168,10 @@ def _clear_sequence_slot(kind: type) -> None:
     0-d tensor in a list as a list (`compute_sizes` of tensor_new.cpp, torch 2.11). The offsets are
     those of `PyTypeObject` and `PySequenceMethods` (Include/cpython/object.h, Python 3.11 to
     3.14)."""
-    word = ctypes.c_void_p
-    if methods := word.from_address(id(kind) + object.__basicsize__ + 11 * 8).value:
-        word.from_address(methods + 3 * 8).value = None
+    pointer = ctypes.c_void_p
+    if methods := pointer.from_address(id(kind) + object.__basicsize__ + 11 * 8).value:
+        pointer.from_address(methods + 3 * 8).value = None
     subclasses: list[type] = type.__subclasses__(kind)
-    for each in subclasses:
-        if "__getitem__" not in vars(each):
-            _clear_sequence_slot(each)
+    for subclass in subclasses:
+        if "__getitem__" not in vars(subclass):
+            _clear_sequence_slot(subclass)

@@ -100,7 +100,7 @@ def true_device(tensor: Tensor) -> torch.device:
     return _without_torch_function(_device_in_c, tensor)
 
 
-def _parsed(device: Any) -> torch.device | None:
+def _to_device(device: Any) -> torch.device | None:
     """Return the `torch.device` for a GPU's index, a name or a device; None for any other value."""
     if isinstance(device, bool) or not isinstance(device, int | str | _Device):
         return None
@@ -111,17 +111,17 @@ def resolve(device: Any) -> Any:
     """Return the `torch.device` of this process's GPU if `device` is `"cuda"` or the GPU's index.
     Devices of other types, and values that are no device, are returned unchanged. Raise
     `RuntimeError`, with torch's message, for a GPU that this process does not have."""
-    found = _parsed(device)
-    if found is None or found.type != "cuda":
+    parsed = _to_device(device)
+    if parsed is None or parsed.type != "cuda":
         return device
-    GPU.is_chosen |= found.index is not None and device is not GPU.device
-    if found.index is None or found.index == GPU.device.index or _is_own(found.index):
+    GPU.is_chosen |= parsed.index is not None and device is not GPU.device
+    if parsed.index is None or parsed.index == GPU.device.index or _is_own(parsed.index):
         return GPU.device
     if GPU.num_visible == 1:
-        what = "this run has one virtual GPU"
+        reason = "this run has one virtual GPU"
     else:
-        what = f"this rank's virtual GPU is {GPU.device}"
-    raise RuntimeError(f"CUDA error: invalid device ordinal: {found} ({what})")
+        reason = f"this rank's virtual GPU is {GPU.device}"
+    raise RuntimeError(f"CUDA error: invalid device ordinal: {parsed} ({reason})")
 
 
 def _is_own(index: int) -> bool:
@@ -132,10 +132,10 @@ def _is_own(index: int) -> bool:
 
 def is_another(device: Any) -> bool:
     """Return whether `device` is a GPU of this host that another process uses, not this one."""
-    found = _parsed(device)
-    if found is None or found.type != "cuda" or found.index in (None, GPU.device.index):
+    parsed = _to_device(device)
+    if parsed is None or parsed.type != "cuda" or parsed.index in (None, GPU.device.index):
         return False
-    return 0 <= found.index < GPU.num_visible and not _is_own(found.index)
+    return 0 <= parsed.index < GPU.num_visible and not _is_own(parsed.index)
 
 
 class Place(Enum):
@@ -193,14 +193,14 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 def sample_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments and in lists among them. Of a list of more than 8
     items, only the first and the last are returned."""
-    found = []
+    tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple) and value:
             items = value if len(value) <= 8 else (value[0], value[-1])
-            found += [item for item in items if isinstance(item, Tensor)]
-    return found
+            tensors += [item for item in items if isinstance(item, Tensor)]
+    return tensors
 
 
 _HINT = "use tensors that are dense and padded"
@@ -233,8 +233,8 @@ def install_layouts(patches: Patches, where: Callable[[], str]) -> None:
     error names the script's line, which `where` returns."""
     for owner, names in _MAKERS.items():
         for name in names:
-            full = f"{owner.__name__}.{name}"
-            patches.wrap(owner, name)(partial(_make_on_host, full, where))
+            full_name = f"{owner.__name__}.{name}"
+            patches.wrap(owner, name)(partial(_make_on_host, full_name, where))
 
 
 def _make_on_host(
@@ -264,13 +264,13 @@ def local_foreach(
     lists = [value for value in args if _is_tensors(value)]
     if not lists or not all(map(_are_sharded_alike, zip(*lists, strict=True))):
         return NotImplemented
-    local = tuple([t._local_tensor for t in v] if _is_tensors(v) else v for v in args)
-    if any(isinstance(value, Tensor) and hasattr(value, "_local_tensor") for value in local):
+    local_args = tuple([t._local_tensor for t in v] if _is_tensors(v) else v for v in args)
+    if any(isinstance(value, Tensor) and hasattr(value, "_local_tensor") for value in local_args):
         return NotImplemented
-    made = mode.__torch_dispatch__(func, (), local, kwargs)  # type: ignore[no-untyped-call]
-    if not made:
+    results = mode.__torch_dispatch__(func, (), local_args, kwargs)  # type: ignore[no-untyped-call]
+    if not results:
         return None
-    return [_like(tensor, one) for tensor, one in zip(args[0], made, strict=True)]
+    return [_like(tensor, result) for tensor, result in zip(args[0], results, strict=True)]
 
 
 FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")

@@ -36,23 +36,23 @@ class LegacyTensor:
 
     def __call__(self, *args: Any) -> Tensor:
         """Return a GPU tensor; `args` are its sizes, or one tensor or list of data."""
-        return _made(args, self.dtype, GPU.device)
+        return _legacy_tensor(args, self.dtype, GPU.device)
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_cuda and value.dtype is self.dtype
 
 
-def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _legacy_tensor(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor as a legacy constructor makes it from `args`: sizes, or a tensor or list."""
-    given = args[0] if len(args) == 1 else None
-    if given is None or isinstance(given, int | torch.Size):
-        sizes = given if isinstance(given, torch.Size) else args or (0,)
+    data = args[0] if len(args) == 1 else None
+    if data is None or isinstance(data, int | torch.Size):
+        sizes = data if isinstance(data, torch.Size) else args or (0,)
         return torch.empty(sizes, dtype=dtype, device=device)
-    if not isinstance(given, Tensor):
-        return torch.tensor(given, dtype=dtype, device=device)
-    if given.dtype is not dtype or given.device.type != device.type:
-        raise TypeError(f"expected {device.type} {dtype} (got {given.device.type} {given.dtype})")
-    return given.detach()  # shares the storage
+    if not isinstance(data, Tensor):
+        return torch.tensor(data, dtype=dtype, device=device)
+    if data.dtype is not dtype or data.device.type != device.type:
+        raise TypeError(f"expected {device.type} {dtype} (got {data.device.type} {data.dtype})")
+    return data.detach()  # shares the storage
 
 
 def _install_legacy(patches: Patches) -> None:
@@ -72,10 +72,10 @@ def _install_legacy(patches: Patches) -> None:
 
     @patches.wrap(Tensor, "new")
     def new(new_of: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        place = tensor.device
-        if kwargs or not is_meta(tensor) or place.type == "meta":
+        device = tensor.device
+        if kwargs or not is_meta(tensor) or device.type == "meta":
             return new_of(tensor, *args, **kwargs)
-        return _made(args, tensor.dtype, place)
+        return _legacy_tensor(args, tensor.dtype, device)
 
 
 def _dtype_on_gpu(kind: Any) -> torch.dtype | None:
@@ -95,7 +95,7 @@ def _install_default(patches: Patches) -> None:
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Tensor:
         if cls is Tensor and is_on_gpu and not kwargs:
-            return _made(args, torch.get_default_dtype(), GPU.device)
+            return _legacy_tensor(args, torch.get_default_dtype(), GPU.device)
         if cls is Tensor:
             return make(cls, *args, **kwargs)
         with _disable_current_modes():  # under a mode, C++ makes a `Tensor` of the data before
@@ -149,7 +149,7 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         if getattr(torch, name, None) is function:  # not one of `torch.fft`
             patches.set(torch, name, _with_device(getattr(torch, name)))
     for name in ("sparse_csr_tensor", "sparse_csc_tensor", "sparse_compressed_tensor"):
-        patches.wrap(torch, name)(_of_parts)
+        patches.wrap(torch, name)(_from_parts)
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
         patches.set(Tensor, name, _with_device(getattr(Tensor, name)))
     patches.set(Tensor, "new_tensor", _new_tensor)
@@ -159,10 +159,10 @@ def _with_device(function: Constructor) -> Constructor:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if args and not isinstance(args[0], Tensor):  # a class that may have overridden `call`
-            own = getattr(type(args[0]), "__torch_function__", None)
-            made = own(call, (type(args[0]),), args, kwargs) if own else NotImplemented
-            if made is not NotImplemented:
-                return made
+            override = getattr(type(args[0]), "__torch_function__", None)
+            result = override(call, (type(args[0]),), args, kwargs) if override else NotImplemented
+            if result is not NotImplemented:
+                return result
         device = kwargs.get("device")
         if "generator" in kwargs and not (args and isinstance(args[0], Tensor)):
             refuse_generator(kwargs["generator"], device or _default_device())
@@ -178,7 +178,7 @@ def _with_device(function: Constructor) -> Constructor:
     return call
 
 
-def _of_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+def _from_parts(function: Constructor, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """Call `function`, a factory such as `torch.sparse_csr_tensor`, with its parts moved to
     `device`: indices and values. None is the default device."""
     device = device if device is not None else _default_device()
@@ -199,14 +199,14 @@ def _from_data(
     if isinstance(data, Tensor) and is_meta(data):
         moved = data if device is None else data.to(device)
         moved = moved.to(kwargs.get("dtype") or moved.dtype)
-        made = moved.detach().clone() if copies else moved
-        return made.requires_grad_() if kwargs.get("requires_grad") else made
+        tensor = moved.detach().clone() if copies else moved
+        return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
     is_pinned = kwargs.pop("pin_memory", False)  # avoids that C++ initializes CUDA
     requires_grad = kwargs.pop("requires_grad", False)
     goes_to_gpu = device is not None and torch.device(device).type == "cuda"
-    made = function(*args, device=CPU if goes_to_gpu else device, **kwargs)
-    made = made.to(GPU.device) if goes_to_gpu else made.pin_memory() if is_pinned else made
-    return made.requires_grad_() if requires_grad else made
+    tensor = function(*args, device=CPU if goes_to_gpu else device, **kwargs)
+    tensor = tensor.to(GPU.device) if goes_to_gpu else tensor.pin_memory() if is_pinned else tensor
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _new_tensor(self: Tensor, data: Any, *, dtype: Any = None, **kwargs: Any) -> Tensor:

@@ -106,15 +106,15 @@ def _with_positions(index: Any, device: torch.device, memory: Memory) -> Any:
     """Return `index`, as in `tensor[index]`, with tensors on `device` in place of lists of integers
     and NumPy arrays. `memory` labels these tensors as activations."""
     if isinstance(index, tuple):
-        return tuple(_with_positions(each, device, memory) for each in index)
+        return tuple(_with_positions(item, device, memory) for item in index)
     is_list = isinstance(index, list) and bool(index) and all(isinstance(i, int) for i in index)
     is_array = isinstance(index, np.ndarray) and index.ndim > 0 and index.dtype.kind in "bi"
     if not is_list and not is_array:
         return index
     with _disable_current_modes():
-        made = torch.tensor(index, device=CPU)
-        made = made if made.dtype is torch.bool else made.long()
-    positions = made.to(device)
+        host_tensor = torch.tensor(index, device=CPU)
+        host_tensor = host_tensor if host_tensor.dtype is torch.bool else host_tensor.long()
+    positions = host_tensor.to(device)
     memory.label(positions, MemKind.ACTIVATIONS)  # no input, as other copies to the GPU are
     return positions
 
@@ -146,7 +146,7 @@ def _install_arrays(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> Non
 
 
 def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
-    def whole(tensor: Tensor) -> Tensor:
+    def to_host(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided or not is_meta(tensor):
             return on_host(tensor)
         if is_compressed(tensor):
@@ -165,5 +165,5 @@ def _install_text(patches: Patches, mode: CudaSimMode, on_host: OnHost) -> None:
         if place is Place.META:
             return repr_(tensor, tensor_contents=tensor_contents)
         with _disable_current_modes():
-            shown = repr_(whole(tensor.detach()), tensor_contents=tensor_contents)
-        return f"{shown[:-1]}, device='{GPU.device}')" if place is Place.GPU else shown
+            string = repr_(to_host(tensor.detach()), tensor_contents=tensor_contents)
+        return f"{string[:-1]}, device='{GPU.device}')" if place is Place.GPU else string

@@ -53,9 +53,9 @@ def _install_places(patches: Patches, mode: CudaSimMode) -> None:
         Without a GPU, C++ refuses autograd for tensors on `cuda`: `InputMetadata` reads the current
         stream, and the engine the device's context. It reports the device of its first inner
         tensor."""
-        where = kwargs.get("device")
-        if where is not None and hasattr(cls, "__tensor_flatten__"):
-            kwargs["device"] = META if torch.device(where).type == "cuda" else where
+        device = kwargs.get("device")
+        if device is not None and hasattr(cls, "__tensor_flatten__"):
+            kwargs["device"] = META if torch.device(device).type == "cuda" else device
         return make(cls, *args, **kwargs)
 
     _install_storages(patches, mode)
@@ -100,9 +100,9 @@ def _install_storages(patches: Patches, mode: CudaSimMode) -> None:
         if index is None:
             return true_resize(storage, num_bytes)
         with _disable_current_modes():
-            whole = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
+            tensor = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         kind, phase = mode.memory.storages.kinds[index], mode.attribution.phase()
-        mode.memory.resize(whole, num_bytes, Site("", "", phase), kind)
+        mode.memory.resize(tensor, num_bytes, Site("", "", phase), kind)
         return storage
 
     patches.set(class_of_storage, "device", property(device))
@@ -127,8 +127,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     def cuda(
         tensor: Tensor, device: Any = None, non_blocking: bool = False, **options: Any
     ) -> Tensor:
-        where = GPU.device if device is None else device
-        return move(tensor, where, non_blocking=non_blocking, **options)
+        target = GPU.device if device is None else device
+        return move(tensor, target, non_blocking=non_blocking, **options)
 
     memory, host = mode.memory, mode.host
     methods: dict[str, Callable[..., Any]] = {
@@ -166,9 +166,9 @@ class _FromHost(torch.autograd.Function):
     node of torch itself reads the device of its source, which is `meta` without data."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, to_: Move, rest: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, to_: Move, args: tuple[Any, ...]) -> Tensor:
         ctx.dtype = tensor.dtype
-        return to_(tensor, GPU.device, *rest)
+        return to_(tensor, GPU.device, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -177,31 +177,31 @@ class _FromHost(torch.autograd.Function):
 
 
 def _mover(mode: CudaSimMode, to_: Move) -> Move:
-    def move(tensor: Tensor, device: Any, *rest: Any, **kwargs: Any) -> Tensor:
+    def move(tensor: Tensor, device: Any, *args: Any, **kwargs: Any) -> Tensor:
         if INSIDE.moves:
-            return to_(tensor, device, *rest, **kwargs)
+            return to_(tensor, device, *args, **kwargs)
         device = resolve(device)
         place = mode.host.place(tensor)
         if device is None or mode.is_off:
             pass
         elif torch.device(device).type == {Place.GPU: "cuda", Place.HOST: "cpu"}.get(place):
-            is_kept = not rest and not kwargs
-            return tensor if is_kept else to_(tensor, _dtype_of(tensor, rest, kwargs), **kwargs)
+            is_kept = not args and not kwargs
+            return tensor if is_kept else to_(tensor, _dtype_of(tensor, args, kwargs), **kwargs)
         elif torch.device(device).type == "cuda":
             device = GPU.device
             if tensor.is_nested:
                 raise placement.refused("Tensor.to", "nested", mode.attribution.lines.current())
             if tensor.requires_grad and torch.is_grad_enabled() and place is not Place.GPU:
                 run = partial(to_, **kwargs)
-                return _FromHost.apply(tensor, run, rest)  # type: ignore[no-untyped-call]
+                return _FromHost.apply(tensor, run, args)  # type: ignore[no-untyped-call]
         elif torch.device(device).type == "meta" and place in (Place.GPU, Place.HOST):
-            return _empty(tensor, META, _dtype_of(tensor, rest, kwargs))
-        if place is Place.GPU and device == META and not rest and not kwargs:
+            return _empty(tensor, META, _dtype_of(tensor, args, kwargs))
+        if place is Place.GPU and device == META and not args and not kwargs:
             return tensor
         if type(tensor) in placement.PLAIN:
-            return to_(tensor, device, *rest, **kwargs)
+            return to_(tensor, device, *args, **kwargs)
         with setting(INSIDE, "moves", True):
-            return to_(tensor, device, *rest, **kwargs)
+            return to_(tensor, device, *args, **kwargs)
 
     return move
 
@@ -211,7 +211,7 @@ _PYTHON_TYPES: Any = {float: torch.float64, int: torch.int64, bool: torch.bool}
 
 
 def _parser(move: Move, to_: Move) -> Move:
-    """Return a replacement of `Tensor.to` (`to_`). It calls `move(tensor, device, *rest, **kwargs)`
+    """Return a replacement of `Tensor.to` (`to_`). It calls `move(tensor, device, *args, **kwargs)`
     if the device may change, else `to_`."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,18 +228,18 @@ def _parser(move: Move, to_: Move) -> Move:
             return move(tensor, *args, **kwargs)
         if kwargs.get("device") is not None:
             device, dtype = kwargs.pop("device"), args[0] if args else kwargs.pop("dtype", None)
-            rest = () if dtype is None else (dtype, *args[1:])
-            return move(tensor, device, *rest, **kwargs)
+            other_args = () if dtype is None else (dtype, *args[1:])
+            return move(tensor, device, *other_args, **kwargs)
         return to_(tensor, *args, **kwargs)
 
     return to
 
 
-def _dtype_of(tensor: Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    """Return the dtype that `to(device, *rest, **kwargs)` requests, by default that of `tensor`.
+def _dtype_of(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """Return the dtype that `to(device, *args, **kwargs)` requests, by default that of `tensor`.
     Remove it from `kwargs`."""
-    given = kwargs.pop("dtype", None) or (rest[0] if rest else None)
-    return given if isinstance(given, torch.dtype) else tensor.dtype
+    dtype = kwargs.pop("dtype", None) or (args[0] if args else None)
+    return dtype if isinstance(dtype, torch.dtype) else tensor.dtype
 
 
 # Host parameters without data, so that they can move to the GPU.
@@ -272,9 +272,9 @@ def _install_parameters(patches: Patches, mode: CudaSimMode) -> None:
 
     # parameters without a shape allow the replaced methods too
     lazy: Any = UninitializedParameter.__mro__[1]  # the base class of parameters and buffers
-    known = [getattr(Tensor, name) for name in _MOVES]
-    known += [Tensor.untyped_storage, torch._has_compatible_shallow_copy_type]
-    patches.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *known])
+    methods = [getattr(Tensor, name) for name in _MOVES]
+    methods += [Tensor.untyped_storage, torch._has_compatible_shallow_copy_type]
+    patches.set(lazy, "_allowed_methods", [*lazy._allowed_methods, *methods])
 
 
 _MOVES = "half float double char short int long cuda cpu to get_device".split()
@@ -323,10 +323,10 @@ def _install_grad(patches: Patches, mode: CudaSimMode) -> None:
     grad_of: Any = vars(torch._C.TensorBase)["grad"]
 
     def set_grad(tensor: Tensor, value: Tensor | None) -> None:
-        given = value.device.type if isinstance(value, Tensor) else ""
-        if not mode.is_off and {given, tensor.device.type} == {"cpu", "cuda"}:
+        kind = value.device.type if isinstance(value, Tensor) else ""
+        if not mode.is_off and {kind, tensor.device.type} == {"cpu", "cuda"}:
             raise RuntimeError(
-                f"attempting to assign a gradient with device type '{given}' to a tensor with "
+                f"attempting to assign a gradient with device type '{kind}' to a tensor with "
                 f"device type '{tensor.device.type}'. Please ensure that the gradient and the "
                 "tensor are on the same device"
             )
@@ -341,8 +341,8 @@ def _like_weight(grad: Tensor, weight: Tensor, mode: CudaSimMode) -> Tensor:
     part, has_no_data = placement.local_part(grad), is_meta(placement.local_part(weight))
     if is_meta(part) == has_no_data or mode.host.place(placement.local_part(weight)) is Place.META:
         return grad
-    made = _without_data(part, mode) if has_no_data else _empty(part, CPU)
-    return made if part is grad else type(grad)(made, grad._spec, requires_grad=False)  # type: ignore
+    copy = _without_data(part, mode) if has_no_data else _empty(part, CPU)
+    return copy if part is grad else type(grad)(copy, grad._spec, requires_grad=False)  # type: ignore
 
 
 def _empty(like: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

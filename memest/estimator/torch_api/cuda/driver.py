@@ -131,17 +131,17 @@ def _install_foreach(patches: Patches, mode: CudaSimMode) -> None:
 
     @patches.wrap(torch._C, "_group_tensors_by_device_and_dtype")
     def grouped(group: Any, lists: Any, with_indices: bool = False) -> dict[Any, Any]:
-        found: dict[Any, tuple[list[list[Any]], list[int]]] = {}
+        groups: dict[Any, tuple[list[list[Any]], list[int]]] = {}
         devices = {Place.GPU: GPU.device, Place.META: META}
         for (device, dtype), (members, indices) in group(lists, with_indices).items():
             for position, tensor in enumerate(members[0]):
                 place = Place.META if tensor is None else mode.host.place(tensor)
-                where = devices.get(place, CPU) if device.type == "meta" else device
-                into, numbers = found.setdefault((where, dtype), ([[] for _ in members], []))
-                for column, member in zip(into, members, strict=True):
+                target = devices.get(place, CPU) if device.type == "meta" else device
+                columns, numbers = groups.setdefault((target, dtype), ([[] for _ in members], []))
+                for column, member in zip(columns, members, strict=True):
                     column += member[position : position + 1]
                 numbers += indices[position : position + 1]
-        return found
+        return groups
 
 
 CUDA_VERSION = "13.0"  # `torch.version.cuda` on a CPU build: that of torch 2.11.0+cu130
@@ -152,12 +152,12 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make `torch.cuda` report the virtual GPU of `mode` instead of GPUs of this machine."""
     patches.set(torch, "device", device)
     answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
-    found = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
+    replacements = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
     for what, answer in answers.items():
         for owner, names in FACTS[what].items():
-            found.append((owner, constants(dict.fromkeys(names, answer))))
+            replacements.append((owner, constants(dict.fromkeys(names, answer))))
     refused = {name: refusing(what) for name, what in FACTS["refused"].items()}
-    for owner, functions in (*found, ("_C", refused)):
+    for owner, functions in (*replacements, ("_C", refused)):
         patches.set_all(functions, attrgetter(owner)(torch))
     _install_devices(patches, mode)
     _install_libraries(patches, mode)
@@ -256,11 +256,11 @@ class Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
         is_on_gpu = torch.device(resolve(device)).type == "cuda"
-        made: Any = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
-        cls.rng.of_script.pop(made._cdata, None)
+        generator: Any = super().__new__(cls.kind_on_gpu if is_on_gpu else cls)
+        cls.rng.of_script.pop(generator._cdata, None)
         if is_on_gpu:
-            made.on_gpu = cls.rng.of_script[made._cdata] = GpuGenerator()
-        return made
+            generator.on_gpu = cls.rng.of_script[generator._cdata] = GpuGenerator()
+        return generator
 
     def __init__(self, device: Any = "cpu") -> None:
         pass
@@ -280,9 +280,9 @@ class OnGpu(Generator):
         return self
 
     def seed(self) -> int:
-        drawn = super().seed()
-        self.on_gpu.manual_seed(drawn)
-        return drawn
+        seed = super().seed()
+        self.on_gpu.manual_seed(seed)
+        return seed
 
     def initial_seed(self) -> int:
         return self.on_gpu.seed
@@ -309,9 +309,9 @@ def _install_generators(patches: Patches, rng: CudaRng) -> None:
     states of the virtual GPU."""
     generator: Any = type("Generator", (Generator,), {"rng": rng, "__module__": "torch"})
     generator.kind_on_gpu = type("Generator", (OnGpu, generator), {"__module__": "torch"})
-    of_gpu = generator("cuda")
-    of_gpu.on_gpu = rng.of_script[of_gpu._cdata] = rng.default
+    gpu_generator = generator("cuda")
+    gpu_generator.on_gpu = rng.of_script[gpu_generator._cdata] = rng.default
     patches.set(torch, "Generator", generator)
-    patches.set(torch.cuda, "default_generators", (of_gpu,) * GPU.num_visible)
+    patches.set(torch.cuda, "default_generators", (gpu_generator,) * GPU.num_visible)
     if hasattr(torch._C, "_accelerator_getDefaultGenerator"):  # since 2.14
-        patches.set(torch._C, "_accelerator_getDefaultGenerator", lambda device: of_gpu)
+        patches.set(torch._C, "_accelerator_getDefaultGenerator", lambda device: gpu_generator)

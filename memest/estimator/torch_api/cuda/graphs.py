@@ -51,8 +51,8 @@ class Captures:
         `CUDAGeneratorState::register_graph` does (CUDAGeneratorImpl.cpp, torch 2.11). They are
         freed with the last graph."""
         if generator not in self._states:
-            made = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
-            self._states[generator] = tuple(made)
+            tensors = (torch.empty(1, dtype=torch.int64, device=GPU.device) for _ in range(2))
+            self._states[generator] = tuple(tensors)
 
     def release(self, pool: Pool) -> None:
         """Record that a user of `pool` was freed. A pool without users can free its segments."""
@@ -115,9 +115,9 @@ class MemPool:
 
     captures: ClassVar[Captures]
 
-    def __init__(self, allocator: Any = None, *options: bool, **more: bool) -> None:
-        if allocator is not None or any((*options, *more.values())):
-            names = ["allocator"] * (allocator is not None) + sorted(more or ["use_on_oom"])
+    def __init__(self, allocator: Any = None, *options: bool, **kwargs: bool) -> None:
+        if allocator is not None or any((*options, *kwargs.values())):
+            names = ["allocator"] * (allocator is not None) + sorted(kwargs or ["use_on_oom"])
             refusing(f"torch.cuda.MemPool({names[0]}=...)")()
         self.id = self.captures.new_pool()
         self.captures.num_users[self.id[1]] += 1
@@ -183,14 +183,14 @@ class _StorageFunctions:
     def construct_storage_from_data_pointer(
         self, address: int, device: torch.device, num_bytes: int
     ) -> torch.UntypedStorage:
-        made = torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
-        self._memory.hold_at(made, address)
-        return made
+        storage = torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
+        self._memory.hold_at(storage, address)
+        return storage
 
-    def construct_CUDA_Tensor_From_Storage_And_Metadata(self, like: Any, storage: Any) -> Tensor:
+    def construct_CUDA_Tensor_From_Storage_And_Metadata(self, meta: Any, storage: Any) -> Tensor:
         with _disable_current_modes():
-            made = torch.empty(0, dtype=like["dtype"], device="meta")
-            return made.set_(storage, like["storage_offset"], like["size"], like["stride"])
+            tensor = torch.empty(0, dtype=meta["dtype"], device="meta")
+            return tensor.set_(storage, meta["storage_offset"], meta["size"], meta["stride"])
 
     def tensors_data_ptrs_at_indices_equal(
         self, tensors: Sequence[Any], addresses: Sequence[int], indices: Sequence[int]
@@ -223,16 +223,16 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
             yield
 
     members = {"captures": captures, "__module__": "torch.cuda"}
-    of_pools = {
+    pool_members = {
         "MemPool": type("MemPool", (MemPool,), members),
         "use_mem_pool": use_mem_pool,
         "MemPoolContext": refusing("torch.cuda.memory.MemPoolContext"),
     }
     for owner in (torch.cuda, torch.cuda.memory):
-        patches.set_all({k: v for k, v in of_pools.items() if hasattr(owner, k)}, owner)
+        patches.set_all({k: v for k, v in pool_members.items() if hasattr(owner, k)}, owner)
     graphs = torch.cuda.graphs
     graph = type("CUDAGraph", (CudaGraph,), members)
-    of_graphs = {"CUDAGraph": graph, "graph_pool_handle": captures.new_pool}
-    patches.set_all(of_graphs, torch.cuda, graphs)
+    graph_members = {"CUDAGraph": graph, "graph_pool_handle": captures.new_pool}
+    patches.set_all(graph_members, torch.cuda, graphs)
     patches.set(graphs, "_cuda_isCurrentStreamCapturing", lambda: mode.timeline.is_capturing)
     patches.set(torch.cuda.graph, "default_capture_stream", None)

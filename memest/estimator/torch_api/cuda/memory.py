@@ -22,10 +22,10 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     """Make memory functions of `torch.cuda` use the simulated allocator of `mode`. Pluggable
     allocators are refused."""
     functions = _Functions(mode)
-    for made in (functions, _Recordings(mode)):
-        patches.set_methods(made, torch._C, prefix="_cuda_")
+    for methods in (functions, _Recordings(mode)):
+        patches.set_methods(methods, torch._C, prefix="_cuda_")
     patches.set_methods(_RawBlocks(mode), torch._C, prefix="_cuda_cudaCachingAllocator_")
-    of_accelerator = {
+    accelerator_functions = {
         "getDeviceStats": functions.memoryStats,
         "resetPeakStats": functions.resetPeakMemoryStats,
         "resetAccumulatedStats": functions.resetAccumulatedMemoryStats,
@@ -34,15 +34,15 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
         "setAllocatorSettings": functions._change_settings,
         "getAllocatorSettings": lambda: functions._allocator.settings.text,
     }
-    for name, function in of_accelerator.items():
+    for name, function in accelerator_functions.items():
         patches.set(torch._C, f"_accelerator_{name}", function)
-    plugged = "CUDAPluggableAllocator"
-    in_python = {
+    class_name = "CUDAPluggableAllocator"
+    python_functions = {
         "mem_get_info": functions._get_info,
         "change_current_allocator": refusing("torch.cuda.change_current_allocator"),
-        plugged: type(plugged, (), {"__init__": refusing(f"torch.cuda.{plugged}")}),
+        class_name: type(class_name, (), {"__init__": refusing(f"torch.cuda.{class_name}")}),
     }
-    patches.set_all(in_python, torch.cuda, torch.cuda.memory)
+    patches.set_all(python_functions, torch.cuda, torch.cuda.memory)
 
 
 class _OfMode:
@@ -59,8 +59,8 @@ class _Functions(_OfMode):
 
     def __init__(self, mode: CudaSimMode) -> None:
         super().__init__(mode)
-        given, self._total_bytes = self._allocator.limit_bytes, mode.gpu.memory_bytes
-        self._most_bytes = mode.gpu.limit_bytes if given is None else given
+        limit_bytes, self._total_bytes = self._allocator.limit_bytes, mode.gpu.memory_bytes
+        self._most_bytes = mode.gpu.limit_bytes if limit_bytes is None else limit_bytes
 
     def _settled(self, device: Any) -> CountingAllocator:
         """Return the allocator of `device`, after blocks of freed tensors are returned to it."""
@@ -87,9 +87,9 @@ class _Functions(_OfMode):
         zeros = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
         times = dict.fromkeys(("total", "max", "min", "count", "avg"), 0)
         names = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
-        made: dict[str, Any] = {name: dict(zeros) for name in names}
-        made |= {name: dict(times) for name in ("host_alloc_time", "host_free_time")}
-        return made | {"num_host_alloc": 0, "num_host_free": 0}
+        stats: dict[str, Any] = {name: dict(zeros) for name in names}
+        stats |= {name: dict(times) for name in ("host_alloc_time", "host_free_time")}
+        return stats | {"num_host_alloc": 0, "num_host_free": 0}
 
     def getAllocatorBackend(self) -> str:
         return "native"
@@ -112,9 +112,9 @@ class _Functions(_OfMode):
         allocator = self._allocator
         allocator.read_settings()
         settings, before = changed_settings(allocator.settings, text), allocator.settings
-        alike = replace(settings, text=before.text, without_effect=before.without_effect)
+        comparable = replace(settings, text=before.text, without_effect=before.without_effect)
         if allocator.reserved_bytes:
-            if alike == before:
+            if comparable == before:
                 return
             raise unsupported("a change of the allocator's settings after its first segment")
         allocator.use(settings)
@@ -178,20 +178,20 @@ class Stacks:
 
     def gather(self) -> Stack:
         """Return the running thread's stack, innermost frame first, without frames of memest."""
-        found = list[tuple[CodeType | str, int]]()
+        stack = list[tuple[CodeType | str, int]]()
         needs_operator = self._has_operators
         for frame, _ in walk_stack(sys._getframe(1)):
             code = frame.f_code
             if not code.co_filename.startswith(_OWN):
-                found.append((code, frame.f_lasti))
+                stack.append((code, frame.f_lasti))
                 continue
             # called by memest itself
-            while found and getattr(found[-1][0], "co_filename", "") == _TORCH_OPS:
-                found.pop()
+            while stack and getattr(stack[-1][0], "co_filename", "") == _TORCH_OPS:
+                stack.pop()
             if needs_operator and code.co_name == "__torch_dispatch__":
-                found.append((frame.f_locals["func"]._schema.name, 0))
+                stack.append((frame.f_locals["func"]._schema.name, 0))
                 needs_operator = False
-        return tuple(found)
+        return tuple(stack)
 
     def frames_of(self, stack: Stack) -> list[dict[str, Any]]:
         """Return `stack` as a list of {filename, line, name}; equal stacks share a list."""
@@ -229,26 +229,26 @@ class _Recordings(_OfMode):
         """Start recording the allocator's events, or stop if `enabled` is None. Options are those
         of `torch.cuda.memory._record_memory_history`; a wrong one raises `RuntimeError`. `others`
         are compile context, annotations and actions to skip; only the last has an effect."""
-        given = {"state": enabled, "context": context, "stacks": stacks}
-        for option, word in given.items():
-            if word not in _CHOICES[option]:
+        options = {"state": enabled, "context": context, "stacks": stacks}
+        for option, value in options.items():
+            if value not in _CHOICES[option]:
                 *first, last = map(repr, _CHOICES[option])
                 raise RuntimeError(f"expected {option} to be {', '.join(first)}, or {last}")
         self._memory.settle()
-        before, self._allocator.history = self._allocator.history, None
+        previous, self._allocator.history = self._allocator.history, None
         self._follow_frees(enabled is not None and context == "all")
         if enabled is None:
             return
-        recorded = Stacks(has_operators=stacks == "all")
+        collector = Stacks(has_operators=stacks == "all")
         history = MemoryHistory(
-            recorded.gather, recorded.frames_of,
+            collector.gather, collector.frames_of,
             context=Context.NEVER if context is None else Context[context.upper()],
             max_entries=max(1, max_entries) if enabled == "all" else 1,
             skipped=frozenset(others[2] if len(others) > 2 else ()),
         )  # fmt: skip
         history.metadata = self._metadata
-        if before is not None:
-            history.continues(before, keeps_entries=not clear_history)
+        if previous is not None:
+            history.continues(previous, keeps_entries=not clear_history)
         self._allocator.history = history
 
     def record_memory_history_legacy(

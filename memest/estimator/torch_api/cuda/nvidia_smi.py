@@ -45,13 +45,13 @@ def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
         return "\n".join([rule, f"{head:<63}|", rule, *rows, rule])
     formats = options.get("format", "csv").split(",")
     fields = [field.strip() for field in query.split(",")]
-    found = [(field, UNITS.get(field.partition(".")[0], "")) for field in fields]
-    titles = [f"{field} [{unit}]" if unit else field for field, unit in found]
+    columns = [(field, UNITS.get(field.partition(".")[0], "")) for field in fields]
+    titles = [f"{field} [{unit}]" if unit else field for field, unit in columns]
     lines = [] if "noheader" in formats else [", ".join(titles)]
     if "nounits" in formats:
-        found = [(field, "") for field in fields]
+        columns = [(field, "") for field in fields]
     for gpu in gpus:
-        values = [f"{gpu[name]} {unit}" if name in gpu else NOT_AVAILABLE for name, unit in found]
+        values = [f"{gpu[name]} {unit}" if name in gpu else NOT_AVAILABLE for name, unit in columns]
         lines.append(", ".join(map(str.strip, values)))
     return "\n".join(lines)
 
@@ -62,15 +62,15 @@ def install(patches: Any, module: Any) -> None:
 
     @cache
     def folder() -> str:
-        made = tempfile.TemporaryDirectory(prefix="memest-smi-", ignore_cleanup_errors=True)
-        patches.on_undo(made.cleanup)
-        return made.name
+        directory = tempfile.TemporaryDirectory(prefix="memest-smi-", ignore_cleanup_errors=True)
+        patches.on_undo(directory.cleanup)
+        return directory.name
 
     start, system = subprocess.Popen.__init__, os.system
 
     def start_with_program(self: Any, args: Any, *rest: Any, **options: Any) -> None:
-        words = args if isinstance(args, list | tuple) else [args]
-        if any(NAME in os.fsdecode(word) for word in words) and len(rest) < 10:
+        arguments = args if isinstance(args, list | tuple) else [args]
+        if any(NAME in os.fsdecode(word) for word in arguments) and len(rest) < 10:
             options["env"] = _environment(folder(), options.get("env"), module)
         start(self, args, *rest, **options)
 
@@ -83,14 +83,14 @@ def install(patches: Any, module: Any) -> None:
     patches.set(os, "system", run)
 
 
-def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
+def _environment(folder: str, base: Mapping[str, str] | None, nvml: Any) -> dict[str, str]:
     """Write the program, and the GPU's values as read from `nvml` (`pynvml`), to `folder`. Return
-    the environment of the child process, with `folder` first on `PATH`. `given` is its environment
+    the environment of the child process, with `folder` first on `PATH`. `base` is its environment
     before; None is this process's."""
     program, values = Path(folder, NAME), Path(folder, "values.json")
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    every = {
+    fields = {
         "name": nvml.nvmlDeviceGetName(handle), "gpu_name": nvml.nvmlDeviceGetName(handle),
         "uuid": nvml.nvmlDeviceGetUUID(handle), "gpu_uuid": nvml.nvmlDeviceGetUUID(handle),
         "driver_version": nvml.nvmlSystemGetDriverVersion(), "utilization.gpu": 0,
@@ -100,15 +100,15 @@ def _environment(folder: str, given: Mapping[str, str] | None, nvml: Any) -> dic
         "memory.free": memory.free >> 20, "used_memory": memory.used >> 20,
         "used_gpu_memory": memory.used >> 20, "count": nvml.nvmlDeviceGetCount(),
     }  # fmt: skip
-    gpus = [{**every, "index": index} for index in range(nvml.nvmlDeviceGetCount())]
+    gpus = [{**fields, "index": index} for index in range(nvml.nvmlDeviceGetCount())]
     values.write_text(json.dumps(gpus), encoding="utf-8")
-    words = [sys.executable, "-S", os.path.abspath(__file__), str(values)]
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+    command = [sys.executable, "-S", os.path.abspath(__file__), str(values)]
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
-    environment = dict(os.environ if given is None else given)
+    environment = dict(os.environ if base is None else base)
     return environment | {"PATH": os.pathsep.join([folder, environment.get("PATH", os.defpath)])}
 
 
 if __name__ == "__main__":
-    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    sys.stdout.write(f"{answer(found, sys.argv[2:])}\n")
+    gpus = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    sys.stdout.write(f"{answer(gpus, sys.argv[2:])}\n")

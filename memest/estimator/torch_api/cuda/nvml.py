@@ -42,8 +42,8 @@ class _Error(Exception):
 
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Replace `pynvml` and torch's NVML queries by functions for the virtual GPU of `mode`."""
-    found = sys.modules.get("pynvml")
-    module = found if found is not None and hasattr(found, "NVMLError") else _stub()
+    installed = sys.modules.get("pynvml")
+    module = installed if installed is not None and hasattr(installed, "NVMLError") else _stub()
     patches.set_item(sys.modules, "pynvml", module)
     for name, value in list(vars(module).items()):
         if name.startswith("nvml") and callable(value) and not isinstance(value, type):
@@ -94,8 +94,8 @@ class _Functions:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
         # a script may name GPUs of another machine
-        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if index not in range(GPU.num_visible) and str(index) not in named:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if index not in range(GPU.num_visible) and str(index) not in visible:
             raise self._error(_INVALID_ARGUMENT)
         return self._handle
 

@@ -136,11 +136,11 @@ class _Generic(type):
     original: type
 
     def __call__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
-        where = GPU.device if device is None else resolve(device)
-        if torch.device(where).type == "cuda":
+        target = GPU.device if device is None else resolve(device)
+        if torch.device(target).type == "cuda":
             if cls.of_cuda.__name__ == "Event":
                 return cls.of_cuda(*args, **options)
-            return cls.of_cuda(where, *args, **options)
+            return cls.of_cuda(target, *args, **options)
         return cls.original(device, *args, **options)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -150,16 +150,16 @@ class _Generic(type):
 def install(patches: Patches, mode: CudaSimMode) -> None:
     """Replace torch's streams, events and profiler by those of the virtual GPU of `mode`."""
 
-    def of_session(made: type, name: str) -> Any:
-        return type(name, (made,), {"session": mode, "__module__": "torch.cuda"})
+    def of_session(base: type, name: str) -> Any:
+        return type(name, (base,), {"session": mode, "__module__": "torch.cuda"})
 
-    tc: Any = torch.cuda
+    cuda: Any = torch.cuda
     stream, event = of_session(CudaStream, "Stream"), of_session(CudaEvent, "Event")
     external = of_session(ExternalStream, "ExternalStream")
     classes = {"Stream": stream, "Event": event, "ExternalStream": external}
-    patches.set_all(classes, tc, tc.streams)
+    patches.set_all(classes, cuda, cuda.streams)
     context = type("StreamContext", (StreamContext,), {"__module__": "torch.cuda"})
-    patches.set_all({"StreamContext": context, "stream": context}, tc)
+    patches.set_all({"StreamContext": context, "stream": context}, cuda)
     for name, of_cuda in (("Stream", stream), ("Event", event)):
         original = getattr(torch, name)
         generic = _Generic(name, (), {"of_cuda": of_cuda, "original": original})
@@ -173,9 +173,9 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
             mode.timeline.switch(chosen.number)
 
     functions = {"current_stream": current_stream, "set_stream": set_stream}
-    patches.set_all(functions, tc, getattr(torch, "accelerator", tc))  # not in torch 2.5
-    patches.set(tc, "default_stream", lambda device=None: stream(device, number=MAIN))
-    patches.set(tc, "get_stream_from_external", tc.ExternalStream)
+    patches.set_all(functions, cuda, getattr(torch, "accelerator", cuda))  # not in torch 2.5
+    patches.set(cuda, "default_stream", lambda device=None: stream(device, number=MAIN))
+    patches.set(cuda, "get_stream_from_external", cuda.ExternalStream)
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index=0: mode.timeline.stream)
     _install_profiler(patches, mode)
 

@@ -72,8 +72,8 @@ class _NcclGroup(_ProcessGroup):  # type: ignore[misc]
         self.is_summed_again = self.is_rebuilt
         if not self.is_rebuilt:
             self.summed_at, _ = self._mode.timeline.event(MAIN)
-            found = map(self._mode.memory.id_of, tensors)
-            self._first_buckets.update(index for index in found if index is not None)
+            ids = map(self._mode.memory.id_of, tensors)
+            self._first_buckets.update(index for index in ids if index is not None)
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Any:
@@ -151,10 +151,10 @@ class Reducer(_Reducer):  # type: ignore[misc]
             with self._buckets_on_gpu():
                 return super()._rebuild_buckets()
         except RuntimeError as error:
-            found = _MISSING.search(str(error))
-            if found is None:
+            match = _MISSING.search(str(error))
+            if match is None:
                 raise
-            missing = [self._params[int(index)] for index in found[1].split()]
+            missing = [self._params[int(index)] for index in match[1].split()]
             raise NotFinished(str(error), missing) from error
 
     def _set_static_graph(self) -> None:
@@ -225,8 +225,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     def register(reducer: Reducer, state: Any, hook: Any) -> None:
         c10d._register_comm_hook(reducer, state, _awaited(hook))
 
-    made: Any = type("Reducer", (Reducer,), {"session": mode})
-    patches.set(dist, "Reducer", made)
+    reducer_class: Any = type("Reducer", (Reducer,), {"session": mode})
+    patches.set(dist, "Reducer", reducer_class)
     patches.set(_Logger, "set_runtime_stats_and_log", lambda logger: None)  # times of CUDA
     for name in ("_broadcast_coalesced", "_verify_params_across_processes"):
         patches.set(dist, name, partial(_on_nccl, mode, getattr(c10d, name)))
@@ -241,10 +241,10 @@ def _awaited(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
     def wait() -> None:
         for future, num_elements in futures:
-            found = [tensor.numel() for tensor in tensors_in((future.wait(),))]
-            if found and found[0] < num_elements:
+            sizes = [tensor.numel() for tensor in tensors_in((future.wait(),))]
+            if sizes and sizes[0] < num_elements:
                 raise RuntimeError(
-                    f"a communication hook gave {found[0]} elements for a bucket of {num_elements}"
+                    f"a communication hook gave {sizes[0]} elements for a bucket of {num_elements}"
                 )
         futures.clear()
 

@@ -65,18 +65,18 @@ def _install_states(patches: Patches) -> None:
         keys, local = keys_of(states, group, params, names, infos, merge_keys)
         if merge_keys and keys:
             empty = [names[p] for p in params.values() if p.requires_grad and not p.numel()]
-            others = {utils._OptimStateKey(tuple(each), each[0] in infos) for each in empty}
-            keys = sorted({*keys, *others})
+            missing = {utils._OptimStateKey(tuple(fqns), fqns[0] in infos) for fqns in empty}
+            keys = sorted({*keys, *missing})
         return keys, local
 
     @patches.wrap(utils, "_allgather_state_info")
     def gather_all(gather: Any, fsdp_state: Any, states: Any) -> Any:
         gathered = gather(fsdp_state, states)
-        own = gathered[fsdp_state.rank]
-        like = next((own[name] for name, state in states.items() if state), None)
-        if like is not None:
-            others = {name: info if states[name] else like for name, info in own.items()}
-            gathered = [own if r == fsdp_state.rank else others for r in range(len(gathered))]
+        own_infos = gathered[fsdp_state.rank]
+        sample = next((own_infos[name] for name, state in states.items() if state), None)
+        if sample is not None:
+            filled = {name: info if states[name] else sample for name, info in own_infos.items()}
+            gathered = [own_infos if r == fsdp_state.rank else filled for r in range(len(gathered))]
         return gathered
 
 

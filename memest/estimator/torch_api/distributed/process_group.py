@@ -49,18 +49,18 @@ class _Functions:
     ) -> None:  # fmt: skip
         import_module("torch.testing._internal.distributed.fake_pg")  # registers `FAKE`
 
-        own = self._rank
+        this_rank = self._rank
         size = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE") or 1)
         number = rank if rank >= 0 else int(os.environ.get("RANK") or 0)
-        if (size, number) != (own.world_size, own.rank):
+        if (size, number) != (this_rank.world_size, this_rank.rank):
             raise UnsupportedError(
                 f"`init_process_group` is called for rank {number} of {size}, and this is rank"
-                f" {own.rank} of {own.world_size}",
+                f" {this_rank.rank} of {this_rank.world_size}",
                 hint=f"simulate as many: `memest run --nproc-per-node {size} ...`",
             )
         self._works.is_eager = kwargs.get("device_id") is not None
-        self._store = Store(own, self._mode.attribution.lines.current)
-        self._join(backend=FAKE, rank=own.rank, world_size=size, store=self._store)
+        self._store = Store(this_rank, self._mode.attribution.lines.current)
+        self._join(backend=FAKE, rank=this_rank.rank, world_size=size, store=self._store)
         self._default = self._record(c10d._get_default_group(), backend)
         self._mailbox.arrive("init_process_group", range(size))
 
@@ -74,8 +74,8 @@ class _Functions:
         return group
 
     def get_backend(self, group: Any = None) -> Any:
-        known = self._names.get(id(group or c10d._get_default_group()))
-        return known or self._true_backend(group)
+        name = self._names.get(id(group or c10d._get_default_group()))
+        return name or self._true_backend(group)
 
     def _record(self, group: Any, backend: Any) -> str:
         """Record and return the name of `backend`, which `group` reports; None is the default
@@ -110,23 +110,23 @@ class _Functions:
 
     monitored_barrier = barrier
 
-    def _of_source(self, what: Any, src: Any, group: Any, group_src: Any) -> Any:
-        """On rank `src`, post the object `what` and return it. On other ranks return what rank
+    def _broadcast_object(self, obj: Any, src: Any, group: Any, group_src: Any) -> Any:
+        """On rank `src`, post the object `obj` and return it. On other ranks return what rank
         `src` posted, or None if it posted nothing. `src` None is rank 0; `group_src`, the number of
         a rank in `group`, replaces `src` unless it is None."""
         if group_src is not None:
             src = dist.get_global_rank(group or c10d._get_default_group(), group_src)
         key = ("objects", tuple(dist.get_process_group_ranks(group)), src)
         if self._rank.rank == (src or 0):
-            self._mailbox.post(key, what)
-            return what
+            self._mailbox.post(key, obj)
+            return obj
         return self._mailbox.fetch(key, src or 0)
 
     def broadcast_object_list(
         self, object_list: Any, src: Any = None, group: Any = None, device: Any = None,
         group_src: Any = None,
     ) -> None:  # fmt: skip
-        posted = self._of_source(object_list, src, group, group_src)
+        posted = self._broadcast_object(object_list, src, group, group_src)
         if posted is not None:
             object_list[:] = posted
 
@@ -144,7 +144,7 @@ class _Functions:
         self, scatter_object_output_list: Any, scatter_object_input_list: Any = None,
         src: Any = None, group: Any = None, group_src: Any = None,
     ) -> None:  # fmt: skip
-        objects = self._of_source(scatter_object_input_list, src, group, group_src)
+        objects = self._broadcast_object(scatter_object_input_list, src, group, group_src)
         if not objects:
             raise UnsupportedError(
                 f"rank {self._rank.rank} waits for an object that another rank has",

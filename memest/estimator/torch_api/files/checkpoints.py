@@ -76,15 +76,15 @@ class Checkpoints:
         placeholders = partial(setting, self._state, "placeholders")
         patches.within(serialization, "save", lambda *_: placeholders({}))
         patches.set(torch, "save", serialization.save)
-        old = partial(setting, self._state, "is_old", True)
-        patches.within(serialization, "_legacy_load", lambda *_: old())
+        old_format = partial(setting, self._state, "is_old", True)
+        patches.within(serialization, "_legacy_load", lambda *_: old_format())
         patches.wrap(serialization, "load")(self._load)
         patches.set(torch, "load", serialization.load)
         patches.wrap(torch._utils, "_rebuild_tensor")(self._rebuild)
         patches.within(torch._utils, "_rebuild_tensor_v2", self._with_metadata)
         unpickler: Any = importlib.import_module("torch._weights_only_unpickler")
-        allowed = unpickler._get_allowed_globals.__wrapped__
-        patches.set(unpickler, "_get_allowed_globals", allowed)
+        uncached = unpickler._get_allowed_globals.__wrapped__
+        patches.set(unpickler, "_get_allowed_globals", uncached)
 
     # --- writing
 
@@ -96,17 +96,17 @@ class Checkpoints:
         value = None if is_guessed else self._mode.values.value_of(tensor)
         size, mark = tuple(tensor.size()), None
         if value is not None:
-            made = _clone(value.untyped_storage())
+            new_storage = _clone(value.untyped_storage())
             geometry = tensor.storage_offset(), size, tensor.stride()
         else:
-            made = self._dummy(storage, tensor.dtype)
+            new_storage = self._dummy(storage, tensor.dtype)
             geometry = 0, size, (0,) * len(size)
             mark = _mark(storage.nbytes(), tensor.storage_offset(), tensor.stride())
             self._mode.notes.add(HOLDS_ZEROS)
         if storage._cdata in self._mode.memory.live:
-            setattr(made, _LOCATION, str(GPU.device))
+            setattr(new_storage, _LOCATION, str(GPU.device))
             self._mode.timeline.copy_pageable("to_host", storage.nbytes())
-        return _pickled(made, tensor.dtype, geometry, tensor.requires_grad, mark)
+        return _pickled(new_storage, tensor.dtype, geometry, tensor.requires_grad, mark)
 
     def _dummy(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
         memo, key = self._state.placeholders, (storage._cdata, dtype)
@@ -136,25 +136,25 @@ class Checkpoints:
         `make`, torch's `_rebuild_tensor`, makes other tensors. `offset` and `stride` are in
         elements."""
         untyped = storage._untyped_storage
-        full = _read_mark(self._state.metadata)
+        mark = _read_mark(self._state.metadata)
         is_gpu = hasattr(untyped, _LOCATION)
         is_large = storage.dtype.is_floating_point and untyped.nbytes() >= VIRTUAL_HOST_BYTES
-        is_of_meta = untyped.device.type == "meta" and full is None
-        if is_of_meta or not (is_gpu or full or self._state.is_mapped):
+        is_of_meta = untyped.device.type == "meta" and mark is None
+        if is_of_meta or not (is_gpu or mark or self._state.is_mapped):
             return make(storage, offset, size, stride)
         base = getattr(untyped, _BASE, None)
         if base is None:
-            if is_gpu or full or is_large:
-                base = self._allocate(untyped, full[0] if full else untyped.nbytes(), storage.dtype)
+            if is_gpu or mark or is_large:
+                base = self._allocate(untyped, mark[0] if mark else untyped.nbytes(), storage.dtype)
             else:
                 base = _clone(untyped)  # clone, since the file may be overwritten meanwhile
             setattr(untyped, _BASE, base)
-        if full:
-            offset, stride = full[1:]
-        device = META if is_gpu or full or is_large else CPU
+        if mark:
+            offset, stride = mark[1:]
+        device = META if is_gpu or mark or is_large else CPU
         with _disable_current_modes():
-            made = torch.empty(0, dtype=storage.dtype, device=device)
-            return made.set_(base, offset, size, stride)
+            tensor = torch.empty(0, dtype=storage.dtype, device=device)
+            return tensor.set_(base, offset, size, stride)
 
     def _allocate(self, source: Any, num_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
         """Return a new storage of `num_bytes` without data, for tensors of `dtype`. It is on the
@@ -174,16 +174,16 @@ class Checkpoints:
                 mode.values.copies[base._cdata] = _clone(source)
         return base
 
-    def _place(self, base: torch.UntypedStorage, by: str, *, on_host: bool) -> None:
+    def _place(self, base: torch.UntypedStorage, op_name: str, *, on_host: bool) -> None:
         """Put the storage `base` on the host if `on_host`. Else allocate it on the GPU, for the
-        operator named `by`."""
+        operator named `op_name`."""
         mode, memory = self._mode, self._mode.memory
-        whole = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
+        tensor = torch.empty(0, dtype=torch.uint8, device=META).set_(base)
         if on_host:
-            mode.host.put(whole)
+            mode.host.put(tensor)
             return
         with memory.lock:
-            memory.allocate(whole, mode.attribution.site(by), memory.kind)
+            memory.allocate(tensor, mode.attribution.site(op_name), memory.kind)
 
     # --- copying
 
@@ -210,8 +210,8 @@ class Placeholder:
         tensor = self._tensor
         size = tuple(tensor.size())
         mark = _mark(tensor.nbytes, 0, torch.empty(size, device=META).stride())
-        one = torch.zeros(1, dtype=tensor.dtype, device=CPU).untyped_storage()
-        return _pickled(one, tensor.dtype, (0, size, (0,) * len(size)), False, mark)
+        storage = torch.zeros(1, dtype=tensor.dtype, device=CPU).untyped_storage()
+        return _pickled(storage, tensor.dtype, (0, size, (0,) * len(size)), False, mark)
 
 
 def _pickled(
@@ -251,17 +251,17 @@ def _install_writing(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoin
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_meta(tensor):
             parts: Any = tensor.__reduce_ex__(4)  # type: ignore[no-untyped-call]
             return copy._reconstruct(tensor, None, *parts)  # type: ignore[attr-defined]
-        made: Tensor = tensor.data
+        result: Tensor = tensor.data
         if isinstance(tensor, torch.nn.Parameter):
-            made = torch.nn.Parameter(made)
-        made.__dict__.update(tensor.__dict__)
-        return made.requires_grad_(tensor.requires_grad)
+            result = torch.nn.Parameter(result)
+        result.__dict__.update(tensor.__dict__)
+        return result.requires_grad_(tensor.requires_grad)
 
     patches.set(Tensor, "__copy__", copied)
     module: Any = torch.serialization
     packages = module._package_registry
-    own = (_PRIORITY, lambda storage: getattr(storage, _LOCATION, None), constant(None))
-    patches.set(module, "_package_registry", [own, *packages])
+    package = (_PRIORITY, lambda storage: getattr(storage, _LOCATION, None), constant(None))
+    patches.set(module, "_package_registry", [package, *packages])
 
 
 def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoints) -> None:
@@ -301,8 +301,8 @@ def _is_large_archive(file: Any) -> bool:
     path = Path(file)
     if not path.is_file() or path.stat().st_size < MAPPED_BYTES:
         return False
-    with path.open("rb") as opened:
-        return opened.read(4) == b"PK\x03\x04"
+    with path.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04"
 
 
 def _mark(num_bytes: int, offset: Any, stride: tuple[Any, ...]) -> str:
@@ -372,15 +372,15 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
 
         def _virtual(self, name: str) -> Tensor | None:
             """Return tensor `name` without data if it is large and floating-point, else None."""
-            described = self._file.get_slice(name)
-            dtype, shape = dtypes.get(described.get_dtype()), described.get_shape()
+            entry = self._file.get_slice(name)
+            dtype, shape = dtypes.get(entry.get_dtype()), entry.get_shape()
             if not self._is_torch or dtype is None or not dtype.is_floating_point:
                 return None
             if math.prod(shape) * dtype.itemsize < VIRTUAL_HOST_BYTES:
                 return None
-            made = torch.empty(shape, dtype=dtype, device=META)
-            mode.host.put(made)
-            return made
+            tensor = torch.empty(shape, dtype=dtype, device=META)
+            mode.host.put(tensor)
+            return tensor
 
         def _placed(self, tensor: Any) -> Any:
             return tensor.to(self._device) if self._moves else tensor
@@ -424,14 +424,14 @@ class Writer:
     def _write(self, file: Any, tensors: dict[str, Tensor], metadata: Any) -> None:
         """Write `tensors` by name to the open `file` in safetensors' format, with `metadata` unless
         None. Unknown values are written as zeros."""
-        header, places = self._header(tensors, metadata)
+        header, ranges = self._header(tensors, metadata)
         file.write(header)
-        for name, (begin, _) in places.items():
+        for name, (begin, _) in ranges.items():
             data = self._data(tensors[name])
             if data is not None:
                 file.seek(len(header) + begin)
                 file.write(data)
-        total = len(header) + max(end for _, end in places.values())
+        total = len(header) + max(end for _, end in ranges.values())
         if file.seek(0, SEEK_END) < total:
             file.seek(total - 1)
             file.write(b"\0")
@@ -457,16 +457,16 @@ class Writer:
                 )
         with _disable_current_modes():
             empty = {name: torch.empty(0, dtype=t.dtype, device=CPU) for name, t in tensors.items()}
-            written = self._save(empty, metadata=metadata)  # its names of dtypes, and its order
-        described = json.loads(written[_LENGTH_BYTES:].rstrip(b"\0"))
-        offset, places = 0, {}
-        for name in [name for name in described if name != "__metadata__"]:
-            places[name] = offset, offset + tensors[name].nbytes
-            described[name] |= {"shape": list(tensors[name].shape), "data_offsets": places[name]}
-            offset = places[name][1]
-        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+            content = self._save(empty, metadata=metadata)  # its names of dtypes, and its order
+        header = json.loads(content[_LENGTH_BYTES:].rstrip(b"\0"))
+        offset, ranges = 0, {}
+        for name in [name for name in header if name != "__metadata__"]:
+            ranges[name] = offset, offset + tensors[name].nbytes
+            header[name] |= {"shape": list(tensors[name].shape), "data_offsets": ranges[name]}
+            offset = ranges[name][1]
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _LENGTH_BYTES)
-        return len(text).to_bytes(_LENGTH_BYTES, "little") + text, places
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text, ranges
 
     def _data(self, tensor: Tensor) -> bytes | None:
         with _disable_current_modes():
