@@ -40,11 +40,11 @@ def _read(path: Path) -> Project:
     values: Any = tools.get("memest", {}) if isinstance(tools, Mapping) else tools
     if not isinstance(values, Mapping):
         raise PlanError(f"`tool.memest` of `{path}` is no table", hint="begin it by [tool.memest]")
-    known = [field.name for field in fields(Project) if field.name != "folder"]
+    names = [field.name for field in fields(Project) if field.name != "folder"]
     for key, value in values.items():
-        if key not in known:
-            near = closest(key, known)
-            hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+        if key not in names:
+            near = closest(key, names)
+            hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(names)}"
             raise PlanError(f"`[tool.memest]` of `{path}` has no key {shown(key)}", hint=hint)
         is_list = isinstance(value, list) and all(isinstance(word, str) for word in value)
         if not (isinstance(value, str) or (key == "command" and is_list)):
@@ -52,13 +52,13 @@ def _read(path: Path) -> Project:
                 f"`{key}` in `[tool.memest]` of `{path}` is {shown(value)}",
                 hint='write text, such as gpu = "a100-40gb"',
             )
-    found = dict(values)
-    command = found.pop("command", [])
+    settings = dict(values)
+    command = settings.pop("command", [])
     try:
-        words = shlex.split(command) if isinstance(command, str) else command
+        arguments = shlex.split(command) if isinstance(command, str) else command
     except ValueError as error:
         raise PlanError(
             f"`command` in `[tool.memest]` of `{path}` cannot be split: {error}",
             hint='close its quotes, or write a list: command = ["train.py", "a b"]',
         ) from error
-    return Project(command=tuple(words), folder=path.parent, **found)
+    return Project(command=tuple(arguments), folder=path.parent, **settings)

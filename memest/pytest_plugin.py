@@ -53,8 +53,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
     if "virtual_gpu" in names:
         names.remove("virtual_gpu")
-    wider = [n for n in names if n in fixtures and fixtures[n][-1].scope != "function"]
-    names.insert(max((names.index(n) + 1 for n in wider), default=0), "virtual_gpu")
+    outer_fixtures = [n for n in names if n in fixtures and fixtures[n][-1].scope != "function"]
+    names.insert(max((names.index(n) + 1 for n in outer_fixtures), default=0), "virtual_gpu")
 
 
 @pytest.fixture
@@ -67,10 +67,10 @@ def virtual_gpu(request: pytest.FixtureRequest) -> "Iterator[Session]":
     try:
         limit, gpu = _limit_and_gpu(request.node)
         _ = limit and parse_bytes(limit)
-        simulated = simulate(gpu) if gpu else simulate()
+        simulation = simulate(gpu) if gpu else simulate()
     except MemestError as error:
         pytest.fail(f"{error}\nhint: {error.hint}", pytrace=False)
-    with simulated as session:
+    with simulation as session:
         request.node.stash[_SESSION] = session
         for name in [name for name in sys.modules if name.startswith("memest.estimator.")]:
             vars(sys.modules[name])["__tracebackhide__"] = True  # pytest leaves out the frames
@@ -86,9 +86,9 @@ def _limit_and_gpu(item: pytest.Item) -> tuple[str | int, str]:
     if mark is None:
         return "", project.gpu
     if len(mark.args) > 1 or set(mark.kwargs) - {"gpu", "limit"}:
-        given = ", ".join([*map(repr, mark.args), *mark.kwargs])
+        arguments = ", ".join([*map(repr, mark.args), *mark.kwargs])
         pytest.fail(
-            f'gpu_memory({given}): write gpu_memory("20GiB", gpu="a100-40gb")', pytrace=False
+            f'gpu_memory({arguments}): write gpu_memory("20GiB", gpu="a100-40gb")', pytrace=False
         )
     limit = mark.kwargs.get("limit", mark.args[0] if mark.args else project.limit)
     return limit, mark.kwargs.get("gpu", project.gpu)
@@ -129,19 +129,19 @@ def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
     item.user_properties.append((_PEAK, json.dumps(asdict(peak))))
     values = _stored(config).get(item.nodeid)
     old: StoredPeak | None = None if values is None else read_as(StoredPeak, values)
-    since = [] if old is None else [f"  {row}" for row in grown(changes(old.lines, peak.lines))]
+    growth = [] if old is None else [f"  {row}" for row in grown(changes(old.lines, peak.lines))]
     versions = "" if old is None else other_versions(old.versions, peak.versions)
     needs = report.verdicts[report.gpu].needs_bytes
     if limit and needs > parse_bytes(limit):
-        over = format_bytes(needs - parse_bytes(limit))
-        yield f"needs {format_bytes(needs)} on {report.gpu}, {over} more than {limit}"
+        excess = format_bytes(needs - parse_bytes(limit))
+        yield f"needs {format_bytes(needs)} on {report.gpu}, {excess} more than {limit}"
         yield from _held(report)
-        yield from ["grown since the stored peak:", *since] if since else []
+        yield from ["grown since the stored peak:", *growth] if growth else []
     if not config.getoption("memest_fail_on_increase"):
         return
     if old is None or old.gpu != report.gpu:
-        of_gpu = "" if old is None else f" on {report.gpu}"
-        text = f"no stored peak{of_gpu}; `--memest-update` stores one"
+        suffix = "" if old is None else f" on {report.gpu}"
+        text = f"no stored peak{suffix}; `--memest-update` stores one"
         item.user_properties.append((_NOTE, text))
         return
     if versions:
@@ -150,7 +150,7 @@ def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
     pairs = [(name, getattr(old, key), getattr(peak, key)) for name, key in names.items()]
     if any(after > before for _, before, after in pairs):
         yield "the peak grew: " + ", ".join(peaks_text(*pair) for pair in pairs)
-        yield from since
+        yield from growth
         yield from [versions] if versions else []
 
 

@@ -108,10 +108,10 @@ def steps_of(lengths: tuple[int, ...], num_micro_batches: Any) -> int:
 def _numbers(text: str) -> list[Any]:
     if text.lstrip().startswith("["):
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            found = None
-        return found if isinstance(found, list) else [text[:40]]
+            value = None
+        return value if isinstance(value, list) else [text[:40]]
     words = text.replace(",", " ").split()
     return [int(word) if word.lstrip("+-").isdigit() else word for word in words]
 
@@ -259,8 +259,8 @@ def _read(
     fields of `Bounds`, or [lowest, highest, end of the hint] for whole numbers; None: no bounds.
     """
     if isinstance(bounds, list):
-        low, high, *more = bounds
-        hint = f"give a whole number from {low} to {high}{''.join(more)}"
+        low, high, *hint_end = bounds
+        hint = f"give a whole number from {low} to {high}{''.join(hint_end)}"
         bounds = {"low": low, "high": high, "hint": hint}
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in rest.items()}
     return Key(
@@ -284,9 +284,9 @@ def read_options(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
     if isinstance(value, list | tuple):
         are_pairs = all(isinstance(item, list | tuple) and len(item) == 2 for item in value)
         value = dict(value) if are_pairs else shown(value)
-    plain = (bool, int, float, str, type(None))
+    types = (bool, int, float, str, type(None))
     if not isinstance(value, Mapping) or not all(
-        isinstance(k, str) and k.isidentifier() and isinstance(v, plain) for k, v in value.items()
+        isinstance(k, str) and k.isidentifier() and isinstance(v, types) for k, v in value.items()
     ):
         raise PlanError(f"`{name}` is {shown(value)}", hint=hint)
     return tuple(value.items())

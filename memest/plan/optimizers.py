@@ -75,30 +75,30 @@ def optimizer_name(given: str) -> str:
     """
     if given in OPTIMIZERS:
         return given
-    library, _, class_name = given.rpartition(".")
-    for of, prefixes in (
+    prefix, _, class_name = given.rpartition(".")
+    for library, prefixes in (
         (TORCH, ("", "torch.optim")),
         (BITSANDBYTES, ("", "bitsandbytes.optim", "bnb.optim")),
     ):
-        if library in prefixes and (of, class_name) in _BY_CLASS:
-            return _BY_CLASS[of, class_name]
-    plain = class_name.casefold().replace("-", "_")
-    if plain in OPTIMIZERS and plain not in _TABLE["not_for_plans"]:
-        return plain
-    if plain in _ALIASES:
-        return _ALIASES[plain]
-    script = "`memest run` takes a script that uses it"
+        if prefix in prefixes and (library, class_name) in _BY_CLASS:
+            return _BY_CLASS[library, class_name]
+    key = class_name.casefold().replace("-", "_")
+    if key in OPTIMIZERS and key not in _TABLE["not_for_plans"]:
+        return key
+    if key in _ALIASES:
+        return _ALIASES[key]
+    hint = "`memest run` takes a script that uses it"
     for name, reason in _TABLE["not_for_plans"].items():
-        if plain in (name, name.replace("_", "")):
-            raise UnsupportedError(f"optimizer {shown(given)} {reason}", hint=script)
-    squeezed = plain.replace("_", "")
+        if key in (name, name.replace("_", "")):
+            raise UnsupportedError(f"optimizer {shown(given)} {reason}", hint=hint)
+    compact_key = key.replace("_", "")
     for name, package in _TABLE["elsewhere"].items():
-        if plain.startswith(name) or squeezed.startswith(name.replace("_", "")):
+        if key.startswith(name) or compact_key.startswith(name.replace("_", "")):
             raise UnsupportedError(
                 f"optimizer {shown(given)} is of package `{package}`, which plans do not support",
-                hint=script,
+                hint=hint,
             )
-    near = closest(plain, OPTIMIZERS)
+    near = closest(key, OPTIMIZERS)
     raise PlanError(
         f"`optim` cannot be {shown(given)}",
         hint=f"allowed: {', '.join(f'`{k}`' for k in near or OPTIMIZERS)}, or the name of a class"

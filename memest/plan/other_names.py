@@ -47,105 +47,105 @@ def read_other_names(
         PlanError: two values contradict each other, or the device is not a CUDA GPU.
         UnsupportedError: a setting affects memory, and plans do not support it.
     """
-    found = dict(values)
-    assumed: list[str] = []
-    same = _same(rows)
-    names = [key for key in found if key in _OTHERS or key in same]
+    config = dict(values)
+    notes: list[str] = []
+    synonyms = _same(rows)
+    names = [key for key in config if key in _OTHERS or key in synonyms]
     for key in names:
-        if key in _NOT_MODELLED and found[key] not in _OFF:
+        if key in _NOT_MODELLED and config[key] not in _OFF:
             raise UnsupportedError(
                 f"`{key}` of TrainingArguments affects memory, and plans do not support it",
                 hint="`memest run` takes a script that uses it, or leave it out",
             )
-    _read_lightning(found, assumed)
-    if "loop" not in found and any(key in found for key in (*same, "bf16", "fp16")):
-        found["loop"] = "transformers"
-        assumed.append("keys of TrainingArguments: the Trainer of transformers runs")
-    logging = {key: found.pop(key) for key in LOGGING if key in found}
-    if logging and found.get("loop") == "transformers":
-        found["trainer_options"] = {**dict(found.get("trainer_options", {})), **logging}
-    _read_precision(found)
-    _read_evaluation(found, assumed)
-    options = found.pop("gradient_checkpointing_kwargs", None) or {}
+    _read_lightning(config, notes)
+    if "loop" not in config and any(key in config for key in (*synonyms, "bf16", "fp16")):
+        config["loop"] = "transformers"
+        notes.append("keys of TrainingArguments: the Trainer of transformers runs")
+    logging = {key: config.pop(key) for key in LOGGING if key in config}
+    if logging and config.get("loop") == "transformers":
+        config["trainer_options"] = {**dict(config.get("trainer_options", {})), **logging}
+    _read_precision(config)
+    _read_evaluation(config, notes)
+    options = config.pop("gradient_checkpointing_kwargs", None) or {}
     if options not in ({}, {"use_reentrant": False}):
         raise UnsupportedError(
             f"`gradient_checkpointing_kwargs` is {shown(options)}, and plans use"
             " `use_reentrant=False`",
             hint="leave it out, or run the script by `memest run`",
         )
-    for name, key in same.items():
-        if name in found:
-            value = found.pop(name)
-            if key in found and found[key] != value:
+    for name, key in synonyms.items():
+        if name in config:
+            value = config.pop(name)
+            if key in config and config[key] != value:
                 raise PlanError(
-                    f"`{name}` is {shown(value)} and `{key}` is {shown(found[key])}: they are one",
+                    f"`{name}` is {shown(value)} and `{key}` is {shown(config[key])}: they are one",
                     hint="leave one of them out",
                 )
             if value is not None:
-                found[key] = value
+                config[key] = value
     for key in names:
-        found.pop(key, None)
-    return found, tuple(assumed)
+        config.pop(key, None)
+    return config, tuple(notes)
 
 
-def _read_lightning(found: dict[str, Any], assumed: list[str]) -> None:
-    accelerator = found.pop("accelerator", None)
-    uses_cpu = found.pop("use_cpu", False)
+def _read_lightning(config: dict[str, Any], notes: list[str]) -> None:
+    accelerator = config.pop("accelerator", None)
+    uses_cpu = config.pop("use_cpu", False)
     if accelerator not in _CUDA or uses_cpu is True:
-        kind = accelerator if accelerator not in _CUDA else "cpu"
+        device = accelerator if accelerator not in _CUDA else "cpu"
         raise PlanError(
-            f"`accelerator` is {shown(kind)}, and memest predicts the memory of CUDA GPUs only",
+            f"`accelerator` is {shown(device)}, and memest predicts the memory of CUDA GPUs only",
             hint="use `gpu`, or leave it out",
         )
-    if found.get("devices") == "auto":
-        found["devices"] = 1
-        assumed.append("`devices: auto` is taken as one GPU: give the number of the node")
-    if isinstance(share := found.get("limit_val_batches"), float):
-        found["limit_val_batches"] = VAL_BATCHES if share else 0
+    if config.get("devices") == "auto":
+        config["devices"] = 1
+        notes.append("`devices: auto` is taken as one GPU: give the number of the node")
+    if isinstance(share := config.get("limit_val_batches"), float):
+        config["limit_val_batches"] = VAL_BATCHES if share else 0
         if share:
             text = f"a share of the validation's batches is taken as {VAL_BATCHES}: they are alike"
-            assumed.append(text)
-    if isinstance(share := found.get("val_check_interval"), float):
-        found["val_check_interval"] = None
+            notes.append(text)
+    if isinstance(share := config.get("val_check_interval"), float):
+        config["val_check_interval"] = None
         if share:
-            assumed.append("validation at a share of the epoch is taken to be at the end")
-    if not found.get("limit_val_batches") and "val_check_interval" in found:
-        del found["val_check_interval"]  # in a config without validation
+            notes.append("validation at a share of the epoch is taken to be at the end")
+    if not config.get("limit_val_batches") and "val_check_interval" in config:
+        del config["val_check_interval"]  # in a config without validation
 
 
-def _read_precision(found: dict[str, Any]) -> None:
-    flags = {key: found.pop(key) for key in ("bf16", "fp16") if key in found}
+def _read_precision(config: dict[str, Any]) -> None:
+    flags = {key: config.pop(key) for key in ("bf16", "fp16") if key in config}
     for key, value in flags.items():
         if not isinstance(value, bool | None):
             raise PlanError(f"`{key}` is {shown(value)}", hint="give `true` or `false`")
-    on = [key for key, value in flags.items() if value]
-    if len(on) > 1:
+    active = [key for key, value in flags.items() if value]
+    if len(active) > 1:
         raise PlanError("`bf16` and `fp16` are both on", hint="choose one of them")
     if not flags:
         return
-    precision = {"bf16": "bf16-mixed", "fp16": "16-mixed"}[on[0]] if on else "32-true"
-    if on and found.get("precision", precision) != precision:
+    precision = {"bf16": "bf16-mixed", "fp16": "16-mixed"}[active[0]] if active else "32-true"
+    if active and config.get("precision", precision) != precision:
         raise PlanError(
-            f"`{on[0]}` means `precision` `{precision}`, which is {shown(found['precision'])}",
+            f"`{active[0]}` means `precision` `{precision}`, which is {shown(config['precision'])}",
             hint="leave one of them out",
         )
-    found.setdefault("precision", precision)
+    config.setdefault("precision", precision)
 
 
-def _read_evaluation(found: dict[str, Any], assumed: list[str]) -> None:
-    strategy = found.pop("eval_strategy", "no")
-    steps = found.pop("eval_steps", None)
-    found.pop("eval_accumulation_steps", None)
+def _read_evaluation(config: dict[str, Any], notes: list[str]) -> None:
+    strategy = config.pop("eval_strategy", "no")
+    steps = config.pop("eval_steps", None)
+    config.pop("eval_accumulation_steps", None)
     if strategy in _OFF:
-        found.pop("per_device_eval_batch_size", None)
+        config.pop("per_device_eval_batch_size", None)
         return
-    if "limit_val_batches" not in found:
-        found["limit_val_batches"] = VAL_BATCHES
-        assumed.append(f"an evaluation of {VAL_BATCHES} batches: set `limit_val_batches`")
+    if "limit_val_batches" not in config:
+        config["limit_val_batches"] = VAL_BATCHES
+        notes.append(f"an evaluation of {VAL_BATCHES} batches: set `limit_val_batches`")
     if strategy == "steps" and isinstance(steps, int) and not isinstance(steps, bool):
-        micro_batches = found.get(
-            "gradient_accumulation_steps", found.get("accumulate_grad_batches", 1)
+        micro_batches = config.get(
+            "gradient_accumulation_steps", config.get("accumulate_grad_batches", 1)
         )
         interval = steps * micro_batches
-        if interval <= found.get("steps", 2) * micro_batches:
-            found.setdefault("val_check_interval", interval)
+        if interval <= config.get("steps", 2) * micro_batches:
+            config.setdefault("val_check_interval", interval)

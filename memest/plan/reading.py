@@ -31,18 +31,18 @@ def read_limited(path: Path, max_bytes: int = MAX_FILE_BYTES, *, what: str = "pl
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
         try:
-            kind = os.fstat(descriptor)
-            if not (stat.S_ISREG(kind.st_mode) or stat.S_ISFIFO(kind.st_mode)):
-                is_folder = stat.S_ISDIR(kind.st_mode)
+            status = os.fstat(descriptor)
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
+                is_folder = stat.S_ISDIR(status.st_mode)
                 raise PlanError(
                     f"`{path}` is {'a folder' if is_folder else 'no regular file'}", hint=hint
                 )
-            data = b"" if kind.st_size > max_bytes else _read(descriptor, max_bytes)
+            data = b"" if status.st_size > max_bytes else _read(descriptor, max_bytes)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise PlanError(f"`{path}` cannot be read: {error.strerror}", hint=hint) from error
-    if max(kind.st_size, len(data)) > max_bytes:
+    if max(status.st_size, len(data)) > max_bytes:
         size = f"{max_bytes >> 10} KiB" if max_bytes < 1 << 20 else f"{max_bytes >> 20} MiB"
         raise PlanError(f"`{path}` is larger than {size}", hint=hint)
     try:
@@ -101,24 +101,24 @@ def parse_yaml(text: str, path: Path) -> Any:
             )
         return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        first = " ".join(str(error).split())[:200]
-        raise PlanError(f"`{path}` is not valid YAML: {first}", hint="correct the file") from error
+        reason = " ".join(str(error).split())[:200]
+        raise PlanError(f"`{path}` is not valid YAML: {reason}", hint="correct the file") from error
     finally:
         loader.dispose()
 
 
-def _size(node: Any, known: dict[int, int], above: set[int]) -> int:
+def _size(node: Any, sizes: dict[int, int], ancestors: set[int]) -> int:
     """Return the number of values in a YAML `node`, with aliases expanded; over `MAX_NODES` if it
-    contains itself. `known` has the sizes of nodes counted before, by id. `above` has the ids of
-    the nodes that contain this one."""
-    if id(node) in above:
+    contains itself. `sizes` has the sizes of nodes counted before, by id. `ancestors` has the ids
+    of the nodes that contain this one."""
+    if id(node) in ancestors:
         return MAX_NODES + 1
-    if id(node) not in known:
-        above.add(id(node))
+    if id(node) not in sizes:
+        ancestors.add(id(node))
         parts = node.value if isinstance(node.value, list) else []
         children = [
             part for pair in parts for part in (pair if isinstance(pair, tuple) else [pair])
         ]
-        known[id(node)] = 1 + sum(_size(child, known, above) for child in children)
-        above.discard(id(node))
-    return known[id(node)]
+        sizes[id(node)] = 1 + sum(_size(child, sizes, ancestors) for child in children)
+        ancestors.discard(id(node))
+    return sizes[id(node)]

@@ -267,27 +267,27 @@ class TrainingPlan:
                 f"a plan is a mapping of keys to values, not {shown(values)}",
                 hint="write one `key: value` per line, `model_name` among them",
             )
-        merged = {**values, **{k: v for k, v in overrides.items() if v is not None}}
-        merged, assumed = read_other_names(merged, PLAN_KEYS)
-        known = PLAN_KEYS.keys() | keys.IGNORED_KEYS
-        if unknown := [shown(name) for name in merged if name not in known]:
+        settings = {**values, **{k: v for k, v in overrides.items() if v is not None}}
+        settings, assumed = read_other_names(settings, PLAN_KEYS)
+        names = PLAN_KEYS.keys() | keys.IGNORED_KEYS
+        if unknown := [shown(name) for name in settings if name not in names]:
             near = closest(unknown[0].strip("`"), other_names(PLAN_KEYS) | PLAN_KEYS.keys())
-            listed = ", ".join(f"`{key}`" for key in near or sorted(PLAN_KEYS))
-            hint = f"{'the closest keys' if near else 'keys'}: {listed}"
+            listing = ", ".join(f"`{key}`" for key in near or sorted(PLAN_KEYS))
+            hint = f"{'the closest keys' if near else 'keys'}: {listing}"
             raise PlanError(f"{unknown[0]} is not a key of a plan", hint=hint)
-        given = {
-            name: row.read(merged[name])
+        fields = {
+            name: row.read(settings[name])
             for name, row in PLAN_KEYS.items()
-            if merged.get(name) is not None
+            if settings.get(name) is not None
         }
-        if isinstance(given.get("seq_len"), list | tuple):
-            given["lengths"] = keys.read_lengths(given.pop("seq_len"))
-        if given.get("lengths") and "steps" not in given:
-            num_micro_batches = given.get("accumulate_grad_batches", 1)
-            given["steps"] = keys.steps_of(given["lengths"], num_micro_batches)
-        if "model_name" not in given:
+        if isinstance(fields.get("seq_len"), list | tuple):
+            fields["lengths"] = keys.read_lengths(fields.pop("seq_len"))
+        if fields.get("lengths") and "steps" not in fields:
+            num_micro_batches = fields.get("accumulate_grad_batches", 1)
+            fields["steps"] = keys.steps_of(fields["lengths"], num_micro_batches)
+        if "model_name" not in fields:
             raise PlanError("the plan names no model", hint="give `model_name`, or `--model NAME`")
-        return cls(**given, assumed=assumed)
+        return cls(**fields, assumed=assumed)
 
 
 PLAN_KEYS = keys.rows_of(TrainingPlan)  # Rows of the keys of a plan by name, in order
@@ -351,7 +351,7 @@ def _experiment_name(path: Path, number: int, values: Any, names: set[str]) -> s
 
 
 def _read_mapping(path: Path) -> dict[Any, Any]:
-    loaded = parse_yaml(read_limited(path), path)
-    if not isinstance(loaded, dict):
+    content = parse_yaml(read_limited(path), path)
+    if not isinstance(content, dict):
         raise PlanError(f"`{path}` holds no mapping", hint="write `key: value` lines")
-    return loaded
+    return content

@@ -45,7 +45,7 @@ def plot_largest_batch(
     require(list(table))
     columns = list(dict.fromkeys(name for cells in table.values() for name in cells))
     require(columns)
-    most = max((n for cells in table.values() for n in cells.values() if n), default=1)
+    highest = max((n for cells in table.values() for n in cells.values() if n), default=1)
 
     def cell(row: str, column: str, theme: Theme) -> _Cell:
         largest = table[row].get(column)
@@ -53,7 +53,7 @@ def plot_largest_batch(
             return _Cell("n/a", "", theme.background)
         if largest == 0:
             return _Cell("OOM", "", theme.band[1], is_oom=True)
-        share = log2(largest) / log2(most) if most > 1 else 1.0
+        share = log2(largest) / log2(highest) if highest > 1 else 1.0
         return _Cell(str(largest), "", _shade(share, dark))
 
     return _draw_table(
@@ -63,7 +63,7 @@ def plot_largest_batch(
             f"The largest batch that fits {gpu_label(gpu)}",
             dotted(*remarks, "predicted", "OOM: not even a batch of 1", version_words()),
         ),
-        keys=list(zip(_shades(dark), ("1", str(round(most**0.5)), str(most)), strict=True)),
+        keys=list(zip(_shades(dark), ("1", str(round(highest**0.5)), str(highest)), strict=True)),
         dark=dark,
     )
 
@@ -91,10 +91,10 @@ def plot_fits(
             return _Cell("", "", theme.background)
         if verdict.verdict is Outcome.OOM:
             return _Cell("OOM", "", theme.band[1], is_oom=True)
-        needs = verdict.needs_bytes / GIB
+        need_gib = verdict.needs_bytes / GIB
         share = verdict.needs_bytes / max(1, verdict.limit_bytes)
         color = style.VERDICTS.get(verdict.word) or _shade(share, dark)
-        return _Cell(f"{needs:.1f}", f"{needs:.0f}", color)
+        return _Cell(f"{need_gib:.1f}", f"{need_gib:.0f}", color)
 
     return _draw_table(
         (rows, columns),
@@ -142,25 +142,25 @@ def _draw_table(
         axes = panel.axes
         axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
         axes.set_axis_off()
-        wide, tall = panel.per_x, panel.per_y
+        per_x, per_y = panel.per_x, panel.per_y
         cells = [[cell(row, column, theme) for column in columns] for row in rows]
-        every = list(chain.from_iterable(cells))
+        all_cells = list(chain.from_iterable(cells))
         # the largest size at which all cells can be written
-        size = min(24.0, 0.68 * 72 * tall)
-        texts = [each.short or each.text for each in every if not each.is_oom and each.text]
+        size = min(24.0, 0.68 * 72 * per_y)
+        texts = [item.short or item.text for item in all_cells if not item.is_oom and item.text]
         widest = max((text_width(text, size, bold=True) for text in texts), default=0.0)
-        size = max(float(style.SMALL), min(size, size * (wide - 0.07) / max(widest, 0.01)))
+        size = max(float(style.SMALL), min(size, size * (per_x - 0.07) / max(widest, 0.01)))
         for i, row in enumerate(rows):
             axes.text(
-                -0.15 / wide, i + 0.5, shortened(row, style.VALUE, left - _LEFT - 0.2),
+                -0.15 / per_x, i + 0.5, shortened(row, style.VALUE, left - _LEFT - 0.2),
                 ha="right", va="center_baseline", size=style.VALUE,
             )  # fmt: skip
-            for j, made in enumerate(cells[i]):
-                _draw_cell(panel, (i, j), made, size)
+            for j, item in enumerate(cells[i]):
+                _draw_cell(panel, (i, j), item, size)
         _write_columns(panel, columns)
         canvas.write_title(*words)
-        handles = [theme.key(*each) for each in keys]
-        if any(made.is_oom for made in every):
+        handles = [theme.key(*item) for item in keys]
+        if any(item.is_oom for item in all_cells):
             handles.append(
                 Patch(facecolor=theme.band[1], edgecolor=theme.ink, hatch="//", label="OOM")
             )
@@ -168,21 +168,21 @@ def _draw_table(
     return canvas.figure
 
 
-def _draw_cell(panel: Panel, place: tuple[int, int], cell: _Cell, size: float) -> None:
-    (i, j), wide, tall = place, panel.per_x, panel.per_y
-    gap = min(0.02, 0.06 * wide)
-    box = (j + gap / wide, i + gap / tall, 1 - 2 * gap / wide, 1 - 2 * gap / tall)
+def _draw_cell(panel: Panel, position: tuple[int, int], cell: _Cell, size: float) -> None:
+    (i, j), per_x, per_y = position, panel.per_x, panel.per_y
+    gap = min(0.02, 0.06 * per_x)
+    box = (j + gap / per_x, i + gap / per_y, 1 - 2 * gap / per_x, 1 - 2 * gap / per_y)
     panel.fill(box, facecolor=cell.color, edgecolor="none", gid=f"cell:{i}:{j}")
     if cell.is_oom:
         panel.hatch(box, panel.theme.muted, zorder=2, gid=f"oom:{i}:{j}")
     text = next(
-        (t for t in (cell.text, cell.short) if t and text_width(t, size, bold=True) + 0.06 < wide),
+        (t for t in (cell.text, cell.short) if t and text_width(t, size, bold=True) + 0.06 < per_x),
         "",
     )
     if cell.is_oom and text:
-        half, high = text_width(text, size, bold=True) / 2 / wide + 0.05 / wide, size / 72 / tall
-        behind = (j + 0.5 - half, i + 0.5 - 0.65 * high, 2 * half, 1.3 * high)
-        panel.fill(behind, facecolor=cell.color, zorder=3)
+        half, high = text_width(text, size, bold=True) / 2 / per_x + 0.05 / per_x, size / 72 / per_y
+        backdrop = (j + 0.5 - half, i + 0.5 - 0.65 * high, 2 * half, 1.3 * high)
+        panel.fill(backdrop, facecolor=cell.color, zorder=3)
     panel.axes.text(
         j + 0.5, i + 0.5, text, ha="center", va="center_baseline", size=size, weight="bold",
         color=text_on(cell.color), zorder=4, gid=f"text:{i}:{j}",
@@ -191,17 +191,17 @@ def _draw_cell(panel: Panel, place: tuple[int, int], cell: _Cell, size: float) -
 
 def _write_columns(panel: Panel, columns: Sequence[str]) -> None:
     """Write the heads `columns` over the table: on two lines if needed, only some if too narrow."""
-    wide = panel.per_x
-    heads = [_wrapped(column, wide - 0.06) for column in columns]
+    per_x = panel.per_x
+    heads = [_wrapped(column, per_x - 0.06) for column in columns]
     widest = max(text_width(line, style.TICK) for head in heads for line in head)
     step = 1
     if max(map(len, heads)) == 1:  # numbers: leave some out instead of cutting them
-        step = next(n for n in _STEPS if n * wide > min(widest, 0.6) + 0.12 or n == _STEPS[-1])
+        step = next(n for n in _STEPS if n * per_x > min(widest, 0.6) + 0.12 or n == _STEPS[-1])
     for j in dict.fromkeys((0, *range(step - 1, len(columns), step))):
         lines = heads[j]
-        has_room = all(text_width(t, style.TICK) < step * wide - 0.06 for t in lines)
+        has_room = all(text_width(t, style.TICK) < step * per_x - 0.06 for t in lines)
         size = style.TICK if has_room else style.SMALL
-        text = "\n".join(shortened(line, size, step * wide - 0.06) for line in lines)
+        text = "\n".join(shortened(line, size, step * per_x - 0.06) for line in lines)
         panel.axes.text(
             j + 0.5, -0.14 / panel.per_y, text, ha="center", va="baseline", size=size,
             linespacing=1.1, clip_on=False, gid=f"head:{j}",

@@ -40,11 +40,11 @@ def need_parts(report: Prediction, unlimited: Prediction | None = None) -> dict[
     """
     is_oom = report.verdict is Outcome.OOM
     parts = peak_parts(unlimited if is_oom and unlimited is not None else report)
-    left = report.needs_bytes
+    remainder = report.needs_bytes
     for kind, size in parts.items():
-        parts[kind] = min(size, left)
-        left -= parts[kind]
-    return parts | {UNKNOWN if is_oom and unlimited is None else CACHED: left}
+        parts[kind] = min(size, remainder)
+        remainder -= parts[kind]
+    return parts | {UNKNOWN if is_oom and unlimited is None else CACHED: remainder}
 
 
 def word_on(report: Prediction, limit_bytes: int, gpu: str = "") -> str:
@@ -173,8 +173,8 @@ def _own_limit(report: Prediction, layout: _Layout) -> float | None:
         return None
     if report.gpu in report.verdicts:
         return report.verdicts[report.gpu].limit_bytes / GIB
-    own = [limit / GIB for gpu, limit in layout.gpus if gpu == gpu_label(report.gpu)]
-    return own[0] if own else min(layout.lines, default=None)
+    limits = [limit / GIB for gpu, limit in layout.gpus if gpu == gpu_label(report.gpu)]
+    return limits[0] if limits else min(layout.lines, default=None)
 
 
 def _write_name(panel: Panel, row: int, words: tuple[str, str], layout: _Layout) -> None:
@@ -193,8 +193,8 @@ def _draw_bar(
     panel: Panel, row: int, report: Prediction, parts: Mapping[str, int], layout: _Layout
 ) -> None:
     axes, theme = panel.axes, panel.theme
-    own, base = _own_limit(report, layout), 0.0
-    lines = [*layout.lines, *([own] if own is not None else [])]
+    limit, base = _own_limit(report, layout), 0.0
+    lines = [*layout.lines, *([limit] if limit is not None else [])]
     for kind, num_bytes in parts.items():
         length = num_bytes / GIB
         color = {UNKNOWN: theme.background, CACHED: theme.band[1], **theme.kinds}[kind]
@@ -204,15 +204,15 @@ def _draw_bar(
         )  # fmt: skip
         start, stop = style.widest_gap(base, base + length, lines)
         text = f"{length:.1f}"
-        is_marked = own is not None and start >= own  # is under the strokes
+        is_marked = limit is not None and start >= limit  # is under the strokes
         if text_width(text, layout.part) < (stop - start) * layout.per_gib - 0.1 and not is_marked:
             axes.text(
                 (start + stop) / 2, row, text, ha="center", va="center_baseline",
                 size=layout.part, color=text_on(color), zorder=6, gid=f"{row}:{kind}:size",
             )  # fmt: skip
         base += length
-    if own is not None:
-        _mark_excess(panel, row, own, base)
+    if limit is not None:
+        _mark_excess(panel, row, limit, base)
 
 
 def _mark_excess(panel: Panel, row: int, limit: float, end: float) -> None:
@@ -290,10 +290,10 @@ def _write_head(panel: Panel, text: str, x: float, *, align: str) -> None:
 def _write_title(
     canvas: Canvas, reports: Sequence[Prediction], limits: Mapping[str, int], suite: str
 ) -> None:
-    several = any((r.plan.get("devices") or 1) > 1 for r in reports)
+    multi_gpu = any((r.plan.get("devices") or 1) > 1 for r in reports)
     noun = "experiment" if len(reports) == 1 else "experiments"
-    of_suite = f" of {suite}" if suite else ""
-    taken = max(  # memory that libraries of several GPUs use
+    suite_text = f" of {suite}" if suite else ""
+    nccl = max(  # memory that libraries of several GPUs use
         (
             limits[gpu] - verdict.limit_bytes
             for report in reports
@@ -304,25 +304,25 @@ def _write_title(
         default=0,
     )
     subtitle = dotted(
-        f"{len(reports)} {noun}{of_suite}, predicted for {gpu_words(reports)}",
+        f"{len(reports)} {noun}{suite_text}, predicted for {gpu_words(reports)}",
         token_words(reports),
-        f"NCCL takes up to {taken / GIB:.1f} GiB off each line" if taken and several else "",
+        f"NCCL takes up to {nccl / GIB:.1f} GiB off each line" if nccl and multi_gpu else "",
         version_words(reports),
     )
-    own = "each GPU" if several else "the GPU"
-    canvas.write_title(f"What {own} has to hold at the peak, GiB", subtitle)
+    subject = "each GPU" if multi_gpu else "the GPU"
+    canvas.write_title(f"What {subject} has to hold at the peak, GiB", subtitle)
 
 
 def _write_keys(
     canvas: Canvas, reports: Sequence[Prediction], parts: Sequence[Mapping[str, int]]
 ) -> None:
     theme = canvas.theme
-    used = {kind for row in parts for kind, size in row.items() if size}
+    kinds = {kind for row in parts for kind, size in row.items() if size}
     names = {"rest": "temporaries, rest"}
-    handles = [theme.key(theme.kinds[k], names.get(k, k)) for k in style.KINDS if k in used]
-    if CACHED in used:
+    handles = [theme.key(theme.kinds[k], names.get(k, k)) for k in style.KINDS if k in kinds]
+    if CACHED in kinds:
         handles.append(Patch(facecolor=theme.band[1], edgecolor=theme.muted, label="cached"))
-    if UNKNOWN in used:
+    if UNKNOWN in kinds:
         handles.append(Patch(facecolor=theme.background, edgecolor=theme.muted, label="and more"))
     if any(report.verdict is Outcome.OOM for report in reports):
         handles.append(
@@ -355,14 +355,14 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
     """
     require(reports)
     height = max(style.HEIGHT, style.HEIGHT * len(reports) / _MAX_TRADES)
-    inner = height - _TRADE_TOP - _TRADE_BOTTOM
-    half = (style.WIDTH - _TRADE_NAMES - _TRADE_GAP - _TRADE_RIGHT) / 2
-    size = style.row_size(len(reports), inner)
+    inner_height = height - _TRADE_TOP - _TRADE_BOTTOM
+    width = (style.WIDTH - _TRADE_NAMES - _TRADE_GAP - _TRADE_RIGHT) / 2
+    size = style.row_size(len(reports), inner_height)
     with slide(dark=dark, height=height) as canvas:
         theme = canvas.theme
         left, right = (
-            canvas.panel(start, _TRADE_BOTTOM, half, inner, grid="x")
-            for start in (_TRADE_NAMES, _TRADE_NAMES + half + _TRADE_GAP)
+            canvas.panel(start, _TRADE_BOTTOM, width, inner_height, grid="x")
+            for start in (_TRADE_NAMES, _TRADE_NAMES + width + _TRADE_GAP)
         )
         _draw_memory(left, reports, gpu, size)
         _draw_time(right, reports, gpu, size)
@@ -370,9 +370,9 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
             panel.axes.set_title(title, size=style.VALUE, loc="left", color=theme.ink)
             panel.axes.set_ylim(len(reports) - 0.5, -0.5)
             panel.axes.set_yticks([])
-        bound = {time.bound_by for r in reports if (time := r.times.get(gpu))}
-        used = {name: color for name, color in _BOUND.items() if name in bound}
-        handles: list[Patch] = [theme.key(c, f"bound by {n}") for n, c in used.items()]
+        bounds = {time.bound_by for r in reports if (time := r.times.get(gpu))}
+        colors = {name: color for name, color in _BOUND.items() if name in bounds}
+        handles: list[Patch] = [theme.key(c, f"bound by {n}") for n, c in colors.items()]
         canvas.write_legend(handles, top=1.2)
         words = (token_words(reports), "line: interval of the estimate", version_words(reports))
         canvas.write_title(f"Memory against time on {gpu_label(gpu)}", dotted(*words))
@@ -381,20 +381,20 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
 
 def _draw_memory(panel: Panel, reports: Sequence[Prediction], gpu: str, size: float) -> None:
     axes = panel.axes
-    left = [r.verdicts[gpu].margin_bytes / GIB for r in reports]
-    low, high = min(0.0, *left), max(0.0, *left)
-    number = max(text_width(f"{value:+.1f}", min(size, style.VALUE)) for value in left) + 0.15
-    reach = (high - low or 1.0) / (1 - number * (1 + (low < 0)) / panel.width)
-    per_inch = reach / panel.width
-    axes.set_xlim(low - number * per_inch * (low < 0), high + number * per_inch)
+    margins = [r.verdicts[gpu].margin_bytes / GIB for r in reports]
+    low, high = min(0.0, *margins), max(0.0, *margins)
+    room = max(text_width(f"{value:+.1f}", min(size, style.VALUE)) for value in margins) + 0.15
+    span = (high - low or 1.0) / (1 - room * (1 + (low < 0)) / panel.width)
+    per_inch = span / panel.width
+    axes.set_xlim(low - room * per_inch * (low < 0), high + room * per_inch)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    for row, (report, value) in enumerate(zip(reports, left, strict=True)):
+    for row, (report, value) in enumerate(zip(reports, margins, strict=True)):
         word = report.verdicts[gpu].word
         color = style.VERDICTS.get(word) or (_LACK if word == "OOM" else _SPARE)
         axes.barh(row, value, height=_TRADE_BAR, color=color, gid=f"memory-{row}")
-        beside = 0.05 * per_inch if value >= 0 else -0.05 * per_inch
+        offset = 0.05 * per_inch if value >= 0 else -0.05 * per_inch
         axes.text(
-            value + beside, row, f"{value:+.1f}" if value < 0 else f"{value:.1f}",
+            value + offset, row, f"{value:+.1f}" if value < 0 else f"{value:.1f}",
             ha="left" if value >= 0 else "right", va="center", size=min(size, style.VALUE),
         )  # fmt: skip
         name = shortened(report.name, size, _TRADE_NAMES - 0.7)
@@ -416,8 +416,8 @@ def _draw_time(panel: Panel, reports: Sequence[Prediction], gpu: str, size: floa
             continue
         color = _BOUND[time.bound_by]
         is_oom = report.verdicts[gpu].verdict is Outcome.OOM
-        faint = 0.4 if is_oom else 1.0
-        axes.barh(row, time.seconds, height=_TRADE_BAR, color=color, alpha=faint, gid=f"time-{row}")
+        alpha = 0.4 if is_oom else 1.0
+        axes.barh(row, time.seconds, height=_TRADE_BAR, color=color, alpha=alpha, gid=f"time-{row}")
         axes.plot([time.low_seconds, time.high_seconds], [row, row], color=theme.ink, linewidth=1.6)
         text = f" {time.seconds:.3g}" + " OOM" * is_oom
         axes.text(time.high_seconds, row, text, va="center", size=min(size, style.VALUE))

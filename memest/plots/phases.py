@@ -34,22 +34,22 @@ def step_columns(report: Report, step: int, micro_batch: int) -> list[Column]:
     memory, the first phase without figures has a mark up to the bytes allocated at the failure."""
     rows = {r.phase: r for r in report.phases if (r.step, r.micro_batch) == (step, micro_batch)}
     columns = [Column(report, rows.get(phase)) for phase in _PHASES]
-    missed = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
-    if report.verdict is Outcome.OOM and missed is not None:
-        reached = report.peak_allocated_bytes
-        is_earlier = any(row.peak_allocated_bytes >= reached for row in report.phases)
+    first_missing = next((i for i, phase in enumerate(_PHASES) if phase not in rows), None)
+    if report.verdict is Outcome.OOM and first_missing is not None:
+        failure_bytes = report.peak_allocated_bytes
+        is_earlier = any(row.peak_allocated_bytes >= failure_bytes for row in report.phases)
         if is_earlier:
-            reached = report.phases[-1].allocated_bytes
-        columns[missed] = Column(report, None, reached, is_earlier)
+            failure_bytes = report.phases[-1].allocated_bytes
+        columns[first_missing] = Column(report, None, failure_bytes, is_earlier)
     return columns
 
 
 def shown_step(reports: Sequence[Report]) -> tuple[int, int]:
     """Return (step, micro-batch) to draw, both from 0. It is the one in which a run is out of
     memory, or else the last micro-batch of step 1 (of step 0, if the run has one step)."""
-    failed = [report.phases for report in reports if report.verdict is Outcome.OOM]
-    if failed:
-        return min((rows[-1].step, rows[-1].micro_batch) if rows else (0, 0) for rows in failed)
+    failures = [report.phases for report in reports if report.verdict is Outcome.OOM]
+    if failures:
+        return min((rows[-1].step, rows[-1].micro_batch) if rows else (0, 0) for rows in failures)
     rows = [row for report in reports for row in report.phases]
     step = min(1, max((row.step for row in rows), default=0))
     return step, max((row.micro_batch for row in rows if row.step == step), default=0)
@@ -126,7 +126,7 @@ def _draw_column(
         return
     peak = max(row.peak_allocated_bytes, row.allocated_bytes) / GIB
     is_inside = peak < limit and (limit - peak) * panel.per_y < _NUMBER_INCHES
-    free = peak - (_NUMBER_INCHES / panel.per_y if is_inside else 0.0)
+    text_top = peak - (_NUMBER_INCHES / panel.per_y if is_inside else 0.0)
     base = 0.0
     for kind, num_bytes in row.kinds.items():
         height = max(0, num_bytes) / GIB
@@ -136,7 +136,7 @@ def _draw_column(
             gid=f"{gid}:{kind}",
         )  # fmt: skip
         text = format_size(round(height * GIB))
-        start, stop = style.widest_gap(base, min(base + height, free), [limit])
+        start, stop = style.widest_gap(base, min(base + height, text_top), [limit])
         is_tall = (stop - start) * panel.per_y > 1.25 * style.VALUE / 72
         if is_tall and width * panel.per_x > text_width(text, style.VALUE):
             axes.text(
@@ -154,19 +154,19 @@ def _draw_column(
 def _draw_missing(panel: Panel, x: float, width: float, column: Column, gid: str) -> None:
     """Hatch a bar at `x` up to the bytes at the failure, or write that the phase has no figures."""
     theme = panel.theme
-    reached = column.failed_at_bytes / GIB
-    if not reached:  # in a run that fits, this micro-batch has no optimizer step
+    failure_gib = column.failed_at_bytes / GIB
+    if not failure_gib:  # in a run that fits, this micro-batch has no optimizer step
         is_cut = column.report.verdict is not Outcome.FITS
         panel.write_number(x, 0.0, "not\nreached" if is_cut else "none")
         return
-    box = (x - width / 2, 0, width, reached)
+    box = (x - width / 2, 0, width, failure_gib)
     panel.fill(box, fill=False, edgecolor=theme.ink, linewidth=1.6, gid=f"{gid}:oom")
     panel.hatch(box, theme.ink, zorder=2, gid=f"{gid}:hatch")
     panel.axes.text(
-        x, reached / 2, "OOM", ha="center", va="center", size=style.LABEL, weight="bold",
+        x, failure_gib / 2, "OOM", ha="center", va="center", size=style.LABEL, weight="bold",
         color=theme.background, bbox={"facecolor": theme.ink, "edgecolor": "none", "pad": 5},
     )  # fmt: skip
-    panel.write_number(x, reached, f"{'≥ ' if column.is_at_least else ''}{reached:.1f}")
+    panel.write_number(x, failure_gib, f"{'≥ ' if column.is_at_least else ''}{failure_gib:.1f}")
 
 
 def _draw_limit(
@@ -174,8 +174,8 @@ def _draw_limit(
 ) -> None:
     """Draw the line of `limit_bytes`, with its name on the side of the chart that has lower bars.
     `tops` are the heights of the bars in bytes. If `is_far`, only the name is drawn."""
-    capped = ", capped" if report.plan.get("memory_limit") else ""
-    text = f"usable on {gpu_label(report.gpu)}{capped}: {limit_bytes / GIB:.1f} GiB"
+    suffix = ", capped" if report.plan.get("memory_limit") else ""
+    text = f"usable on {gpu_label(report.gpu)}{suffix}: {limit_bytes / GIB:.1f} GiB"
     y, offset, anchor = limit_bytes / GIB, 5, "bottom"
     left, right = max(tops[:2]), max(tops[2:])
     x, align, highest = (-0.48, "left", left) if left < right else (3.48, "right", right)
@@ -197,19 +197,19 @@ def _draw_limit(
 
 def _write_words(canvas: Canvas, reports: Sequence[Report], step: int, micro_batch: int) -> None:
     count = reports[0].plan.get("accumulate_grad_batches") or 1
-    which = f"micro-batch {micro_batch + 1} of {count}" if count > 1 else ""
+    batch = f"micro-batch {micro_batch + 1} of {count}" if count > 1 else ""
     if len({report.word for report in reports}) == 1:
-        end = f"{' and '.join(r.kind for r in reports)}: {reports[0].word}"
+        outcome = f"{' and '.join(r.kind for r in reports)}: {reports[0].word}"
     else:
-        end = ", ".join(f"{r.kind}: {r.word}" for r in reports)
+        outcome = ", ".join(f"{r.kind}: {r.word}" for r in reports)
     title = f"{reports[0].name}: step {step + 1}"
-    canvas.write_title(title, plan_line(reports[0], which, end))
+    canvas.write_title(title, plan_line(reports[0], batch, outcome))
 
 
 def _write_keys(canvas: Canvas, *, is_distributed: bool) -> None:
     # a row distinguishes only the first three kinds: the fourth is the rest
-    rest = {"activations": "activations, buckets, gathered"} if is_distributed else {}
+    labels = {"activations": "activations, buckets, gathered"} if is_distributed else {}
     theme = canvas.theme
-    handles = [theme.key(theme.kinds[kind], rest.get(kind, kind)) for kind in STACK]
+    handles = [theme.key(theme.kinds[kind], labels.get(kind, kind)) for kind in STACK]
     handles.append(theme.dashed_key("peak since the phase before"))
     canvas.write_legend(handles, top=1.28)

@@ -56,8 +56,8 @@ def look_of(strategy: str, theme: Theme) -> dict[str, Any]:
 
 def large_constants(line: ScalingLine) -> dict[str, int]:
     """Return {kind of memory: bytes} that more GPUs do not shrink, if above 1 % of the peak."""
-    least = _MIN_SHARE * _last(line).peak_allocated_bytes
-    return {kind: size for kind, size in constant_terms(line).items() if size > least}
+    threshold = _MIN_SHARE * _last(line).peak_allocated_bytes
+    return {kind: size for kind, size in constant_terms(line).items() if size > threshold}
 
 
 def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
@@ -69,18 +69,18 @@ def plot_scaling(lines: Sequence[ScalingLine], *, dark: bool = False) -> Figure:
     Raises:
         PlanError: there is no prediction.
     """
-    drawn = sorted((each for each in lines if each.reports), key=lambda e: _last(e).needs_bytes)
-    if not drawn:
+    curves = sorted((line for line in lines if line.reports), key=lambda e: _last(e).needs_bytes)
+    if not curves:
         raise PlanError("there is no prediction to draw", hint="name another strategy")
     with slide(dark=dark) as canvas:
         width, height = style.WIDTH - _LEFT - _COLUMN, style.HEIGHT - _TOP - _BOTTOM
         panel = canvas.panel(_LEFT, _BOTTOM, width, height, grid="y")
-        _set_axes(panel.axes, drawn)
-        for line in drawn:
+        _set_axes(panel.axes, curves)
+        for line in curves:
             _draw_line(panel, line)
-        _draw_limit(panel, drawn)
-        _draw_column(panel, drawn)
-        _write_words(canvas, drawn)
+        _draw_limit(panel, curves)
+        _draw_column(panel, curves)
+        _write_words(canvas, curves)
     return canvas.figure
 
 
@@ -128,9 +128,9 @@ def _draw_line(panel: Panel, line: ScalingLine) -> None:
         gid=f"line:{line.strategy}",
     )  # fmt: skip
     for word, mark in _marks(panel.theme, [line]).items():
-        marked = [number for number, report in line.reports.items() if report.word == word]
+        crosses = [number for number, report in line.reports.items() if report.word == word]
         axes.plot(
-            marked, [sizes[number] for number in marked], **mark, linestyle="none", zorder=6,
+            crosses, [sizes[number] for number in crosses], **mark, linestyle="none", zorder=6,
             gid=f"{word.lower()}:{line.strategy}", clip_on=False,
         )  # fmt: skip
 
@@ -139,8 +139,8 @@ def _draw_limit(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     """Draw the GPU's limit line, with its name where the fewest lines of strategies are."""
     points: list[tuple[float, float]] = []
     for line in lines:
-        ends = panel.inches((n, r.needs_bytes / GIB) for n, r in line.reports.items())
-        for (x0, y0), (x1, y1) in pairwise([ends[0], *ends]):
+        vertices = panel.inches((n, r.needs_bytes / GIB) for n, r in line.reports.items())
+        for (x0, y0), (x1, y1) in pairwise([vertices[0], *vertices]):
             points += [(x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40) for i in range(41)]
     panel.draw_limit_apart(_last(lines[0]).gpu, _limits(lines)[0], points)
 
@@ -150,19 +150,19 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
     width, height = panel.width, panel.height
     ends = panel.inches((max(line.reports), _last(line).needs_bytes / GIB) for line in lines)
     block = min(_BLOCK, height / len(lines))
-    places = spread([end for _, end in ends], block, height)
+    positions = spread([end for _, end in ends], block, height)
     size = min(style.LABEL, 72 * block / 2.6)
-    for line, (start, end), place in zip(lines, ends, places, strict=True):
+    for line, (start, end), y in zip(lines, ends, positions, strict=True):
         look = look_of(line.strategy, panel.theme)
-        panel.lead((start + 0.02 * width, end), (width + 0.25, place), (width + 0.34, place),
+        panel.lead((start + 0.02 * width, end), (width + 0.25, y), (width + 0.34, y),
                    color=look["color"], linewidth=1.6)  # fmt: skip
-        panel.lead((width + 0.47, place), **(look | {"linestyle": "none"}))
+        panel.lead((width + 0.47, y), **(look | {"linestyle": "none"}))
         report, left = _last(line), width + _BEFORE
         text = f"{label_of(line.strategy)}  {format_size(report.needs_bytes)}"
         text += "" if report.word == "fits" else f"  {report.word}"
-        panel.write(left, place, text, size=size, weight="bold", gid=f"end:{line.strategy}")
+        panel.write(left, y, text, size=size, weight="bold", gid=f"end:{line.strategy}")
         panel.write(
-            left, place - 0.42 * block, _stays(line), size=min(_STAYS, 0.86 * size),
+            left, y - 0.42 * block, _stays(line), size=min(_STAYS, 0.86 * size),
             color=panel.theme.muted, gid=f"stays:{line.strategy}",
         )  # fmt: skip
 
@@ -183,15 +183,15 @@ def spread(ends: Sequence[float], gap: float, height: float) -> list[float]:
     >>> spread([1.0, 1.1, 4.0], 0.5, 5.0)
     [1.0, 1.5, 4.0]
     """
-    places: list[float] = []
+    positions: list[float] = []
     for end in ends:
-        places.append(max(end, places[-1] + gap if places else gap / 2))
+        positions.append(max(end, positions[-1] + gap if positions else gap / 2))
     top = height - 0.1
-    for index in range(len(places) - 1, -1, -1):
-        places[index] = min(places[index], top)
-        top = places[index] - gap
-    assert all(b - a > 0 for a, b in pairwise(places))
-    return places
+    for index in range(len(positions) - 1, -1, -1):
+        positions[index] = min(positions[index], top)
+        top = positions[index] - gap
+    assert all(b - a > 0 for a, b in pairwise(positions))
+    return positions
 
 
 def subtitle_of(report: Prediction) -> str:
@@ -212,8 +212,8 @@ def _write_words(canvas: Canvas, lines: Sequence[ScalingLine]) -> None:
         _LEFT / style.WIDTH, 0.1 / style.HEIGHT, va="bottom", color=theme.muted, gid="missing",
         s=shortened(text, style.VALUE, style.WIDTH - _LEFT - 0.4), size=style.VALUE,
     )  # fmt: skip
-    plain = next((line for line in lines if not line.strategy.endswith("_offload")), lines[0])
-    report, largest = _last(plain), max(max(line.reports) for line in lines)
+    reference = next((line for line in lines if not line.strategy.endswith("_offload")), lines[0])
+    report, largest = _last(reference), max(max(line.reports) for line in lines)
     canvas.write_title(f"{report.name} on many GPUs", subtitle_of(report))
     left = style.WIDTH - _COLUMN + _BEFORE
     canvas.write(
@@ -257,30 +257,30 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
             f"`{line.strategy}` has no prediction to draw", hint="name another strategy"
         )
     report, columns = _last(line), [_bar(report) for report in line.reports.values()]
-    under = (
-        f"{counted(number, 'GPU')}\n{format_size(each.needs_bytes)} GiB, {each.word}"
-        for number, each in line.reports.items()
+    labels = (
+        f"{counted(number, 'GPU')}\n{format_size(report.needs_bytes)} GiB, {report.word}"
+        for number, report in line.reports.items()
     )
     limit_bytes = _limits([line])[0]
     is_far = limit_bytes > _FAR * max(sum(column.values()) for column in columns)
     names = (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
     parts = {(name, color): [column[name] for column in columns] for name, color in names}
     limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2)
-    chart = _stacked(parts, under, 0 if is_far else limit_bytes, limit)
+    chart = _stacked(parts, labels, 0 if is_far else limit_bytes, limit)
     title = f"{report.name} under {label_of(line.strategy)}"
-    words = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
+    page = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
     terms = [f"{k} {format_size(size)}" for k, size in large_constants(line).items()][:4]
-    stays = f"Does not shrink, on {max(line.reports)} GPUs: {', '.join(terms)} GiB"
-    return draw_slide(words, dark=dark, remark=stays if terms else "")
+    remark = f"Does not shrink, on {max(line.reports)} GPUs: {', '.join(terms)} GiB"
+    return draw_slide(page, dark=dark, remark=remark if terms else "")
 
 
 def _bar(report: Prediction) -> dict[str, int]:
     """Return {part: bytes} of a bar that ends at the need. The parts are kinds of memory at the
     peak, then `cached` blocks, or for a run out of memory the need beyond the failure."""
     parts = stack_of(report)
-    more = max(0, report.needs_bytes - sum(parts.values()))
+    excess = max(0, report.needs_bytes - sum(parts.values()))
     is_oom = report.verdict is Outcome.OOM
-    return parts | {"cached": 0 if is_oom else more, _NOT_REACHED[0]: more if is_oom else 0}
+    return parts | {"cached": 0 if is_oom else excess, _NOT_REACHED[0]: excess if is_oom else 0}
 
 
 def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Figure:
@@ -300,21 +300,21 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
     }
     limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2).replace("usable", "in all")
     has_numbers = len(rows) <= _MAX_NUMBERED
-    under = (f"{row.rank}" + f"\n{_highest(row) / GIB:.1f}" * has_numbers for row in rows)
-    chart = _stacked(parts, under, 0 if is_far else limit_bytes, limit)
-    simulated = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
-    simulated += ", their sum in GiB below" * has_numbers
+    labels = (f"{row.rank}" + f"\n{_highest(row) / GIB:.1f}" * has_numbers for row in rows)
+    chart = _stacked(parts, labels, 0 if is_far else limit_bytes, limit)
+    ranks_text = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
+    ranks_text += ", their sum in GiB below" * has_numbers
     version = f"memest {report.versions['memest']}"
-    subtitle = dotted(simulated, gpu_label(report.gpu), str(report.verdict), version)
-    words = Slide(title=f"{report.name}: peak by rank", subtitle=subtitle, notes=(), chart=chart)
-    return draw_slide(words, dark=dark, remark=f"{limit}, above this chart" if is_far else "")
+    subtitle = dotted(ranks_text, gpu_label(report.gpu), str(report.verdict), version)
+    page = Slide(title=f"{report.name}: peak by rank", subtitle=subtitle, notes=(), chart=chart)
+    return draw_slide(page, dark=dark, remark=f"{limit}, above this chart" if is_far else "")
 
 
 def _stacked(
-    parts: Mapping[tuple[str, str], Sequence[int]], under: Iterable[str], limit_bytes: int,
+    parts: Mapping[tuple[str, str], Sequence[int]], labels: Iterable[str], limit_bytes: int,
     limit_name: str,
 ) -> Chart:  # fmt: skip
-    """Return a chart of stacked bars: `parts` are {(name, colour): bytes of each bar}, `under` a
+    """Return a chart of stacked bars: `parts` are {(name, colour): bytes of each bar}, `labels` a
     text for each bar. `limit_name` labels the line at `limit_bytes`; 0 draws no line."""
     series = (
         Series(name=name, color=color, values=tuple(size / GIB for size in sizes))
@@ -322,14 +322,14 @@ def _stacked(
         if any(sizes)
     )
     return Chart(
-        is_upright=True, categories=tuple(under), series=tuple(series), limit=limit_bytes / GIB,
+        is_upright=True, categories=tuple(labels), series=tuple(series), limit=limit_bytes / GIB,
         limit_name=limit_name,
     )  # fmt: skip
 
 
 def _highest(row: RankRow) -> int:
-    found = row.intervals.get("process")
-    return max(row.process_bytes, found.high_bytes if found else 0)
+    interval = row.intervals.get("process")
+    return max(row.process_bytes, interval.high_bytes if interval else 0)
 
 
 _STEPS_TOP = 1.75  # inches
@@ -382,12 +382,12 @@ def plot_fragmentation(
 
 def _reason(run: Growth, limit_bytes: int) -> str:
     """Return text on when `run` exceeds `limit_bytes` and how it ends; empty if it never does."""
-    over = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
-    if over is None:
+    step = next((i for i, size in enumerate(run.reserved) if size > limit_bytes), None)
+    if step is None:
         return ""
     freeing = "the allocator frees cached blocks to stay under the limit"
-    text = f"From step {over + 1}, {freeing}"
-    if run.failed_step is not None and run.failed_step <= over:
+    text = f"From step {step + 1}, {freeing}"
+    if run.failed_step is not None and run.failed_step <= step:
         text = f"In step {run.failed_step + 1}, {freeing}, which is not enough"
     elif run.failed_step is not None:
         text += f"; in step {run.failed_step + 1} that is not enough"
@@ -444,16 +444,16 @@ def _draw_step_column(panel: Panel, runs: Sequence[Growth]) -> None:
     top = panel.axes.get_ylim()[1]
     order = sorted(range(len(runs)), key=lambda i: runs[i].reserved[-1])
     ends = [runs[i].reserved[-1] / GIB / top * height for i in order]
-    places = spread(ends, min(_STEPS_BLOCK, height / len(runs)), height)
-    for index, end, place in zip(order, ends, places, strict=True):
+    positions = spread(ends, min(_STEPS_BLOCK, height / len(runs)), height)
+    for index, end, y in zip(order, ends, positions, strict=True):
         run, (color, dashes) = runs[index], _LOOKS[index % len(_LOOKS)]
-        panel.lead((width, end), (width + 0.3, place), (width + 0.75, place),
+        panel.lead((width, end), (width + 0.3, y), (width + 0.75, y),
                    color=color, linestyle=dashes, linewidth=2.6)  # fmt: skip
         left, room = width + 0.88, _STEPS_COLUMN - 0.98
         oom = f"  OOM in step {run.failed_step + 1}" if run.failed_step is not None else ""
         text = f"{max(run.reserved) / GIB:.1f} GiB{oom}"
-        panel.write(left, place, text, size=style.LABEL, weight="bold", gid=f"end:{run.alloc_conf}")
+        panel.write(left, y, text, size=style.LABEL, weight="bold", gid=f"end:{run.alloc_conf}")
         panel.write(
-            left, place - 0.36, shortened(run.label, style.VALUE, room), size=style.VALUE,
+            left, y - 0.36, shortened(run.label, style.VALUE, room), size=style.VALUE,
             color=panel.theme.muted, gid=f"name:{run.alloc_conf}",
         )  # fmt: skip

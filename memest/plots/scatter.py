@@ -37,31 +37,31 @@ def plot_scatter(pairs: Sequence[Pair], *, dark: bool = False) -> Figure:
     Raises:
         PlanError: no pair is left.
     """
-    drawn = [
+    runs = [
         (p, m)
         for p, m in pairs
         if m.verdict is not Outcome.FAILED and m.peak_allocated_bytes > 0 < m.peak_reserved_bytes
     ]
-    require(drawn)
+    require(runs)
     with slide(dark=dark) as canvas:
-        end = 1.08 * max(getattr(r, q) for pair in drawn for r in pair for q in _QUANTITIES) / GIB
+        end = 1.08 * max(getattr(r, q) for pair in runs for r in pair for q in _QUANTITIES) / GIB
         for index in range(2):
-            _draw_diagonal(canvas, drawn, index, end)
-        _draw_errors(canvas, drawn)
-        subtitle = _subtitle([p for p, _ in drawn], len(pairs) - len(drawn))
+            _draw_diagonal(canvas, runs, index, end)
+        _draw_errors(canvas, runs)
+        subtitle = _subtitle([p for p, _ in runs], len(pairs) - len(runs))
         canvas.write_title("Predicted against measured", subtitle)
     return canvas.figure
 
 
 def _subtitle(predicted: Sequence[Prediction], left_out: int) -> str:
     num_drawn = len(predicted)
-    is_open = any(i.low_bytes < i.high_bytes for p in predicted for i in p.intervals.values())
+    has_intervals = any(i.low_bytes < i.high_bytes for p in predicted for i in p.intervals.values())
     noun = "experiment" if num_drawn == 1 else "experiments"
-    listed = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
+    selection = f", the {MAX_ROWS} furthest off listed" if num_drawn > MAX_ROWS else ""
     return words.dotted(
-        f"{num_drawn} {noun}{listed}", words.gpu_words(predicted), words.token_words(predicted),
+        f"{num_drawn} {noun}{selection}", words.gpu_words(predicted), words.token_words(predicted),
         f"shaded {' and '.join(f'±{band:g} %' for band in sorted(BANDS))}",
-        "off the interval" if is_open else "",
+        "off the interval" if has_intervals else "",
         f"{left_out} without a measurement left out" if left_out else "",
         words.version_words(predicted),
     )  # fmt: skip
@@ -177,9 +177,9 @@ def _both(pair: Pair, quantity: str) -> tuple[int, int]:
     """Return (predicted, measured) bytes of the field `quantity`. A prediction that is an interval
     gives its value nearest to the measured one."""
     predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
-    found = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
-    if found is not None and found.low_bytes < found.high_bytes:
-        predicted = min(max(measured, found.low_bytes), found.high_bytes)
+    interval = pair[0].intervals.get(quantity.removeprefix("peak_").removesuffix("_bytes"))
+    if interval is not None and interval.low_bytes < interval.high_bytes:
+        predicted = min(max(measured, interval.low_bytes), interval.high_bytes)
     return predicted, measured
 
 
@@ -187,8 +187,8 @@ def _listed(pairs: Sequence[Pair]) -> list[Pair]:
     def worst(index: int) -> float:
         return max(abs(percent_off(*_both(pairs[index], q))) for q in _QUANTITIES)
 
-    kept = sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS]
-    return [pairs[index] for index in sorted(kept)]
+    indices = sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS]
+    return [pairs[index] for index in sorted(indices)]
 
 
 def _name(predicted: Prediction, measured: Measurement, size: float) -> str:

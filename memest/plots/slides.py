@@ -33,16 +33,16 @@ def pdf_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
     file = io.BytesIO()
     dates = {"CreationDate": None, "Creator": None, "Producer": None}
     with style.plain_matplotlib({"pdf.fonttype": 42}), PdfPages(file, metadata=dates) as pages:
-        for each in slides:
-            figure = draw_slide(each, dark=dark)
-            pages.attach_note("\n".join(each.notes), positionRect=[0, 0, 20, 20])
+        for page in slides:
+            figure = draw_slide(page, dark=dark)
+            pages.attach_note("\n".join(page.notes), positionRect=[0, 0, 20, 20])
             pages.savefig(figure, facecolor=figure.get_facecolor())
     return file.getvalue()
 
 
-def draw_slide(each: Slide, *, dark: bool, remark: str = "") -> Figure:
-    """Draw the slide `each`: its title, its chart, and the text `remark` over the chart."""
-    chart = each.chart
+def draw_slide(page: Slide, *, dark: bool, remark: str = "") -> Figure:
+    """Draw the slide `page`: its title, its chart, and the text `remark` over the chart."""
+    chart = page.chart
     left, bottom = (_AXIS, _NAMES + 0.1) if chart.is_upright else (_AT_LEFT, 1.1)
     width, height = style.WIDTH - left - 0.5, style.HEIGHT - 2.2 - bottom
     with slide(dark=dark) as canvas:
@@ -58,7 +58,7 @@ def draw_slide(each: Slide, *, dark: bool, remark: str = "") -> Figure:
                 for s in chart.series
             ]
             canvas.write_legend(keys, top=1.25)
-        canvas.write_title(each.title, each.subtitle)
+        canvas.write_title(page.title, page.subtitle)
         if remark:
             text = shortened(remark, style.VALUE, style.WIDTH - 0.8, bold=True)
             canvas.write(0.4, 1.72, text, size=style.VALUE, weight="bold", gid="remark")
@@ -67,7 +67,7 @@ def draw_slide(each: Slide, *, dark: bool, remark: str = "") -> Figure:
 
 def _draw_parts(panel: Panel, chart: Chart) -> None:
     axes, theme = panel.axes, panel.theme
-    places, colors = range(len(chart.categories)), colors_of(theme)
+    positions, colors = range(len(chart.categories)), colors_of(theme)
     floors = [0.0] * len(chart.categories)
     bar = axes.bar if chart.is_upright else axes.barh
     for series in chart.series:
@@ -77,35 +77,35 @@ def _draw_parts(panel: Panel, chart: Chart) -> None:
             if series.color == "between":
                 look |= {"edgecolor": theme.ink, "linewidth": 1.6, "linestyle": style.DASHES}
             look["bottom" if chart.is_upright else "left"] = floors
-            bars = bar(places, series.values, 0.74, **look)
-            for value, each in zip(series.values, bars, strict=True):
-                each.set_visible(value > 0)  # its edge would hide that of the part below
+            bars = bar(positions, series.values, 0.74, **look)
+            for value, patch in zip(series.values, bars, strict=True):
+                patch.set_visible(value > 0)  # its edge would hide that of the part below
             _write_values(panel, chart, series, floors)
         floors = [a + b for a, b in zip(floors, series.values, strict=True)]
     names = [name if chart.is_upright else name.replace("\n", ", ") for name in chart.categories]
     if chart.is_upright:
         names, size = style.fitted(names, 0.9 * panel.width / len(names), _NAMES - 0.1)
         axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, chart.top))
-        axes.set_xticks(places, names, size=size)
+        axes.set_xticks(positions, names, size=size)
     else:
         names, size = style.fitted(names, _AT_LEFT - 0.3, 0.9 * panel.height / len(names))
         axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(0, chart.top))
-        axes.set_yticks(places, names, size=size)
+        axes.set_yticks(positions, names, size=size)
     axes.tick_params(length=0)
-    values = axes.yaxis if chart.is_upright else axes.xaxis
-    values.set_major_locator(MaxNLocator(6))
-    values.set_major_formatter("{x:g} GiB")
+    value_axis = axes.yaxis if chart.is_upright else axes.xaxis
+    value_axis.set_major_locator(MaxNLocator(6))
+    value_axis.set_major_formatter("{x:g} GiB")
 
 
 def _write_values(panel: Panel, chart: Chart, series: Series, floors: Sequence[float]) -> None:
     theme, kind = panel.theme, series.color
     color = theme.ink if kind == "between" else text_on(colors_of(theme)[kind])
     size = style.SMALL if len(floors) < 8 else 10
-    for place, (value, floor) in enumerate(zip(series.values, floors, strict=True)):
+    for index, (value, floor) in enumerate(zip(series.values, floors, strict=True)):
         text = f"{value:.1f}"
         is_wide = not chart.is_upright or text_width(text, size) < 0.7 * panel.per_x
         if value > 0.05 * chart.top and is_wide:
-            x, y = (place, floor + value / 2) if chart.is_upright else (floor + value / 2, place)
+            x, y = (index, floor + value / 2) if chart.is_upright else (floor + value / 2, index)
             panel.axes.text(x, y, text, ha="center", va="center", size=size, color=color)
 
 
@@ -115,11 +115,11 @@ def _draw_limit(panel: Panel, chart: Chart) -> None:
     axes, theme = panel.axes, panel.theme
     if chart.is_upright:
         axes.axhline(chart.limit, color=theme.ink, linewidth=3)
-        place, offset = (axes.get_xlim()[1], chart.limit), (0, 5)
+        anchor, offset = (axes.get_xlim()[1], chart.limit), (0, 5)
     else:
         axes.axvline(chart.limit, color=theme.ink, linewidth=3)
-        place, offset = (chart.limit, -0.6), (0, 4)
+        anchor, offset = (chart.limit, -0.6), (0, 4)
     axes.annotate(
-        chart.limit_name, place, offset, textcoords="offset points", annotation_clip=False,
+        chart.limit_name, anchor, offset, textcoords="offset points", annotation_clip=False,
         ha="right", va="bottom", size=style.VALUE, weight="bold", color=theme.ink,
     )  # fmt: skip

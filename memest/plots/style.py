@@ -59,9 +59,9 @@ def shortened(text: str, size: float, inches: float, *, bold: bool = False) -> s
     text = " ".join(text.split())
     if len(text) <= _MAX_LETTERS and text_width(text, size, bold=bold) <= inches:
         return text
-    kept = range(2, min(len(text), _MAX_LETTERS))
-    num_fit = bisect_right(kept, inches, key=lambda n: text_width(cut(n), size, bold=bold))
-    return cut(kept[num_fit - 1]) if num_fit else "…"
+    lengths = range(2, min(len(text), _MAX_LETTERS))
+    num_fit = bisect_right(lengths, inches, key=lambda n: text_width(cut(n), size, bold=bold))
+    return cut(lengths[num_fit - 1]) if num_fit else "…"
 
 
 def wrapped(text: str, size: float, inches: float) -> str:
@@ -81,12 +81,12 @@ def fitted(texts: Sequence[str], inches: float, tall: float) -> tuple[list[str],
     """Return (`texts` with line breaks, font size in points). The size is the largest at which each
     text fits `inches` by `tall` inches, or 7 if none does."""
     for size in (VALUE, SMALL, 12, 11, 10, 9, 8, 7):
-        found = [wrapped(text, size, inches) for text in texts]
-        lines = [text.split("\n") for text in found]
+        paragraphs = [wrapped(text, size, inches) for text in texts]
+        lines = [text.split("\n") for text in paragraphs]
         is_low = max(map(len, lines), default=0) * size * _LINE / 72 <= tall
-        if is_low and all(text_width(line, size) <= inches for each in lines for line in each):
+        if is_low and all(text_width(line, size) <= inches for block in lines for line in block):
             break
-    return found, size
+    return paragraphs, size
 
 
 def first_size(text: str, sizes: Sequence[float], inches: float, *, bold: bool = False) -> float:
@@ -249,17 +249,17 @@ class Panel:
         """Draw a GPU's limit line, with its name where the fewest `points` are: (x, y) on the
         curves, in inches from the axes' lower left corner."""
         text = limit_text(gpu, limit_bytes, self.width - 0.2)
-        wide, found = text_width(text, VALUE, bold=True), list(points)
-        ((_, inches),) = self.inches([(1, limit_bytes / GIB)])
+        width, positions = text_width(text, VALUE, bold=True), list(points)
+        ((_, limit_y),) = self.inches([(1, limit_bytes / GIB)])
 
-        def crossings(place: tuple[bool, bool]) -> int:
-            is_right, is_over = place
-            left = self.width - wide - 0.2 if is_right else -0.1
-            low = inches if is_over else inches - 0.45
-            return sum(left < x < left + wide + 0.3 and low < y < low + 0.45 for x, y in found)
+        def crossings(corner: tuple[bool, bool]) -> int:
+            is_right, is_over = corner
+            left = self.width - width - 0.2 if is_right else -0.1
+            low = limit_y if is_over else limit_y - 0.45
+            return sum(left < x < left + width + 0.3 and low < y < low + 0.45 for x, y in positions)
 
-        places = [(True, True), (True, False), (False, True), (False, False)]
-        is_right, is_over = min(places, key=crossings)
+        corners = [(True, True), (True, False), (False, True), (False, False)]
+        is_right, is_over = min(corners, key=crossings)
         self.draw_limit(limit_bytes / GIB, text, is_right=is_right, is_over=is_over)
 
     def fill(self, box: Box, **style: Any) -> None:
@@ -278,7 +278,7 @@ class Panel:
         for index in range(1, ceil((width + height) / _HATCH_INCHES)):
             foot = index * _HATCH_INCHES - height  # y at which the stroke would meet the box's edge
             start, stop = max(foot, 0.0), min(foot + height, width)
-            strokes.append([(x + at / per_x, y + (at - foot) / per_y) for at in (start, stop)])
+            strokes.append([(x + end / per_x, y + (end - foot) / per_y) for end in (start, stop)])
         lines = LineCollection(strokes, colors=color, linewidths=2.0, zorder=zorder, gid=gid)
         self.axes.add_collection(lines, autolim=False)
 
@@ -300,8 +300,8 @@ class Canvas:
         grid: Literal["", "x", "y"] = "",
     ) -> Panel:  # fmt: skip
         """Add axes with lower left (`left`, `bottom`); `grid`: the axis with grid lines, if any."""
-        tall = self.height
-        axes = self.figure.add_axes((left / WIDTH, bottom / tall, width / WIDTH, height / tall))
+        total = self.height
+        axes = self.figure.add_axes((left / WIDTH, bottom / total, width / WIDTH, height / total))
         if grid:
             axes.set_axisbelow(True)
             axes.grid(axis=grid, color=self.theme.grid, linewidth=1.0)

@@ -110,10 +110,10 @@ def _draw_areas(panel: Panel, columns: Sequence[int], areas: Mapping[str, Sequen
         )  # fmt: skip
         if area in ("params", "grads", "optimizer"):  # kinds whose top line cannot hide a spike
             axes.step(x, [*upper, upper[-1]], where="post", color=theme.background, linewidth=1.0)
-        place = _room_for(panel, area, columns, lower, upper)
-        if place:
+        center = _room_for(panel, area, columns, lower, upper)
+        if center:
             axes.text(
-                *place, area, size=style.VALUE, color=text_on(color), ha="center", va="center",
+                *center, area, size=style.VALUE, color=text_on(color), ha="center", va="center",
                 gid=f"label:{area}",
             )  # fmt: skip
 
@@ -123,18 +123,18 @@ def _room_for(
 ) -> tuple[float, float] | None:
     """Return (event, GiB) for `text`, where `lower` and `upper` are furthest apart over its width.
     They are GiB at each event of `columns`. None if there is too little room."""
-    wide = (text_width(text, style.VALUE) + 0.2) / panel.per_x
-    best, place = _LABEL_INCHES / panel.per_y, None
+    width = (text_width(text, style.VALUE) + 0.2) / panel.per_x
+    best, center = _LABEL_INCHES / panel.per_y, None
     for start in range(0, len(columns), max(1, len(columns) // 100)):
         stop = start
-        while stop < len(columns) and columns[stop] < columns[start] + wide:
+        while stop < len(columns) and columns[stop] < columns[start] + width:
             stop += 1
         if stop == len(columns):
             break
         floor, ceiling = max(lower[start:stop]), min(upper[start:stop])
         if ceiling - floor > 1.02 * best:
-            best, place = ceiling - floor, (columns[start] + wide / 2, (floor + ceiling) / 2)
-    return place
+            best, center = ceiling - floor, (columns[start] + width / 2, (floor + ceiling) / 2)
+    return center
 
 
 def _draw_spans(panel: Panel, spans: Sequence[PhaseSpan]) -> None:
@@ -142,21 +142,21 @@ def _draw_spans(panel: Panel, spans: Sequence[PhaseSpan]) -> None:
     axes, theme, per_x, height = panel.axes, panel.theme, panel.per_x, panel.height
     shades = {"forward": theme.band[0], "backward": theme.band[1], "step": theme.band[0]}
     for span in spans:
-        start, wide = span.start, span.stop - span.start
+        start, width = span.start, span.stop - span.start
         panel.fill(
-            (start, 1 + 0.06 / height, wide, _BAND / height), facecolor=shades[span.name],
+            (start, 1 + 0.06 / height, width, _BAND / height), facecolor=shades[span.name],
             edgecolor=theme.ink, linewidth=0.8, transform=axes.get_xaxis_transform(),
             clip_on=False, gid=f"phase:{span.name}",
         )  # fmt: skip
         texts = (span.name, *_ABBREVIATIONS.get(span.name, ()))
-        text = next((t for t in texts if text_width(t, style.TICK) + 0.08 < wide * per_x), "")
+        text = next((t for t in texts if text_width(t, style.TICK) + 0.08 < width * per_x), "")
         spills = not text and span is spans[-1]  # the text extends into the strip before it
         panel.write_in_column(
-            span.stop if spills else start + wide / 2, height + 0.06 + _BAND / 2,
+            span.stop if spills else start + width / 2, height + 0.06 + _BAND / 2,
             f"{span.name} " if spills else text, ha="right" if spills else "center",
             va="center_baseline", size=style.TICK,
         )  # fmt: skip
-        if start and wide * per_x > 0.1:
+        if start and width * per_x > 0.1:
             axes.axvline(start, color=theme.ink, linewidth=1.0, linestyle=":")
 
 
@@ -168,14 +168,14 @@ def _mark_peak(panel: Panel, timeline: Timeline) -> None:
     text = f"peak {peak:.2f} GiB"
     is_left = timeline.peak < edge / 2
     room = panel.width * (1 - timeline.peak / edge if is_left else timeline.peak / edge) - 0.2
-    where = shortened(timeline.where, style.VALUE, room) if timeline.where else ""
+    location = shortened(timeline.where, style.VALUE, room) if timeline.where else ""
     if timeline.refused_bytes:
         text += f", then OOM: {timeline.refused_bytes / GIB:.2f} GiB more were requested"
     axes.annotate(
         "", (timeline.peak, peak), (timeline.peak, 0.985 * top),
         arrowprops={"arrowstyle": "-|>", "color": theme.ink, "linewidth": 1.8, "shrinkB": 0},
     )  # fmt: skip
-    for line, (words, weight) in enumerate(((text, "bold"), (where, "normal"))):
+    for line, (words, weight) in enumerate(((text, "bold"), (location, "normal"))):
         axes.text(
             timeline.peak + (0.012 if is_left else -0.012) * edge, (0.985 - 0.068 * line) * top,
             words, ha="left" if is_left else "right", va="top", weight=weight, gid=f"peak:{line}",

@@ -109,8 +109,8 @@ def version_words(reports: Sequence[Report] = ()) -> str:
 def plan_line(report: Report, *others: str) -> str:
     """Return one line: the report's plan, tokens and GPU, the texts `others`, memest's version."""
     model = str(report.plan.get("model_name", ""))
-    said = [] if model and model in report.name else [model.rsplit("/", 1)[-1]]
+    models = [] if model and model in report.name else [model.rsplit("/", 1)[-1]]
     return dotted(
-        *said, *setting_words(report.plan), token_words([report]), gpu_words([report]), *others,
+        *models, *setting_words(report.plan), token_words([report]), gpu_words([report]), *others,
         version_words([report]),
     )  # fmt: skip

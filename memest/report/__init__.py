@@ -216,9 +216,9 @@ def read_as(kind: Any, value: Any) -> Any:
     if origin in (Union, UnionType):
         return None if value is None else read_as(arguments[0], value)
     if origin is tuple:
-        return tuple(read_as(arguments[0], each) for each in value)
+        return tuple(read_as(arguments[0], item) for item in value)
     if origin is Mapping and arguments[1] is not Any:
-        return {name: read_as(arguments[1], each) for name, each in value.items()}
+        return {name: read_as(arguments[1], item) for name, item in value.items()}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind(value)
     if not (isinstance(kind, type) and is_dataclass(kind)):
@@ -389,14 +389,14 @@ class Prediction(Simulated, Report):
     @property
     def needs_bytes(self) -> int:
         """Least allocator limit in bytes under which the plan fits; an upper bound if unknown."""
-        found = self.verdicts.get(self.gpu)
-        return self.unlimited_reserved_bytes if found is None else found.needs_bytes
+        verdict = self.verdicts.get(self.gpu)
+        return self.unlimited_reserved_bytes if verdict is None else verdict.needs_bytes
 
     @property
     def word(self) -> str:
         """The verdict's word on the report's own GPU: `fits`, `tight`, `may` or `OOM`."""
-        found = self.verdicts.get(self.gpu)
-        return self.verdict.word if found is None else found.word
+        verdict = self.verdicts.get(self.gpu)
+        return self.verdict.word if verdict is None else verdict.word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -626,35 +626,35 @@ def read_lines(path: Path, kinds: Any, hint: str) -> list[Any]:
             has `hint` for an empty file, and for reports of other kinds.
     """
     classes = {kind.kind: kind for kind in get_args(kinds) or (kinds,)}
-    found = []
+    reports = []
     for number, line in enumerate(
         read_limited(path, MAX_RESULTS_BYTES, what="reports").splitlines(), 1
     ):
         if not line.strip():
             continue
-        where = f"`{path}`, line {number},"
+        location = f"`{path}`, line {number},"
         try:
             values = json.loads(line)
         except ValueError as error:
             raise PlanError(
-                f"{where} is no JSON: cut short?", hint="remove the line, or run it again"
+                f"{location} is no JSON: cut short?", hint="remove the line, or run it again"
             ) from error
         values = values if isinstance(values, dict) else {}
         if values.get("schema") != SCHEMA:
             problem = f"has the schema `{values.get('schema')}`, not `{SCHEMA}`"
-            raise PlanError(f"{where} {problem}", hint="write it again with this memest")
+            raise PlanError(f"{location} {problem}", hint="write it again with this memest")
         if values.get("kind") not in classes:
             problem = f"is `{values.get('kind')}`, not {' or '.join(classes)}"
-            raise PlanError(f"{where} {problem}", hint=hint)
+            raise PlanError(f"{location} {problem}", hint=hint)
         try:
-            found.append(classes[values["kind"]].from_dict(values))
+            reports.append(classes[values["kind"]].from_dict(values))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
-                f"{where} is not a whole report: {error}", hint="run it again"
+                f"{location} is not a whole report: {error}", hint="run it again"
             ) from error
-    if not found:
+    if not reports:
         raise PlanError(f"`{path}` is empty", hint=hint)
-    return found
+    return reports
 
 
 def _plan_as_run(plan: dict[str, Any]) -> dict[str, Any]:
