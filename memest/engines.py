@@ -52,9 +52,9 @@ WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("WATCHERS", default=())
 
 
 @contextmanager
-def watched(by: Watcher) -> Iterator[None]:
-    """Call `by` in the block with each `Event` of the tasks that begin or end there."""
-    token = WATCHERS.set((*WATCHERS.get(), by))
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Call `watcher` in the block with each `Event` of the tasks that begin or end there."""
+    token = WATCHERS.set((*WATCHERS.get(), watcher))
     try:
         yield
     finally:
@@ -76,57 +76,57 @@ class Engine(ABC):
         self.gpus = gpus
 
     def map(
-        self, one: Callable[[T], R], tasks: Sequence[T], *, died: Callable[[T, DiedError], Any],
+        self, run: Callable[[T], R], tasks: Sequence[T], *, died: Callable[[T, DiedError], Any],
         label: Callable[[T], str] = str, weight: Callable[[T], int] = lambda task: 1,
     ) -> list[R]:  # fmt: skip
-        """Return `one(task)` of each task, in order; raise the first error that `one` raises. If
+        """Return `run(task)` of each task, in order; raise the first error that `run` raises. If
         the worker of a task was killed `ATTEMPTS` times, `died(task, error)` returns the task's
         result. `label` and `weight` return the task's name and number of plans, for its `Event`."""
         total = sum(map(weight, tasks))
-        found: dict[int, R] = {}
+        results: dict[int, R] = {}
 
         def report(index: int, *, is_done: bool) -> None:
             task = tasks[index]
             notify(
                 Event(
                     label=label(task), is_done=is_done, weight=weight(task), total=total, task=task,
-                    result=found.get(index),
+                    result=results.get(index),
                 )
             )  # fmt: skip
 
         pending, attempt = list(range(len(tasks))), 0
 
-        def begins(place: int) -> None:
+        def begins(position: int) -> None:
             if attempt == 0:
-                report(pending[place], is_done=False)
+                report(pending[position], is_done=False)
 
         for attempt in range(ATTEMPTS):
             dead: list[int] = []
-            answers = self._outcomes(one, [tasks[i] for i in pending], begins, attempt > 0)
+            answers = self._outcomes(run, [tasks[i] for i in pending], begins, attempt > 0)
             with closing(answers):
-                for place, answer in answers:
-                    index = pending[place]
+                for position, answer in answers:
+                    index = pending[position]
                     if isinstance(answer, _Failure):
                         raise answer.error
                     if not isinstance(answer, _Death):
-                        found[index] = answer
+                        results[index] = answer
                     elif attempt + 1 < ATTEMPTS:
                         dead.append(index)
                         continue
                     else:
-                        found[index] = died(tasks[index], answer.error(label(tasks[index])))
+                        results[index] = died(tasks[index], answer.error(label(tasks[index])))
                     report(index, is_done=True)
             pending = sorted(dead)
             if not pending:
                 break
-        return [found[index] for index in range(len(tasks))]
+        return [results[index] for index in range(len(tasks))]
 
     def map_groups(
-        self, one: Callable[[Sequence[T]], list[R]], items: Sequence[T], *,
+        self, run: Callable[[Sequence[T]], list[R]], items: Sequence[T], *,
         alike: Callable[[T], Any], label: Callable[[Sequence[T]], str],
         work: Callable[[T], Any] = lambda item: 0, weight: Callable[[Sequence[T]], int] = len,
     ) -> "list[R | DiedError]":  # fmt: skip
-        """Return a result for each item, in order; `one(group)` returns those of a group of items.
+        """Return a result for each item, in order; `run(group)` returns those of a group of items.
         Items with an equal `alike(item)` form a group. Groups whose first item has most `work`
         begin first, so that no worker runs alone for long at the end. `label` and `weight` are as
         in `map`. If a group's worker was killed `ATTEMPTS` times, its items get a `DiedError`."""
@@ -135,19 +135,19 @@ class Engine(ABC):
             groups.setdefault(alike(item), []).append(position)
         order = sorted(groups.values(), key=lambda group: work(items[group[0]]), reverse=True)
         tasks = [[items[position] for position in group] for group in order]
-        found = self.map(
-            one, tasks, died=lambda group, error: [error] * len(group), label=label, weight=weight
+        group_results = self.map(
+            run, tasks, died=lambda group, error: [error] * len(group), label=label, weight=weight
         )
-        results = dict(zip(itertools.chain(*order), itertools.chain(*found), strict=True))
+        results = dict(zip(itertools.chain(*order), itertools.chain(*group_results), strict=True))
         return [results[position] for position in range(len(items))]
 
     @abstractmethod
     def _outcomes(
-        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+        self, run: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], retry: bool
     ) -> "Generator[tuple[int, R | _Failure | _Death], None, None]":
         """Yield (index of a task, its outcome) in the order in which tasks end. The outcome is the
-        result of `one`, a `_Failure` or a `_Death`. `begins` is called with the index of each task
-        that starts. `again` is True if workers of these tasks were killed before."""
+        result of `run`, a `_Failure` or a `_Death`. `begins` is called with the index of each task
+        that starts. `retry` is True if workers of these tasks were killed before."""
 
 
 class _Failure:
@@ -171,11 +171,11 @@ class _Death:
         )
 
 
-def _do(one: Callable[[T], R], task: T) -> R | _Failure:
-    """Return `one(task)`, called in a worker, or a `_Failure` with its error and traceback."""
+def _do(run: Callable[[T], R], task: T) -> R | _Failure:
+    """Return `run(task)`, called in a worker, or a `_Failure` with its error and traceback."""
     collect_seldom()
     try:
-        return one(task)
+        return run(task)
     except Exception as error:
         error.add_note(f"in a worker:\n{traceback.format_exc()}")
         return _Failure(error)
@@ -193,13 +193,13 @@ class Local(Engine):
         self.visible = visible
 
     def _outcomes(
-        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+        self, run: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], retry: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         count = min(self.workers or os.cpu_count() or 1, len(tasks))
-        if count <= 1 and not again:
-            for place, task in enumerate(tasks):
-                begins(place)
-                yield place, one(task)
+        if count <= 1 and not retry:
+            for index, task in enumerate(tasks):
+                begins(index)
+                yield index, run(task)
             return
         from multiprocessing.connection import wait
 
@@ -209,14 +209,14 @@ class Local(Engine):
         try:
             while True:
                 idle = [worker for worker in slots if worker not in running]
-                for worker, place in zip(idle, waiting, strict=False):
-                    begins(place)
-                    worker.give(one, tasks[place])
-                    running[worker] = place
+                for worker, index in zip(idle, waiting, strict=False):
+                    begins(index)
+                    worker.give(run, tasks[index])
+                    running[worker] = index
                 if not running:
                     return
-                ended = wait([end for worker in running for end in worker.ends])
-                for worker in [each for each in running if not set(each.ends).isdisjoint(ended)]:
+                ready = wait([end for worker in running for end in worker.ends])
+                for worker in [w for w in running if not set(w.ends).isdisjoint(ready)]:
                     yield running.pop(worker), worker.answer()
         finally:
             for worker in slots:
@@ -225,8 +225,8 @@ class Local(Engine):
     def _environment(self, slot: int) -> dict[str, str]:
         if not self.visible:
             return {}
-        own = self.visible[slot % len(self.visible)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join([own, *(v for v in self.visible if v != own)])}
+        gpu = self.visible[slot % len(self.visible)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join([gpu, *(v for v in self.visible if v != gpu)])}
 
 
 class _Worker:
@@ -240,22 +240,22 @@ class _Worker:
         import multiprocessing
 
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._environment))
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, self._environment))
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     @property
     def ends(self) -> "tuple[Connection, int]":
         """Pair (connection, process handle) to wait on: ready after an answer or at the end."""
         return self._connection, self._process.sentinel
 
-    def give(self, one: Callable[[T], Any], task: T) -> None:
-        """Start `one(task)` in the process, or in a new one if it has ended; see `answer`."""
+    def give(self, run: Callable[[T], Any], task: T) -> None:
+        """Start `run(task)` in the process, or in a new one if it has ended; see `answer`."""
         if not self._process.is_alive():
             self._start()
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send((one, task))
+            self._connection.send((run, task))
 
     def answer(self) -> Any:
         """Return the task's outcome: what `_do` returned, or a `_Death` if the process ended."""
@@ -282,8 +282,8 @@ def _serve(connection: "Connection", environment: Mapping[str, str]) -> NoReturn
     die_with_parent()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            one, task = connection.recv()
-            connection.send(_do(one, task))
+            run, task = connection.recv()
+            connection.send(_do(run, task))
     leave(0)
 
 
@@ -291,7 +291,7 @@ class Ray(Engine):
     """Engine on a Ray cluster: that of `RAY_ADDRESS`, or a new one on this machine."""
 
     def _outcomes(
-        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+        self, run: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], retry: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         import ray
 
@@ -302,20 +302,20 @@ class Ray(Engine):
         running: dict[Any, int] = {}
         try:
             while True:
-                for place in itertools.islice(waiting, limit - len(running)):
-                    begins(place)
-                    running[remote.remote(one, tasks[place])] = place
+                for index in itertools.islice(waiting, limit - len(running)):
+                    begins(index)
+                    running[remote.remote(run, tasks[index])] = index
                 if not running:
                     return
                 for reference in ray.wait(list(running))[0]:
-                    place = running.pop(reference)
+                    index = running.pop(reference)
                     try:
-                        yield place, ray.get(reference)
+                        yield index, ray.get(reference)
                     except ray.exceptions.RayTaskError as error:  # the result could not be pickled
-                        yield place, _Failure(error)
+                        yield index, _Failure(error)
                     except ray.exceptions.RayError as error:
-                        first, *_ = [*str(error).strip().splitlines(), ""]
-                        yield place, _Death(f"as Ray reports: {first.strip()[:200]}")
+                        first_line, *_ = [*str(error).strip().splitlines(), ""]
+                        yield index, _Death(f"as Ray reports: {first_line.strip()[:200]}")
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
@@ -346,7 +346,7 @@ class Slurm(Engine):
         self.cluster = cluster
 
     def _outcomes(
-        self, one: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], again: bool
+        self, run: Callable[[T], R], tasks: Sequence[T], begins: Callable[[int], None], retry: bool
     ) -> Generator[tuple[int, R | _Failure | _Death], None, None]:
         import submitit
 
@@ -356,20 +356,20 @@ class Slurm(Engine):
             name="memest", timeout_min=MINUTES, cpus_per_task=1, gpus_per_node=self.gpus,
             slurm_array_parallelism=self.workers or max(1, len(tasks)),
         )  # fmt: skip
-        jobs = executor.map_array(partial(_do, one), tasks)
-        places = {job: place for place, job in enumerate(jobs)}
-        for place in places.values():
-            begins(place)
+        jobs = executor.map_array(partial(_do, run), tasks)
+        indices = {job: index for index, job in enumerate(jobs)}
+        for index in indices.values():
+            begins(index)
         deaths = 0
         try:
             for job in submitit.helpers.as_completed(jobs, poll_frequency=POLL_S):
                 try:
-                    yield places[job], job.result()
+                    yield indices[job], job.result()
                 except submitit.core.utils.FailedJobError as error:
-                    yield places[job], _Failure(error)
+                    yield indices[job], _Failure(error)
                 except submitit.core.utils.UncompletedJobError:
                     deaths += 1
-                    yield places[job], _Death(f"state {job.state} (log: {job.paths.stderr})")
+                    yield indices[job], _Death(f"state {job.state} (log: {job.paths.stderr})")
         finally:
             for job in jobs:
                 if not job.done():
@@ -406,6 +406,6 @@ permanent objects, which Python would scan a thousand times. A virtual run sets 
 
 def collect_seldom() -> Callable[[], None]:
     """Run Python's cyclic garbage collector less often; return a function that undoes it."""
-    before = gc.get_threshold()
-    gc.set_threshold(MADE_BETWEEN_COLLECTIONS, *before[1:])
-    return partial(gc.set_threshold, *before)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(MADE_BETWEEN_COLLECTIONS, *thresholds[1:])
+    return partial(gc.set_threshold, *thresholds)

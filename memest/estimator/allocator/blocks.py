@@ -172,9 +172,9 @@ class AddressSpace:
     def take(self, num_bytes: int) -> int:
         """Place a new segment of `num_bytes`, and return its address."""
         hole = self._lowest_hole(num_bytes) or self._map(num_bytes)
-        rest = hole.num_bytes - num_bytes
-        if rest:
-            self._add_hole(_Hole(hole.address + num_bytes, rest, hole.range_at))
+        remaining = hole.num_bytes - num_bytes
+        if remaining:
+            self._add_hole(_Hole(hole.address + num_bytes, remaining, hole.range_at))
         self._range_of[hole.address] = hole.range_at
         self._num_segments[hole.range_at] += 1
         return hole.address

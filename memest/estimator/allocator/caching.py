@@ -103,17 +103,17 @@ class CachingAllocator:
         remaining = block.num_bytes - size
         splits = remaining >= ROUND_BYTES if is_small else remaining > SMALL_REQUEST_BYTES
         if splits if tuning is None else tuning.splits(size, remaining, is_small):
-            after = block.next
-            rest = Block(block.address + size, remaining, is_small, True, block, after, stream)
-            if after is not None:
-                after.previous = rest
-            block.next = rest
+            following = block.next
+            tail = Block(block.address + size, remaining, is_small, True, block, following, stream)
+            if following is not None:
+                following.previous = tail
+            block.next = tail
             block.num_bytes = size
-            key = remaining << ADDRESS_BITS | rest.address
+            key = remaining << ADDRESS_BITS | tail.address
             insort(keys, key)
-            pool.by_key[key] = rest
+            pool.by_key[key] = tail
             if tuning is not None:
-                tuning.inserted(rest)
+                tuning.inserted(tail)
         block.is_free = False
         allocated = self.allocated_bytes = self.allocated_bytes + block.num_bytes
         if allocated > self.peak_allocated_bytes:
@@ -130,14 +130,14 @@ class CachingAllocator:
             if block.address <= address < block.address + block.num_bytes
         )
         pool.discard(block)
-        before, after = address - block.address, block.address + block.num_bytes - address
-        if before:
-            left = Block(block.address, before, block.is_small, True, block.previous, block, stream)
+        offset, room = address - block.address, block.address + block.num_bytes - address
+        if offset:
+            left = Block(block.address, offset, block.is_small, True, block.previous, block, stream)
             link(left)
             pool.insert(left)
-        if after > num_bytes:
-            size, place = after - num_bytes, address + num_bytes
-            right = Block(place, size, block.is_small, True, block, block.next, stream)
+        if room > num_bytes:
+            size, end = room - num_bytes, address + num_bytes
+            right = Block(end, size, block.is_small, True, block, block.next, stream)
             link(right)
             pool.insert(right)
         block.address, block.num_bytes, block.is_free = address, num_bytes, False
@@ -157,22 +157,22 @@ class CachingAllocator:
         pools = self._pools if not block.stream else self._pools_of_streams[block.stream]
         pool = pools[block.is_small]
         keys, by_key = pool.keys, pool.by_key
-        before, after = block.previous, block.next
-        if before is not None and before.is_free:
-            key = before.num_bytes << ADDRESS_BITS | before.address
+        previous, following = block.previous, block.next
+        if previous is not None and previous.is_free:
+            key = previous.num_bytes << ADDRESS_BITS | previous.address
             del keys[bisect_left(keys, key)], by_key[key]
-            block.address = before.address
-            num_bytes += before.num_bytes
-            first = block.previous = before.previous
-            if first is not None:
-                first.next = block
-        if after is not None and after.is_free:
-            key = after.num_bytes << ADDRESS_BITS | after.address
+            block.address = previous.address
+            num_bytes += previous.num_bytes
+            new_previous = block.previous = previous.previous
+            if new_previous is not None:
+                new_previous.next = block
+        if following is not None and following.is_free:
+            key = following.num_bytes << ADDRESS_BITS | following.address
             del keys[bisect_left(keys, key)], by_key[key]
-            num_bytes += after.num_bytes
-            last = block.next = after.next
-            if last is not None:
-                last.previous = block
+            num_bytes += following.num_bytes
+            new_following = block.next = following.next
+            if new_following is not None:
+                new_following.previous = block
         block.num_bytes = num_bytes
         block.is_free = True
         key = num_bytes << ADDRESS_BITS | block.address
@@ -232,8 +232,8 @@ class CachingAllocator:
 
     def layout(self) -> tuple[object, ...]:
         """Return a value to compare: allocators with equal layouts serve later requests equally."""
-        every = (pool for pools in self._pools_of_streams.values() for pool in pools)
-        free = tuple(tuple(pool.keys) for pool in every)
+        all_pools = (pool for pools in self._pools_of_streams.values() for pool in pools)
+        free = tuple(tuple(pool.keys) for pool in all_pools)
         return free if self._tuning is None else (*free, *self._tuning.layout())
 
     def is_deferred(self, block: Block) -> bool:
@@ -244,12 +244,12 @@ class CachingAllocator:
         """Return the first block of each segment, sorted by address; `live` has the allocated
         blocks. Each mapped part of an expandable segment counts as a segment."""
         free = (b for pools in self._pools_of_streams.values() for p in pools for b in p.blocks())
-        every = {
+        first_blocks = {
             id(b): b
             for b in (*live, *self._deferred.values(), *free)
             if b.previous is None or isinstance(b.previous, Unmapped)
         }
-        return sorted(every.values(), key=lambda block: block.address)
+        return sorted(first_blocks.values(), key=lambda block: block.address)
 
     def reset_peaks(self) -> None:
         """Reset the peaks, as `torch.cuda.reset_peak_memory_stats` does."""
@@ -281,8 +281,8 @@ class CachingAllocator:
         tuning = self._tuning
         num_bytes = segment_bytes(size, self.settings.large_segment_bytes)
         if tuning is not None and tuning.expandable is not None:
-            limit, most = self.limit_bytes, self.gpu_bytes
-            is_capped = limit is not None and (most is None or limit < most)
+            limit, gpu_bytes = self.limit_bytes, self.gpu_bytes
+            is_capped = limit is not None and (gpu_bytes is None or limit < gpu_bytes)
             if is_capped and self.reserved_bytes + num_bytes > (limit or 0):
                 return None
             return tuning.expandable.grow(size, is_small, stream)

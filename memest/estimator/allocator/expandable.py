@@ -83,16 +83,16 @@ class ExpandableSegments:
     def layout(self) -> tuple[object, ...]:
         """Return ((stream, `is_small`), (address, bytes) of its unmapped blocks), to compare."""
         return tuple(
-            (where, tuple((block.address, block.num_bytes) for block in blocks))
-            for where, blocks in self._unmapped.items()
+            (pool_key, tuple((block.address, block.num_bytes) for block in blocks))
+            for pool_key, blocks in self._unmapped.items()
         )
 
     def _place_for(self, size: int, is_small: bool, stream: int) -> Block:
         """Return the lowest block from which `size` bytes are free or unmapped, in the segment of
         `stream` and `is_small`. If there is none, return an unmapped block in a new range."""
         for block in self._unmapped.get((stream, is_small), ()):
-            before = block.previous
-            start: Block = before if before is not None and before.is_free else block
+            previous = block.previous
+            start: Block = previous if previous is not None and previous.is_free else block
             if _has_room(start, size):
                 return start
         # a new range of addresses for 9/8 of the GPU's memory, as `ExpandableSegment` reserves
@@ -101,17 +101,17 @@ class ExpandableSegments:
         room = MOST_RANGE_BYTES if total is None else min(total * 9 // 8, MOST_RANGE_BYTES)
         num_bytes = round_up(room, piece)
         self._lowest = (self._lowest - num_bytes) // piece * piece
-        made = Unmapped(self._lowest, num_bytes, is_small, stream=stream)
-        self._add_unmapped(made)
-        return made
+        unmapped = Unmapped(self._lowest, num_bytes, is_small, stream=stream)
+        self._add_unmapped(unmapped)
+        return unmapped
 
     def _map(self, block: Unmapped, size: int) -> Block | None:
         """Map `size` bytes, in whole pieces, at the start of `block`. Return the mapped block,
         merged with free neighbours; None if the GPU has no memory left."""
         piece = self._piece_bytes[block.is_small]
         num_bytes = round_up(size, piece)
-        most = self._allocator.gpu_bytes
-        if most is not None and self._allocator.reserved_bytes + num_bytes > most:
+        gpu_bytes = self._allocator.gpu_bytes
+        if gpu_bytes is not None and self._allocator.reserved_bytes + num_bytes > gpu_bytes:
             return None
         self._remove_unmapped(block)
         mapped = _linked(Block, block, block.address, num_bytes, block.previous, block.next)
@@ -119,10 +119,10 @@ class ExpandableSegments:
             end, size = block.address + num_bytes, block.num_bytes - num_bytes
             self._add_unmapped(_linked(Unmapped, block, end, size, mapped, block.next))
         address = mapped.address
-        for other in (mapped.previous, mapped.next):
-            if other is not None and other.is_free:
-                self._pool(other).discard(other)
-                _merge(mapped, other)
+        for neighbour in (mapped.previous, mapped.next):
+            if neighbour is not None and neighbour.is_free:
+                self._pool(neighbour).discard(neighbour)
+                _merge(mapped, neighbour)
         self._pool(mapped).insert(mapped)
         self._allocator.mapped(address, num_bytes, mapped)
         return mapped
@@ -135,21 +135,21 @@ class ExpandableSegments:
         if begin >= end:
             return
         self._pool(block).discard(block)
-        gone = _linked(Unmapped, block, begin, end - begin, block.previous, block.next)
-        before, after = begin - block.address, block.address + block.num_bytes - end
-        if before:  # this part of the block stays mapped, as does the one behind
-            kept = _linked(Block, gone, block.address, before, gone.previous, gone)
-            self._pool(kept).insert(kept)
-        if after:
-            kept = _linked(Block, gone, end, after, gone, gone.next)
-            self._pool(kept).insert(kept)
-        for other in (gone.previous, gone.next):
-            if isinstance(other, Unmapped):
-                self._remove_unmapped(other)
-                _merge(gone, other)
-        if gone.previous is not None or gone.next is not None:  # else nothing of the range is left
-            self._add_unmapped(gone)
-        self._allocator.unmapped(begin, end - begin, gone)
+        gap = _linked(Unmapped, block, begin, end - begin, block.previous, block.next)
+        head_bytes, tail_bytes = begin - block.address, block.address + block.num_bytes - end
+        if head_bytes:  # this part of the block stays mapped, as does the one behind
+            mapped = _linked(Block, gap, block.address, head_bytes, gap.previous, gap)
+            self._pool(mapped).insert(mapped)
+        if tail_bytes:
+            mapped = _linked(Block, gap, end, tail_bytes, gap, gap.next)
+            self._pool(mapped).insert(mapped)
+        for neighbour in (gap.previous, gap.next):
+            if isinstance(neighbour, Unmapped):
+                self._remove_unmapped(neighbour)
+                _merge(gap, neighbour)
+        if gap.previous is not None or gap.next is not None:  # else nothing of the range is left
+            self._add_unmapped(gap)
+        self._allocator.unmapped(begin, end - begin, gap)
 
     def _pool(self, block: Block) -> FreeBlocks:
         return self._allocator.pools_of(block.stream)[block.is_small]
@@ -171,14 +171,14 @@ def _size_if_grown(block: Block) -> int:
 
 def _has_room(block: Block, size: int) -> bool:
     """Return whether `block` and the free or unmapped blocks after it have `size` bytes or more."""
-    room, at = 0, block
+    room, current = 0, block
     while room < size:
-        if not (at.is_free or isinstance(at, Unmapped)):
+        if not (current.is_free or isinstance(current, Unmapped)):
             return False
-        room += at.num_bytes
-        if at.next is None:
+        room += current.num_bytes
+        if current.next is None:
             break
-        at = at.next
+        current = current.next
     return room >= size
 
 
@@ -189,16 +189,16 @@ def _linked(
     """Return a new block of class `kind`, linked to the blocks before and after it (None: no
     block). It is in the segment of `like`."""
     is_free = kind is not Unmapped
-    made = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
-    link(made)
-    return made
+    block = kind(address, num_bytes, like.is_small, is_free, previous, following, like.stream)
+    link(block)
+    return block
 
 
-def _merge(block: Block, other: Block) -> None:
-    """Extend `block` by the adjacent block `other`, on either side."""
-    if block.previous is other:
-        block.address, block.previous = other.address, other.previous
+def _merge(block: Block, neighbour: Block) -> None:
+    """Extend `block` by the adjacent block `neighbour`, on either side."""
+    if block.previous is neighbour:
+        block.address, block.previous = neighbour.address, neighbour.previous
     else:
-        block.next = other.next
-    block.num_bytes += other.num_bytes
+        block.next = neighbour.next
+    block.num_bytes += neighbour.num_bytes
     link(block)

@@ -77,9 +77,9 @@ class MemoryHistory:
         if keeps_entries:
             self.entries.extend(before.entries)
 
-    def _gather(self, least: Context) -> Stack | None:
-        """Return the running thread's stack, if `context` is at least `least`; else None."""
-        return self.gather_stack() if self.context >= least else None
+    def _gather(self, min_context: Context) -> Stack | None:
+        """Return the running thread's stack, if `context` is at least `min_context`; else None."""
+        return self.gather_stack() if self.context >= min_context else None
 
     def gather(self) -> None:
         """Record the running thread's stack for the request that follows."""
@@ -140,36 +140,36 @@ class MemoryHistory:
         self._add("snapshot", (0, active_bytes), 0, None)
 
     def _add_block(self, action: str, block: Block, stack: Stack | None) -> None:
-        place = block.address, block.requested_bytes, block.num_bytes
-        self._add(action, place, block.stream, stack)
+        extent = block.address, block.requested_bytes, block.num_bytes
+        self._add(action, extent, block.stream, stack)
 
-    def _add(self, action: str, place: tuple[int, ...], stream: int, stack: Stack | None) -> None:
-        """Add an entry for `action`, torch's name of an event such as `segment_alloc`. `place` is
+    def _add(self, action: str, extent: tuple[int, ...], stream: int, stack: Stack | None) -> None:
+        """Add an entry for `action`, torch's name of an event such as `segment_alloc`. `extent` is
         (address, bytes) or (address, requested bytes, block bytes)."""
         if action in self.skipped:
             return
-        address, num_bytes, block_bytes = (*place, place[-1])[:3]
+        address, num_bytes, block_bytes = (*extent, extent[-1])[:3]
         stack = stack if self.context >= Context.ALLOC else None
         now = time.time_ns() // 1000
-        made = Entry(action, address, num_bytes, block_bytes, stream, now, stack, self.metadata)
-        self.entries.append(made)
+        entry = Entry(action, address, num_bytes, block_bytes, stream, now, stack, self.metadata)
+        self.entries.append(entry)
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the entries as in torch's snapshot; an entry without a stack has no `frames`."""
         return [self._entry(entry) for entry in self.entries]
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
-        made: dict[str, Any] = {"action": entry.action}
-        made["device_free" if entry.action == "oom" else "addr"] = entry.address
-        made["size"] = entry.num_bytes
-        made["stream"] = entry.stream
-        made["time_us"] = entry.time_us
-        made["compile_context"] = "N/A"
-        made["user_metadata"] = entry.metadata
-        made["pool_id"] = POOL
+        record: dict[str, Any] = {"action": entry.action}
+        record["device_free" if entry.action == "oom" else "addr"] = entry.address
+        record["size"] = entry.num_bytes
+        record["stream"] = entry.stream
+        record["time_us"] = entry.time_us
+        record["compile_context"] = "N/A"
+        record["user_metadata"] = entry.metadata
+        record["pool_id"] = POOL
         if entry.stack is not None:
-            made["frames"] = self.frames_of(entry.stack)
-        return made
+            record["frames"] = self.frames_of(entry.stack)
+        return record
 
     def frames_at(self, address: int) -> list[dict[str, Any]]:
         """Return the stack frames of the request for the live block at `address`; [] if unknown."""

@@ -118,14 +118,14 @@ def settings_from(environment: Mapping[str, str]) -> AllocatorSettings:
 def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> AllocatorSettings:
     """Return the settings in two texts: `common` for the options of all devices, `cuda` for CUDA's.
     `large_bytes` is the size of large segments, if `common` does not set it."""
-    given = common if common == cuda else f"{common}; {cuda}"
+    text = common if common == cuda else f"{common}; {cuda}"
     unknown = [name for name, since in NEWER.items() if since > simulated().version]
     try:
         common_fields = dict(_fields(_Tokens(common, large_bytes), unknown, is_cuda=False))
         cuda_fields = dict(_fields(_Tokens(cuda), unknown, is_cuda=True))
     except _RefusedError as error:
         raise PlanError(
-            f"`{VARIABLES[0]}={given}` is refused by torch: {error}",
+            f"`{VARIABLES[0]}={text}` is refused by torch: {error}",
             hint="write it as `expandable_segments:True,max_split_size_mb:64`",
         ) from None
     if cuda_fields.pop("backend", "native") != "native":
@@ -137,7 +137,7 @@ def _parse(common: str, cuda: str, large_bytes: int = LARGE_SEGMENT_BYTES) -> Al
     fields["without_effect"] = tuple(
         name for name in WITHOUT_EFFECT if fields.pop(name, None) is not None
     )
-    return AllocatorSettings(**fields, text=given)  # type: ignore[arg-type]
+    return AllocatorSettings(**fields, text=text)  # type: ignore[arg-type]
 
 
 class _Tokens:
@@ -148,50 +148,50 @@ class _Tokens:
         self.words: list[str] = _TOKEN.findall("".join(text.split()))
         self.large_bytes = large_bytes
 
-    def __getitem__(self, at: int) -> str:
-        if at >= len(self.words):
+    def __getitem__(self, index: int) -> str:
+        if index >= len(self.words):
             raise _RefusedError(_OUT_OF_BOUNDS)
-        return self.words[at]
+        return self.words[index]
 
-    def boolean(self, at: int) -> bool:
-        word = self[at]
+    def boolean(self, index: int) -> bool:
+        word = self[index]
         if word not in ("True", "False"):
             raise _RefusedError(
-                f"Expected 'True' or 'False' at index {at} in ConfigTokenizer but got '{word}'"
+                f"Expected 'True' or 'False' at index {index} in ConfigTokenizer but got '{word}'"
             )
         return word == "True"
 
-    def integer(self, at: int) -> int:
-        """Return token number `at` as `std::stoull` reads it: leading digits; negatives wrap."""
-        found = _INTEGER.match(self[at])
-        if found is None or int(found[2]) >= 1 << 64:
+    def integer(self, index: int) -> int:
+        """Return token number `index` as `std::stoull` reads it: leading digits; negatives wrap."""
+        match = _INTEGER.match(self[index])
+        if match is None or int(match[2]) >= 1 << 64:
             raise _RefusedError("stoull")
-        return (-int(found[2]) if found[1] == "-" else int(found[2])) % (1 << 64)
+        return (-int(match[2]) if match[1] == "-" else int(match[2])) % (1 << 64)
 
-    def number(self, at: int) -> float:
-        found = _NUMBER.match(self[at])
-        if found is None:
+    def number(self, index: int) -> float:
+        match = _NUMBER.match(self[index])
+        if match is None:
             raise _RefusedError("stod")
-        return float(found[0])
+        return float(match[0])
 
     def read_large_segment(self) -> None:
         """Set `large_bytes` to the value of the option `large_segment_size_mb`, if it is given."""
-        for at, word in enumerate(self.words):
+        for index, word in enumerate(self.words):
             if word == _LARGE_SEGMENT:
-                value = self.integer(at + 2)
+                value = self.integer(index + 2)
                 if value <= 10:
                     raise _RefusedError(f"CachingAllocator option {word} must be > 10 MB")
                 self.large_bytes = value * MIB
 
-    def end_of_value(self, at: int) -> int:
-        """Return the index of the last token, such as `]`, of the value that begins at `at`."""
-        if self[at] != "[":
-            return at
-        while at < len(self.words) and self.words[at] != "]":
-            at += 1
-        if at == len(self.words):
+    def end_of_value(self, index: int) -> int:
+        """Return the index of the last token, such as `]`, of the value that begins at `index`."""
+        if self[index] != "[":
+            return index
+        while index < len(self.words) and self.words[index] != "]":
+            index += 1
+        if index == len(self.words):
             raise _RefusedError(_NOT_CLOSED)
-        return at
+        return index
 
 
 def _fields(
@@ -200,85 +200,85 @@ def _fields(
     """Yield (field of `AllocatorSettings`, value) of each option in `tokens`, as one of torch's
     parsers reads it: CUDA's if `is_cuda`, else that of all devices. CUDA's parser rejects other
     keys, and those in `unknown`, which are newer than the simulated release."""
-    own, others = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
+    options, other_options = (_OF_CUDA, _COMMON) if is_cuda else (_COMMON, _OF_CUDA)
     if not is_cuda:
         tokens.read_large_segment()
-    at = 0
-    while at < len(tokens.words):
-        key = tokens[at]
-        tokens[at + 2]
+    index = 0
+    while index < len(tokens.words):
+        key = tokens[index]
+        tokens[index + 2]
         is_host = key in WITHOUT_EFFECT and key not in unknown
-        if key in own:
-            name, read = own[key]
-            yield name, read(tokens, at + 2)
-        elif is_cuda and key not in others and not is_host:
+        if key in options:
+            name, read = options[key]
+            yield name, read(tokens, index + 2)
+        elif is_cuda and key not in other_options and not is_host:
             raise _RefusedError(f"Unrecognized key '{key}' in CUDA allocator config.")
         elif is_host and not is_cuda and key in _OF_HOST:
-            _OF_HOST[key](tokens, at + 2)
+            _OF_HOST[key](tokens, index + 2)
         elif is_cuda and is_host:
             yield key, True
-        at = tokens.end_of_value(at + 2) + 2
+        index = tokens.end_of_value(index + 2) + 2
 
 
 _Read = Callable[[_Tokens, int], object]  # reads the value at an index
 
 
-def _megabytes(tokens: _Tokens, at: int) -> int:
-    """Return the value at index `at`, in MiB, as bytes; it is at least `tokens.large_bytes`."""
-    value, least = tokens.integer(at), tokens.large_bytes // MIB
-    if value < least:
-        key = tokens[at - 2]
-        raise _RefusedError(f"CachingAllocator option {key} too small, must be >= {least}")
+def _megabytes(tokens: _Tokens, index: int) -> int:
+    """Return the value at `index`, in MiB, as bytes; it is at least `tokens.large_bytes`."""
+    value, minimum = tokens.integer(index), tokens.large_bytes // MIB
+    if value < minimum:
+        key = tokens[index - 2]
+        raise _RefusedError(f"CachingAllocator option {key} too small, must be >= {minimum}")
     return value * MIB
 
 
-def _collection(tokens: _Tokens, at: int) -> float:
-    value = tokens.number(at)
+def _collection(tokens: _Tokens, index: int) -> float:
+    value = tokens.number(index)
     if not 0 < value < 1:
         raise _RefusedError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
     return value
 
 
-def _fraction(tokens: _Tokens, at: int) -> float:
-    value = tokens.number(at)
+def _fraction(tokens: _Tokens, index: int) -> float:
+    value = tokens.number(index)
     if not 0 <= value <= 1:
         raise _RefusedError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
     return value
 
 
-def _backend(tokens: _Tokens, at: int) -> str:
-    if tokens[at] not in ("native", "cudaMallocAsync"):
+def _backend(tokens: _Tokens, index: int) -> str:
+    if tokens[index] not in ("native", "cudaMallocAsync"):
         raise _RefusedError("Unknown allocator backend, options are native and cudaMallocAsync")
-    return tokens[at]
+    return tokens[index]
 
 
-def _roundup(tokens: _Tokens, at: int) -> tuple[int, ...]:
+def _roundup(tokens: _Tokens, index: int) -> tuple[int, ...]:
     divisions = [0] * NUM_INTERVALS
-    if tokens[at] != "[":
-        value = tokens.integer(at)
+    if tokens[index] != "[":
+        value = tokens.integer(index)
         if not _is_power_of_2(value):
             raise _RefusedError("For roundups, the divisions has to be power of 2")
         return (value,) * NUM_INTERVALS
-    last, is_first, at = 0, True, at + 1
-    while at < len(tokens.words) and tokens[at] != "]":
-        value = tokens.integer(at + 2)  # after its boundary and a colon
+    interval, is_first, index = 0, True, index + 1
+    while index < len(tokens.words) and tokens[index] != "]":
+        value = tokens.integer(index + 2)  # after its boundary and a colon
         if value and not _is_power_of_2(value):
             raise _RefusedError(
                 "For roundups, the divisions has to be power of 2 or 0 to disable roundup"
             )
-        if tokens[at] == ">":
-            divisions[last + 1 :] = [value] * (NUM_INTERVALS - last - 1)
+        if tokens[index] == ">":
+            divisions[interval + 1 :] = [value] * (NUM_INTERVALS - interval - 1)
         else:
-            boundary = tokens.integer(at)
+            boundary = tokens.integer(index)
             if not _is_power_of_2(boundary):
                 raise _RefusedError("For roundups, the intervals have to be power of 2")
-            last = min(boundary.bit_length() - 1, NUM_INTERVALS - 1)
+            interval = min(boundary.bit_length() - 1, NUM_INTERVALS - 1)
             if is_first:
-                divisions[:last] = [value] * last
+                divisions[:interval] = [value] * interval
                 is_first = False
-            divisions[last] = value
-        at += 3 if tokens[at + 3] == "]" else 4  # a comma
-    if at >= len(tokens.words):
+            divisions[interval] = value
+        index += 3 if tokens[index + 3] == "]" else 4  # a comma
+    if index >= len(tokens.words):
         raise _RefusedError(_NOT_CLOSED)
     return tuple(divisions)
 
@@ -293,7 +293,7 @@ _COMMON: dict[str, tuple[str, _Read]] = {
     "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _megabytes),
     "garbage_collection_threshold": ("garbage_collection_threshold", _collection),
     "roundup_power2_divisions": ("roundup_divisions", _roundup),
-    _LARGE_SEGMENT: ("large_segment_bytes", lambda tokens, at: tokens.large_bytes),
+    _LARGE_SEGMENT: ("large_segment_bytes", lambda tokens, index: tokens.large_bytes),
 }
 """Options of all devices: their fields in `AllocatorSettings`, and how torch reads them."""
 
@@ -333,6 +333,6 @@ _KEPT = ("expandable_segments", "max_non_split_rounding_mb", _LARGE_SEGMENT)
 def changed_settings(before: AllocatorSettings, text: str) -> AllocatorSettings:
     """Return the settings after a call of `torch.cuda.memory._set_allocator_settings(text)`, given
     those `before` it. Raise as `parse_settings`."""
-    after = _parse(text, text, large_bytes=before.large_segment_bytes)
+    settings = _parse(text, text, large_bytes=before.large_segment_bytes)
     fields = [_COMMON[key][0] for key in _KEPT if key not in _Tokens(text).words]
-    return replace(after, **{field: getattr(before, field) for field in fields})
+    return replace(settings, **{field: getattr(before, field) for field in fields})

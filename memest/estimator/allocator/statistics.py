@@ -83,17 +83,17 @@ class CountingAllocator(CachingAllocator):
             for observer in self.observers:
                 observer(size, max(0, free_bytes))
             raise
-        size, after = block.num_bytes, block.next
+        size, following = block.num_bytes, block.next
         if self._tuning is not None and self._is_outside_splits(size, 1):
             split = 0, 0  # change of the free blocks that are parts of segments: number, bytes
-        elif after is None:
+        elif following is None:
             split = (0, 0) if block.previous is None else (-1, -size)
-        elif not after.is_free:
+        elif not following.is_free:
             split = -1, -size
-        elif block.previous is not None or after.next is not None:  # the rest was split off before
+        elif block.previous is not None or following.next is not None:  # it was split off before
             split = 0, -size
         else:
-            split = 1, after.num_bytes
+            split = 1, following.num_bytes
         block.requested_bytes = num_bytes
         amounts = (1, size, 1, size, num_bytes, *split)
         self._count(block.is_small, _REQUESTS, amounts)
@@ -105,14 +105,14 @@ class CountingAllocator(CachingAllocator):
         """Count and serve a request at an address; see `CachingAllocator.malloc_at`."""
         block = super().malloc_at(address, num_bytes, stream)
         block.requested_bytes = size = block.num_bytes
-        before, after = block.previous, block.next
-        rests = [b for b in (before, after) if b is not None and b.is_free]
-        first = before.previous if before is not None and before.is_free else before
-        last = after.next if after is not None and after.is_free else after
-        if first is None and last is None:  # the whole segment was free
-            split = len(rests), sum(b.num_bytes for b in rests)
+        previous, following = block.previous, block.next
+        free_parts = [b for b in (previous, following) if b is not None and b.is_free]
+        far_previous = previous.previous if previous is not None and previous.is_free else previous
+        far_next = following.next if following is not None and following.is_free else following
+        if far_previous is None and far_next is None:  # the whole segment was free
+            split = len(free_parts), sum(b.num_bytes for b in free_parts)
         else:
-            split = len(rests) - 1, -size
+            split = len(free_parts) - 1, -size
         self._count(block.is_small, _REQUESTS, (1, size, 1, size, size, *split))
         return block
 
@@ -126,11 +126,11 @@ class CountingAllocator(CachingAllocator):
 
     def _end(self, block: Block) -> None:
         """Return `block` to its pool, and count it as inactive. It was counted as freed before."""
-        size, before, after = block.num_bytes, block.previous, block.next
+        size, previous, following = block.num_bytes, block.previous, block.next
         num_split = split_bytes = 0
-        for free in (before, after):
-            if free is not None and free.is_free:
-                num_split, split_bytes = num_split - 1, split_bytes - free.num_bytes
+        for neighbour in (previous, following):
+            if neighbour is not None and neighbour.is_free:
+                num_split, split_bytes = num_split - 1, split_bytes - neighbour.num_bytes
         _free(self, block)
         if block.previous is not None or block.next is not None:
             num_split, split_bytes = num_split + 1, split_bytes + block.num_bytes

@@ -133,8 +133,8 @@ class Tuning:
             return False
         allocator = self._allocator
         pool = allocator.pools_of(stream)[is_small]
-        wanted = max(size, self._max_split)
-        index = bisect_left(pool.keys, wanted << ADDRESS_BITS)
+        needed_bytes = max(size, self._max_split)
+        index = bisect_left(pool.keys, needed_bytes << ADDRESS_BITS)
         if index < len(pool.keys) and self.expandable is None:
             block = pool.by_key[pool.keys[index]]
             pool.discard(block)
@@ -142,13 +142,13 @@ class Tuning:
             return True
         released = 0
         for block in [pool.by_key[key] for key in reversed(pool.keys)]:
-            if released >= wanted or block.num_bytes < self._max_split:
+            if released >= needed_bytes or block.num_bytes < self._max_split:
                 break
             if self.expandable is None:
                 released += block.num_bytes
                 pool.discard(block)
                 allocator.release(block)
-        return released >= wanted
+        return released >= needed_bytes
 
     def layout(self) -> tuple[object, ...]:
         """Return a value to compare: what decides later addresses, besides the free blocks."""
