@@ -65,8 +65,8 @@ class LiveModules:
         ]
 
     def _put_hooks(self) -> None:
-        for hooks, taken in zip(self._dicts(), self._taken, strict=True):
-            hooks.update(taken)
+        for hooks, pairs in zip(self._dicts(), self._taken, strict=True):
+            hooks.update(pairs)
 
     @contextmanager
     def without_hooks(self) -> Iterator[None]:
@@ -108,11 +108,11 @@ class LiveModules:
 
     def models(self) -> list[nn.Module]:
         """Return the outermost modules that were called and still exist."""
-        found = [(key, reference()) for key, reference in self._models.items()]
-        for key, model in found:
+        pairs = [(key, reference()) for key, reference in self._models.items()]
+        for key, model in pairs:
             if model is None:
                 del self._models[key]
-        return [model for _, model in found if model is not None]
+        return [model for _, model in pairs if model is not None]
 
     def owner_of(self, parameter: Any) -> str:
         """Return the path of the module that has `parameter`; "" if no called model has it."""
@@ -213,8 +213,8 @@ class Attribution:
         line, caller = self.lines.current(), ""
         if phase in ("setup", "forward"):
             self.modules.note_line(line)
-        elif phase == "backward" and (saved := self.modules.in_backward()[1]):
-            line, caller = saved, line if line != saved else ""
+        elif phase == "backward" and (forward_line := self.modules.in_backward()[1]):
+            line, caller = forward_line, line if line != forward_line else ""
         key = (func if isinstance(func, str) else id(func), module, phase, line, caller)
         site = self._sites.get(key)
         if site is None:
@@ -247,8 +247,8 @@ class Attribution:
         """Return the exception to raise after the operator `func` raised `error`. It is an
         `UnsupportedError` if `func` cannot be simulated, else `error`."""
         module = self.modules.current().partition(".")[2]
-        where = self.lines.current() or (f"`{module}`" if module else "the script")
-        return refusal(func, error, where)
+        location = self.lines.current() or (f"`{module}`" if module else "the script")
+        return refusal(func, error, location)
 
     # --- labels
 

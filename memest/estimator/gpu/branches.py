@@ -68,9 +68,9 @@ class WaitingLoops:
             self._rounds[key] = rounds + 1
             return guess
         del self._rounds[key]
-        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         notes.add(
-            f"{where} waits for an unknown value: each loop is assumed to end after {ROUNDS} rounds"
+            f"{line} waits for an unknown value: each loop is assumed to end after {ROUNDS} rounds"
         )
         return not guess
 
@@ -92,8 +92,8 @@ def _read_now() -> tuple[FrameType | None, range | None]:
     frame = next((f for f in stack if not f.f_code.co_filename.startswith(_FOREIGN)), None)
     if frame is None:
         return None, None
-    found = _conditions(frame.f_code.co_filename)
-    return frame, next((loop for condition, loop in found if frame.f_lineno in condition), None)
+    loops = _conditions(frame.f_code.co_filename)
+    return frame, next((loop for condition, loop in loops if frame.f_lineno in condition), None)
 
 
 # Loops with one way out: `while CONDITION:`, and `while True:` with one `if CONDITION: break`.
@@ -108,8 +108,8 @@ def _conditions(file: str) -> tuple[tuple[range, range], ...]:
     except (SyntaxError, ValueError):
         return ()
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
-    found = [(_only_condition(loop), loop) for loop in loops]
-    return tuple((_lines(test), _lines(loop)) for test, loop in found if test is not None)
+    pairs = [(_only_condition(loop), loop) for loop in loops]
+    return tuple((_lines(test), _lines(loop)) for test, loop in pairs if test is not None)
 
 
 def _only_condition(loop: ast.While) -> ast.expr | None:
@@ -117,7 +117,7 @@ def _only_condition(loop: ast.While) -> ast.expr | None:
     exits = list(_exits(loop.body))
     if not isinstance(loop.test, ast.Constant):
         return None if exits or isinstance(loop.test, ast.BoolOp) else loop.test
-    tests = [part.test for part in loop.body if isinstance(part, ast.If) and part.body[-1] in exits]
+    tests = [node.test for node in loop.body if isinstance(node, ast.If) and node.body[-1] in exits]
     return tests[0] if len(tests) == len(exits) == 1 else None
 
 
@@ -143,24 +143,24 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
     """Return the values (True, False) of the condition at bytecode `offset` on which `code` raises
     at once; () if no branch follows the condition."""
-    found = list(dis.get_instructions(code))
-    index = next((i for i, step in enumerate(found) if step.offset == offset), len(found))
-    if not found[index:][:1] or "POP_JUMP" not in found[index].opname:
+    steps = list(dis.get_instructions(code))
+    index = next((i for i, step in enumerate(steps) if step.offset == offset), len(steps))
+    if not steps[index:][:1] or "POP_JUMP" not in steps[index].opname:
         index += 1  # a call of `bool` or `item`, whose result a jump reads
-        while index < len(found) and found[index].opname in _BETWEEN:
+        while index < len(steps) and steps[index].opname in _BETWEEN:
             index += 1
-    jump = found[index] if index < len(found) else None
+    jump = steps[index] if index < len(steps) else None
     if jump is None or "POP_JUMP" not in jump.opname or "NONE" in jump.opname:
         return ()
-    target = next(i for i, step in enumerate(found) if step.offset == jump.argval)
+    target = next(i for i, step in enumerate(steps) if step.offset == jump.argval)
     jumps_on = jump.opname.endswith("TRUE")
     ways = ((jumps_on, target), (not jumps_on, index + 1))
-    return tuple(value for value, start in ways if _raises(found, start))
+    return tuple(value for value, start in ways if _raises(steps, start))
 
 
-def _raises(found: list[dis.Instruction], start: int) -> bool:
-    """Return whether the instructions `found[start:]` raise before any branch or store."""
-    for step in found[start:]:
+def _raises(steps: list[dis.Instruction], start: int) -> bool:
+    """Return whether the instructions `steps[start:]` raise before any branch or store."""
+    for step in steps[start:]:
         if step.opname == "RAISE_VARARGS":
             return True
         if step.opname.startswith(_ENDS):

@@ -92,18 +92,18 @@ class Guesses:
     def note(self, what: str) -> None:
         """Count one read of a guess by the script's running line; `what` describes the value. Raise
         `UnsupportedError` if `is_strict`, or if the line has read too many guesses in a row."""
-        where = self.line() or "the script"
+        location = self.line() or "the script"
         if self.is_strict:
             raise UnsupportedError(
-                f"{where} reads a value that is not known without a GPU ({what})",
+                f"{location} reads a value that is not known without a GPU ({what})",
                 hint="leave `--strict` out to have it guessed",
             )
-        self.counts[where, what] += 1
-        self._in_a_row = self._in_a_row + 1 if where == self._last else 1
-        self._last = where
+        self.counts[location, what] += 1
+        self._in_a_row = self._in_a_row + 1 if location == self._last else 1
+        self._last = location
         if self._in_a_row > MAX_IN_A_ROW:
             raise UnsupportedError(
-                f"{where} has read a guessed value {MAX_IN_A_ROW} times in a row ({what})",
+                f"{location} has read a guessed value {MAX_IN_A_ROW} times in a row ({what})",
                 hint="it seems to wait for a value that never comes; bound the loop",
             )
 
@@ -151,8 +151,8 @@ def guess_booleans(values: KnownValues, func: Any, args: Args, out: Tensor) -> N
     elif func in _SELECTIONS:
         source = values.value_of(args[0])
         if source is not None and source.numel():
-            first = bool(source.flatten()[0])
-            guess = first if bool((source == first).all()) else None
+            first_value = bool(source.flatten()[0])
+            guess = first_value if bool((source == first_value).all()) else None
     else:
         guess = guessed_comparison(func, args)
     if guess is not None:
@@ -260,8 +260,8 @@ class GuessedValues:
         """Return the guessed number that the script reads from `tensor` by the operator `func`.
         Return None if there is no guess, or if `func` is not a read such as `item`. A guessed
         boolean is returned only if it tests a mask that has selected elements."""
-        value_of = self.value_of(tensor)
-        if value_of is None or func not in (
+        value = self.value_of(tensor)
+        if value is None or func not in (
             aten._local_scalar_dense.default,
             aten.is_nonzero.default,
         ):
@@ -269,10 +269,10 @@ class GuessedValues:
         if tensor.dtype is torch.bool and self._layer.is_guessed([tensor]):
             if not self._selections.follows(tensor):
                 return None
-            self.guesses.note(f"{value_of.item()} from a mask that has selected")
-            return self.guesses.branch(bool(value_of.item()))
+            self.guesses.note(f"{value.item()} from a mask that has selected")
+            return self.guesses.branch(bool(value.item()))
         self.guesses.note("a choice, spread evenly")
-        return value_of.item()
+        return value.item()
 
     def result(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of `func(*args, **kwargs)`, whose shape depends on values, as meta
@@ -287,17 +287,17 @@ class GuessedValues:
             return largest_result(func, args, kwargs)
         is_guessed = all(map(self._layer.is_known, deciding))
         if is_guessed:
-            made = materialise(self._layer.compute(func, args, kwargs))
+            result = materialise(self._layer.compute(func, args, kwargs))
         else:
-            made = largest_result(func, args, kwargs)
-        if made is not None:
-            first = next(tensors_in((made,)))
+            result = largest_result(func, args, kwargs)
+        if result is not None:
+            tensor = next(tensors_in((result,)))
             name = func._schema.name.removeprefix("aten::")
-            self.guesses.note(f"{name} as {len(first)} of {deciding[0].numel()} elements")
+            self.guesses.note(f"{name} as {len(tensor)} of {deciding[0].numel()} elements")
             self.guesses.notes.add(EVENLY if is_guessed else LARGEST)
         if is_guessed:
             self._selections.add(deciding)
-        return made
+        return result
 
     def follow(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
         """Store a guess of `out = func(*args, **kwargs)`, if `func` chooses, such as `topk`, or
@@ -306,8 +306,8 @@ class GuessedValues:
         layer = self._layer
         if id(func) in _CHOICES:
             if not self._known.is_known(args[0]):
-                chosen = out[-1] if isinstance(out, tuple | list) else out
-                self._choose(func, args, kwargs, chosen)
+                choices = out[-1] if isinstance(out, tuple | list) else out
+                self._choose(func, args, kwargs, choices)
             # `bool()` too: numbers differ from 0, as positions of beams do
         elif (
             id(func) in _BY_SIZE
@@ -317,13 +317,13 @@ class GuessedValues:
                 layer.adopt_guess(out, torch.ones(out.shape, dtype=torch.bool, device=CPU))
             return
         if layer and any(map(layer.holds, tensors_in((*args, *kwargs.values())))):
-            first = args[0]
-            if func._schema.is_mutable and isinstance(first, Tensor) and not layer.holds(first):
-                known = self._known.copies.get(key := storage_key(first))
-                if known is not None:  # the operator writes to a copy in the layer
-                    layer.copies[key] = known.clone()  # type: ignore[no-untyped-call]
+            source = args[0]
+            if func._schema.is_mutable and isinstance(source, Tensor) and not layer.holds(source):
+                storage = self._known.copies.get(key := storage_key(source))
+                if storage is not None:  # the operator writes to a copy in the layer
+                    layer.copies[key] = storage.clone()  # type: ignore[no-untyped-call]
             layer.follow(func, args, kwargs, out)
-            self._selections.follow(func, first, out)
+            self._selections.follow(func, source, out)
 
     def _choose(self, func: Any, args: Args, kwargs: Kwargs, out: Tensor) -> None:
         """Store evenly spread indices as the guess of `out`, the choices that `func` makes."""
@@ -339,8 +339,8 @@ class GuessedValues:
             return
         else:
             shape = out.movedim(dim, -1).shape if is_kept else (*out.shape, 1)
-            first = int(func is aten.topk.default)  # index 0 might be used as a divisor
-            numbers = torch.arange(first, first + out.numel(), device=CPU)
+            start = int(func is aten.topk.default)  # index 0 might be used as a divisor
+            numbers = torch.arange(start, start + out.numel(), device=CPU)
             numbers = numbers.remainder_(num_choices).view(shape)
         self._layer.adopt_like(out, numbers.movedim(-1, dim) if is_kept else numbers.squeeze(-1))
 
@@ -351,21 +351,21 @@ def largest_result(func: Any, args: Args, kwargs: Kwargs) -> Any:
     source: Tensor = args[0]
     size = source.numel()
 
-    def whole(*shape: int) -> Tensor:
+    def indices(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int64, device=META)
 
     if func is aten.nonzero.default:
-        return whole(source.dim(), size).t()
+        return indices(source.dim(), size).t()
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
-        return whole(kwargs["output_size"])
+        return indices(kwargs["output_size"])
     if func in _UNIQUE:
-        given = arguments_by_name(func, args, kwargs)
-        dim = given.get("dim")
+        arguments = arguments_by_name(func, args, kwargs)
+        dim = arguments.get("dim")
         rows = size if dim is None else source.shape[dim]
-        kept = source.new_empty(rows) if dim is None else torch.empty_like(source)
+        values = source.new_empty(rows) if dim is None else torch.empty_like(source)
         shape = source.shape if dim is None else (rows,)
-        inverse = whole(*shape if given.get("return_inverse") else (0,))
-        return kept, inverse, whole(rows if given.get("return_counts") else 0)
+        inverse = indices(*shape if arguments.get("return_inverse") else (0,))
+        return values, inverse, indices(rows if arguments.get("return_counts") else 0)
     return None
 
 

@@ -117,8 +117,8 @@ class History:
         """Raise the peaks of phase, step and run to the highest memory since the last call."""
         top, reserved = self._top, self._top_reserved
         if self.phase:
-            before = self.phases.get(self.phase, (0, 0))
-            self.phases[self.phase] = max(before[0], top), max(before[1], reserved)
+            peaks = self.phases.get(self.phase, (0, 0))
+            self.phases[self.phase] = max(peaks[0], top), max(peaks[1], reserved)
         self._step_top = max(self._step_top, top)
         self._step_top_reserved = max(self._step_top_reserved, reserved)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
@@ -195,7 +195,7 @@ class History:
 
     def _reuse(self) -> None:
         """Let new storages use the ids that the events of `log.open` have freed."""
-        storages, first, alive = self._storages, self._first_reused, self._alive
+        storages, first_index, alive = self._storages, self._first_reused, self._alive
         for event in self.log.open:
             if event >= 0 or event <= EMPTIED:
                 continue
@@ -204,7 +204,7 @@ class History:
                 index = return_of(event)
             elif index in storages.deferred or index in storages.stashed:
                 continue
-            if index >= first and index not in alive:
+            if index >= first_index and index not in alive:
                 storages.forget(index)
 
     def held_at_peak(self) -> list[Held]:

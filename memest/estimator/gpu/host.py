@@ -75,9 +75,9 @@ class HostRng:
                 return
             scratch = torch.empty(min(count, 1 << 20), dtype=torch.uint8, device=CPU)
             while count:
-                part = scratch[:count]
-                part.random_(generator=generator)
-                count -= len(part)
+                chunk = scratch[:count]
+                chunk.random_(generator=generator)
+                count -= len(chunk)
 
     def install(self, patches: Patches) -> None:
         """Wrap torch's functions that read or set the state of the default generator. The wrappers
@@ -212,13 +212,13 @@ class HostTensors:
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
         if func._schema.is_mutable:
-            first = args[0] if args else None
-            if isinstance(first, Tensor) and is_meta(first):
-                self.rng.skip(func, first, kwargs.get("generator"))
+            target = args[0] if args else None
+            if isinstance(target, Tensor) and is_meta(target):
+                self.rng.skip(func, target, kwargs.get("generator"))
             if not func._schema.returns:
                 return None
-            if isinstance(first, Tensor) and not is_meta(first):
-                return first  # the new values are unknown; keep the old ones
+            if isinstance(target, Tensor) and not is_meta(target):
+                return target  # the new values are unknown; keep the old ones
         out = self._on_meta(func, args, kwargs)
         for tensor in tensors_in((out,)):
             if is_meta(tensor):
@@ -242,12 +242,12 @@ class HostTensors:
                 mask = args[1].expand_as(bare) if args[0].dim() else args[1]
                 return bare.new_empty(int(mask.sum()))
             op = op_of(func)
-            made = self._guessed.result(func, args, kwargs) if op.shaped_by else None
-            if made is None and op.result:
+            result = self._guessed.result(func, args, kwargs) if op.shaped_by else None
+            if result is None and op.result:
                 with suppress(NotImplementedError):
-                    made = op.result(op.call(_as_meta(args), kwargs))
-            if made is not None:
-                return made
+                    result = op.result(op.call(_as_meta(args), kwargs))
+            if result is not None:
+                return result
             failure = self._attribution.failure(func, error)
             is_on_gpu = any(self.place(tensor) is Place.GPU for tensor in tensors_in(args))
             if isinstance(failure, UnsupportedError) and not is_on_gpu:
@@ -291,9 +291,9 @@ class HostTensors:
         if self.rng.num_waiting and torch.Tag.nondeterministic_seeded in func.tags:
             self.rng.settle()
         if func in _FACTORIES or _has_large_floats(args):
-            made = self._without_data(func, args, kwargs)
-            if made is not None:
-                return made
+            result = self._without_data(func, args, kwargs)
+            if result is not None:
+                return result
             out = func(*args, **kwargs)
             if isinstance(out, Tensor) and not func._schema.is_mutable and not func.is_view:
                 self._track_real(out)
@@ -309,20 +309,20 @@ class HostTensors:
         if func in _FACTORIES or "device" in kwargs:
             kwargs = {**kwargs, "device": META}
         try:
-            made = func(*meta_args, **kwargs)
+            result = func(*meta_args, **kwargs)
         except (NotImplementedError, RuntimeError):
             return None
-        if not isinstance(made, Tensor) or not made.is_floating_point() or _is_sparse(made):
+        if not isinstance(result, Tensor) or not result.is_floating_point() or _is_sparse(result):
             return None
-        num_bytes, limit = made.nbytes, MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
+        num_bytes, limit = result.nbytes, MAX_NOISE_BYTES if func in _NOISE else MAX_REAL_BYTES
         can_be_real = num_bytes <= min(limit, REAL_BYTES - self._real_bytes)
         if num_bytes < VIRTUAL_HOST_BYTES:
             return None
         if can_be_real and not any(map(_is_dummy, tensors_in(args))):
             return None
-        self.put(made)
-        self.rng.skip(func, made, kwargs.get("generator"))
-        return made
+        self.put(result)
+        self.rng.skip(func, result, kwargs.get("generator"))
+        return result
 
     def _track_real(self, tensor: Tensor) -> None:
         """Count the storage of `tensor`, if it is large, in the bytes of real tensors."""
@@ -353,14 +353,14 @@ def _is_dummy(tensor: Tensor) -> bool:
 
 def _ones_like(tensor: Tensor) -> Tensor:
     """Return ones in place of a tensor without data; any other tensor unchanged."""
-    one = torch.ones((), dtype=tensor.dtype, device=CPU)
-    return one.expand(tensor.shape) if is_meta(tensor) else tensor
+    ones = torch.ones((), dtype=tensor.dtype, device=CPU)
+    return ones.expand(tensor.shape) if is_meta(tensor) else tensor
 
 
 def _has_large_floats(args: Args) -> bool:
     """Return whether float and uint8 tensors of `args` would take at least 1 MiB in float32."""
-    taken = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
-    return sum(t.numel() * 4 for t in taken) >= VIRTUAL_HOST_BYTES
+    tensors = (t for t in tensors_in(args) if t.dtype is torch.uint8 or t.is_floating_point())
+    return sum(t.numel() * 4 for t in tensors) >= VIRTUAL_HOST_BYTES
 
 
 def _as_meta(value: Any) -> Any:

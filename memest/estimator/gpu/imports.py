@@ -98,22 +98,22 @@ def names_of(originals: Sequence[Any]) -> _Names:
     key = *positions, len(sys.modules)
     if key in _found:
         return _found[key][1]
-    found = []
+    bindings = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if not positions.keys().isdisjoint(map(id, list(names.values()))):  # most end here, in C
-            known = ((name, positions.get(id(value))) for name, value in list(names.items()))
-            found += [(module, name, index) for name, index in known if index is not None]
-    _found[key] = originals, found
-    return found
+            pairs = ((name, positions.get(id(value))) for name, value in list(names.items()))
+            bindings += [(module, name, index) for name, index in pairs if index is not None]
+    _found[key] = originals, bindings
+    return bindings
 
 
 def replace_everywhere(patches: Patches, pairs: Iterable[tuple[Any, Any]]) -> None:
     """Replace `old` by `new`, for each of `pairs` (old, new), in all modules with a global name for
     `old`. `patches` undoes it."""
-    originals, made = zip(*pairs, strict=True)
+    originals, replacements = zip(*pairs, strict=True)
     for owner, name, index in names_of(originals):
-        patches.set(owner, name, made[index])
+        patches.set(owner, name, replacements[index])
 
 
 def wrap_everywhere(
@@ -124,9 +124,9 @@ def wrap_everywhere(
     original = getattr(module, name)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        made = wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs))
-        replace_everywhere(patches, [(original, made)])
-        return made
+        wrapper = wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs))
+        replace_everywhere(patches, [(original, wrapper)])
+        return wrapper
 
     return decorate
 

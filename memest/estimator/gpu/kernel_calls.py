@@ -44,11 +44,11 @@ class Recipe:
 
     def make_outputs(self) -> Any:
         """Return new meta tensors like the outputs of the call: a tuple, or one tensor."""
-        made = [
+        outputs = [
             spec and _empty_strided(spec[0], spec[1], dtype=spec[2], device="meta")
             for spec in self.specs
         ]
-        return tuple(made) if self.is_tuple else made[0]
+        return tuple(outputs) if self.is_tuple else outputs[0]
 
 
 class KernelCalls:
@@ -87,14 +87,14 @@ class KernelCalls:
         """Return the recipe of the call `op(*args, **kwargs)` with result `out`. Cache it if later
         calls can reuse it. `key` is the result of `key_of`."""
         self.coverage.has_convolutions |= op.is_convolution
-        before, num_recipes = gc.get_count()[0], len(self.recipes)
-        more = () if op.from_values is None else op.from_values(self._value_of, args)
-        recipe = recipe_of(self._gpu, op, args, kwargs, out, more)
+        num_objects, num_recipes = gc.get_count()[0], len(self.recipes)
+        numbers = () if op.from_values is None else op.from_values(self._value_of, args)
+        recipe = recipe_of(self._gpu, op, args, kwargs, out, numbers)
         if _can_repeat(op, args, out):
             self._repeatable.add(id(op.func))
             self.recipes[key or _key(op, args, kwargs)] = recipe
         if len(self.recipes) > num_recipes:
-            self._memory.pace.made(max(0, gc.get_count()[0] - before))
+            self._memory.pace.made(max(0, gc.get_count()[0] - num_objects))
         return recipe
 
     def request(self, op: Op, args: Any, kwargs: Any, out: Any, recipe: Recipe) -> None:
@@ -128,25 +128,25 @@ class KernelCalls:
                 site = site or self._site_of(op.func)
                 if num_bytes < 0:
                     sizes = memory.storages.num_bytes
-                    among = temporary if position == OLDEST else reversed(temporary)
-                    freed = next(i for i in among if sizes[i] == -num_bytes)
+                    candidates = temporary if position == OLDEST else reversed(temporary)
+                    freed = next(i for i in candidates if sizes[i] == -num_bytes)
                     temporary.remove(freed)
                     memory.free(freed)
                 else:
                     temporary.append(memory.allocate_workspace(num_bytes, site))
-            elif (t := results[position]).untyped_storage()._cdata not in memory.live:
+            elif (tensor := results[position]).untyped_storage()._cdata not in memory.live:
                 site = site or self._site_of(op.func)
-                memory.allocate(t, site, memory.kind, num_bytes)
+                memory.allocate(tensor, site, memory.kind, num_bytes)
         if op.takes_handle:
             in_backward = torch._C._current_autograd_node() is not None
             handle = "backward" if in_backward else "main", self._timeline.stream
-            kept, passing = self._cublas.bytes_for(op.func, args, kwargs, handle)
-            for num_bytes in passing:
+            kept_sizes, passing_sizes = self._cublas.bytes_for(op.func, args, kwargs, handle)
+            for num_bytes in passing_sizes:
                 temporary.append(memory.allocate_workspace(num_bytes, self._site_of(op.func)))
-            if (kept or passing) and handle[0] not in self._threads_with_handle:
+            if (kept_sizes or passing_sizes) and handle[0] not in self._threads_with_handle:
                 self._threads_with_handle.add(handle[0])
                 memory.use_driver(NEW_HANDLE)
-            for num_bytes in kept:
+            for num_bytes in kept_sizes:
                 index = memory.allocate_workspace(num_bytes, self._site_of(op.func))
                 self._cublas_ids.append(index)
 
@@ -187,17 +187,17 @@ def recipe_of(gpu: Gpu, op: Op, args: Any, kwargs: Any, out: Any, more: tuple[in
             if t is None or is_on_gpu(t)
         ]
     )
-    made = op.requests(op.call(args, kwargs, out, gpu, more)) if op.requests else None
+    requests = op.requests(op.call(args, kwargs, out, gpu, more)) if op.requests else None
     is_partial = not op.is_modelled(args, kwargs, gpu)
     events: list[tuple[int | None, int | None]]
-    if made is None or isinstance(made, Scratch):
-        made = made or Scratch()
-        own = made.outputs or (None,) * len(results)
-        events = [(n, None) for n in made.before]
-        events += [(own[i], i) for i, t in enumerate(results) if is_on_gpu(t)]
-        events += [(n, None) for n in made.after]
+    if requests is None or isinstance(requests, Scratch):
+        requests = requests or Scratch()
+        output_bytes = requests.outputs or (None,) * len(results)
+        events = [(n, None) for n in requests.before]
+        events += [(output_bytes[i], i) for i, t in enumerate(results) if is_on_gpu(t)]
+        events += [(n, None) for n in requests.after]
     else:
-        events = [(e.num_bytes, e.output) for e in made]
+        events = [(e.num_bytes, e.output) for e in requests]
     allocated = {position for _, position in events}
     has_empty = any(i not in allocated for i, t in enumerate(results) if is_on_gpu(t))
     return Recipe(specs, is_tuple, tuple(events), is_partial, has_empty)
@@ -211,8 +211,8 @@ def _can_repeat(op: Op, args: Any, out: Any) -> bool:
         return out is args[0]
     if op.is_mutable or any(r.alias_info is not None for r in op.func._schema.returns):
         return False
-    given = out if isinstance(out, list | tuple) else (out,)
-    results = [result for result in given if result is not None]
+    outputs = out if isinstance(out, list | tuple) else (out,)
+    results = [result for result in outputs if result is not None]
     if not results or not all(map(is_on_gpu, results)):
         return False
     storages = {t.untyped_storage()._cdata for t in results}
@@ -271,9 +271,9 @@ def dense_bytes(size: Iterable[int], stride: Iterable[int], item_bytes: int) -> 
     >>> dense_bytes((2, 3), (3, 1), 4), dense_bytes((2, 0), (1, 1), 4)
     (24, 0)
     """
-    last = 0
+    last_offset = 0
     for n, step in zip(size, stride, strict=True):
         if n == 0:
             return 0
-        last += (n - 1) * step
-    return (last + 1) * item_bytes
+        last_offset += (n - 1) * step
+    return (last_offset + 1) * item_bytes

@@ -64,9 +64,9 @@ class GarbagePace:
         if not self._is_active or not gc.isenabled():
             self._own += num_objects
             return
-        now = gc.get_threshold()
-        if now[0] != self._moved:  # the script has set its own threshold
-            self._threshold, self._own = now, 0
+        threshold = gc.get_threshold()
+        if threshold[0] != self._moved:  # the script has set its own threshold
+            self._threshold, self._own = threshold, 0
         self._own += num_objects
         if self._threshold[0]:
             self._moved = max(1, self._threshold[0] + self._own)
@@ -144,12 +144,12 @@ class Memory:
         key = storage._cdata
         if key in self.live:
             return
-        before = len(self.storages.num_bytes)
+        num_storages = len(self.storages.num_bytes)
         size = storage.nbytes() if num_bytes is None else num_bytes
         index = self.storages.add(size, site, kind)
         self._hold(storage, index)
         self._request(index)
-        self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - before))
+        self.pace.made(PER_STORAGE * (len(self.storages.num_bytes) - num_storages))
 
     def _hold(self, storage: torch.UntypedStorage, index: int) -> None:
         """Record that `storage` has id `index`; when Python frees it, free its GPU memory too."""
@@ -205,18 +205,18 @@ class Memory:
             self.storages.streams[index] = pool
             self.history.allocated(index, site)
         for key in owners:
-            index, before = self.raw_blocks.pop(self.address_of(key)), self.live[key]
-            storage = self._references.pop(before)()
-            self._release(before)
+            index, old_index = self.raw_blocks.pop(self.address_of(key)), self.live[key]
+            storage = self._references.pop(old_index)()
+            self._release(old_index)
             if storage is not None:
                 self._hold(storage, index)
 
     def allocate_like(self, index: int) -> int:
         """Allocate a storage like storage `index`, but without a tensor; return the new id."""
         storages = self.storages
-        made = storages.add(storages.num_bytes[index], storages.sites[index], storages.kinds[index])
-        self._request(made)
-        return made
+        copy = storages.add(storages.num_bytes[index], storages.sites[index], storages.kinds[index])
+        self._request(copy)
+        return copy
 
     def allocate_workspace(self, num_bytes: int, site: Site) -> int:
         """Allocate a workspace for `site`; return its id, for `free`. Raise as `allocate`."""
@@ -231,7 +231,7 @@ class Memory:
         num_bytes = self.storages.num_bytes[index]
         home = self._timeline.pool
         if num_bytes:
-            before = self.allocator.reserved_bytes
+            old_reserved_bytes = self.allocator.reserved_bytes
             try:
                 self.blocks[index] = self.allocator.malloc(num_bytes, home)
             except OutOfMemory:
@@ -241,9 +241,9 @@ class Memory:
                 self.refused = num_bytes, self.storages.sites[index], self.allocator.reserved_bytes
                 message = out_of_memory(self.gpu, self.allocator, num_bytes)
                 raise torch.OutOfMemoryError(message) from None
-            if self._timeline.is_slow and self.allocator.reserved_bytes > before:
-                taken = self.allocator.reserved_bytes - before
-                self._timeline.advance_host(segment_us(taken), 0.0)
+            if self._timeline.is_slow and self.allocator.reserved_bytes > old_reserved_bytes:
+                segment_bytes = self.allocator.reserved_bytes - old_reserved_bytes
+                self._timeline.advance_host(segment_us(segment_bytes), 0.0)
         self.log.open.append(index)
         if home != MAIN:
             self.storages.streams[index] = home
@@ -280,8 +280,8 @@ class Memory:
             storage = tensor.untyped_storage()
             index = self.live.pop(storage._cdata, None)
             if index is not None and num_bytes:
-                before = self.storages.sites[index]
-                site = Site(before.op, before.module, site.phase)
+                old_site = self.storages.sites[index]
+                site = Site(old_site.op, old_site.module, site.phase)
             storage.resize_(num_bytes)
             self._move(index, tensor, site if num_bytes else Site("", "", site.phase), kind)
 
@@ -336,10 +336,10 @@ class Memory:
         else:
             timeline = self._timeline
             events = map(timeline.event, self._uses.pop(index, ()))
-            done = max(map(timeline.at_pace, events), default=0.0)
-            if done > timeline.at_pace(timeline.host_time):
+            end_time = max(map(timeline.at_pace, events), default=0.0)
+            if end_time > timeline.at_pace(timeline.host_time):
                 self.storages.deferred.add(index)
-                heappush(self._pending, (done, index))
+                heappush(self._pending, (end_time, index))
         self.free(index)
 
     def _return_blocks(self) -> None:
@@ -397,17 +397,17 @@ class Memory:
         if self._timeline.streams_of_pools.get(home, home) != stream:
             self._uses.setdefault(index, set()).add(stream)
 
-    def stash(self, index: int, done: float) -> None:
-        """Record that a collective uses storage `index` until `done` (microseconds)."""
-        self._stashed[index] = done
+    def stash(self, index: int, end_time: float) -> None:
+        """Record that a collective uses storage `index` until `end_time` (microseconds)."""
+        self._stashed[index] = end_time
 
     def unstash(self, until: float | None = None) -> None:
         """Free storages stashed for collectives that ended by `until` (microseconds). None, for a
         new collective, means the host's time less a period of NCCL's watchdog."""
         if until is None:
             until = self._timeline.host_time[0] - WATCHDOG_US
-        late = sorted(index for index, done in self._stashed.items() if done <= until)
-        for index in late:
+        indices = sorted(index for index, end_time in self._stashed.items() if end_time <= until)
+        for index in indices:
             del self._stashed[index]
             if index in self.storages.stashed:
                 self._return(index)
