@@ -62,20 +62,20 @@ INDICES_ELSEWHERE = (
 
 def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
     """Return torch's message for a failed request of `num_bytes` (`CUDACachingAllocator.cpp`)."""
-    in_use = allocator.reserved_bytes + gpu.context_bytes
-    cached = allocator.reserved_bytes - allocator.allocated_bytes
-    limit = allocator.limit_bytes
+    in_use_bytes = allocator.reserved_bytes + gpu.context_bytes
+    cached_bytes = allocator.reserved_bytes - allocator.allocated_bytes
+    limit_bytes = allocator.limit_bytes
     limit_text = ""
-    if limit is not None and limit < gpu.limit_bytes:
-        limit_text = f"{_size(limit)} allowed; "
+    if limit_bytes is not None and limit_bytes < gpu.limit_bytes:
+        limit_text = f"{_size(limit_bytes)} allowed; "
     return (
         f"CUDA out of memory. Tried to allocate {_size(num_bytes)}. "
         f"GPU {GPU.device.index} has a total capacity of {_size(gpu.memory_bytes)} "
         f"of which {_size(max(0, gpu.limit_bytes - allocator.reserved_bytes))} is "
-        f"free. Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
-        f"{limit_text}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated by "
-        f"PyTorch, and {_size(cached)} is reserved by PyTorch but unallocated. If reserved but "
-        "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
+        f"free. Including non-PyTorch memory, this process has {_size(in_use_bytes)} memory in "
+        f"use. {limit_text}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated "
+        f"by PyTorch, and {_size(cached_bytes)} is reserved by PyTorch but unallocated. If "
+        "reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
         "to avoid fragmentation.  See documentation for Memory Management  "
         "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
     )

@@ -33,7 +33,7 @@ from memest.estimator.tensors.placement import storage_key, tensors_in
 c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 
 
-def _done_work() -> Any:
+def _completed_work_class() -> Any:
     """Return the class of a completed `Work`, such as `FakeWork`; None if torch has no `Work`."""
     if c10d is None or hasattr(c10d, "FakeWork"):
         return getattr(c10d, "FakeWork", None)
@@ -50,7 +50,7 @@ def _done_work() -> Any:
     return DoneWork
 
 
-DoneWork: Any = _done_work()
+DoneWork: Any = _completed_work_class()
 
 
 Communicator = tuple[str, int | None]
@@ -83,7 +83,7 @@ class PendingWorks:
         """Make `wait` and `get_future` of torch's `Work` follow the simulated streams."""
         wait = DoneWork.wait
 
-        def waits(work: Any, *args: Any, **kwargs: Any) -> Any:
+        def wait_on_stream(work: Any, *args: Any, **kwargs: Any) -> Any:
             finalizer = self._kept.pop(work, None)
             if finalizer is not None:
                 _, _, (_, end), _ = finalizer.detach()
@@ -95,7 +95,7 @@ class PendingWorks:
             tensors, _ = ((), START) if finalizer is None else finalizer.peek()[2]
             return GpuFuture(self._timeline, self._memory, self._timeline.stream, list(tensors))
 
-        patches.set(DoneWork, "wait", waits)
+        patches.set(DoneWork, "wait", wait_on_stream)
         patches.set(DoneWork, "get_future", future)
 
     def communicate(
@@ -215,18 +215,18 @@ class GpuFuture(torch.futures.Future[Any]):
 
     def wait(self) -> Any:
         """Make the current stream wait for the value, and return the value."""
-        self._joins(self._timeline.stream)
+        self._make_wait(self._timeline.stream)
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Run `callback` now, on a stream of torch's pool; return the future of its result."""
         stream = self._timeline.new_stream()
-        self._joins(stream)
+        self._make_wait(stream)
         with self._timeline.on_stream(stream):
             value = callback(self)
         return GpuFuture(self._timeline, self._memory, stream, value)
 
-    def _joins(self, stream: int) -> None:
+    def _make_wait(self, stream: int) -> None:
         self._timeline.stream_waits(stream, self._timeline.event(self._stream))
         for tensor in tensors_in((self.value(),)):
             self._memory.record_stream(tensor, stream)

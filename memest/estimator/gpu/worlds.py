@@ -64,9 +64,9 @@ class Mailbox:
         self.open()
         path = self._next(key)
         if not path.exists():  # else the rank runs again
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_bytes(_packed(value))
-            unfinished.replace(path)
+            part_file = path.with_suffix(f".{os.getpid()}")
+            part_file.write_bytes(_packed(value))
+            part_file.replace(path)
 
     def fetch(self, key: object, source: int) -> Any:
         """Return the next message under `key`; None if its value is unknown or it never comes.

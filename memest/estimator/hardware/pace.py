@@ -292,9 +292,9 @@ class Calls:
         points = points - points.min(axis=0).clip(0) - points.max(axis=0).clip(None, 0)
         weights = 1 / (squares[indices] + LEAST_SQUARE)
         plane = np.column_stack((np.ones(len(points)), points))
-        weighted = plane.T * (weights / weights.sum())
+        weighted_plane = plane.T * (weights / weights.sum())
         ridge = np.diag([0.0, *[RIDGE] * points.shape[1]])
-        height = np.linalg.solve(weighted @ plane + ridge, weighted @ heights)[0]
+        height = np.linalg.solve(weighted_plane @ plane + ridge, weighted_plane @ heights)[0]
         return float(np.exp(height.clip(heights.min(), heights.max())))
 
 
@@ -335,9 +335,9 @@ def _read(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _ = content["kernels"][ELSEWHERE], content["host"]["hook"], content["memory_bytes"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = error.strerror if isinstance(error, OSError) else repr(error)
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
         raise PlanError(
-            f"`{path}` has no measured times of a GPU: {why}",
+            f"`{path}` has no measured times of a GPU: {reason}",
             hint="`memest validate --pace FILE` writes such a file",
         ) from error
     if content.get("format") != FORMAT:

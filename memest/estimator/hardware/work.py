@@ -234,8 +234,8 @@ def _spatial_softmax(name: str, x: Tensor, dim: int) -> Work:
 def _with_rate(kind: str, rate: str, size: Sizes, num_flops: float, num_bytes: int) -> Work:
     """Return the work of a kernel with `num_flops` at the peak rate `rate`, such as `float16`. Its
     kind ends with the rate; bfloat16 counts as float16, except in grouped convolutions."""
-    measured = "float16" if rate == "bfloat16" and " grouped" not in kind else rate
-    return Work(f"{kind} {measured}", size, rate, int(num_flops), num_bytes)
+    rate_name = "float16" if rate == "bfloat16" and " grouped" not in kind else rate
+    return Work(f"{kind} {rate_name}", size, rate, int(num_flops), num_bytes)
 
 
 def rate_of(dtype: torch.dtype, operation: str = "") -> str:
@@ -310,15 +310,15 @@ def _convolution(values: dict[str, Any], out: Any, num_bytes: int) -> Work:
 PRODUCTS = "convolution products"  # kind of a convolution that runs the kernels of products
 
 
-def _products(size: Sizes, rate: str, item: int, data: bool, weights: bool) -> list[Work]:
+def _products(size: Sizes, rate: str, itemsize: int, data: bool, weights: bool) -> list[Work]:
     """Return the matrix products that equal a 1x1 convolution in channels-last of this `size`.
-    `rate` is the key of a peak rate, `item` the bytes of an element. In a backward, `data` is True
-    for the input's gradient and `weights` for the weight's; in a forward both are False."""
+    `rate` is the key of a peak rate, `itemsize` the bytes of an element. In a backward, `data` is
+    True for the input's gradient and `weights` for the weight's; in a forward both are False."""
     rows, _, c_out, c_in, _ = size
     shapes = [(rows, c_in, c_out)] * data + [(c_out, c_in, rows)] * weights or [(rows, c_out, c_in)]
-    kind = "matmul" + "-odd" * (item == 2 and bool(c_out % 8 or c_in % 8))
+    kind = "matmul" + "-odd" * (itemsize == 2 and bool(c_out % 8 or c_in % 8))
     return [
-        _with_rate(kind, rate, (1, m, n, k), 2 * m * n * k, item * (m * n + m * k + n * k))
+        _with_rate(kind, rate, (1, m, n, k), 2 * m * n * k, itemsize * (m * n + m * k + n * k))
         for m, n, k in shapes
     ]
 
@@ -333,9 +333,9 @@ def _recurrent(values: dict[str, Any]) -> Work:
     samples = max(1, x.shape[:-1].numel() // max(1, num_steps))
     gates = {2: 4, 3: 3}.get(values["mode"], 1)  # of an LSTM and a GRU by cuDNN's numbers, and RNNs
     size = (num_steps, values["num_layers"], samples, hidden, gates)
-    is_backward, both = "grad_output" in values, bool(values["bidirectional"])
-    flops = 2 * prod(size) * (values["proj_size"] or hidden) * (1 + both) * (1 + is_backward)
-    kind = "rnn" + "-both" * both + "-backward" * is_backward
+    is_backward, is_two_way = "grad_output" in values, bool(values["bidirectional"])
+    flops = 2 * prod(size) * (values["proj_size"] or hidden) * (1 + is_two_way) * (1 + is_backward)
+    kind = "rnn" + "-both" * is_two_way + "-backward" * is_backward
     return _with_rate(kind, rate_of(x.dtype, "rnn"), size, flops, 0)
 
 

@@ -126,14 +126,14 @@ def _install_script(patches: Patches, mode: CudaSimMode, hooks: ImportHooks) -> 
 
     hooks.after("torch.utils.tensorboard._pytorch_graph", after)
     unchanged: Any = lambda module, *args, **options: module  # noqa: E731
-    replaced = {
+    replacements = {
         "script_method": as_written,
         "ScriptModule": type("ScriptModule", (nn.Module,), {}),  # it compiles nothing
         "trace": trace,
         "freeze": unchanged,
         "optimize_for_inference": unchanged,
     }
-    patches.set_all(replaced, torch.jit)
+    patches.set_all(replacements, torch.jit)
 
 
 def _call_to_trace(func: Any, inputs: Any, checks: bool) -> None:

@@ -76,12 +76,12 @@ def _nms(then: Next, boxes: Tensor, scores: Tensor, iou_threshold: float) -> Ten
     _notes[-1](f"nms as {count} of {count} boxes")
     with torch.no_grad():
         order = scores.sort(stable=True, dim=0, descending=True)[1]
-        ordered = boxes.index_select(0, order).contiguous()
+        sorted_boxes = boxes.index_select(0, order).contiguous()
         words = ceil_div(count, BOXES_PER_WORD)
         mask = torch.empty(count * words, dtype=torch.int64, device=boxes.device)
         is_kept = mask[:count] >= 0
         indices = order.masked_select(is_kept)
-        del ordered, mask
+        del sorted_boxes, mask
     return indices
 
 

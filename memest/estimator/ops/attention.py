@@ -272,8 +272,8 @@ def _additive_mask(
 def _aligned_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return `mask` expanded to (B, H, L, S), with rows at multiples of 8 (`preprocess_mask`). A
     mask with other strides is copied into one that is 1 to 8 elements wider, and sliced back."""
-    aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
-    if not aligned:
+    is_aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    if not is_aligned:
         width = mask.size(-1)
         padded = torch.nn.functional.pad(mask, (0, 8 - width % 8))
         mask = aten.slice.Tensor(padded, -1, 0, width)
@@ -295,7 +295,7 @@ def math_attention(
     if dtype in _HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
         query_acc, key_acc, value_acc = query.float(), key.float(), value.float()
     factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
-    scaled = aten.mul.Scalar(query_acc, -factor if scale is not None and scale < 0 else factor)
+    scaled_q = aten.mul.Scalar(query_acc, -factor if scale is not None and scale < 0 else factor)
     if is_causal:
         sides, device = [query.size(-2), key.size(-2)], query.device
         lower = aten.ones.default(sides, dtype=torch.bool, device=device).tril()
@@ -305,7 +305,7 @@ def math_attention(
     if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
         all_keys = key_acc.repeat_interleave(query.size(-3) // key.size(-3), -3)
         all_values = value_acc.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    attn = torch.matmul(scaled, aten.mul.Scalar(all_keys.transpose(-2, -1), factor))
+    attn = torch.matmul(scaled_q, aten.mul.Scalar(all_keys.transpose(-2, -1), factor))
     if attn_mask is not None:
         attn.add_(attn_mask)
     attn = aten._safe_softmax.default(attn, -1)
@@ -314,7 +314,7 @@ def math_attention(
     # The weights are a second result, converted before the output is computed, and dropped here.
     weights = attn.to(dtype)
     out = torch.matmul(attn, all_values).to(dtype)
-    del weights, attn, all_keys, all_values, scaled, attn_mask, value_acc, key_acc, query_acc
+    del weights, attn, all_keys, all_values, scaled_q, attn_mask, value_acc, key_acc, query_acc
     return out
 
 

@@ -249,11 +249,11 @@ def _on_one_device(op: OpOverload, args: Args) -> Args:
     scalar = first.detach().as_strided((), ())
     with_integers = op is torch.ops.aten.take_along_dim.default
 
-    def alike(tensor: Tensor) -> Tensor:
+    def without_data(tensor: Tensor) -> Tensor:
         is_length = not (tensor.is_floating_point() or tensor.dtype is torch.bool or with_integers)
         return tensor if is_meta(tensor) or is_length else tensor * scalar.to(tensor.dtype)
 
-    return tuple(map_tensors(alike, args))
+    return tuple(map_tensors(without_data, args))
 
 
 def _is_on_gpu(args: Args) -> bool:

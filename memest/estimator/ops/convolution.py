@@ -337,7 +337,7 @@ def has_same_workspaces(calls: Calls, gpu: Gpu, other: Gpu) -> bool:
     return gpu.chip == other.chip or workspaces_on(gpu) == workspaces_on(other)
 
 
-def _tried(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
+def _benchmark_events(shapes: ConvolutionShapes, direction: str, gpu: Gpu) -> Events:
     """Allocations by which `cudnn.benchmark` times plans at a first call; [] if it is off."""
     if not torch.backends.cudnn.benchmark or not _is_by_cudnn(shapes, gpu):
         return []
@@ -407,7 +407,7 @@ def convolution(c: KernelCall) -> Events:
     return (
         temporaries(*copies_in(memory_format, c.input))
         + (weight_copy + result if _copies_first(shapes, c.transposed) else result + weight_copy)
-        + _tried(shapes, direction, c.gpu)
+        + _benchmark_events(shapes, direction, c.gpu)
         + temporaries(_workspace(shapes, direction, c.gpu).num_bytes)
     )
 
@@ -446,7 +446,7 @@ def convolution_backward(c: KernelCall) -> Events:
 
     def kernel_events(direction: str) -> Events:
         buffer = _workspace(shapes, direction, c.gpu)
-        return _tried(shapes, direction, c.gpu) + passing(buffer.num_bytes)
+        return _benchmark_events(shapes, direction, c.gpu) + passing(buffer.num_bytes)
 
     input_events: Events = []
     weight_events: Events = []

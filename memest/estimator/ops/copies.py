@@ -53,8 +53,8 @@ def awaited_device() -> torch.device | None:
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in COPIES_BACKWARD:
         return None
-    (after, number), *_ = node.next_functions
-    return None if after is None else after._input_metadata[number].device
+    (next_node, number), *_ = node.next_functions
+    return None if next_node is None else next_node._input_metadata[number].device
 
 
 def copied(mode: SimMode, func: Any, args: Args, kwargs: Any) -> Tensor:

@@ -58,13 +58,13 @@ def radix_sort_bytes(num_items: int, gpu: Gpu, *, num_bits: int = 64, key_bytes:
 
 def keys_sort_bytes(num_items: int, dtype: torch.dtype) -> int:
     """Bytes of `DeviceRadixSort::SortKeys`: `radix_sort_bytes` without values. Evidence: H100."""
-    item = dtype.itemsize
-    if num_items <= 256 * (19 * 4 // max(4, item)):
+    itemsize = dtype.itemsize
+    if num_items <= 256 * (19 * 4 // max(4, itemsize)):
         return 1
-    tile = 384 * (15 if item == 8 else 18 if dtype.is_floating_point else 19)
-    keys = num_items * item if item > 1 else 0
-    digits, tiles = item * _RADIX_DIGITS * 8, ceil_div(num_items, tile) * _RADIX_DIGITS * 4
-    return _aliased(digits, tiles, keys, item * 4)
+    tile = 384 * (15 if itemsize == 8 else 18 if dtype.is_floating_point else 19)
+    keys = num_items * itemsize if itemsize > 1 else 0
+    digits, tiles = itemsize * _RADIX_DIGITS * 8, ceil_div(num_items, tile) * _RADIX_DIGITS * 4
+    return _aliased(digits, tiles, keys, itemsize * 4)
 
 
 def scan_bytes(num_items: int, *, value_bytes: int = 8) -> int:

@@ -180,10 +180,10 @@ def _has_cublaslt(folder: Path) -> bool:
 class Library:
     """Loaded cuDNN, which lists a convolution's plans without a GPU. A lock serializes calls."""
 
-    def __init__(self, loaded: Any) -> None:
-        self._library = loaded
+    def __init__(self, cdll: Any) -> None:
+        self._library = cdll
         self._library.cudnnGetVersion.restype = ctypes.c_size_t
-        self.version = int(loaded.cudnnGetVersion())
+        self.version = int(cdll.cudnnGetVersion())
         self._made: list[Any] = []
         self._properties: dict[str, Any] = {}
         self._lock = threading.Lock()

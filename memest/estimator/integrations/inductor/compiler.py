@@ -397,11 +397,11 @@ class Kernel:
     def __init__(self, name: str, source: str, mode: CudaSimMode) -> None:
         self.name = name
         self._mode = mode
-        self._declared = declared = Declaration.load(source)
+        self._declared = declaration = Declaration.load(source)
         # the fastest launch is unknown: assume the first config
-        configs = declared.configs[:1] if source in mode.timed else declared.configs
+        configs = declaration.configs[:1] if source in mode.timed else declaration.configs
         try:
-            self._num_ways = len(timed_configs(declared, configs, mode.gpu))
+            self._num_ways = len(timed_configs(declaration, configs, mode.gpu))
         except Exception as error:
             self._num_ways = len(configs)
             note = "`torch.compile`: smaller blocks of reductions are not timed"
@@ -491,8 +491,8 @@ class Declaration:
 
         triton: Any = vars(triton_heuristics)["triton"]
         patches = Patches()
-        replaced = {"Config": _Config, "InductorConfig": _Config}
-        patches.set_all(replaced | {"cached_autotune": cached_autotune}, triton_heuristics)
+        replacements = {"Config": _Config, "InductorConfig": _Config}
+        patches.set_all(replacements | {"cached_autotune": cached_autotune}, triton_heuristics)
         patches.set(triton, "Config", _Config)
         patches.set(triton_helpers, "set_driver_to_gpu", lambda: None)
         try:

@@ -101,10 +101,10 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
     patches.within(convert_frame, "_compile", lambda *_: _disable_current_modes())
 
     @patches.wrap(convert_frame, "_compile")
-    def compile_frame(compiled: Any, code: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_frame(compile_code: Any, code: Any, *args: Any, **kwargs: Any) -> Any:
         dynamo.trace_rules.get_torch_obj_rule_map()  # fills the tables
         try:
-            result = compiled(code, *args, **kwargs)
+            result = compile_code(code, *args, **kwargs)
         except Exception as error:
             if _is_of_dynamo(error):
                 raise
@@ -113,7 +113,7 @@ def _install_frames(patches: Patches, mode: CudaSimMode, dynamo: Any) -> None:
             if not isinstance(error, exc.BackendCompilerFailed):
                 return getattr(convert_frame, "ConvertFrameReturn", constant(None))()
             args = *args[:4], lambda graph, inputs: graph.forward, *args[5:]  # the eager backend
-            return compiled(code, *args, **kwargs)
+            return compile_code(code, *args, **kwargs)
         padding = "estimated" if is_estimated() else "left out"
         mode.notes.add(COMPILED.format(version=torch.__version__.partition("+")[0], how=padding))
         return result
