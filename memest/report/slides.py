@@ -29,18 +29,18 @@ _LAYOUT = (
 
 def pptx_bytes(slides: Sequence[Slide], *, dark: bool) -> bytes:
     """Return `slides` as the bytes of a PPTX file; `dark` selects the dark colours."""
-    made = Presentation()
-    made.slide_width, made.slide_height = Inches(WIDTH), Inches(HEIGHT)
+    presentation = Presentation()
+    presentation.slide_width, presentation.slide_height = Inches(WIDTH), Inches(HEIGHT)
     theme = DARK if dark else LIGHT
-    for each in slides:
-        _add(made, each, theme)
+    for slide in slides:
+        _add(presentation, slide, theme)
     file = io.BytesIO()
-    made.save(file)
+    presentation.save(file)
     return file.getvalue()
 
 
-def _add(made: Any, slide: Slide, theme: Theme) -> None:
-    page = made.slides.add_slide(made.slide_layouts[_TITLE_ONLY])
+def _add(presentation: Any, slide: Slide, theme: Theme) -> None:
+    page = presentation.slides.add_slide(presentation.slide_layouts[_TITLE_ONLY])
     page.background.fill.solid()
     page.background.fill.fore_color.rgb = _rgb(theme.background)
     title = page.shapes.title
@@ -82,8 +82,8 @@ def _add_chart(page: Any, chart: Chart, theme: Theme) -> None:
     # left, top, width and height of the axes as shares of the chart
     inner = (0.08, 0.04, 0.91, 0.7) if chart.is_upright else (0.36, 0.06, 0.62, 0.77)
     area = native._chartSpace.chart.plotArea  # python-pptx has no layout
-    for old in area.findall("{*}layout"):
-        area.remove(old)
+    for layout in area.findall("{*}layout"):
+        area.remove(layout)
     area.insert(0, parse_xml(_LAYOUT.format(*inner)))
     _limit(page, chart, theme, inner)
 
@@ -103,20 +103,20 @@ def _axes(native: Any, chart: Chart, theme: Theme) -> None:
 def _colour(native: Any, chart: Chart, theme: Theme) -> None:
     plot, colors = native.plots[0], colors_of(theme)
     plot.gap_width, plot.overlap = 35, 100
-    for series, made in zip(chart.series, plot.series, strict=True):
-        fill = made.format.fill
+    for series, native_series in zip(chart.series, plot.series, strict=True):
+        fill = native_series.format.fill
         if not series.color:
             fill.background()
             continue
         color = colors[series.color]
         if series.color == "between":
             fill.background()
-            made.format.line.color.rgb = _rgb(theme.ink)
-            made.format.line.width = Pt(1.5)
+            native_series.format.line.color.rgb = _rgb(theme.ink)
+            native_series.format.line.width = Pt(1.5)
         else:
             fill.solid()
             fill.fore_color.rgb = _rgb(color)
-        labels = made.data_labels
+        labels = native_series.data_labels
         labels.show_value = True
         labels.number_format = f'[>={0.05 * chart.top:.2f}]0.0;""'  # too small for a number
         labels.number_format_is_linked = False
@@ -134,17 +134,17 @@ def _limit(page: Any, chart: Chart, theme: Theme, inner: tuple[float, float, flo
     width, height = inner[2] * _BOX[2], inner[3] * _BOX[3]
     share = chart.limit / round(chart.top, 2)
     if chart.is_upright:
-        at = top + height * (1 - share)
-        ends = (left, at, left + width, at)
-        place = (left + width - 4.0, at - 0.36, 4.0, 0.36)
+        position = top + height * (1 - share)
+        ends = (left, position, left + width, position)
+        label_box = (left + width - 4.0, position - 0.36, 4.0, 0.36)
     else:
-        at = left + width * share
-        ends = (at, top - 0.1, at, top + height)
-        place = (at - 4.0, top - 0.42, 4.0, 0.36)
+        position = left + width * share
+        ends = (position, top - 0.1, position, top + height)
+        label_box = (position - 4.0, top - 0.42, 4.0, 0.36)
     line = page.shapes.add_connector(MSO_CONNECTOR.STRAIGHT, *map(Inches, ends))
     line.shadow.inherit = False
     line.line.color.rgb, line.line.width = _rgb(theme.ink), Pt(3)
-    box = page.shapes.add_textbox(*map(Inches, place))
+    box = page.shapes.add_textbox(*map(Inches, label_box))
     _write(box.text_frame, chart.limit_name, 16, theme.ink, bold=True)
     box.text_frame.paragraphs[0].alignment = PP_ALIGN.RIGHT
 

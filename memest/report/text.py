@@ -71,8 +71,8 @@ def render_suite(predictions: Sequence[Prediction]) -> str:
     header = ["experiment", "allocated", "reserved", "process", *gpus]
     rows = [header]
     for p in predictions:
-        words = (p.verdicts[g].word if g in p.verdicts else "" for g in gpus)
-        rows.append([p.name, *map(gib_or_mib, p.levels.values()), *words])
+        verdicts = (p.verdicts[g].word if g in p.verdicts else "" for g in gpus)
+        rows.append([p.name, *map(gib_or_mib, p.levels.values()), *verdicts])
     return "\n".join(table(rows, left=1))
 
 
@@ -124,8 +124,8 @@ _ERROR_HINTS = {
 
 def error_hint(text: str) -> list[str]:
     """Return [advice] on the error in `text`, a message or traceback; [] if memest has none."""
-    found = (hint for errors, hint in _ERROR_HINTS.items() if re.search(f"^({errors})", text, re.M))
-    return list(found)[:1]
+    hints = (hint for errors, hint in _ERROR_HINTS.items() if re.search(f"^({errors})", text, re.M))
+    return list(hints)[:1]
 
 
 def _heading_of_plan(prediction: Prediction) -> list[str]:
@@ -191,25 +191,25 @@ def where(report: SimulatedReport) -> str:
 def _totals(report: SimulatedReport) -> list[str]:
     slack = report.peak_reserved_bytes - report.peak_allocated_bytes
     context = report.process_bytes - report.peak_reserved_bytes
-    beside = "CUDA context and NCCL" if report.is_distributed else "CUDA context"
+    overhead = "CUDA context and NCCL" if report.is_distributed else "CUDA context"
     notes = (
         "torch.cuda.max_memory_allocated",
         f"including {format_bytes(slack)} cached",
-        f"nvidia-smi; {beside} {format_bytes(context)}",
+        f"nvidia-smi; {overhead} {format_bytes(context)}",
     )
     levels = zip(report.levels.items(), notes, strict=True)
     cells = [[name, gib_or_mib(size), note] for (name, size), note in levels]
     if report.host_bytes:
         cells.append(["host", gib_or_mib(report.host_bytes), _host_note(report)])
-        held = gib_that_add_up([t.num_bytes for t in report.host_terms])
+        host_sizes = gib_that_add_up([t.num_bytes for t in report.host_terms])
         cells += [
             ["", f"{size} GiB", f"{t.kind}: {t.arithmetic}, {t.why}"]
-            for size, t in zip(held, report.host_terms, strict=True)
+            for size, t in zip(host_sizes, report.host_terms, strict=True)
         ]
     for row in cells:
-        found = report.intervals.get(row[0])
-        if found is not None and found.low_bytes < found.high_bytes:
-            row[-1] += f"; on a rank between {gib(found.low_bytes)} and {gib(found.high_bytes)}"
+        bounds = report.intervals.get(row[0])
+        if bounds is not None and bounds.low_bytes < bounds.high_bytes:
+            row[-1] += f"; on a rank between {gib(bounds.low_bytes)} and {gib(bounds.high_bytes)}"
     return [f"peak on {report.gpu}", *table(cells, left=1, last_left=True)]
 
 
@@ -254,19 +254,19 @@ def phase_rows(prediction: Prediction) -> list[list[str]]:
 def _closed_form(report: SimulatedReport) -> list[str]:
     """Return lines that compare the MiB which a layer saves for backward, as simulated, with a
     textbook's formula; [] if the report has no formula."""
-    found = report.closed_form
-    if found is None:
+    form = report.closed_form
+    if form is None:
         return []
-    letters = ", ".join(f"{k} = {v}" for k, v in found.letters.items())
-    sizes = [found.textbook_bytes, *(t.num_bytes for t in found.differences)]
-    textbook, *others = units.rounded_to_sum([size / MIB for size in sizes], 2)
-    rows = [["textbook", f"{textbook:.2f}", f"{found.formula}, {letters}"]]
+    letters = ", ".join(f"{k} = {v}" for k, v in form.letters.items())
+    sizes = [form.textbook_bytes, *(t.num_bytes for t in form.differences)]
+    textbook, *deltas = units.rounded_to_sum([size / MIB for size in sizes], 2)
+    rows = [["textbook", f"{textbook:.2f}", f"{form.formula}, {letters}"]]
     rows += [
         [t.kind, f"{size:+.2f}", f"{t.arithmetic}: {t.why}"]
-        for size, t in zip(others, found.differences, strict=True)
+        for size, t in zip(deltas, form.differences, strict=True)
     ]
     rows.append(
-        ["simulated", f"{found.traced_bytes / MIB:.2f}", f"mean of {found.num_layers} layers"]
+        ["simulated", f"{form.traced_bytes / MIB:.2f}", f"mean of {form.num_layers} layers"]
     )
     title = "MiB that a layer saves for its backward; textbook: Korthikanti et al. 2022, 16 bit"
     return [title, *table(rows, left=1, last_left=True)]
@@ -279,10 +279,10 @@ def rank_rows(report: SimulatedReport) -> list[list[str]]:
     for row in report.ranks:
         cells = []
         for name, size in row.levels.items():
-            found = row.intervals.get(name)
-            is_range = found is not None and found.low_bytes < found.high_bytes
-            ends = (found.low_bytes, found.high_bytes) if found and is_range else (size,)
-            cells.append(" to ".join(map(unit.of, ends)))
+            interval = row.intervals.get(name)
+            is_range = interval is not None and interval.low_bytes < interval.high_bytes
+            bounds = (interval.low_bytes, interval.high_bytes) if interval and is_range else (size,)
+            cells.append(" to ".join(map(unit.of, bounds)))
         rows.append([f"rank {row.rank}", *cells, str(row.num_steps), _ENDINGS[row.ending]])
     return rows
 
@@ -292,12 +292,12 @@ def module_rows(report: SimulatedReport, limit: int | None = None) -> list[list[
     `limit` share a row; None is no limit."""
     unit = unit_in(report)
     shown = list(report.modules[:limit])
-    found = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]
-    found += [_module_cells(row.name, [row], unit) for row in shown]
-    rest = report.modules[len(shown) :]
-    if rest:
-        found.append(_module_cells(counted(len(rest), "other"), rest, unit))
-    return found
+    rows = [[f"by module, {unit.name} at the peak", *COLUMNS, "other", "all"]]
+    rows += [_module_cells(row.name, [row], unit) for row in shown]
+    hidden = report.modules[len(shown) :]
+    if hidden:
+        rows.append(_module_cells(counted(len(hidden), "other"), hidden, unit))
+    return rows
 
 
 def _module_cells(name: str, rows: Sequence[HeldRow], unit: Unit) -> list[str]:
@@ -310,14 +310,14 @@ def _lines(report: SimulatedReport) -> list[str]:
     rows, unit = report.lines, unit_in(report)
     if not rows:
         return []
-    least = unit.num_bytes // 2000  # smaller ones would be printed as 0.000
-    num_shown = min(MAX_ROWS, sum(row.num_bytes >= least for row in rows) or 1)
-    shown, rest = rows[:num_shown], rows[num_shown:]
+    threshold = unit.num_bytes // 2000  # smaller ones would be printed as 0.000
+    num_shown = min(MAX_ROWS, sum(row.num_bytes >= threshold for row in rows) or 1)
+    shown, hidden = rows[:num_shown], rows[num_shown:]
     sizes = [row.num_bytes for row in shown]
     names = [(row.name, row.source) for row in shown]
-    if rest:
-        sizes.append(sum(row.num_bytes for row in rest))
-        names.append((counted(len(rest), "other"), ""))
+    if hidden:
+        sizes.append(sum(row.num_bytes for row in hidden))
+        names.append((counted(len(hidden), "other"), ""))
     figures = zip(unit.adding_up(sizes), units.shares_that_add_up(sizes, sum(sizes)), strict=True)
     cells = [["by line of the script", "", "share", ""]]
     for (name, source), (size, share) in zip(names, figures, strict=True):
@@ -345,9 +345,9 @@ def guesses_of(report: SimulatedReport, limit: int | None = MAX_GUESSES) -> list
         f"guessed: {guess.line} reads {guess.what}, {times(guess.count)}"
         for guess in report.guesses[:limit]
     ]
-    if rest := report.guesses[len(lines) :]:
-        count = times(sum(guess.count for guess in rest))
-        lines.append(f"guessed: {len(rest)} other reads, {count}")
+    if hidden := report.guesses[len(lines) :]:
+        count = times(sum(guess.count for guess in hidden))
+        lines.append(f"guessed: {len(hidden)} other reads, {count}")
     return lines
 
 
@@ -359,10 +359,10 @@ def times(count: int) -> str:
 def verdict_table(verdicts: Mapping[str, Verdict]) -> list[str]:
     """Return a header and a line per GPU in `verdicts`: memory usable, needed and used; verdict."""
     rows = [["gpu", "usable", "needs", "uses", "verdict", "margin", ""]]
-    for name, v in verdicts.items():
-        sizes = map(gib_or_mib, (v.limit_bytes, v.needs_bytes, v.reserved_bytes))
-        place = f"at {place_in_words(v.at)}" if v.at else ""
-        rows.append([name, *sizes, v.word, f"{v.margin_bytes / GIB:+.2f} GiB", place])
+    for name, verdict in verdicts.items():
+        sizes = map(gib_or_mib, (verdict.limit_bytes, verdict.needs_bytes, verdict.reserved_bytes))
+        place = f"at {place_in_words(verdict.at)}" if verdict.at else ""
+        rows.append([name, *sizes, verdict.word, f"{verdict.margin_bytes / GIB:+.2f} GiB", place])
     lines = table(rows, left=1, last_left=True)
     words = [v.word for v in verdicts.values()]
     return lines[:1] + [
@@ -389,9 +389,9 @@ def _assumed(report: SimulatedReport, *, verbose: bool) -> list[str]:
 def covered(coverage: Mapping[str, Any]) -> list[str]:
     """Return lines on `coverage`, a value of a report: the number of modelled operator calls, then
     each operator whose workspace is not modelled."""
-    known, every = coverage["num_modelled"], coverage["num_ops"]
+    num_modelled, num_calls = coverage["num_modelled"], coverage["num_ops"]
     return [
-        f"coverage: {known} of {every} operator calls modelled",
+        f"coverage: {num_modelled} of {num_calls} operator calls modelled",
         *(
             f"not modelled: workspace of {op} ({counted(count, 'call')})"
             for op, count in coverage["unmodelled"].items()
@@ -429,7 +429,7 @@ def _folded_line(line: str, width: int) -> str:
     bare = plain(line)
     if len(bare) <= width or _COMMAND.search(bare):
         return line
-    gaps = [found.end() for found in re.finditer(r"(?<=\S)  +", bare)]
+    gaps = [match.end() for match in re.finditer(r"(?<=\S)  +", bare)]
     indent = next((end for end in reversed(gaps) if end <= 0.6 * width), 2)
     return textwrap.fill(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
@@ -460,7 +460,7 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool) -> str:
         "",
         "MIG: the name of an instance is that of the GPU with its profile, such as"
         " a100-80gb-mig-3g.40gb",
-        *(f"  {name}: {', '.join(found)}" for name, found in mig_profiles().items()),
+        *(f"  {name}: {', '.join(profiles)}" for name, profiles in mig_profiles().items()),
     ]
     if verbose:
         lines += ["", *(f"{g.name}: {g.source}" for g in gpus)]
@@ -469,23 +469,23 @@ def render_gpus(gpus: Iterable[Gpu], *, verbose: bool) -> str:
 
 def render_advice(advice: Advice) -> str:
     """Return the advice as text: verdict, then changes that fit, do not fit, and were not tried."""
-    small = [["not enough alone", "needs", "margin", "a step"]]
+    rows = [["not enough alone", "needs", "margin", "a step"]]
     for option in advice.not_enough:
         sizes = (option.verdict.needs_bytes, option.verdict.margin_bytes)
         time = seconds(option.time.seconds) if option.time else ""
-        small.append([option.title, *map(gib_or_mib, sizes), time])
-    left_out = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
+        rows.append([option.title, *map(gib_or_mib, sizes), time])
+    exclusions = [f"refused: {r.title}: {r.reason}" for r in advice.refused]
     if not advice.fits:
-        left_out += [f"not tried: {what}" for what in advice.not_tried]
+        exclusions += [f"not tried: {title}" for title in advice.not_tried]
     count = counted(advice.num_predictions, "prediction")
     if not advice.is_complete:
         count += ", all that were allowed: there may be more (`--max-predictions`)"
     sections = [
         _heading(advice),
-        [] if advice.fits or advice.options else _nothing(advice),
+        [] if advice.fits or advice.options else _no_option(advice),
         *(_option(number, option) for number, option in enumerate(advice.options, 1)),
-        table(small, left=1) if advice.not_enough else [],
-        [*left_out, count],
+        table(rows, left=1) if advice.not_enough else [],
+        [*exclusions, count],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -499,11 +499,11 @@ def _heading(advice: Advice) -> list[str]:
     if plan.is_distributed:
         facts.append(f"{plan.strategy} on {plan.world_size} GPUs")
     facts.append(f"on {advice.gpu}")
-    found = current.verdict
-    figures = f"needs {gib_or_mib(found.needs_bytes)} of {gib_or_mib(found.limit_bytes)} usable"
+    verdict = current.verdict
+    figures = f"needs {gib_or_mib(verdict.needs_bytes)} of {gib_or_mib(verdict.limit_bytes)} usable"
     if advice.fits:
-        return ["  ".join(facts), f"fits as it is: {figures}, {_to_spare(found)}"]
-    lines = [f"does not fit: {figures}, {gib_or_mib(-found.margin_bytes)} too much"]
+        return ["  ".join(facts), f"fits as it is: {figures}, {_to_spare(verdict)}"]
+    lines = [f"does not fit: {figures}, {gib_or_mib(-verdict.margin_bytes)} too much"]
     if current.time:
         lines.append(f"with enough memory: about {time_words(current.time)}")
     return ["  ".join(facts), *lines]
@@ -514,7 +514,7 @@ def _to_spare(verdict: Verdict) -> str:
     return f"{gib_or_mib(verdict.margin_bytes)} to spare{tight}"
 
 
-def _nothing(advice: Advice) -> list[str]:
+def _no_option(advice: Advice) -> list[str]:
     smallest = advice.smallest
     searched = "" if advice.is_complete else " among what was tried"
     return [
@@ -562,8 +562,8 @@ def render_largest(rows: Sequence[Largest]) -> str:
             lines.append(
                 f"{row.gpu}: {noun} {row.value} is tight: a driver may leave {spread} less"
             )
-    num_traces, seconds = sum(r.num_traces for r in rows), sum(r.elapsed_s for r in rows)
-    lines.append(f"found by replay under each GPU's limit, {num_traces} traces, {seconds:.1f} s")
+    num_traces, elapsed_s = sum(r.num_traces for r in rows), sum(r.elapsed_s for r in rows)
+    lines.append(f"found by replay under each GPU's limit, {num_traces} traces, {elapsed_s:.1f} s")
     return "\n".join(lines)
 
 
@@ -575,12 +575,12 @@ def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
     cells = [[f"largest {_NOUNS[key]}", *(c for gpu in gpus for c in (gpu, "margin"))]]
     for name in names:
         line = [name]
-        for found in (by_cell[name, gpu].largest for gpu in gpus):
-            if found is None:
+        for best in (by_cell[name, gpu].largest for gpu in gpus):
+            if best is None:
                 line += ["n/a", ""]
                 continue
-            value = "OOM" if found.value is None else f"{found.value}{'+' if found.ceiling else ''}"
-            line += [value, f"{found.verdict.margin_bytes / GIB:+.2f} GiB"]
+            value = "OOM" if best.value is None else f"{best.value}{'+' if best.ceiling else ''}"
+            line += [value, f"{best.verdict.margin_bytes / GIB:+.2f} GiB"]
         cells.append(line)
     lines = table(cells, left=1)
     errors = {row.technique: row.error for row in rows if row.error}
@@ -589,12 +589,12 @@ def render_techniques(rows: Sequence[TechniqueRow], key: str) -> str:
 
 
 def _figures(row: Largest) -> list[str]:
-    found = row.verdict
-    above = "-" if row.next_needs_bytes is None else gib_or_mib(row.next_needs_bytes)
-    figures = [f"{found.margin_bytes / GIB:+.2f} GiB", above]
+    verdict = row.verdict
+    next_need = "-" if row.next_needs_bytes is None else gib_or_mib(row.next_needs_bytes)
+    figures = [f"{verdict.margin_bytes / GIB:+.2f} GiB", next_need]
     if row.value is None:
         return ["none", "-", "-", *figures]
-    needs, uses = gib_or_mib(found.needs_bytes), gib_or_mib(found.reserved_bytes)
+    needs, uses = gib_or_mib(verdict.needs_bytes), gib_or_mib(verdict.reserved_bytes)
     return [str(row.value), needs, uses, *figures]
 
 

@@ -28,9 +28,9 @@ class Training:
 
     def hours(self, time: StepTime) -> tuple[float, float, float]:
         """Return (estimated, lowest, highest) hours of the training, from the `time` of a step."""
-        each = (time.seconds, time.low_seconds, time.high_seconds)
-        repeated = 1 - time.first_seconds / time.seconds
-        low, middle, high = sorted(s * repeated * self.num_steps / HOUR_S for s in each)
+        estimates = (time.seconds, time.low_seconds, time.high_seconds)
+        repeated_share = 1 - time.first_seconds / time.seconds
+        low, middle, high = sorted(s * repeated_share * self.num_steps / HOUR_S for s in estimates)
         return middle, low, high
 
     def price_of(self, gpu: str) -> float | None:
@@ -59,22 +59,22 @@ def read_prices(given: str | None) -> dict[str, float]:
         return {"": _positive(given)}
     path = Path(given)
     if path.is_dir():
-        return _of_catalogues(path)
-    found = parse_yaml(read_limited(path, what="prices"), path)
-    if not isinstance(found, dict):
+        return _catalogue_prices(path)
+    prices = parse_yaml(read_limited(path, what="prices"), path)
+    if not isinstance(prices, dict):
         raise PlanError(
             f"`{path}` has no prices", hint="write one line per GPU, such as `h100-80gb: 2.10`"
         )
-    return {find_gpu(str(name)).name: _positive(price) for name, price in found.items()}
+    return {find_gpu(str(name)).name: _positive(price) for name, price in prices.items()}
 
 
-def _of_catalogues(folder: Path) -> dict[str, float]:
+def _catalogue_prices(folder: Path) -> dict[str, float]:
     """Return the lowest price of one GPU for an hour, by GPU name, without spot instances.
 
     `folder` has a file `PROVIDER.csv` for each provider, as `python -m gpuhunt` writes it
     (`CATALOG_V2_FIELDS` of gpuhunt/_internal/storage.py).
     """
-    found: dict[str, float] = {}
+    prices: dict[str, float] = {}
     for path in sorted(folder.glob("*.csv")):
         lines = read_limited(path, MAX_CATALOGUE_BYTES, what="prices").splitlines()
         for row in csv.DictReader(lines):
@@ -86,13 +86,13 @@ def _of_catalogues(folder: Path) -> dict[str, float]:
                 raise PlanError(f"`{path}` is no catalogue of gpuhunt: {error!r}") from error
             gpu = _sold_as(name, memory_gb) if count and not is_spot else None
             if gpu is not None and price > 0:
-                found[gpu] = min(price / count, found.get(gpu, float("inf")))
-    if not found:
+                prices[gpu] = min(price / count, prices.get(gpu, float("inf")))
+    if not prices:
         raise PlanError(
             f"`{folder}` has no prices of known GPUs",
             hint="write a catalogue with `python -m gpuhunt runpod --output runpod.csv`",
         )
-    return found
+    return prices
 
 
 MAX_CATALOGUE_BYTES = 256 << 20  # size above any provider's catalogue: 600,000 offers of 400 bytes

@@ -36,8 +36,8 @@ def run_both(arguments: Sequence[str], base: str) -> BothReports:
         if not base or now is None:
             return BothReports(code, now, None)
         try:
-            with _work_tree(base, folder / "tree") as here:
-                base_code, before = _run(arguments, here, folder / "base.json")
+            with _work_tree(base, folder / "tree") as work_tree:
+                base_code, before = _run(arguments, work_tree, folder / "base.json")
         except MemestError as error:
             return BothReports(code, now, None, (str(error),))
     notes = () if before else (f"the script ends with exit code {base_code} on `{base}`",)
@@ -78,8 +78,8 @@ def _work_tree(base: str, folder: Path) -> Iterator[Path]:
         _git("worktree", "remove", "--force", str(folder))
 
 
-def _git(*words: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     if shutil.which("git") is None:
         return None
-    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    process = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return process.stdout.strip() if process.returncode == 0 else None

@@ -113,10 +113,10 @@ def vocabulary_of(config: Any) -> Vocabulary | None:
         for owner, key in itertools.product(
             (text, config), (f"{name}_token_id", f"{name}_token_index")
         ):
-            found = getattr(owner, key, None)
-            first = found[0] if isinstance(found, list) and found else found
-            if isinstance(first, int) and 0 <= first < size:
-                ids.setdefault(name, first)
+            value = getattr(owner, key, None)
+            token_id = value[0] if isinstance(value, list) and value else value
+            if isinstance(token_id, int) and 0 <= token_id < size:
+                ids.setdefault(name, token_id)
     length = getattr(text, "max_position_embeddings", None) or 512
     return Vocabulary(size=size, family=str(text.model_type), max_length=length, ids=ids)
 
@@ -127,9 +127,9 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
     tokens = _token_ids(vocabulary, special)
     has_bos = vocabulary.family in TOKENIZERS["token_before"]
     has_eos = vocabulary.family in TOKENIZERS["token_after"]
-    made = _fast_tokenizer(tokens, special, has_bos=has_bos, has_eos=has_eos)
-    made.save(str(folder / "tokenizer.json"), pretty=False)
-    plain = {k: token for k, token in special.items() if k not in TOKENIZERS["extra"]}
+    tokenizer = _fast_tokenizer(tokens, special, has_bos=has_bos, has_eos=has_eos)
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    standard_tokens = {k: token for k, token in special.items() if k not in TOKENIZERS["extra"]}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": vocabulary.max_length,
@@ -137,7 +137,7 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
         "add_eos_token": has_eos,
         "clean_up_tokenization_spaces": False,
         "chat_template": TOKENIZERS["chat_template"],
-        **{f"{name}_token": token for name, token in plain.items()},
+        **{f"{name}_token": token for name, token in standard_tokens.items()},
     }
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
@@ -145,10 +145,10 @@ def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
 
 def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
     """Return texts of special tokens by name, such as `eos`; names with one id share a text."""
-    written: dict[int, str] = {}
+    text_of_id: dict[int, str] = {}
     special, texts = {}, TOKENIZERS["special"]
     for name, index in vocabulary.ids.items():
-        special[name] = written.setdefault(index, texts[name])
+        special[name] = text_of_id.setdefault(index, texts[name])
     for name in ("eos", "bos", "unk", "mask"):
         special.setdefault(name, texts[name])
     special.setdefault("pad", special["eos"])
@@ -159,13 +159,13 @@ def _special_tokens(vocabulary: Vocabulary) -> dict[str, str]:
 def _token_ids(vocabulary: Vocabulary, special: Mapping[str, str]) -> dict[str, int]:
     """Return ids by token, for all ids of `vocabulary`. Tokens in `special` (texts by name) get the
     model's own ids if it has them. All other tokens get ids that are free."""
-    taken = {special[name]: index for name, index in vocabulary.ids.items()}
-    others = dict.fromkeys(token for token in special.values() if token not in taken)
-    free = sorted(set(range(vocabulary.size)) - set(taken.values()))
-    found = taken | dict(zip(others, reversed(free), strict=False))
-    rest = free[: max(0, len(free) - len(others))]
+    model_ids = {special[name]: index for name, index in vocabulary.ids.items()}
+    other_tokens = dict.fromkeys(token for token in special.values() if token not in model_ids)
+    free_ids = sorted(set(range(vocabulary.size)) - set(model_ids.values()))
+    ids = model_ids | dict(zip(other_tokens, reversed(free_ids), strict=False))
+    piece_ids = free_ids[: max(0, len(free_ids) - len(other_tokens))]
     pieces = itertools.chain(_pieces(), (f"<{index}>" for index in itertools.count()))
-    return found | {piece: index for index, piece in zip(rest, pieces, strict=False)}
+    return ids | {piece: index for index, piece in zip(piece_ids, pieces, strict=False)}
 
 
 def _pieces() -> Iterator[str]:
@@ -183,23 +183,23 @@ def _fast_tokenizer(
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
 
-    made: Any = Tokenizer(models.WordLevel(tokens, special["unk"]))
+    tokenizer: Any = Tokenizer(models.WordLevel(tokens, special["unk"]))
     letters = [
         normalizers.Replace(Regex(f"[{group}{group.upper()}]"), letter)
         for letter, group in LETTERS.items()
     ]
-    made.normalizer = normalizers.Sequence(letters)
+    tokenizer.normalizer = normalizers.Sequence(letters)
     piece = rf" ?[A-Za-z]{{1,{PIECE_LETTERS}}}| ?[0-9]| ?[^\sA-Za-z0-9]| {{1,{MAX_BLANKS}}}|\s"
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(piece), "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens(list(dict.fromkeys(special.values())))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(piece), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(dict.fromkeys(special.values())))
     bos, eos = special["bos"], special["eos"]
     single = [*([bos] if has_bos else ()), "$A", *([eos] if has_eos else ())]
     if len(single) > 1:
         ends = [(token, tokens[token]) for token in dict.fromkeys((bos, eos))]
         pair = [*single, *(f"{part}:1" for part in ("$B", *([eos] if has_eos else ())))]
-        made.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
-    return made
+        tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
+    return tokenizer
 
 
 LITGPT_DTYPE = torch.bfloat16  # dtype of a model that memest does not bundle
@@ -238,8 +238,8 @@ def litgpt_model(name: str) -> DummyModel:
     if entry is not None:  # from the file alone, since LitGPT does not need transformers
         raw = json.loads(entry.path.read_text(encoding="utf-8"))["config"]
         dtype = getattr(torch, raw.get("torch_dtype") or raw.get("dtype") or "float32")
-        own = {"max_position_embeddings": config.block_size, "vocab_size": config.vocab_size}
-        text = SimpleNamespace(**{**own, **raw.get("text_config", raw)})
+        defaults = {"max_position_embeddings": config.block_size, "vocab_size": config.vocab_size}
+        text = SimpleNamespace(**{**defaults, **raw.get("text_config", raw)})
         vocabulary = (
             vocabulary_of(SimpleNamespace(**raw, get_text_config=lambda: text)) or vocabulary
         )
@@ -261,14 +261,14 @@ def litgpt_model(name: str) -> DummyModel:
 def _litgpt_config(name: str, hub_id: str) -> Any:
     from litgpt.config import Config, configs
 
-    for given in configs:
-        source = given["hf_config"]
-        names = given["name"], source["name"], f"{source['org']}/{source['name']}"
+    for entry in configs:
+        source = entry["hf_config"]
+        names = entry["name"], source["name"], f"{source['org']}/{source['name']}"
         if hub_id in names or name in names:
-            return Config(**given)
-    near = closest(name, [given["name"] for given in configs])
+            return Config(**entry)
+    hits = closest(name, [entry["name"] for entry in configs])
     hint = (
-        f"closest: {', '.join(f'`{n}`' for n in near)}" if near else "`litgpt download` lists all"
+        f"closest: {', '.join(f'`{n}`' for n in hits)}" if hits else "`litgpt download` lists all"
     )
     raise PlanError(f"LitGPT has no config of {shown(name)}", hint=hint)
 
@@ -309,39 +309,39 @@ def _write_processors(config: Any, folder: Path) -> None:
     ):
         # Use the full name: the package hides the first of them without torchvision.
         auto = import_module(f"transformers.models.auto.{module}")
-        made = _default_of(getattr(auto, mapping), config)
-        if made is not None:
-            made.save_pretrained(folder)
-            parts[part] = made
-    processor: Any = PROCESSOR_MAPPING.get(type(config), None)
-    if not parts or processor is None or not (folder / "tokenizer.json").is_file():
+        processor = _default_processor(getattr(auto, mapping), config)
+        if processor is not None:
+            processor.save_pretrained(folder)
+            parts[part] = processor
+    processor_class: Any = PROCESSOR_MAPPING.get(type(config), None)
+    if not parts or processor_class is None or not (folder / "tokenizer.json").is_file():
         return
     parts["tokenizer"] = PreTrainedTokenizerFast.from_pretrained(folder)
     try:
-        processor(**parts).save_pretrained(folder)
+        processor_class(**parts).save_pretrained(folder)
     except (TypeError, ValueError, AttributeError):
         return  # the processor needs more than its parts; the parts are written
 
 
-def _default_of(mapping: Any, config: Any) -> Any:
+def _default_processor(mapping: Any, config: Any) -> Any:
     """Return the processor of inputs that `mapping` (config class to processor class) has for
     `config`, for images of the config's size; None without one."""
-    found: Any = mapping.get(type(config), None)
-    if isinstance(found, dict):
-        found = tuple(found.values())
-    classes = found if isinstance(found, tuple) else (found,)
+    choice: Any = mapping.get(type(config), None)
+    if isinstance(choice, dict):
+        choice = tuple(choice.values())
+    classes = choice if isinstance(choice, tuple) else (choice,)
     side = getattr(getattr(config, "vision_config", config), "image_size", None)
     for cls in classes:
         if cls is None:
             continue
         try:
-            made = cls()
-            size = getattr(made, "size", None)
+            processor = cls()
+            size = getattr(processor, "size", None)
             if isinstance(side, int) and size is not None and "height" in size:
-                made = cls(size={"height": side, "width": side})
+                processor = cls(size={"height": side, "width": side})
         except (ImportError, TypeError, ValueError):
             continue
-        return made
+        return processor
     return None
 
 

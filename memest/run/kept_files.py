@@ -96,10 +96,10 @@ class KeptFiles:
     def _keep(self, path: str, *, is_linked: bool = False, has_copy: bool = False) -> None:
         """Move the file at `path` aside, unless it was moved before or the script made it. With
         `is_linked` a hard link stays at `path`, with `has_copy` a copy; without both, no file."""
-        own = OWN_FILES, str(cache_folder())  # other processes of memest write the cache, too
-        if path in self._seen or path.endswith(".pyc") or path.startswith(own):
+        own_paths = OWN_FILES, str(cache_folder())  # other processes of memest write the cache, too
+        if path in self._seen or path.endswith(".pyc") or path.startswith(own_paths):
             return
-        with self._alone():
+        with self._lock():
             entry = self._entry(path)
             if not entry.exists():  # else another rank has moved it or created it
                 self._move(path, entry, is_linked, has_copy)
@@ -120,23 +120,23 @@ class KeptFiles:
             # on the file's file system: the start folder, or the outermost writable folder above
             folders = (p for p in (*Path(path).parents, self._start) if os.access(p, os.W_OK))
             folder = [p for p in folders if p.stat().st_dev == info.st_dev][-1]
-            kept = folder / f".{PREFIX}{entry.name}"
-            entry.write_text(json.dumps([path, str(kept)]), encoding="utf-8")
+            kept_path = folder / f".{PREFIX}{entry.name}"
+            entry.write_text(json.dumps([path, str(kept_path)]), encoding="utf-8")
             if is_linked:
                 try:
-                    os.link(path, kept, follow_symlinks=False)
+                    os.link(path, kept_path, follow_symlinks=False)
                 except (OSError, NotImplementedError):
-                    shutil.copy2(path, kept, follow_symlinks=False)
+                    shutil.copy2(path, kept_path, follow_symlinks=False)
                 return
-            os.rename(path, kept)
+            os.rename(path, kept_path)
             if has_copy:
-                shutil.copy2(kept, path)
+                shutil.copy2(kept_path, path)
         except (OSError, IndexError):  # no folder can be written to
             entry.unlink(missing_ok=True)
             self.not_kept.append(path)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """Hold a lock against other processes in the block; after `WAIT_MS` ms, do without it."""
         lock = self.journal / "lock"
         for _ in range(WAIT_MS):
@@ -169,22 +169,24 @@ class KeptFiles:
         for entry in self.journal.glob("[0-9a-f]*"):
             text = entry.read_text(encoding="utf-8")
             if text:
-                path, kept = json.loads(text)
-                yield path, kept
+                path, kept_path = json.loads(text)
+                yield path, kept_path
 
     def restore(self) -> None:
         """Put all files back and remove the journal; warn of files that cannot be put back."""
         is_done = True
-        for path, kept in self._entries():
-            if not os.path.lexists(kept):  # already restored by an incomplete run
+        for path, kept_path in self._entries():
+            if not os.path.lexists(kept_path):  # already restored by an incomplete run
                 continue
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                os.replace(kept, path)
+                os.replace(kept_path, path)
             except OSError as error:
                 is_done = False
                 reason = error.strerror or repr(error)
-                sys.stderr.write(f"warning: `{path}` is not put back, but in `{kept}`: {reason}\n")
+                sys.stderr.write(
+                    f"warning: `{path}` is not put back, but in `{kept_path}`: {reason}\n"
+                )
         if is_done:  # else the next run tries again
             shutil.rmtree(self.journal, ignore_errors=True)
 
@@ -193,7 +195,7 @@ def _files_of(path: Any) -> list[str]:
     name = os.path.abspath(os.fsdecode(path))
     if not os.path.isdir(name) or os.path.islink(name):
         return [name]
-    return [os.path.join(folder, each) for folder, _, files in os.walk(name) for each in files]
+    return [os.path.join(folder, file) for folder, _, files in os.walk(name) for file in files]
 
 
 @contextmanager
@@ -205,35 +207,35 @@ def kept_files() -> Iterator[KeptFiles]:
         for journal in _journals().glob("*"):
             if not _is_alive(int(journal.name)):  # journal of a killed run
                 KeptFiles(journal).restore()
-    kept = KeptFiles(Path(outer) if outer else _new_journal())
+    files = KeptFiles(Path(outer) if outer else _new_journal())
     patches = Patches()
-    for owner, names, see in (
-        (builtins, ("open",), kept.opened), (io, ("open",), kept.opened),
-        (os, ("open",), kept.opened_by_flags), (os, ("truncate",), kept.truncated),
-        (os, ("remove", "unlink"), kept.removed), (os, ("rename", "replace"), kept.renamed),
-        (shutil, ("rmtree",), kept.removed), (torch.serialization, ("save",), kept.saved),
+    for owner, names, hook in (
+        (builtins, ("open",), files.opened), (io, ("open",), files.opened),
+        (os, ("open",), files.opened_by_flags), (os, ("truncate",), files.truncated),
+        (os, ("remove", "unlink"), files.removed), (os, ("rename", "replace"), files.renamed),
+        (shutil, ("rmtree",), files.removed), (torch.serialization, ("save",), files.saved),
     ):  # fmt: skip
         for name in names:
-            patches.set(owner, name, _before(see, getattr(owner, name)))
+            patches.set(owner, name, _with_hook(hook, getattr(owner, name)))
     if not outer:
-        os.environ[FOLDER] = str(kept.journal)
+        os.environ[FOLDER] = str(files.journal)
     try:
-        yield kept
+        yield files
     finally:
         patches.undo()
         if not outer:
             del os.environ[FOLDER]
-            kept.restore()
+            files.restore()
 
 
-def _before(see: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `function` that first calls `see` with the same arguments."""
+def _with_hook(hook: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper of `function` that first calls `hook` with the same arguments."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _thread.keeps:
             with setting(_thread, "keeps", True), suppress(OSError, TypeError, ValueError):
-                see(*args, **kwargs)  # the call itself reports errors
+                hook(*args, **kwargs)  # the call itself reports errors
         return function(*args, **kwargs)
 
     return call

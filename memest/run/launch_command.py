@@ -43,77 +43,78 @@ def read_launch(module: str | None, words: Sequence[str]) -> Launch | None:
         UnsupportedError: the launcher would start something else than a Python script.
     """
     if module is not None:
-        read = _MODULES.get(module)
+        reader = _MODULES.get(module)
         words = [module, *words]
     else:
-        typed = Path(words[0])
-        is_script = typed.name == str(typed) and typed.is_file()
-        read = None if is_script else _COMMANDS.get(typed.name)
-    if read is None:
+        program = Path(words[0])
+        is_script = program.name == str(program) and program.is_file()
+        reader = None if is_script else _COMMANDS.get(program.name)
+    if reader is None:
         return None
-    launch: Launch = submit(partial(_read_checked, read, list(words))).answer()
+    launch: Launch = submit(partial(_read_checked, reader, list(words))).answer()
     return launch
 
 
-def _read_checked(read: Callable[[list[str]], Launch], words: list[str]) -> Launch:
+def _read_checked(reader: Callable[[list[str]], Launch], command: list[str]) -> Launch:
     warnings.simplefilter("ignore")  # warnings of deprecated launchers
     try:
-        return read(words[1:])
+        return reader(command[1:])
     except SystemExit as error:  # the parser has printed the reason
         raise PlanError(
-            f"{shown(words[0])} starts no script", hint="correct its options"
+            f"{shown(command[0])} starts no script", hint="correct its options"
         ) from error
 
 
-def _read_python(words: list[str]) -> Launch:
-    rest = words[:]
-    while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
-        if rest[0] in ("-", "-c"):
+def _read_python(all_arguments: list[str]) -> Launch:
+    arguments = all_arguments[:]
+    while arguments and arguments[0].startswith("-") and not arguments[0].startswith("-m"):
+        if arguments[0] in ("-", "-c"):
             raise UnsupportedError("the code is not in a file", hint="write it to a script")
-        del rest[: 2 if rest[0] in ("-W", "-X") else 1]
-    if rest and rest[0].startswith("-m"):
-        rest[:1] = ["-m", rest[0][2:]] if rest[0] != "-m" else ["-m"]
-        read = _MODULES.get(rest[1]) if len(rest) > 1 else None
-        if read is not None:
-            return read(rest[2:])
-    is_module = bool(rest) and rest[0] == "-m"
-    if len(rest) <= is_module:
+        del arguments[: 2 if arguments[0] in ("-W", "-X") else 1]
+    if arguments and arguments[0].startswith("-m"):
+        arguments[:1] = ["-m", arguments[0][2:]] if arguments[0] != "-m" else ["-m"]
+        reader = _MODULES.get(arguments[1]) if len(arguments) > 1 else None
+        if reader is not None:
+            return reader(arguments[2:])
+    is_module = bool(arguments) and arguments[0] == "-m"
+    if len(arguments) <= is_module:
         raise PlanError("no script is named", hint="`memest run train.py`, or `-m MODULE`")
-    return Launch(rest[is_module], tuple(rest[is_module + 1 :]), is_module)
+    return Launch(arguments[is_module], tuple(arguments[is_module + 1 :]), is_module)
 
 
-def _read_torchrun(words: list[str], module: str = "torch.distributed.run") -> Launch:
+def _read_torchrun(arguments: list[str], module: str = "torch.distributed.run") -> Launch:
     launcher = import_module(module)
-    return _of_ranks(*_until_started("torchrun", lambda: launcher.main(words)))
+    return _launch_from(*_until_started("torchrun", lambda: launcher.main(arguments)))
 
 
-def _read_accelerate(words: list[str]) -> Launch:
-    if words[:1] != ["launch"]:
+def _read_accelerate(arguments: list[str]) -> Launch:
+    if arguments[:1] != ["launch"]:
         raise UnsupportedError(
-            f"`accelerate {' '.join(words[:1])}` starts no script", hint="name the script itself"
+            f"`accelerate {' '.join(arguments[:1])}` starts no script",
+            hint="name the script itself",
         )
-    return _read_accelerate_launch(words[1:])
+    return _read_accelerate_launch(arguments[1:])
 
 
-def _read_accelerate_launch(words: list[str]) -> Launch:
-    """Return what `accelerate launch` with arguments `words` would start."""
+def _read_accelerate_launch(arguments: list[str]) -> Launch:
+    """Return what `accelerate launch` with `arguments` would start."""
     require("accelerate")
     launcher = import_module("accelerate.commands.launch")
 
     def start() -> None:
-        launcher.launch_command(launcher.launch_command_parser().parse_args(words))
+        launcher.launch_command(launcher.launch_command_parser().parse_args(arguments))
 
     return _with_accelerate("accelerate launch", start)
 
 
-def _read_trl(words: list[str]) -> Launch:
-    """Return what TRL's command with arguments `words` would start by `accelerate launch`. TRL
-    first checks its script's arguments. For most trainers that needs a GPU: here a virtual one."""
+def _read_trl(arguments: list[str]) -> Launch:
+    """Return what TRL's command with `arguments` would start by `accelerate launch`. TRL first
+    checks its script's arguments. For most trainers that needs a GPU: here a virtual one."""
     require("trl")
     session = import_module("memest.run.session")
 
     def start() -> None:
-        with session.virtual_gpu(), mock.patch.object(sys, "argv", ["trl", *words]):
+        with session.virtual_gpu(), mock.patch.object(sys, "argv", ["trl", *arguments]):
             import_module("trl.cli").main()
 
     return _with_accelerate("trl", start)
@@ -143,13 +144,13 @@ def _with_accelerate(name: str, start: Callable[[], object]) -> Launch:
         mock.patch.object(launcher, "deepspeed_launcher", of_deepspeed),
     ):
         args, environment = _until_started(name, start)
-    return _of_ranks(args, environment)
+    return _launch_from(args, environment)
 
 
-def _read_deepspeed(words: list[str]) -> Launch:
+def _read_deepspeed(arguments: list[str]) -> Launch:
     require("deepspeed")
     runner = import_module("deepspeed.launcher.runner")
-    args = runner.parse_args(words)
+    args = runner.parse_args(arguments)
     if args.num_gpus < 1:
         raise _without_number("--num_gpus")
     if args.no_python:
@@ -181,18 +182,18 @@ _MODULES: dict[str, Callable[[list[str]], Launch]] = {
 """Readers of launchers that are started as `python -m MODULE`."""
 
 
-def _of_ranks(args: Any, environment: Mapping[str, str]) -> Launch:
+def _launch_from(args: Any, environment: Mapping[str, str]) -> Launch:
     if args.no_python or getattr(args, "run_path", False):
         raise _not_python()
-    number = getattr(args, "nproc_per_node", None)  # accelerate starts one process without it
-    if number is not None and not str(number).isdecimal():  # `gpu`, `auto`: those of this machine
+    count = getattr(args, "nproc_per_node", None)  # accelerate starts one process without it
+    if count is not None and not str(count).isdecimal():  # `gpu`, `auto`: those of this machine
         raise _without_number("--nproc-per-node")
     nodes = str(getattr(args, "nnodes", 1)).partition(":")  # least and most nodes of an elastic run
     return Launch(
         args.training_script,
         tuple(args.training_script_args),
         bool(args.module),
-        None if number is None else int(number),
+        None if count is None else int(count),
         int(nodes[2] or nodes[0]),
         {k: v for k, v in environment.items() if os.environ.get(k) != v},
         "" if getattr(args, "use_env", True) else "--local-rank=",  # config_from_args of torch
