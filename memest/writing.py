@@ -28,15 +28,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.write(data)
         return
     path = path.resolve()  # keep a link
-    unfinished = _unfinished(path)
+    temporary = _temporary_path(path)
     try:
-        with unfinished.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+        temporary.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def is_stream(path: Path) -> bool:
@@ -45,7 +45,7 @@ def is_stream(path: Path) -> bool:
     return path.exists() and (is_descriptor or not (path.is_file() or path.is_dir()))
 
 
-def _unfinished(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
 
 
@@ -58,10 +58,10 @@ def why_not_writable(path: Path) -> str:
         return "" if os.access(path, os.W_OK) else "Permission denied"
     if path.is_dir():
         return "Is a directory"
-    unfinished = _unfinished(path.resolve())
+    temporary = _temporary_path(path.resolve())
     try:
-        unfinished.open("xb").close()
-        unfinished.unlink()
+        temporary.open("xb").close()
+        temporary.unlink()
     except OSError as error:
         return error.strerror or str(error)
     return ""

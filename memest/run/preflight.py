@@ -54,8 +54,8 @@ class DeviceAtHand:
     @property
     def gpu(self) -> Gpu:
         """The catalogue's entry of this GPU, or of the most similar GPU, with this GPU's memory."""
-        known = match_device(self.name, self.total_bytes)
-        return known or nearest_gpu(self.capability, self.total_bytes)
+        gpu = match_device(self.name, self.total_bytes)
+        return gpu or nearest_gpu(self.capability, self.total_bytes)
 
     @property
     def is_known(self) -> bool:
@@ -80,8 +80,8 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
     """Return GPU `cuda:0` under the variables `environment` (None: own); None without a GPU."""
     environment = os.environ if environment is None else environment
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    first = None if visible is None else visible.partition(",")[0].strip()
-    if first in _NO_DEVICE:
+    first_visible = None if visible is None else visible.partition(",")[0].strip()
+    if first_visible in _NO_DEVICE:
         return None
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -92,9 +92,9 @@ def device_at_hand(environment: Mapping[str, str] | None = None) -> DeviceAtHand
         return None
     order = environment.get("CUDA_DEVICE_ORDER", "")
     with suppress(_UnsureError):
-        found = with_nvml(lambda nvml: [_read_nvml(nvml, first, order)])
-        if found is not None:
-            return found[0]
+        devices = with_nvml(lambda nvml: [_read_nvml(nvml, first_visible, order)])
+        if devices is not None:
+            return devices[0]
     return _of_another_process()
 
 
@@ -107,20 +107,20 @@ def _has_driver() -> bool:
 
 
 def _of_this_process(torch: Any) -> DeviceAtHand:
-    found = torch.cuda.get_device_properties(0)
+    device = torch.cuda.get_device_properties(0)
     free = torch.cuda.mem_get_info(0)[0] + torch.cuda.memory_reserved(0)
-    capability = (found.major, found.minor)
-    return DeviceAtHand(found.name, found.total_memory, capability, free, has_context=True)
+    capability = (device.major, device.minor)
+    return DeviceAtHand(device.name, device.total_memory, capability, free, has_context=True)
 
 
 def _of_another_process() -> DeviceAtHand | None:
     """Return the GPU that torch finds in a child process; None if it finds none or fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True,
             text=True, timeout=_QUESTION_TIMEOUT_S, check=True,
         )  # fmt: skip
-        name, total, major, minor, free = json.loads(done.stdout.splitlines()[-1])
+        name, total, major, minor, free = json.loads(process.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return None
     return DeviceAtHand(name, total, (major, minor), free, has_context=True)
@@ -257,15 +257,15 @@ def preflight(
     main = sys.modules.get("__main__")
     if _done is not None and _done[0] is main:
         return _done[1]
-    typed = typed_command(sys._getframe(1))
-    if typed is not None:
-        command = json.dumps([typed.folder, *typed.words])
-        process, _, checked = os.environ.get(_DONE, "").partition(" ")
-        if checked == command and process != str(os.getpid()):  # checked by a parent process
+    command = typed_command(sys._getframe(1))
+    if command is not None:
+        key = json.dumps([command.folder, *command.words])
+        pid, _, checked_key = os.environ.get(_DONE, "").partition(" ")
+        if checked_key == key and pid != str(os.getpid()):  # checked by a parent process
             return _OFF_HERE
-        os.environ[_DONE] = f"{os.getpid()} {command}"
+        os.environ[_DONE] = f"{os.getpid()} {key}"
     started = time.monotonic()
-    result = _check(typed, max_steps, started + time_limit, margin_bytes)
+    result = _check(command, max_steps, started + time_limit, margin_bytes)
     result = replace(result, elapsed_s=time.monotonic() - started)
     _done = main, result
     if result.outcome is Outcome.UNKNOWN:
@@ -309,12 +309,12 @@ def _print(lines: list[str]) -> None:
 
 
 def _check(
-    typed: "Command | None", max_steps: int, deadline: float, margin_bytes: int | None
+    command: "Command | None", max_steps: int, deadline: float, margin_bytes: int | None
 ) -> Preflight:
-    """Simulate `typed` for `max_steps` steps until `deadline` (monotonic, seconds), and return
+    """Simulate `command` for `max_steps` steps until `deadline` (monotonic, seconds), and return
     whether it fits. Print a report if not, and a warning if less than `margin_bytes` stays free
-    (None: `Gpu.spread_bytes`). The outcome is unknown if `typed` is None, as in a notebook."""
-    if typed is None:
+    (None: `Gpu.spread_bytes`). The outcome is unknown if `command` is None, as in a notebook."""
+    if command is None:
         return Preflight(outcome=Outcome.UNKNOWN, why=NO_SCRIPT)
     size = os.environ.get("WORLD_SIZE", "1").strip()
     if size not in ("", "1"):
@@ -323,7 +323,7 @@ def _check(
     device = device_at_hand()
     if device is None:
         return Preflight(outcome=Outcome.UNKNOWN, why="there is no CUDA GPU here")
-    script = _Script(typed, device, max_steps, deadline)
+    script = _Script(command, device, max_steps, deadline)
     report, why = script.run()
     if report is None:
         return Preflight(outcome=Outcome.UNKNOWN, why=why)
@@ -337,7 +337,7 @@ def _check(
     if spare >= (device.gpu.spread_bytes if margin_bytes is None else margin_bytes):
         return Preflight(outcome=Outcome.FITS, report=report)
     needs, usable = gib_or_mib(report.limit_bytes - spare), gib_or_mib(report.limit_bytes)
-    _print([f"memest preflight: `{typed.label}` fits {_gpu_text(device)}, but it is tight:"
+    _print([f"memest preflight: `{command.label}` fits {_gpu_text(device)}, but it is tight:"
             f" needs {needs} of {usable} usable, {gib_or_mib(spare)} to spare"
             f" after {report.num_steps} steps"])  # fmt: skip
     return Preflight(outcome=Outcome.TIGHT, report=report)
@@ -345,12 +345,12 @@ def _check(
 
 def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
     """Return lines on `script`, which does not fit: report, needed memory, possible changes."""
-    own = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
+    own_report = replace(report, verdicts={report.gpu: report.verdicts[report.gpu]}, notes=())
     lines = [
-        f"memest preflight: `{script.typed.label}` will not fit {_gpu_text(script.device)}, so it"
+        f"memest preflight: `{script.command.label}` will not fit {_gpu_text(script.device)}, so it"
         f" is stopped before it starts; `{VARIABLE}=off` lets it run",
         "",
-        str(own),
+        str(own_report),
         "",
     ]
     endless, _ = script.run(memory=ENDLESS)
@@ -359,25 +359,25 @@ def _oom_lines(script: "_Script", report: RunReport) -> list[str]:
     limit = report.limit_bytes
     needs = endless.verdicts[endless.gpu].needs_bytes
     lines.append(f"needs {gib_or_mib(needs)}: {gib_or_mib(needs - limit)} more than there is")
-    if fitting := [n for n, v in endless.verdicts.items() if v.word == "fits" and n != endless.gpu]:
-        lines.append(f"fits: {', '.join(fitting)}")
-    over = needs - limit
-    possible = _possible_changes(endless, over) if over > 0 else ()
-    found = [change for change in possible if change.saved_bytes >= over]
-    for change in found:
+    if gpus := [n for n, v in endless.verdicts.items() if v.word == "fits" and n != endless.gpu]:
+        lines.append(f"fits: {', '.join(gpus)}")
+    lacking_bytes = needs - limit
+    candidates = _possible_changes(endless, lacking_bytes) if lacking_bytes > 0 else ()
+    suggestions = [change for change in candidates if change.saved_bytes >= lacking_bytes]
+    for change in suggestions:
         if not (change.options or change.alloc_conf):
             continue  # applies only to an edited script
-        changed, _ = script.run(change.options, alloc_conf=change.alloc_conf)
-        if changed is not None and changed.fits and not changed.error:
-            needs = changed.verdicts[changed.gpu].needs_bytes
+        new_report, _ = script.run(change.options, alloc_conf=change.alloc_conf)
+        if new_report is not None and new_report.fits and not new_report.error:
+            needs = new_report.verdicts[new_report.gpu].needs_bytes
             return [*lines, f"best change, simulated: {change.title}: needs {gib_or_mib(needs)} of"
-                    f" {gib_or_mib(changed.limit_bytes)} usable ({change.price})"]  # fmt: skip
-    return lines + render_suggestions(found)
+                    f" {gib_or_mib(new_report.limit_bytes)} usable ({change.price})"]  # fmt: skip
+    return lines + render_suggestions(suggestions)
 
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    typed: "Command"
+    command: "Command"
     device: DeviceAtHand
     max_steps: int
     deadline: float  # time on the monotonic clock at which the check is given up
@@ -389,51 +389,51 @@ class _Script:
         `options` are added to those of `memest run`. `memory`, such as `32TiB`, replaces the GPU's
         memory; None is what is free. `alloc_conf` is added to the allocator's settings."""
         device = self.device
-        of_gpu = ["--gpu", device.gpu.name]
+        gpu_options = ["--gpu", device.gpu.name]
         if memory is not None:
-            of_gpu += ["--gpu-memory", memory]
+            gpu_options += ["--gpu-memory", memory]
         else:
             if not device.is_known:
-                of_gpu += ["--gpu-memory", str(device.total_bytes)]
+                gpu_options += ["--gpu-memory", str(device.total_bytes)]
             if device.room_bytes < device.gpu.limit_bytes:
-                of_gpu += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
+                gpu_options += ["--memory-limit", str(max(_SMALLEST_LIMIT, device.room_bytes))]
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             return None, "no time is left"
-        words = [*of_gpu, "--max-steps", str(self.max_steps), "--no-input", *options]
-        name = "memest-preflight-"
-        with tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True) as folder:
-            found = {**os.environ, VARIABLE: INSIDE}
+        arguments = [*gpu_options, "--max-steps", str(self.max_steps), "--no-input", *options]
+        prefix = "memest-preflight-"
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+            environment = {**os.environ, VARIABLE: INSIDE}
             if alloc_conf:
                 newer, older = VARIABLES
-                before = os.environ.get(newer, os.environ.get(older, ""))
-                found[newer] = ",".join(filter(None, (before, alloc_conf)))
-            return _run_script(self.typed, words, found, Path(folder), seconds)
+                current_conf = os.environ.get(newer, os.environ.get(older, ""))
+                environment[newer] = ",".join(filter(None, (current_conf, alloc_conf)))
+            return _run_script(self.command, arguments, environment, Path(folder), seconds)
 
 
 def _run_script(
-    typed: "Command", options: list[str], environment: dict[str, str], folder: Path, seconds: float
+    script: "Command", options: list[str], environment: dict[str, str], folder: Path, seconds: float
 ) -> tuple[RunReport | None, str]:
-    """Run `typed` by `memest run` with `options`; return (report, "") or (None, the reason). The
+    """Run `script` by `memest run` with `options`; return (report, "") or (None, the reason). The
     run takes at most `seconds`, has variables `environment`, and writes files to `folder`."""
-    report, output = folder / "report.json", folder / "output.txt"
+    report_path, output = folder / "report.json", folder / "output.txt"
     folder_of_memest = str(Path(str(memest.__file__)).parents[1])  # a link under `--python`
     boot = _BOOT.format(seconds=int(seconds) + 5, folder=folder_of_memest)
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    command = [sys.executable, *flags, "-c", boot, "run", *options, "--json", str(report)]
-    child = spawn([*command, *typed.words], output, cwd=typed.folder, env=environment)
+    command = [sys.executable, *flags, "-c", boot, "run", *options, "--json", str(report_path)]
+    child = spawn([*command, *script.words], output, cwd=script.folder, env=environment)
     try:
         if child.wait(seconds) is None:
             return None, f"the virtual run did not end within {seconds:.0f} s"
     finally:
         child.kill()
-    if (found := RunReport.read(report)) is not None:
-        return found, ""
+    if (report := RunReport.read(report_path)) is not None:
+        return report, ""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
-    last = "".join(f": {line}" for line in lines[-1:])
-    return None, errors[-1] if errors else f"the virtual run ended early{last}"
+    last_line = "".join(f": {line}" for line in lines[-1:])
+    return None, errors[-1] if errors else f"the virtual run ended early{last_line}"
 
 
 def _gpu_text(device: DeviceAtHand) -> str:
@@ -469,14 +469,14 @@ class Suggestion:
     alloc_conf: str = ""  # addition to `PYTORCH_ALLOC_CONF` that simulates it
 
 
-def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
+def _possible_changes(report: RunReport, lacking_bytes: int) -> Iterator[Suggestion]:
     """Yield changes that apply to most scripts, with their estimated savings, cheapest first.
 
-    `report` is of the script on a GPU with enough memory; the real one lacks `over` bytes.
+    `report` is of the script on a GPU with enough memory; the real one lacks `lacking_bytes`.
     """
-    held = {term.name: term.num_bytes for term in report.terms}
+    sizes = {term.name: term.num_bytes for term in report.terms}
     in_step = report.peak.phase == "optimizer"
-    temporaries = held.get("temporaries", 0)
+    temporaries = sizes.get("temporaries", 0)
     cached = report.verdicts[report.gpu].needs_bytes - report.peak_allocated_bytes
     if in_step and temporaries:
         price = "nothing: the same update in one kernel, without temporaries"
@@ -485,30 +485,30 @@ def _possible_changes(report: RunReport, over: int) -> Iterator[Suggestion]:
         title = f"`PYTORCH_ALLOC_CONF={EXPANDABLE}` in the environment"
         price = "nothing: the allocator keeps less in pieces that nothing fits into"
         yield Suggestion(title, price, cached, alloc_conf=EXPANDABLE)
-    activations = held.get("activations", 0)
-    grows = activations + held.get("batch", 0) + (0 if in_step else temporaries)
-    if parts := next((n for n in PARTS if grows - grows // n >= over), 0):
+    activations = sizes.get("activations", 0)
+    scalable = activations + sizes.get("batch", 0) + (0 if in_step else temporaries)
+    if parts := next((n for n in PARTS if scalable - scalable // n >= lacking_bytes), 0):
         title = f"1/{parts} of the micro-batch, and {parts} times the accumulation"
         price = "same mathematics, at most a little more time"
-        yield Suggestion(title, price, grows - grows // parts, ("--batch-parts", str(parts)))
+        yield Suggestion(title, price, scalable - scalable // parts, ("--batch-parts", str(parts)))
     price = "same mathematics, about a third more time"
     yield Suggestion("activation checkpointing, if it is not on", price, activations // 2)
-    state = held.get("optimizer", 0)
+    state = sizes.get("optimizer", 0)
     title = "an 8-bit optimizer, if its state is of 32 bits"
     yield Suggestion(title, "another optimizer", int(state * EIGHT_BIT_SHARE))
     title = "LoRA adapters instead of all parameters"
-    yield Suggestion(title, "fewer parameters trained", held.get("grads", 0) + state)
+    yield Suggestion(title, "fewer parameters trained", sizes.get("grads", 0) + state)
 
 
-def render_suggestions(found: Sequence[Suggestion]) -> list[str]:
-    """Return lines on the first two of `found`; if it is empty, a line that no change is enough."""
-    if not found:
+def render_suggestions(suggestions: Sequence[Suggestion]) -> list[str]:
+    """Return lines on the first two of `suggestions`; if empty, a line that no change is enough."""
+    if not suggestions:
         return [
             "best change: none alone is enough; a smaller model, several GPUs or offload may be"
         ]
     lines = [
-        f"{name}: {each.title} (about {gib_or_mib(each.saved_bytes)} less; {each.price})"
-        for name, each in zip(("best change", "or"), found, strict=False)
+        f"{name}: {change.title} (about {gib_or_mib(change.saved_bytes)} less; {change.price})"
+        for name, change in zip(("best change", "or"), suggestions, strict=False)
     ]
     check = "estimated from the contents of the peak; check the changed script by `memest run`"
     return [*lines, check]
@@ -531,8 +531,8 @@ class Command:
     @property
     def label(self) -> str:
         """The command as text for messages."""
-        name, *rest = self.words
-        return " ".join((os.path.basename(name) or name, *rest))
+        name, *arguments = self.words
+        return " ".join((os.path.basename(name) or name, *arguments))
 
 
 def typed_command(frame: FrameType | None = None) -> Command | None:
@@ -546,29 +546,29 @@ def typed_command(frame: FrameType | None = None) -> Command | None:
         name = spec.name.removesuffix(".__main__")
         if name.partition(".")[0] in RUNNERS:
             return None
-        typed = sys.orig_argv
-        for at in range(1, len(typed) - 1):
-            if typed[at] == "-m" and typed[at + 1] in (name, f"{name}.__main__"):
-                return Command(("-m", *typed[at + 1 :]), os.getcwd())
+        argv = sys.orig_argv
+        for index in range(1, len(argv) - 1):
+            if argv[index] == "-m" and argv[index + 1] in (name, f"{name}.__main__"):
+                return Command(("-m", *argv[index + 1 :]), os.getcwd())
         return Command(("-m", name, *sys.argv[1:]), os.getcwd())
     if file is not None:
         is_runner = Path(file).stem in RUNNERS
-        return _of_script(file) if os.path.isfile(file) and not is_runner else None
-    return _of_callers(frame)
+        return _script_command(file) if os.path.isfile(file) and not is_runner else None
+    return _caller_command(frame)
 
 
-def _of_script(file: str) -> Command:
+def _script_command(file: str) -> Command:
     """Return the command of the script `file` as typed, even if the script changed `sys.argv`."""
     for folder in dict.fromkeys((os.getcwd(), os.environ.get("PWD") or os.getcwd())):
-        for at, word in enumerate(sys.orig_argv[1:], 1):
+        for index, word in enumerate(sys.orig_argv[1:], 1):
             path = os.path.join(folder, word)
             with suppress(OSError):
                 if path == file or os.path.samefile(path, file):
-                    return Command(tuple(sys.orig_argv[at:]), folder)
+                    return Command(tuple(sys.orig_argv[index:]), folder)
     return Command((os.path.abspath(file), *sys.argv[1:]), os.getcwd())
 
 
-def _of_callers(frame: FrameType | None) -> Command | None:
+def _caller_command(frame: FrameType | None) -> Command | None:
     """Return the command of the nearest script or module in `frame` and its callers, or None."""
     while frame is not None:
         names: dict[str, Any] = frame.f_globals

@@ -53,16 +53,16 @@ def _numbers(numbers: str, size: int) -> list[int]:
     if not numbers:
         return sorted({0, size - 1})
     try:
-        found = set(range(size) if numbers == "all" else map(int, numbers.split(",")))
+        ranks = set(range(size) if numbers == "all" else map(int, numbers.split(",")))
     except ValueError:
-        found = {-1}
-    if not found <= set(range(size)):
+        ranks = {-1}
+    if not ranks <= set(range(size)):
         hint = "`all`, or a list of numbers: " + ",".join(map(str, sorted({0, size - 1})))
         raise PlanError(f"`--ranks {numbers}` does not name ranks of 0 to {size - 1}", hint=hint)
-    if len(found) > MAX_TOGETHER:
+    if len(ranks) > MAX_TOGETHER:
         hint = f"name at most {MAX_TOGETHER}: all of them run at the same time"
-        raise PlanError(f"{len(found)} ranks are too many", hint=hint)
-    return sorted(found)
+        raise PlanError(f"{len(ranks)} ranks are too many", hint=hint)
+    return sorted(ranks)
 
 
 def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[list[Rank]]:
@@ -71,13 +71,13 @@ def other_ranks(results: Sequence[tuple[Rank, RunResult]]) -> list[list[Rank]]:
     Ranks differ by their data, by uneven shards, or by what they store for others. Only a world of
     at most `MAX_ALL` ranks runs in full, as each rank takes memory of this machine.
     """
-    first, ran = results[0]
-    peaks = {_peaks(each.report) for _, each in results if each.report}
-    if ran.exit_code or len(peaks) < 2 or first.world_size > MAX_ALL:
+    first, first_result = results[0]
+    peaks = {_peaks(result.report) for _, result in results if result.report}
+    if first_result.exit_code or len(peaks) < 2 or first.world_size > MAX_ALL:
         return []
-    known = {rank.rank for rank, _ in results}
-    others = [replace(first, rank=rank) for rank in range(first.world_size) if rank not in known]
-    return [others[start : start + 2] for start in range(0, len(others), 2)]
+    numbers = {rank.rank for rank, _ in results}
+    ranks = [replace(first, rank=rank) for rank in range(first.world_size) if rank not in numbers]
+    return [ranks[start : start + 2] for start in range(0, len(ranks), 2)]
 
 
 def _peaks(report: RunReport) -> tuple[int, int]:
@@ -96,10 +96,10 @@ def run_rank(rank: Rank, run: Callable[[Rank], RunResult], *, is_silent: bool = 
 
 
 def run_together(
-    chosen: Sequence[Rank], run: Callable[[Rank], RunResult], *, is_silent: bool = False,
+    ranks: Sequence[Rank], run: Callable[[Rank], RunResult], *, is_silent: bool = False,
     has_peers: bool = True,
 ) -> list[tuple[Rank, RunResult]]:  # fmt: skip
-    """Call `run` for each of `chosen` in a process, at the same time; return (rank, result) pairs.
+    """Call `run` for each of `ranks` in a process, at the same time; return (rank, result) pairs.
 
     Ranks that exchange messages with these run too, unless `has_peers` is False. `is_silent` hides
     all output; otherwise that of the first rank appears at once, and that of the others at the end.
@@ -109,30 +109,30 @@ def run_together(
         MemestError: a process ended without a result.
         UnsupportedError: more than `MAX_TOGETHER` ranks wait for each other.
     """
-    first, *later = chosen
+    first, *later = ranks
     mailbox = first.mailbox
-    mailbox.join([rank.rank for rank in chosen])
-    pending = list(chosen)
+    mailbox.join([rank.rank for rank in ranks])
+    pending = list(ranks)
     running: dict[Child, Rank] = {}
-    known = {rank.rank for rank in chosen}
+    begun_numbers = {rank.rank for rank in ranks}
     results: list[tuple[Rank, RunResult]] = []
     with TemporaryDirectory(prefix="memest-output-") as folder:
         numbers = [] if is_silent else [rank.rank for rank in later]
-        held = {n: (f"{folder}/{n}.out", f"{folder}/{n}.err") for n in numbers}
+        outputs = {n: (f"{folder}/{n}.out", f"{folder}/{n}.err") for n in numbers}
         try:
             while pending or running:
                 for rank in pending:
-                    output = SILENT if is_silent else held.get(rank.rank)
+                    output = SILENT if is_silent else outputs.get(rank.rank)
                     running[submit(partial(_run_as, rank, run), output=output)] = rank
                 for child in wait_any(running, POLL_SECONDS):
                     rank = running.pop(child)
                     results.append((rank, _result(rank, child)))
                 requested = mailbox.requested() if has_peers else set()
-                of_first = [pair for pair in results if pair[0] is first]
-                if any(ran.exit_code for _, ran in of_first) and not requested:
-                    return of_first
-                pending = [replace(first, rank=rank) for rank in sorted(requested - known)]
-                known |= requested
+                first_results = [pair for pair in results if pair[0] is first]
+                if any(result.exit_code for _, result in first_results) and not requested:
+                    return first_results
+                pending = [replace(first, rank=rank) for rank in sorted(requested - begun_numbers)]
+                begun_numbers |= requested
                 if len(running) + len(pending) > MAX_TOGETHER:
                     raise UnsupportedError(
                         f"more than {MAX_TOGETHER} ranks send to each other",
@@ -145,7 +145,7 @@ def run_together(
         finally:
             for child in running:
                 child.kill()
-        for output in held.values():
+        for output in outputs.values():
             _print(output)
     return sorted(results, key=lambda pair: pair[0].rank)
 
@@ -177,21 +177,21 @@ def _run_as(rank: Rank, run: Callable[[Rank], RunResult]) -> RunResult:
 
 def _result(rank: Rank, child: Child) -> RunResult:
     try:
-        ran: RunResult = child.answer()
+        result: RunResult = child.answer()
     except DiedError as error:
         raise MemestError(
             f"rank {rank.rank} ended with {error}", hint="is there memory enough on this machine?"
         ) from error
     finally:
         rank.mailbox.end(rank.rank)
-    return ran
+    return result
 
 
 def open_verdict(report: RunReport, decides: str) -> RunReport:
     """Return `report` with the verdict `may`: it fits if some blocks are freed early enough.
     `decides` is a text that describes these blocks."""
-    own = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
-    verdicts = {**report.verdicts, report.gpu: own}
+    verdict = replace(report.verdicts[report.gpu], verdict=Outcome.MAY, decides=decides)
+    verdicts = {**report.verdicts, report.gpu: verdict}
     return replace(report, verdict=Outcome.MAY, verdicts=verdicts)
 
 
@@ -204,15 +204,15 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
 
     def need(pair: tuple[Rank, RunReport]) -> tuple[int, int, int]:
         report = pair[1]
-        is_bad = _BADNESS.index(report.verdict)
-        return is_bad, *_peaks(report)
+        badness = _BADNESS.index(report.verdict)
+        return badness, *_peaks(report)
 
-    worst_of, worst = max(reports, key=need)
+    worst_rank, worst = max(reports, key=need)
     rows = tuple(rows_of(reports))
-    size = worst_of.world_size
-    others = [f"rank {rank.rank}" for rank, _ in reports if rank.rank != worst_of.rank]
+    size = worst_rank.world_size
+    others = [f"rank {rank.rank}" for rank, _ in reports if rank.rank != worst_rank.rank]
     note = (
-        f"the figures are those of rank {worst_of.rank} of {size}; also run: "
+        f"the figures are those of rank {worst_rank.rank} of {size}; also run: "
         f"{', '.join(others) or 'none'}; collectives gave each rank what it would get if all ranks"
         " had the same values"
     )
@@ -224,11 +224,11 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
             if report.is_cut_short:
                 ending, error = report.ending, f"{report.error} (rank {rank.rank})"
                 break
-    every = [report.intervals for _, report in reports if report.intervals]
+    rank_intervals = [report.intervals for _, report in reports if report.intervals]
     intervals = {
         name: Interval(
-            low_bytes=min(found[name].low_bytes for found in every),
-            high_bytes=max(found[name].high_bytes for found in every),
+            low_bytes=min(by_name[name].low_bytes for by_name in rank_intervals),
+            high_bytes=max(by_name[name].high_bytes for by_name in rank_intervals),
         )
         for name in worst.intervals
     }
@@ -240,7 +240,7 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
         for name in worst.verdicts
     }
     return replace(
-        worst, rank=worst_of.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes),
+        worst, rank=worst_rank.rank, ranks=rows, intervals=intervals, notes=(note, *worst.notes),
         warnings=tuple(dict.fromkeys(line for _, report in reports for line in report.warnings)),
         verdicts=verdicts, ending=ending, error=error,
     )  # fmt: skip
@@ -249,5 +249,5 @@ def merge_ranks(reports: Sequence[tuple[Rank, RunReport]]) -> RunReport:
 def rows_of(reports: Sequence[tuple[Rank, RunReport]]) -> Iterator[RankRow]:
     """Yield a row of figures for each rank that was run, in the order of their numbers."""
     for rank, report in sorted(reports, key=lambda pair: pair[0].rank):
-        same = {field.name: getattr(report, field.name) for field in fields(RankRow)}
-        yield RankRow(**{**same, "rank": rank.rank})
+        figures = {field.name: getattr(report, field.name) for field in fields(RankRow)}
+        yield RankRow(**{**figures, "rank": rank.rank})

@@ -42,14 +42,14 @@ from memest.run.target import Target
 from memest.units import counted, parse_bytes
 
 
-def _with_smaller_batches(whole: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """Return a wrapper of `whole`, DataLoader's `fetch`, that loads 1/`parts` of each batch."""
+def _with_smaller_batches(original: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """Return a wrapper of `original`, DataLoader's `fetch`, that loads 1/`parts` of each batch."""
 
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
         index = possibly_batched_index
         if self.auto_collation and len(index) > 1:
             index = index[: max(1, len(index) // parts)]
-        return whole(self, index)
+        return original(self, index)
 
     return fetch
 
@@ -192,14 +192,14 @@ def virtual_gpu(
         MemestError: when the block is entered while another one is active.
     """
     check_torch()
-    found = find_gpu(gpu)
+    device = find_gpu(gpu)
     if gpu_memory is not None:
-        found = custom_gpu(parse_bytes(gpu_memory), found)
+        device = custom_gpu(parse_bytes(gpu_memory), device)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     if max_steps is not None and max_steps < 1:
         raise PlanError(f"`max_steps` is {max_steps}", hint="give at least 1, or leave it out")
     return Session(
-        found if beside is None else found.beside(parse_bytes(beside)), memory_limit=limit,
+        device if beside is None else device.beside(parse_bytes(beside)), memory_limit=limit,
         max_steps=max_steps, is_strict=strict,
         torch_release=None if torch_release is None else known(torch_release).name,
     )  # fmt: skip
@@ -274,25 +274,25 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
         PlanError: the module is not there, or cannot be run.
     """
     _keep_source(target)
-    before = sys.argv, sys.path[:]
+    original = sys.argv, sys.path[:]
     sys.argv = [target.name, *target.args]
     is_folder = target.is_module or target.path.is_dir()
     sys.path[:1] = [str(target.path if is_folder else target.path.parent)]  # as Python does
     error: BaseException | None = None
     gc.collect()  # earlier objects do not affect when the next collections run
     try:
-        with kept_files() as kept, mock.patch.dict(os.environ, _TRACKERS | os.environ):
+        with kept_files() as files, mock.patch.dict(os.environ, _TRACKERS | os.environ):
             try:
                 with session, time_limit(limit_s, session.virtual.mode.attribution.lines.current):
                     with _exit_functions(), _exits_with_report():
                         _run_script(target)
                     session.virtual.mode.rank.mailbox.finish()
             finally:
-                _note_kept(session, kept)
+                _note_kept(session, files)
     except BaseException as raised:
         error = raised
     finally:
-        sys.argv, sys.path[:] = before
+        sys.argv, sys.path[:] = original
     if isinstance(error, PlanError) and error.__cause__ is _NOT_RUN:
         raise error
     virtual = session.virtual
@@ -303,14 +303,14 @@ def run_target(target: Target, session: Session, *, limit_s: float | None = None
     return replace(_result_of(error, report), decides=decides)
 
 
-def _note_kept(session: Session, kept: KeptFiles) -> None:
-    for paths, words in (
-        (kept.paths, "put back: {}, which the script has changed or deleted"),
-        (kept.not_kept, "not put back: {}, which the script may have changed"),
+def _note_kept(session: Session, files: KeptFiles) -> None:
+    for paths, template in (
+        (files.paths, "put back: {}, which the script has changed or deleted"),
+        (files.not_kept, "not put back: {}, which the script may have changed"),
     ):
         if paths:
-            rest = f" and {counted(len(paths) - 1, 'other file')}" if len(paths) > 1 else ""
-            session.virtual.mode.notes.add(words.format(f"`{Path(paths[0]).name}`{rest}"))
+            others = f" and {counted(len(paths) - 1, 'other file')}" if len(paths) > 1 else ""
+            session.virtual.mode.notes.add(template.format(f"`{Path(paths[0]).name}`{others}"))
 
 
 @contextmanager
@@ -328,7 +328,7 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
         )
 
     number = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows lacks SIGALRM
-    before = signal.signal(number, end)
+    old_handler = signal.signal(number, end)
     timer = threading.Timer(seconds, _thread.interrupt_main, [number])
     timer.daemon = True
     has_clock = hasattr(signal, "setitimer")  # a timer that also interrupts system calls
@@ -337,17 +337,17 @@ def time_limit(seconds: float | None, line: Callable[[], str]) -> Iterator[None]
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0) if has_clock else timer.cancel()
-        signal.signal(number, before)
+        signal.signal(number, old_handler)
 
 
 @contextmanager
 def _exits_with_report() -> Iterator[None]:
     """Make `os._exit` raise `SystemExit` in the script's main thread, so that a report follows."""
-    leave, process = os._exit, os.getpid()
+    real_exit, pid = os._exit, os.getpid()
 
     def end(status: int) -> NoReturn:
-        if os.getpid() != process or threading.current_thread() is not threading.main_thread():
-            leave(status)
+        if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+            real_exit(status)
         raise SystemExit(status)
 
     with mock.patch.object(os, "_exit", end):
@@ -357,25 +357,25 @@ def _exits_with_report() -> Iterator[None]:
 @contextmanager
 def _exit_functions() -> Iterator[None]:
     """Call `atexit` functions of the script at the end of the block, while the GPU is active."""
-    before = atexit.register, atexit.unregister
+    originals = atexit.register, atexit.unregister
     registered: list[tuple[Callable[..., Any], Callable[[], object]]] = []
 
     def register(func: Any, *args: Any, **kwargs: Any) -> Any:
-        home = (getattr(func, "__module__", None) or "").partition(".")[0]
-        if home == "torch" or home in sys.stdlib_module_names:
-            return before[0](func, *args, **kwargs)
+        package = (getattr(func, "__module__", None) or "").partition(".")[0]
+        if package == "torch" or package in sys.stdlib_module_names:
+            return originals[0](func, *args, **kwargs)
         registered.append((func, partial(func, *args, **kwargs)))
         return func
 
     def unregister(func: Any) -> None:
         registered[:] = [pair for pair in registered if pair[0] != func]
-        before[1](func)
+        originals[1](func)
 
     atexit.register, atexit.unregister = register, unregister  # type: ignore[assignment]
     try:
         yield
     finally:
-        atexit.register, atexit.unregister = before
+        atexit.register, atexit.unregister = originals
         while registered:
             func, call = registered.pop()
             try:
@@ -452,9 +452,9 @@ def _drop_own_frames(summary: traceback.TracebackException, seen: set[int]) -> N
     seen.add(id(summary))
     summary.stack = traceback.StackSummary.from_list(_frames_of_script(summary.stack))
     inner = [summary.__cause__, summary.__context__, *(getattr(summary, "exceptions", None) or ())]
-    for each in inner:
-        if each is not None:
-            _drop_own_frames(each, seen)
+    for exception in inner:
+        if exception is not None:
+            _drop_own_frames(exception, seen)
 
 
 def _frames_of_script(frames: Iterable[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:

@@ -61,11 +61,11 @@ def report_of(
         mode.memory.settle()
         mode.attribution.label_models()
     history = mode.memory.history
-    held = history.held_at_peak()
+    entries = history.held_at_peak()
     outcome = Outcome.OOM if ending is Ending.OOM else Outcome.FITS
     verdicts, notes = verdicts_of(virtual, outcome, _own_share(virtual), others)
-    gpus = {each: gpu if each == gpu.name else find_gpu(each) for each in verdicts}
-    times = {each: estimate(mode.work, kind) for each, kind in gpus.items()}
+    gpus = {gpu_name: gpu if gpu_name == gpu.name else find_gpu(gpu_name) for gpu_name in verdicts}
+    times = {gpu_name: estimate(mode.work, device) for gpu_name, device in gpus.items()}
     return RunReport(
         name=name,
         gpu=gpu.name,
@@ -79,9 +79,9 @@ def report_of(
         process_bytes=history.peak_reserved_bytes + outside_bytes,
         host_bytes=mode.host.peak_bytes,
         peak=_peak(history),
-        terms=_terms(held, history.peak_allocated_bytes),
-        modules=_rows(held, _module_group),
-        lines=_rows(held, lambda entry: entry.site.where or NO_LINE, mode.attribution.lines),
+        terms=_terms(entries, history.peak_allocated_bytes),
+        modules=_rows(entries, _module_group),
+        lines=_rows(entries, lambda entry: entry.site.where or NO_LINE, mode.attribution.lines),
         phases=tuple(RunPhase(name=p, peak_allocated_bytes=a, peak_reserved_bytes=r)
                      for p, (a, r) in history.phases.items()),
         steps=_steps(history),
@@ -99,7 +99,7 @@ def report_of(
     )  # fmt: skip
 
 
-def _held_for(entry: Held) -> str:
+def _kind_of(entry: Held) -> str:
     """Return the kind of memory, an item of `KINDS`, under which the report counts `entry`.
 
     A storage of unknown owner has the label `activations`. It counts as `temporaries` in backward
@@ -137,11 +137,11 @@ def _peak(history: History) -> RunPeak:
     )
 
 
-def _terms(held: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
-    found = [row for row in _rows(held, _held_for) if row.num_bytes]
-    rows = [replace(r, kinds={}) for r in sorted(found, key=lambda row: KINDS.index(row.name))]
-    rest = peak_bytes - sum(row.num_bytes for row in rows)
-    return (*rows, HeldRow(name="rounding", num_bytes=rest, num_tensors=0, kinds={}))
+def _terms(entries: Iterable[Held], peak_bytes: int) -> tuple[HeldRow, ...]:
+    nonzero = [row for row in _rows(entries, _kind_of) if row.num_bytes]
+    rows = [replace(r, kinds={}) for r in sorted(nonzero, key=lambda row: KINDS.index(row.name))]
+    rounding_bytes = peak_bytes - sum(row.num_bytes for row in rows)
+    return (*rows, HeldRow(name="rounding", num_bytes=rounding_bytes, num_tensors=0, kinds={}))
 
 
 def _module_group(entry: Held) -> str:
@@ -152,15 +152,15 @@ def _module_group(entry: Held) -> str:
 
 
 def _rows(
-    held: Iterable[Held], group_of: Callable[[Held], str], lines: ScriptLines | None = None
+    entries: Iterable[Held], group_of: Callable[[Held], str], lines: ScriptLines | None = None
 ) -> tuple[HeldRow, ...]:
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     counts: Counter[str] = Counter()
     line_of: dict[str, str] = {}
-    for entry in held:
+    for entry in entries:
         group = group_of(entry)
         line_of[group] = entry.site.line
-        kinds[group][_held_for(entry)] += entry.num_bytes
+        kinds[group][_kind_of(entry)] += entry.num_bytes
         counts[group] += entry.count
     rows = [
         HeldRow(
@@ -181,11 +181,11 @@ def _source(file: str, number: int) -> str:
 
 
 def _steps(history: History) -> tuple[RunStep, ...]:
-    found = {row.step: row for row in history.first_steps}
+    rows = {row.step: row for row in history.first_steps}
     for row in (history.highest_step, history.last_step):
         if row is not None:
-            found[row.step] = row
-    return tuple(found[step] for step in sorted(found))
+            rows[row.step] = row
+    return tuple(rows[step] for step in sorted(rows))
 
 
 def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterable[str]:
@@ -202,14 +202,14 @@ def _assumptions(virtual: VirtualGpu, gpu: Gpu, others: Sequence[str]) -> Iterab
         yield describe_source(gpu)
     yield context_assumed(gpu)
     if virtual.communicators_bytes:
-        where = "H100s and H200s of one host" if virtual.rank.world_size > 1 else "one H100"
-        pairs = [each for each in virtual.mode.works.communicators if each[1] is not None]
+        machines = "H100s and H200s of one host" if virtual.rank.world_size > 1 else "one H100"
+        pairs = [key for key in virtual.mode.works.communicators if key[1] is not None]
         count = max(1, len(virtual.mode.works.communicators) - len(pairs))
-        named = "one group" if count == 1 else f"{count} groups"
-        named += f" and {counted(len(pairs), 'pair')} of ranks" if pairs else ""
+        groups = "one group" if count == 1 else f"{count} groups"
+        groups += f" and {counted(len(pairs), 'pair')} of ranks" if pairs else ""
         yield (
-            f"{format_bytes(virtual.communicators_bytes)} of NCCL for {named}, as measured on"
-            f" {where}"
+            f"{format_bytes(virtual.communicators_bytes)} of NCCL for {groups}, as measured on"
+            f" {machines}"
         )
     if log.is_full:
         yield (
@@ -223,7 +223,7 @@ def run_of(virtual: VirtualGpu, share: float | None = None) -> Run:
     """Return the stored allocations and frees of a script as a `Run`, for replay on any GPU.
     `share` is the share of a GPU's memory to which the script limits itself, or None."""
     log = virtual.mode.memory.log
-    ends = (at for at, name in log.marks if name == "after_optimizer_step")
+    ends = (position for position, name in log.marks if name == "after_optimizer_step")
     steps: list[list[MicroBatch]] = [
         [[Part(log.events[a:b])]] for a, b in pairwise((0, *ends, len(log.events)))
     ]
@@ -238,26 +238,26 @@ def verdicts_of(
     """Return (verdicts by GPU name, notes on them), for the run's own GPU and `others`. `outcome`
     is that on the own GPU. `share` is the share of a GPU's memory to which the script limits
     itself, or None."""
-    own = virtual.gpu
+    own_gpu = virtual.gpu
     on_gpus = _Verdicts(virtual, outcome, run_of(virtual, share))
-    of_run = on_gpus.own(_own_verdict(virtual, outcome))
-    verdicts = {own.name: of_run}
+    own_verdict = on_gpus.own(_own_verdict(virtual, outcome))
+    verdicts = {own_gpu.name: own_verdict}
     unknown = []
     for name in others:
-        gpu = replace(find_gpu(name), beside_bytes=own.beside_bytes)
-        if gpu.name == own.name:
+        gpu = replace(find_gpu(name), beside_bytes=own_gpu.beside_bytes)
+        if gpu.name == own_gpu.name:
             continue
         usable = gpu.limit_bytes - virtual.communicators_bytes
         usable = min(usable, virtual.limit_bytes or usable)
         limit = usable if share is None else min(usable, int(share * gpu.memory_bytes))
         verdict = on_gpus.verdict(limit, _spread_bytes(virtual, gpu, limit))
         if outcome is Outcome.OOM:
-            if verdict is None and limit <= of_run.limit_bytes:  # refuses the last request too
-                verdict = replace(of_run, limit_bytes=limit)
+            if verdict is None and limit <= own_verdict.limit_bytes:  # refuses the last request too
+                verdict = replace(own_verdict, limit_bytes=limit)
             if verdict is not None:  # the need includes at least the refused request
-                verdict = replace(verdict, margin_bytes=limit - of_run.needs_bytes)
+                verdict = replace(verdict, margin_bytes=limit - own_verdict.needs_bytes)
         if verdict is not None and virtual.mode.memory.storages.shares:
-            verdict = _with_own_shares(virtual, gpu, of_run, verdict)
+            verdict = _with_own_shares(virtual, gpu, own_verdict, verdict)
         if verdict is None:
             unknown.append(gpu.name)
         else:
@@ -266,7 +266,7 @@ def verdicts_of(
     if unknown:
         notes.append(
             f"whether it fits {', '.join(unknown)} is not known from this run, which did not get"
-            f" that far on {own.name}: run it with `--gpu {unknown[-1]}`"
+            f" that far on {own_gpu.name}: run it with `--gpu {unknown[-1]}`"
         )
     num_ooms = virtual.mode.memory.num_ooms
     if num_ooms and outcome is not Outcome.OOM:
@@ -274,19 +274,19 @@ def verdicts_of(
             f"the script caught {num_ooms} out-of-memory errors; on another GPU"
             " it may have chosen otherwise"
         )
-    order = {name: place for place, name in enumerate(others)}
+    order = {name: index for index, name in enumerate(others)}
     return dict(sorted(verdicts.items(), key=lambda item: order.get(item[0], -1))), notes
 
 
 def _with_own_shares(
-    virtual: VirtualGpu, gpu: Gpu, own: Verdict, verdict: Verdict
+    virtual: VirtualGpu, gpu: Gpu, base: Verdict, verdict: Verdict
 ) -> Verdict | None:
     """Return `verdict` on `gpu`, corrected for storages whose size is a share of the GPU's memory.
-    `own` is the verdict on the run's GPU. Return None if the events of the run do not suffice."""
+    `base` is the verdict on the run's GPU. Return None if the events of the run do not suffice."""
     memory, run = virtual.mode.memory, run_of(virtual)
-    there = memory.storages.on(gpu.memory_bytes)
-    run = replace(run, program=replace(run.program, storages=there))
-    if own.verdict is not Outcome.OOM:
+    storages = memory.storages.on(gpu.memory_bytes)
+    run = replace(run, program=replace(run.program, storages=storages))
+    if base.verdict is not Outcome.OOM:
         if memory.log.is_full:
             return None
         timings = (FreeTiming.LATEST, *_earlier_timings(virtual))
@@ -294,14 +294,14 @@ def _with_own_shares(
         results = [scenario.under(verdict.limit_bytes) for scenario in scenarios]
         return verdict_over(scenarios, results, verdict.limit_bytes, verdict.spread_bytes)
     streams = (part.events for part in run.program.all_parts())
-    counted = run.program.alive_after(streams) | {memory.refused_id}
+    live_ids = run.program.alive_after(streams) | {memory.refused_id}
     own_sizes = memory.storages.num_bytes
-    more = sum(there.num_bytes[i] - own_sizes[i] for i in there.shares if i in counted)
-    margin = verdict.limit_bytes - own.needs_bytes - more
+    growth = sum(storages.num_bytes[i] - own_sizes[i] for i in storages.shares if i in live_ids)
+    margin = verdict.limit_bytes - base.needs_bytes - growth
     failed = run.on(verdict.limit_bytes).failed
     if failed is None and margin >= 0:
         return None
-    at = own.at if failed is None else where_failed(failed.step, there.sites[failed.storage])
+    at = base.at if failed is None else where_failed(failed.step, storages.sites[failed.storage])
     return replace(verdict, verdict=Outcome.OOM, margin_bytes=min(-1, margin), at=at)
 
 
@@ -398,11 +398,11 @@ class _Verdicts:
         if is_enough:
             return fits if self._outcome is Outcome.FITS else None
         oom = replace(fits, verdict=Outcome.OOM, margin_bytes=min(-1, fits.margin_bytes))
-        found = self._run.on(limit_bytes)
-        if found.failed is not None:
-            site = self._run.program.storages.sites[found.failed.storage]
-            at = where_failed(found.failed.step, site)
-            return replace(oom, reserved_bytes=found.peak_reserved_bytes, at=at)
+        result = self._run.on(limit_bytes)
+        if result.failed is not None:
+            site = self._run.program.storages.sites[result.failed.storage]
+            at = where_failed(result.failed.step, site)
+            return replace(oom, reserved_bytes=result.peak_reserved_bytes, at=at)
         if self._allocated > limit_bytes:
             at = f"after step {self._log.num_steps - 1}"
             return replace(oom, reserved_bytes=limit_bytes, at=at)
@@ -421,26 +421,26 @@ _PROBES = {
 def record_run_of(virtual: VirtualGpu, report: RunReport) -> Recording:
     """Return a recording of the allocator's actions, by replay of a script's stored events under
     the limit in `report`, the report of the run."""
-    memory, like = virtual.mode.memory, virtual.allocator
+    memory, source = virtual.mode.memory, virtual.allocator
     recording = Recording(memory.storages, report.limit_bytes, report.gpu)
     allocator = recording.allocator
-    allocator.use(like.settings)
-    allocator.gpu_bytes, allocator.allowed_bytes = like.gpu_bytes, like.allowed_bytes
+    allocator.use(source.settings)
+    allocator.gpu_bytes, allocator.allowed_bytes = source.gpu_bytes, source.allowed_bytes
     result, events = recording.result, memory.log.events
     position, micro_batch = 0, 0
-    before: Phase | None = None
-    for at, name in (*memory.log.marks, (len(events), "")):
+    last_phase: Phase | None = None
+    for end, name in (*memory.log.marks, (len(events), "")):
         with suppress(OutOfMemory):  # under a limit that the script set later
-            recording.play(events[position:at])
-        position, phase = at, _PROBES.get(name)
-        if phase is None or phase is before:
+            recording.play(events[position:end])
+        position, phase = end, _PROBES.get(name)
+        if phase is None or phase is last_phase:
             continue
-        if phase is Phase.BEFORE_FORWARD and before is Phase.AFTER_OPTIMIZER_STEP:
+        if phase is Phase.BEFORE_FORWARD and last_phase is Phase.AFTER_OPTIMIZER_STEP:
             recording.step, micro_batch = recording.step + 1, 0
-        elif phase is Phase.BEFORE_FORWARD and before is Phase.AFTER_FORWARD:
+        elif phase is Phase.BEFORE_FORWARD and last_phase is Phase.AFTER_FORWARD:
             micro_batch += 1  # no step since the last backward
         recording.reached(recording.step, micro_batch, phase)
-        before = phase
+        last_phase = phase
     if memory.refused is not None and not report.fits:
         refused_bytes = memory.refused[0]
         recording.storage = -1

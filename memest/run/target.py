@@ -74,8 +74,8 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
     if not path.exists():
         folder = path.parent
         files = (f[:-3] for f in os.listdir(folder) if f.endswith(".py")) if folder.is_dir() else ()
-        near = closest(path.name.removesuffix(".py"), files)
-        hint = f"did you mean `{near[0]}.py`?" if near else "a module is run with `-m`"
+        matches = closest(path.name.removesuffix(".py"), files)
+        hint = f"did you mean `{matches[0]}.py`?" if matches else "a module is run with `-m`"
         if name in COMMANDS:
             hint = f"{_NAME_THE_SCRIPT}; `--nproc-per-node N` is for several GPUs"
         raise PlanError(f"no such script: {shown(name)}", hint=hint)
@@ -95,13 +95,13 @@ def find_script(name: str, args: tuple[str, ...]) -> Target:
 def _console_script(name: str) -> Target | None:
     from importlib.metadata import entry_points  # 20 ms, which no other script needs
 
-    found = next(iter(entry_points(group="console_scripts", name=name)), None)
-    if found is None:
+    entry_point = next(iter(entry_points(group="console_scripts", name=name)), None)
+    if entry_point is None:
         return None
     program = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if program is None:
         return None
-    package = find_module(found.module.partition(".")[0], ())
+    package = find_module(entry_point.module.partition(".")[0], ())
     return Target(program, (), False, Path(program), package.roots)
 
 
@@ -119,16 +119,16 @@ def find_module(name: str, args: tuple[str, ...]) -> Target:
         )
     if name.endswith(".py") and Path(name).is_file():
         raise PlanError(f"no such module: {shown(name)}", hint="a script is run without `-m`")
-    here, top = Path.cwd(), name.partition(".")[0]
+    cwd, root = Path.cwd(), name.partition(".")[0]
     try:
-        spec = PathFinder.find_spec(top, [str(here), *sys.path]) or find_spec(top)
+        spec = PathFinder.find_spec(root, [str(cwd), *sys.path]) or find_spec(root)
     except (ImportError, ValueError):
         spec = None
     if spec is None or not all(part.isidentifier() for part in name.split(".")):
-        raise PlanError(f"no such module: {shown(name)}", hint=INSTALLED_BY.get(top, IS_INSTALLED))
+        raise PlanError(f"no such module: {shown(name)}", hint=INSTALLED_BY.get(root, IS_INSTALLED))
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
     folder = Path(origin).parent if spec.origin else Path(origin)
-    return Target(name, args, True, here, (folder,) if is_in_packages(folder.parent) else ())
+    return Target(name, args, True, cwd, (folder,) if is_in_packages(folder.parent) else ())
 
 
 def check_single_process(environment: Mapping[str, str]) -> None:
@@ -221,13 +221,13 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
     an interpreter or the folder of its environment."""
     if python.is_dir():
         python = next((p for p in _interpreters(python) if p.is_file()), python)
-    found = shutil.which(python)
-    if found is None:
+    program = shutil.which(python)
+    if program is None:
         raise PlanError(f"`{python}` is not a Python interpreter", hint="--python .venv/bin/python")
-    command = [found, "-c", _PROBE, "torch", "numpy", *PURE]
+    command = [program, "-c", _PROBE, "torch", "numpy", *PURE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        version, prefix, installed, begun = json.loads(done.stdout)
+        proc = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        version, prefix, installed, present = json.loads(proc.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise PlanError(
             f"`{python}` does not run as a Python interpreter", hint="--python .venv/bin/python"
@@ -240,20 +240,20 @@ def _examine(python: Path) -> tuple[Path, str, list[str]]:
         )
     for name in ("torch", "numpy"):
         if name not in installed:
-            fault = f"only parts of {name}" if name in begun else f"no {name}"
+            fault = f"only parts of {name}" if name in present else f"no {name}"
             raise PlanError(
                 f"the environment of `{python}` has {fault}",
-                hint=f"{python} -m pip install{' --force-reinstall' * (name in begun)} {name}",
+                hint=f"{python} -m pip install{' --force-reinstall' * (name in present)} {name}",
             )
-    return Path(os.path.abspath(found)), prefix, installed
+    return Path(os.path.abspath(program)), prefix, installed
 
 
-def _folder_of_links(lacking: Sequence[str]) -> Path:
-    """Return a folder with links to memest and the packages `lacking`, for another `PYTHONPATH`."""
+def _folder_of_links(packages: Sequence[str]) -> Path:
+    """Return a folder with links to memest and `packages`, for another `PYTHONPATH`."""
     import hashlib  # 5 ms, which a run in this environment does not need
 
     sources = {"memest": Path(memest.__file__).parent}
-    for name in lacking:
+    for name in packages:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             sources[name] = Path(spec.origin).parent
