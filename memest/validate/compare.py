@@ -99,10 +99,10 @@ def compare(measured: Sequence[Measurement], predicted: Sequence[Prediction]) ->
 def comparable(measured: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
     """Return (the runs that did not fail, a line on each failed one); `PlanError` if all failed."""
     ended = [m for m in measured if m.verdict is not Outcome.FAILED]
-    left_out = [f"{m.name}: {m.note}" for m in measured if m.verdict is Outcome.FAILED]
+    failures = [f"{m.name}: {m.note}" for m in measured if m.verdict is Outcome.FAILED]
     if not ended:
         raise PlanError("no run of these results ended by itself", hint="run them again")
-    return ended, left_out
+    return ended, failures
 
 
 def plan_of(measurement: Measurement) -> TrainingPlan:
@@ -110,10 +110,10 @@ def plan_of(measurement: Measurement) -> TrainingPlan:
     values = {k: v for k, v in measurement.plan.items() if k not in ("gpu", "gpu_memory", "name")}
     try:
         find_gpu(measurement.gpu)
-        where: dict[str, object] = {"gpu": [measurement.gpu]}
+        gpu_keys: dict[str, object] = {"gpu": [measurement.gpu]}
     except (PlanError, UnknownModelError):
-        where = {"gpu_memory": measurement.device["memory_bytes"]}
-    return TrainingPlan.from_dict(values, name=measurement.name, **where)
+        gpu_keys = {"gpu_memory": measurement.device["memory_bytes"]}
+    return TrainingPlan.from_dict(values, name=measurement.name, **gpu_keys)
 
 
 def summarise(
@@ -135,7 +135,7 @@ def summarise(
 
 def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
     """Return `TOLERANCES`, per cent by name, overridden by the `name=percent` items in `given`."""
-    found = dict(TOLERANCES)
+    tolerances = dict(TOLERANCES)
     for item in given:
         name, _, percent = item.partition("=")
         try:
@@ -147,16 +147,16 @@ def parse_tolerances(given: Sequence[str]) -> dict[str, float]:
                 f"`--tolerance {item}` is not understood",
                 hint=f"write `name=percent` with a name of {', '.join(TOLERANCES)}",
             )
-        found[name] = value
-    return found
+        tolerances[name] = value
+    return tolerances
 
 
 def _compare(measured: Measurement, predicted: Prediction) -> Comparison:
     pairs = list(zip(predicted.phases, measured.phases, strict=False))
-    of_phases = predicted.phase_intervals or [exactly(p.allocated_bytes) for p, _ in pairs]
+    intervals = predicted.phase_intervals or [exactly(p.allocated_bytes) for p, _ in pairs]
     phases = tuple(
-        Deviation(what=_label(m), predicted=found, measured_bytes=m.allocated_bytes)
-        for found, (_, m) in zip(of_phases, pairs, strict=False)
+        Deviation(what=_label(m), predicted=interval, measured_bytes=m.allocated_bytes)
+        for interval, (_, m) in zip(intervals, pairs, strict=False)
     )
     states = tuple(
         Deviation(
@@ -194,10 +194,10 @@ def exactly(num_bytes: int) -> Interval:
 def _total(name: str, predicted: Prediction, measured: Measurement) -> Deviation:
     """Return the deviation of `name`, a key of `TOTALS`; of several ranks, the largest one."""
     key = TOTALS[name]
-    found = predicted.intervals.get(name) or exactly(getattr(predicted, key))
+    interval = predicted.intervals.get(name) or exactly(getattr(predicted, key))
     values = [getattr(measured, key), *(rank[key] for rank in measured.ranks)]
-    each = [Deviation(what=key, predicted=found, measured_bytes=value) for value in values]
-    return max(each, key=lambda difference: abs(difference.error_percent))
+    deviations = [Deviation(what=key, predicted=interval, measured_bytes=value) for value in values]
+    return max(deviations, key=lambda deviation: abs(deviation.error_percent))
 
 
 def _label(row: PhaseRow) -> str:
@@ -206,17 +206,17 @@ def _label(row: PhaseRow) -> str:
 
 def _residual(pairs: Sequence[tuple[PhaseRow, PhaseRow]]) -> str:
     """Return text on where in `pairs` (predicted, measured) the error changes most; "" if none."""
-    largest, where, part = 0, "", ""
+    largest, label, part = 0, "", ""
     previous = dict.fromkeys(("allocated_bytes", "peak_allocated_bytes", "reserved_bytes"), 0)
     for predicted, measured in pairs:
         for key in previous:
             error = getattr(predicted, key) - getattr(measured, key)
             if abs(error - previous[key]) > abs(largest):
-                largest, where, part = error - previous[key], _label(measured), key
+                largest, label, part = error - previous[key], _label(measured), key
             previous[key] = error
-    if not where:
+    if not label:
         return ""
-    return f"{largest / 2**20:+.1f} MiB in {part.removesuffix('_bytes')} from {where} on"
+    return f"{largest / 2**20:+.1f} MiB in {part.removesuffix('_bytes')} from {label} on"
 
 
 def allowed_percent(comparison: Comparison, tolerances: Mapping[str, float]) -> dict[str, float]:

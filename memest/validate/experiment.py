@@ -112,9 +112,9 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
     are NVML's figure of the process, the growth of used memory since `used_before`, and all memory
     that is not free. `used_before` is what NVML had before CUDA was opened, or None."""
     figures: dict[str, int] = {}
-    own = with_nvml(lambda nvml: _process_bytes(nvml, index))
-    if own:
-        figures["NVML, this process"] = own
+    own_bytes = with_nvml(lambda nvml: _process_bytes(nvml, index))
+    if own_bytes:
+        figures["NVML, this process"] = own_bytes
     used = device_used_bytes(index)
     if used is not None and used_before is not None:
         figures["NVML, device now less before"] = used - used_before
@@ -133,10 +133,10 @@ def _process_bytes(nvml: Any, index: int) -> int | None:
 def _handle(nvml: Any, index: int) -> Any:
     """Return NVML's handle of the device that CUDA calls `index`, under `CUDA_VISIBLE_DEVICES`."""
     visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    chosen = visible[index] if any(visible) and index < len(visible) else str(index)
-    if chosen.isdigit():
-        return nvml.nvmlDeviceGetHandleByIndex(int(chosen))
-    return nvml.nvmlDeviceGetHandleByUUID(chosen)
+    device = visible[index] if any(visible) and index < len(visible) else str(index)
+    if device.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(device))
+    return nvml.nvmlDeviceGetHandleByUUID(device)
 
 
 BEFORE_MODEL = "before the model"
@@ -183,8 +183,8 @@ def explaining(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return []
     by_moment = {s["moment"]: s for s in reversed(samples)}  # the first sample of each moment
     highest = max(samples, key=_own_bytes)
-    chosen = [by_moment[m] for m in (BEFORE_MODEL, AFTER_SETUP) if m in by_moment]
-    return chosen + ([] if any(s is highest for s in chosen) else [highest])
+    selection = [by_moment[m] for m in (BEFORE_MODEL, AFTER_SETUP) if m in by_moment]
+    return selection + ([] if any(s is highest for s in selection) else [highest])
 
 
 def _own_bytes(sample: dict[str, Any]) -> int:
@@ -344,10 +344,10 @@ class _Run:
 
     def report(self, verdict: Outcome, note: str = "") -> Measurement:
         clock = device_clock_mhz(self.rank)
-        now = self.recorder.note_peaks()
+        reading = self.recorder.note_peaks()
         figures = process_figures(self.used_before, self.rank)
-        source, held = next(iter(figures.items()))
-        context = held - now.reserved_bytes
+        source, process_bytes = next(iter(figures.items()))
+        context = process_bytes - reading.reserved_bytes
         options = self.job.options
         notes = self.job.data_notes
         host_bytes = _peak_host_bytes()
@@ -402,14 +402,14 @@ def run_experiment(
     used_before = device_used_bytes(rank)
     started = time.perf_counter()
     recorder = PhaseRecorder(CudaMemory(), plan.accumulate_grad_batches)
-    at_start = [sample_host("the start")] if plan.is_distributed else []
+    samples = [sample_host("the start")] if plan.is_distributed else []
     device = query_device(rank)
     if plan.is_distributed:  # with the rank's share of the cores, for DeepSpeed's Adam
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.world_size))
         torch.cuda.set_device(rank)
         torch.cuda.synchronize()  # opens the context
     job = Job(plan, recorder, Listener(on_end=lambda: None), options)
-    run = _Run(job, device, used_before, started, rank=rank, samples=at_start)
+    run = _Run(job, device, used_before, started, rank=rank, samples=samples)
     recorder.on_row = run.note_end_of_step
     run.sample("after CUDA's start")
     if plan.memory_limit is not None and plan.memory_limit < device.memory_bytes:
@@ -447,9 +447,9 @@ def execute(
     def on_end() -> None:
         if run.plan.is_distributed and accelerator == "gpu":
             torch.cuda.synchronize()  # other ranks wait for this rank's kernels
-        measured = run.report(Outcome.FITS)
+        measurement = run.report(Outcome.FITS)
         delivered.append(None)
-        deliver(measured)
+        deliver(measurement)
 
     def on_error(error: BaseException) -> None:
         if not delivered and is_out_of_memory(error):

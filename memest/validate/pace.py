@@ -72,24 +72,24 @@ def host_times() -> dict[str, float]:
     selective checkpointing. `read` is a number read from the GPU. Rates of copies are in GB/s.
     """
     x = torch.randn(8, 64, device="cuda")
-    found = _optimizer_times() | checkpoint_times()
-    found["read"] = host_us(lambda: x[0, 0].item(), 50)
+    times = _optimizer_times() | checkpoint_times()
+    times["read"] = host_us(lambda: x[0, 0].item(), 50)
     gpu = torch.empty(64 << 20, device="cuda")
     for name in ("pinned", "pageable"):
         host = torch.empty(64 << 20, pin_memory=name == "pinned")
-        for way, call in (("gpu", partial(gpu.copy_, host)), ("host", partial(host.copy_, gpu))):
-            found[f"to_{way}_{name}_gb_s"] = host.nbytes / host_us(call, 3) * 1e-3
-    return {name: round(value, 2) for name, value in found.items()}
+        for target, call in (("gpu", partial(gpu.copy_, host)), ("host", partial(host.copy_, gpu))):
+            times[f"to_{target}_{name}_gb_s"] = host.nbytes / host_us(call, 3) * 1e-3
+    return {name: round(value, 2) for name, value in times.items()}
 
 
 def _optimizer_times() -> dict[str, float]:
     """Return the host's times of AdamW: `list`, `step`, `zero_grad`, `loop` of `host_times`."""
-    many = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in SHAPES["layer"] * 16]
+    parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in SHAPES["layer"] * 16]
     us, calls, zeros = dict[str, float](), dict[str, int](), list[float]()
     for name, options in SHAPES["adamw"].items():
-        optimizer, steps = torch.optim.AdamW(many, **options), list[float]()
+        optimizer, steps = torch.optim.AdamW(parameters, **options), list[float]()
         for _ in range(9):
-            for parameter in many:
+            for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             with Observer() if len(steps) == 1 else nullcontext() as observer:
                 steps.append(host_us(optimizer.step))
@@ -97,11 +97,11 @@ def _optimizer_times() -> dict[str, float]:
             if observer is not None:
                 calls[name] = len(observer.found)
         us[name] = statistics.median(steps[2:])  # the first step allocates the states
-    each = (us["lists"] - us["fused"]) / (calls["lists"] - 1)
-    step = us["fused"] - each
-    of_all = {"list": each, "step": step, "zero_grad": statistics.median(zeros)}
-    loop = (us["loop"] - step) / calls["loop"]
-    return {name: taken / len(many) for name, taken in of_all.items()} | {"loop": loop}
+    list_us = (us["lists"] - us["fused"]) / (calls["lists"] - 1)
+    step_us = us["fused"] - list_us
+    totals = {"list": list_us, "step": step_us, "zero_grad": statistics.median(zeros)}
+    loop_us = (us["loop"] - step_us) / calls["loop"]
+    return {name: total / len(parameters) for name, total in totals.items()} | {"loop": loop_us}
 
 
 def checkpoint_times() -> dict[str, float]:
@@ -132,13 +132,13 @@ def checkpoint_times() -> dict[str, float]:
         3:
     ]  # calls take turns
     us = dict(zip(calls, map(statistics.median, zip(*rows, strict=True)), strict=True))
-    again = us["forward"] + us["step"]  # a region runs its forward twice
-    found = {
-        "region": (us["region"] - again) / len(layers),
+    two_passes = us["forward"] + us["step"]  # a region runs its forward twice
+    times = {
+        "region": (us["region"] - two_passes) / len(layers),
         "hook": (us["hook"] - us["region"]) / (3 * len(saved)),  # to save, save again, and read
         "choice": (us["choice"] - us["hook"]) / (2 * sum(observer.counts)),
     }
-    return {name: max(0.0, us) for name, us in found.items()}
+    return {name: max(0.0, us) for name, us in times.items()}
 
 
 SHAPES: dict[str, Any] = read_table(__file__, "shapes.json")
@@ -162,44 +162,44 @@ def model_times() -> Iterator[dict[str, list[list[float]]]]:
     for (name, sizes), is_autocast in itertools.product(SHAPES["models"].items(), (False, True)):
         config = getattr(library, f"{name}Config")(**sizes)
         model = getattr(library, f"{name}Model")(config).cuda().train()
-        given = {
+        inputs = {
             "pixel_values": torch.randn(2, 3, 32, 32, device="cuda"),
             "input_values": torch.randn(2, 4000, device="cuda"),
             "input_ids": torch.zeros(2, 16, dtype=torch.long, device="cuda"),
         }[model.main_input_name]
-        models.append((*phases(model, given, is_autocast), list[tuple[float, ...]]()))
+        models.append((*phases(model, inputs, is_autocast), list[tuple[float, ...]]()))
     while True:
-        found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
-        for counts, step, taken in models:
-            taken += [step() for _ in range(NUM_HOST_STEPS + NUM_WARM)][NUM_WARM:]
-            for phase, count, seconds in zip(found, counts, zip(*taken, strict=True), strict=True):
-                found[phase].append([*count, round(1e6 * statistics.median(seconds), 1)])
-        yield found
+        rows: dict[str, list[list[float]]] = {"forward": [], "backward": []}
+        for counts, step, times in models:
+            times += [step() for _ in range(NUM_HOST_STEPS + NUM_WARM)][NUM_WARM:]
+            for phase, count, seconds in zip(rows, counts, zip(*times, strict=True), strict=True):
+                rows[phase].append([*count, round(1e6 * statistics.median(seconds), 1)])
+        yield rows
 
 
 def fitted_times(forward: list[list[float]], backward: list[list[float]]) -> dict[str, float]:
     """Return the host's microseconds per launch, cuDNN call and view, such as `forward_view`. They
     are fitted to `forward` and `backward`, rows of `model_times`. The fit is a median: half of the
     models take longer than it predicts."""
-    found = {}
+    result = {}
     for phase, rows in (("forward", forward), ("backward", backward)):
         counts, times = np.array(rows)[:, :-1], np.array(rows)[:, -1:]
         factors = _not_negative(counts / times)
         factors /= np.median(counts / times @ factors)
         for name, us in zip(HOST_KINDS, factors, strict=True):
-            found[f"{phase}_{name}"] = round(float(us), 2)
-    return found
+            result[f"{phase}_{name}"] = round(float(us), 2)
+    return result
 
 
 def _not_negative(a: Any) -> Any:
     """Return the array f >= 0 with the least sum of squares of `a @ f - 1`."""
-    tried = []
-    for chosen in itertools.product((False, True), repeat=a.shape[1]):
+    solutions = []
+    for columns in itertools.product((False, True), repeat=a.shape[1]):
         factors = np.zeros(a.shape[1])
-        factors[[*chosen]] = np.linalg.lstsq(a[:, chosen], np.ones(len(a)), rcond=None)[0]
-        tried.append(factors)
-    possible = [factors for factors in tried if factors.min() >= 0]
-    return min(possible, key=lambda factors: ((a @ factors - 1) ** 2).sum())
+        factors[[*columns]] = np.linalg.lstsq(a[:, columns], np.ones(len(a)), rcond=None)[0]
+        solutions.append(factors)
+    feasible = [factors for factors in solutions if factors.min() >= 0]
+    return min(feasible, key=lambda factors: ((a @ factors - 1) ** 2).sum())
 
 
 def phases(
@@ -234,9 +234,9 @@ def host_us(call: Call, count: int = 1, *, waits: bool = False) -> float:
         call()
     if waits:
         torch.cuda.synchronize()
-    taken = time.perf_counter() - started
+    elapsed = time.perf_counter() - started
     torch.cuda.synchronize()
-    return 1e6 * taken / count
+    return 1e6 * elapsed / count
 
 
 Case = Callable[[], Call]  # makes the tensors of a call, and returns it
@@ -252,7 +252,7 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     """Measure kernels and the host for at most `seconds`, and return the times as JSON values.
     `write` is called with the times so far after each family of kernels."""
     properties = torch.cuda.get_device_properties(0)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "format": FORMAT, "device": properties.name, "memory_bytes": properties.total_memory,
         "torch": torch.__version__, "host": {}, "kernels": defaultdict(list),
     }  # fmt: skip
@@ -263,10 +263,10 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
     if find_spec("bitsandbytes") is not None:
         import_module("bitsandbytes")  # which adds its operators
     for part in range(NUM_PARTS):
-        found["models"] = next(models)  # host speed varies, so measure repeatedly
+        result["models"] = next(models)  # host speed varies, so measure repeatedly
         hosts.append(host_times())
-        found["host"] = {k: statistics.median(h[k] for h in hosts) for k in hosts[0]}
-        found["host"] |= fitted_times(*found["models"].values())
+        result["host"] = {k: statistics.median(h[k] for h in hosts) for k in hosts[0]}
+        result["host"] |= fitted_times(*result["models"].values())
         for name in SHAPES["families"]:
             for make in rounds(name)[part]:
                 if time.perf_counter() - started > seconds:
@@ -278,13 +278,13 @@ def measure(seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str
                     torch.cuda.empty_cache()
                     continue
                 row = [*work.size, work.num_flops, work.num_bytes, round(us, 2)]
-                found["kernels"][work.kind].append(row)
+                result["kernels"][work.kind].append(row)
                 first_us[work.kind].append(first)
-                found["first_us"] = {k: round(statistics.median(v)) for k, v in first_us.items()}
+                result["first_us"] = {k: round(statistics.median(v)) for k, v in first_us.items()}
             torch.cuda.empty_cache()
-            found["seconds"], found["failed"] = time.perf_counter() - started, list(failed)
-            write(found)
-    return found
+            result["seconds"], result["failed"] = time.perf_counter() - started, list(failed)
+            write(result)
+    return result
 
 
 def rounds(family: str) -> list[list[Case]]:
@@ -304,9 +304,9 @@ def measured(make: Case, heat: Callable[[], None]) -> tuple[Work, float, float]:
             call()
         assert len(observer.found) == 1, [w.kind for w in observer.found]
         launch_us = min(second, MEASURED_US)
-        once = elapsed_us(call, 3, launch_us)
+        single_us = elapsed_us(call, 3, launch_us)
         heat()
-        count = max(3, min(MOST_CALLS, int(MEASURED_US / once)))
+        count = max(3, min(MOST_CALLS, int(MEASURED_US / single_us)))
         us = min(
             elapsed_us(call, count, launch_us) for _ in range(3)
         )  # pauses of the host only add
@@ -351,8 +351,8 @@ def random(
     dtype: torch.dtype, shape: Sequence[int], layout: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
     """Return random numbers on the GPU: a tensor of `dtype`, `shape` and memory format `layout`."""
-    made = torch.float32 if dtype is torch.float32 else None
-    return torch.randn(shape, device="cuda", dtype=made).to(dtype).to(memory_format=layout)
+    drawn_dtype = torch.float32 if dtype is torch.float32 else None
+    return torch.randn(shape, device="cuda", dtype=drawn_dtype).to(dtype).to(memory_format=layout)
 
 
 def weights_of(name: str, dtype: torch.dtype, hidden: int, *options: Any) -> list[Tensor]:
@@ -386,14 +386,14 @@ def cases(family: dict[str, Any]) -> Iterator[Case]:
     for values in itertools.product(*lists):
         scope = dict(WORDS)
         for names, value in zip(axes, values, strict=True):
-            each = value if " " in names else [value]
-            scope |= zip(names.split(), named(each, WORDS), strict=True)
+            items = value if " " in names else [value]
+            scope |= zip(names.split(), resolve(items, WORDS), strict=True)
         for steps in family["calls"]:
             for count in range(1, len(steps) + 1):
-                yield partial(made, family["names"], steps[:count], scope)
+                yield partial(make_call, family["names"], steps[:count], scope)
 
 
-def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call:
+def make_call(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call:
     """Make tensors, run all but the last of `steps`, and return the last as a call to be timed.
     `names` has the call that makes each tensor, by the tensor's name. `scope` has the objects for
     which words in `names` and `steps` stand. In a step, `r0` is the first result of the
@@ -401,39 +401,39 @@ def made(names: dict[str, Any], steps: list[Any], scope: dict[str, Any]) -> Call
     scope = dict(scope)
     with torch.device("cuda"):
         for name, step in names.items():
-            scope[name] = called(step, scope)()
+            scope[name] = bound_call(step, scope)()
     for step in steps[:-1]:
-        result = called(step, scope)()
+        result = bound_call(step, scope)()
         results = result if isinstance(result, tuple) else (result,)
-        scope |= {f"r{i}": each for i, each in enumerate(results)}
-    return called(steps[-1], scope)
+        scope |= {f"r{i}": output for i, output in enumerate(results)}
+    return bound_call(steps[-1], scope)
 
 
-def called(step: list[Any], scope: dict[str, Any]) -> Call:
+def bound_call(step: list[Any], scope: dict[str, Any]) -> Call:
     """Return `step` as a call without arguments. `step` lists a function, its arguments, and maybe
     a dict of keyword arguments; `scope` has the objects for which its words stand."""
-    function, *args = named(step, scope)
+    function, *args = resolve(step, scope)
     options = args.pop() if args and isinstance(args[-1], dict) else {}
     if isinstance(function, str):
-        place = torch.ops if function.startswith(("aten.", "bitsandbytes.")) else torch
-        function = attrgetter(function)(place)
+        namespace = torch.ops if function.startswith(("aten.", "bitsandbytes.")) else torch
+        function = attrgetter(function)(namespace)
     return partial(function, *args, **options)
 
 
-def named(value: Any, scope: dict[str, Any]) -> Any:
+def resolve(value: Any, scope: dict[str, Any]) -> Any:
     """Return `value`, an item of `shapes.json`, with words replaced by their objects in `scope`."""
     if isinstance(value, dict):
-        return {key: named(each, scope) for key, each in value.items()}
+        return {key: resolve(item, scope) for key, item in value.items()}
     if isinstance(value, list):
-        return [named(each, scope) for each in value]
+        return [resolve(item, scope) for item in value]
     return scope.get(value, value) if isinstance(value, str) else value
 
 
-def write(path: Path, found: dict[str, Any]) -> None:
-    """Write `found`, the result of `measure`, to `path` as JSON, a line per kind of kernel."""
-    head = {key: value for key, value in found.items() if key != "kernels"}
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write `result`, as returned by `measure`, to `path` as JSON, a line per kind of kernel."""
+    head = {key: value for key, value in result.items() if key != "kernels"}
     kinds = ",\n".join(
         f"  {json.dumps(kind)}: {json.dumps(rows, separators=(',', ':'))}"
-        for kind, rows in found["kernels"].items()
+        for kind, rows in result["kernels"].items()
     )
     path.write_text(f'{json.dumps(head)[:-1]},\n "kernels": {{\n{kinds}\n }}}}\n', "utf-8")

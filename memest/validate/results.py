@@ -65,11 +65,11 @@ def prepare(path: Path, *, resume: bool) -> list[Measurement]:
         )
     drop_cut_line(path)
     measured = read_measurements(path) if path.stat().st_size else []
-    done = [m for m in measured if m.verdict is not Outcome.FAILED]
-    if len(done) < len(measured):
+    completed = [m for m in measured if m.verdict is not Outcome.FAILED]
+    if len(completed) < len(measured):
         with _writing(path):
-            write_whole(path, "".join(m.to_json() + "\n" for m in done))
-    return done
+            write_whole(path, "".join(m.to_json() + "\n" for m in completed))
+    return completed
 
 
 def sort(path: Path, labels: Sequence[str]) -> None:
@@ -90,10 +90,10 @@ def is_done(plan: TrainingPlan, measured: list[Measurement]) -> bool:
         from_data = measurement.device.get("data", "synthetic") != "synthetic"
         ignored = {"gpu", "gpu_memory", *(_OF_THE_DATA if from_data else ())}
         for key, requested in plan.to_dict().items():
-            ran = measurement.plan.get(key, defaults[key])  # older results lack newer keys
-            if requested is not None and key not in ignored and ran != requested:
+            actual = measurement.plan.get(key, defaults[key])  # older results lack newer keys
+            if requested is not None and key not in ignored and actual != requested:
                 raise PlanError(
-                    f"`{plan.label}` is in the results with `{key}` {ran}, not {requested}",
+                    f"`{plan.label}` is in the results with `{key}` {actual}, not {requested}",
                     hint="name another file with `--results`, or another experiment",
                 )
         if plan.memory_limit is None and measurement.plan.get("memory_limit") is not None:
@@ -142,5 +142,5 @@ def suite_for_device(name: str, total_bytes: int) -> str:
     ('lab-h100', 'lab-a100')
     """
     gpu = match_device(name, total_bytes)
-    known = (gpu.name if gpu is not None else name).casefold()
-    return "lab-h100" if any(kind in known for kind in ("h100", "h200")) else "lab-a100"
+    gpu_name = (gpu.name if gpu is not None else name).casefold()
+    return "lab-h100" if any(kind in gpu_name for kind in ("h100", "h200")) else "lab-a100"

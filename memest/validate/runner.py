@@ -55,8 +55,8 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return `torchrun`'s environment for `rank` of `world_size` on a node; `port` is rank 0's."""
     from memest.estimator.gpu.worlds import Rank
 
-    made = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
-    return made | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    environment = Rank(rank=rank, world_size=world_size, num_local=world_size).environment(port)
+    return environment | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def run_ranks(num_ranks: int, run: Callable[[Path], NoReturn], folder: Path) -> list[Measurement]:
@@ -131,18 +131,18 @@ def _figures(measured: Measurement) -> dict[str, Any]:
 
 def _collect(children: Sequence[Child], paths: Sequence[Path], folder: Path) -> list[Measurement]:
     deadline = float("inf")
-    found: dict[int, Measurement] = {}
+    reports: dict[int, Measurement] = {}
     while True:
         ended = {rank for rank, child in enumerate(children) if child.poll() is not None}
         for rank, path in enumerate(paths):  # again, for reports written in the meantime
-            if rank not in found and (measured := Measurement.read(path)) is not None:
-                found[rank] = measured
-        if len(found) == len(paths) or time.monotonic() >= deadline:
-            return list(found.values())
-        if deadline == float("inf") and any(m.verdict is Outcome.OOM for m in found.values()):
+            if rank not in reports and (measured := Measurement.read(path)) is not None:
+                reports[rank] = measured
+        if len(reports) == len(paths) or time.monotonic() >= deadline:
+            return list(reports.values())
+        if deadline == float("inf") and any(m.verdict is Outcome.OOM for m in reports.values()):
             deadline = time.monotonic() + OOM_GRACE_S
         time.sleep(POLL_S)  # an ended rank may hang its peers
-        if deadline == float("inf") and ended - found.keys():
+        if deadline == float("inf") and ended - reports.keys():
             for rank, child in enumerate(children):
                 if child.poll() is not None and Measurement.read(paths[rank]) is None:
                     _print_log(rank, folder)
@@ -169,15 +169,15 @@ def header() -> str:
     )
 
 
-def table_row(found: Measurement) -> str:
-    """Return the row of measurement `found` in a table with the columns of `header`."""
-    start = f"{found.name:<{_NAME_WIDTH}}"
-    if found.verdict is Outcome.FAILED:
-        word = "skipped" if found.note.startswith(SKIPPED) else "failed"
-        return f"{start}  {word:<7}  {found.note.removeprefix(SKIPPED)[:200]}"
-    sizes = (*found.levels.values(), found.host_bytes)
+def table_row(measurement: Measurement) -> str:
+    """Return the row of `measurement` in a table with the columns of `header`."""
+    start = f"{measurement.name:<{_NAME_WIDTH}}"
+    if measurement.verdict is Outcome.FAILED:
+        word = "skipped" if measurement.note.startswith(SKIPPED) else "failed"
+        return f"{start}  {word:<7}  {measurement.note.removeprefix(SKIPPED)[:200]}"
+    sizes = (*measurement.levels.values(), measurement.host_bytes)
     cells = "".join(f"  {gib_or_mib(size):>10}" for size in sizes)
-    return f"{start}  {found.verdict:<7}{cells}  {f'{found.elapsed_s:.1f} s':>7}"
+    return f"{start}  {measurement.verdict:<7}{cells}  {f'{measurement.elapsed_s:.1f} s':>7}"
 
 
 T = TypeVar("T")
@@ -293,8 +293,8 @@ def validate(
     missing = [_missing_package(plan) for plan in plans]
     if missing and all(missing):
         require(*missing)
-    done = results_file.prepare(results, resume=resume)
-    pending = [plan for plan in plans if not results_file.is_done(plan, done)]
+    completed = results_file.prepare(results, resume=resume)
+    pending = [plan for plan in plans if not results_file.is_done(plan, completed)]
     options = options or RunOptions()
     for plan in pending:
         resolve_config(plan.model_name, trust_remote_code=plan.trust_remote_code)
@@ -306,16 +306,16 @@ def validate(
         options=options,
         start=start or (None if engine == "local" else partial(start_experiment, is_copy=False)),
     )
-    found = {m.name: m for m in done}
+    reports = {m.name: m for m in completed}
 
     def store(event: Event) -> None:
         if event.is_done:
-            found[event.label] = event.result
+            reports[event.label] = event.result
             results_file.append(results, event.result)
 
     with watched(store):
-        for made, members in _parts(pending, engine, workers, device):
-            made.map(
+        for runner, members in _parts(pending, engine, workers, device):
+            runner.map(
                 measure, members, died=lambda plan, error: _unfinished(device, plan, str(error)),
                 label=lambda plan: plan.label,
             )  # fmt: skip
@@ -323,19 +323,19 @@ def validate(
         _logs(results).rmdir()
     labels = [plan.label for plan in plans]
     results_file.sort(results, labels)
-    return [found[label] for label in labels]
+    return [reports[label] for label in labels]
 
 
 def detect_on(engine: str) -> Device:
     """Return the GPU of a worker of `engine`, a name as in `memest.engines`."""
     if engine == "local":
         return detect_device()
-    (found,) = find_engine(engine, 1, gpus=1).map(
+    (result,) = find_engine(engine, 1, gpus=1).map(
         _detect, ["GPU"], died=lambda task, error: error, label=lambda task: "the check of the GPU"
     )
-    if isinstance(found, MemestError):
-        raise found
-    return found
+    if isinstance(result, MemestError):
+        raise result
+    return result
 
 
 def _detect(task: str) -> Device:
@@ -351,8 +351,8 @@ def _parts(
             members = [plan for plan in plans if plan.world_size == num_gpus]
             yield find_engine(engine, workers, gpus=num_gpus), members
         return
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    visible = named or [str(index) for index in range(device.num_devices)]
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = names or [str(index) for index in range(device.num_devices)]
     if (workers or 1) > len(visible):
         raise PlanError(
             f"`--workers {workers}` is more than the {len(visible)} GPUs of this machine",
@@ -473,14 +473,14 @@ def _refusal(device: Device, plan: TrainingPlan) -> str:
     if missing:
         return f"it needs `{missing}` ({how_to_install(missing)})"
     try:
-        needed = predicted_host_bytes(plan)
+        needed_bytes = predicted_host_bytes(plan)
     except MemestError:
         return ""  # an unpredictable plan can still be measured
     machine_bytes = host_memory_bytes()
-    if needed <= machine_bytes:
+    if needed_bytes <= machine_bytes:
         return ""
     return (
-        f"it holds {gib_or_mib(needed)} in host memory, "
+        f"it holds {gib_or_mib(needed_bytes)} in host memory, "
         f"and the machine has {gib_or_mib(machine_bytes)}"
     )
 
