@@ -75,9 +75,9 @@ def out_of_memory(gpu: Gpu, allocator: CachingAllocator, num_bytes: int) -> str:
         f"free. Including non-PyTorch memory, this process has {_size(in_use_bytes)} memory in "
         f"use. {limit_text}Of the allocated memory {_size(allocator.allocated_bytes)} is allocated "
         f"by PyTorch, and {_size(cached_bytes)} is reserved by PyTorch but unallocated. If "
-        "reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True "
-        "to avoid fragmentation.  See documentation for Memory Management  "
-        "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        "reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF="
+        "expandable_segments:True to avoid fragmentation.  See documentation for Memory "
+        "Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
     )
 
 
