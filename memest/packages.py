@@ -40,7 +40,7 @@ def require(*packages: str) -> None:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is None:  # a folder without `__init__.py`
             raise UnsupportedError(
-                f"only parts of the package `{package}` are installed", hint=_again(package)
+                f"only parts of the package `{package}` are installed", hint=_reinstall(package)
             )
 
 
@@ -61,10 +61,10 @@ def broken_package(error: BaseException) -> tuple[str, str] | None:
     name = next((m.partition(".")[0] for m in modules if not m.startswith(_OURS)), None)
     if name is None:
         return None
-    return f"the package `{name}` cannot be imported: {error}", _again(name)
+    return f"the package `{name}` cannot be imported: {error}", _reinstall(name)
 
 
-def _again(package: str) -> str:
+def _reinstall(package: str) -> str:
     return f"pip install --force-reinstall {package}; `memest doctor` prints what is installed"
 
 

@@ -102,7 +102,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     except BaseException:
         if _SESSION in item.stash:
             report = item.stash[_SESSION].report()
-            item.add_report_section("call", "memest", "\n".join(_held(report)))
+            item.add_report_section("call", "memest", "\n".join(_peak_lines(report)))
         raise
     if _SESSION in item.stash:
         from memest.report import Ending
@@ -135,7 +135,7 @@ def _faults(item: pytest.Item, report: "RunReport") -> Iterator[str]:
     if limit and needs > parse_bytes(limit):
         excess = format_bytes(needs - parse_bytes(limit))
         yield f"needs {format_bytes(needs)} on {report.gpu}, {excess} more than {limit}"
-        yield from _held(report)
+        yield from _peak_lines(report)
         yield from ["grown since the stored peak:", *growth] if growth else []
     if not config.getoption("memest_fail_on_increase"):
         return
@@ -166,7 +166,7 @@ def _peak_of(report: "RunReport") -> "StoredPeak":
     )
 
 
-def _held(report: "RunReport") -> list[str]:
+def _peak_lines(report: "RunReport") -> list[str]:
     from memest.units import format_bytes
 
     lines = [f"  {format_bytes(r.num_bytes)}  {r.name}  {r.source}" for r in report.lines[:8]]

@@ -224,7 +224,7 @@ class VirtualGpu:
         mode = self.mode
         optimizers: dict[int, weakref.ref[Any]] = {}  # by thread; gradients of other threads differ
 
-        def called(model: Any, is_new: bool) -> None:
+        def on_call(model: Any, is_new: bool) -> None:
             if is_new:
                 mode.attribution.label_model(model)
             self._own_steps.end()
@@ -234,9 +234,9 @@ class VirtualGpu:
                 if any(mode.memory.id_of(grad) is not None for grad in grads):
                     mode.notes.add(GRADS_LIVE_ON)
 
-        mode.attribution.modules.on_call = called
+        mode.attribution.modules.on_call = on_call
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def pre_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._own_steps.stop()
             mode.attribution.label_optimizer(optimizer, with_grads=True)
             mode.attribution.phase_given = "optimizer"
@@ -249,7 +249,7 @@ class VirtualGpu:
                 mode.memory.log.mark("before_optimizer_step")
             mode.attribution.has_started = True
 
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def post_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             mode.attribution.phase_given = ""
             mode.work.is_in_optimizer = False
             mode.memory.settle()
@@ -264,8 +264,8 @@ class VirtualGpu:
             if has_backward or not mode.work.is_in_engine:  # else a step of another parameter group
                 self._count_step()
 
-        self._stack.callback(register_optimizer_step_pre_hook(before).remove)
-        self._stack.callback(register_optimizer_step_post_hook(after).remove)
+        self._stack.callback(register_optimizer_step_pre_hook(pre_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(post_step).remove)
 
     def _count_step(self) -> None:
         """Count an optimizer step; raise `StepLimit` after `max_steps`."""
@@ -318,7 +318,7 @@ class OwnSteps:
 
         def follow(op: Op, args: Args, kwargs: Kwargs, *rest: Any) -> None:
             if self._leaves:
-                self._see(op, args, kwargs)
+                self._observe(op, args, kwargs)
             request(op, args, kwargs, *rest)
 
         patches.set(self._mode, "request", follow)
@@ -346,7 +346,7 @@ class OwnSteps:
             self._leaves.clear()
             self._at_end()
 
-    def _see(self, op: Op, args: Args, kwargs: Kwargs) -> None:
+    def _observe(self, op: Op, args: Args, kwargs: Kwargs) -> None:
         if op.is_mutable:
             target = next(tensors_in(args), None)
             if target is not None and self._mode.memory.id_of(target) in self._leaves:
@@ -417,7 +417,7 @@ class DeviceThread:
         if self._is_mixed:
             self._renumber([*outputs, *args[0]], RENUMBERED)
         self._is_running = True
-        first = _next_number()
+        first_number = _next_number()
         try:
             grads = engine(outputs, *args, **kwargs)
         except RuntimeError as error:
@@ -430,16 +430,16 @@ class DeviceThread:
             ) from error
         finally:
             self._is_running = False
-            last = _next_number()
-        if last > first:
+            last_number = _next_number()
+        if last_number > first_number:
             if args[2]:
                 self._is_mixed = True
                 accumulates = kwargs["accumulate_grad"]
                 new_grads = [leaf.grad for leaf in _leaf_tensors(outputs)] if accumulates else grads
-                self._renumber(new_grads, first)
-            self._num_made += last - first
-            self._starts.append(last)
-            self._skipped.append(self._skipped[-1] + last - first)
+                self._renumber(new_grads, first_number)
+            self._num_made += last_number - first_number
+            self._starts.append(last_number)
+            self._skipped.append(self._skipped[-1] + last_number - first_number)
         self._at_end(outputs)
         return grads
 

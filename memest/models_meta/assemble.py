@@ -77,10 +77,10 @@ def assemble(
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that the optimizer gets; `PlanError` if there are none."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
         raise PlanError("nothing is left to train", hint="narrow `freeze`")
-    return trained
+    return params
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:

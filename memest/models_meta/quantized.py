@@ -100,7 +100,7 @@ def quantize(model: nn.Module, plan: TrainingPlan, skip: Sequence[str] = ()) -> 
     """
     original: Any
     for name, original in layers_to_quantize(model, skip):
-        layer = _quantized(original, plan)
+        layer = _quantize_layer(original, plan)
         if original.bias is not None:
             layer.bias = nn.Parameter(original.bias.detach(), requires_grad=False)
         layer.train(original.training)
@@ -109,7 +109,7 @@ def quantize(model: nn.Module, plan: TrainingPlan, skip: Sequence[str] = ()) -> 
     model.__dict__["is_loaded_in_8bit" if plan.quant == "int8" else "is_loaded_in_4bit"] = True
 
 
-def _quantized(original: Any, plan: TrainingPlan) -> Any:
+def _quantize_layer(original: Any, plan: TrainingPlan) -> Any:
     """Return a bitsandbytes layer with the quantised weight of `original`, without its bias."""
     import bitsandbytes.nn as bnb
 

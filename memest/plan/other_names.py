@@ -28,10 +28,10 @@ _CUDA = ("gpu", "cuda", "auto", None)
 
 def other_names(rows: Mapping[str, Key]) -> frozenset[str]:
     """Return the names that `read_other_names` reads or refuses; `rows`: plan keys by name."""
-    return _OTHERS | {*_same(rows), "accelerator"}
+    return _OTHERS | {*_synonyms(rows), "accelerator"}
 
 
-def _same(rows: Mapping[str, Key]) -> dict[str, str]:
+def _synonyms(rows: Mapping[str, Key]) -> dict[str, str]:
     """Return {name in `TrainingArguments`: plan key with the same meaning}. `rows` are the keys of
     plans by name."""
     return {other: name for name, row in rows.items() for other in row.other_names}
@@ -49,7 +49,7 @@ def read_other_names(
     """
     config = dict(values)
     notes: list[str] = []
-    synonyms = _same(rows)
+    synonyms = _synonyms(rows)
     names = [key for key in config if key in _OTHERS or key in synonyms]
     for key in names:
         if key in _NOT_MODELLED and config[key] not in _OFF:

@@ -83,7 +83,7 @@ def plot_fits(
     rows = list(dict.fromkeys(row for row, _ in verdicts))
     columns = list(dict.fromkeys(column for _, column in verdicts))
     limits = sorted({verdict.limit_bytes for verdict in verdicts.values()})
-    words = {verdict.word for verdict in verdicts.values()}
+    verdict_words = {verdict.word for verdict in verdicts.values()}
 
     def cell(row: str, column: str, theme: Theme) -> _Cell:
         verdict = verdicts.get((row, column))
@@ -111,7 +111,7 @@ def plot_fits(
         ),
         keys=[
             *zip(_shades(dark), ("empty", "half full", "full"), strict=True),
-            *((color, word) for word, color in style.VERDICTS.items() if word in words),
+            *((color, word) for word, color in style.VERDICTS.items() if word in verdict_words),
         ],
         dark=dark,
     )

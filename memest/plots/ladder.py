@@ -74,11 +74,11 @@ _ROW = 0.62  # largest height of a row, inches
 
 class _Layout:
     """Font sizes in points, and sizes of the chart in inches, at which all rows and columns fit.
-    `words` are (name, settings) of each report. `gpus` are (name, limit in bytes), ascending; those
-    in `drawn` have a line in the chart."""
+    `labels` are (name, settings) of each report. `gpus` are (name, limit in bytes), ascending;
+    those in `drawn` have a line in the chart."""
 
     def __init__(
-        self, reports: Sequence[Prediction], words: Sequence[tuple[str, str]],
+        self, reports: Sequence[Prediction], labels: Sequence[tuple[str, str]],
         gpus: Sequence[tuple[str, int]],
     ) -> None:  # fmt: skip
         longest = max(report.needs_bytes for report in reports)
@@ -89,10 +89,10 @@ class _Layout:
         rows = min(len(reports), MAX_ROWS)
         row = min(_ROW, (style.HEIGHT - _TOP - 0.3 - _BOTTOM) / rows)
         name, detail = min(float(style.VALUE), 33 * row), min(float(style.SMALL), 25 * row)
-        self.name = _fitting([name for name, _ in words], name, 10, bold=True)
-        self.detail = _fitting([detail for _, detail in words], min(detail, self.name), 8)
+        self.name = _fitting([name for name, _ in labels], name, 10, bold=True)
+        self.detail = _fitting([detail for _, detail in labels], min(detail, self.name), 8)
         widths = (
-            (text_width(n, self.name, bold=True), text_width(d, self.detail)) for n, d in words
+            (text_width(n, self.name, bold=True), text_width(d, self.detail)) for n, d in labels
         )
         self.left = _LEFT + 0.12 + min(_NAME, max(map(max, widths)))
         self.width = style.WIDTH - _RIGHT - _TOTAL - len(gpus) * _GPU - self.left
@@ -119,8 +119,8 @@ def plot_ladder(
     """
     require(reports)
     parts = [need_parts(r, (unlimited or {}).get(r.name)) for r in reports]
-    words = [_words(report, reports) for report in reports]
-    layout = _Layout(reports, words, sorted(limits.items(), key=lambda item: item[1]))
+    labels = [_label(report, reports) for report in reports]
+    layout = _Layout(reports, labels, sorted(limits.items(), key=lambda item: item[1]))
     rows = len(reports)
     with slide(dark=dark, height=layout.height) as canvas:
         low = layout.height - layout.top - rows * layout.row
@@ -131,7 +131,7 @@ def plot_ladder(
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.tick_params(axis="x", labelsize=style.SMALL, pad=3)
         for index, report in enumerate(reports):
-            _write_name(panel, index, words[index], layout)
+            _write_name(panel, index, labels[index], layout)
             _draw_bar(panel, index, report, parts[index], layout)
         color = panel.theme.ink
         for (name, limit), (text, x, level) in zip(layout.drawn, layout.labels, strict=True):
@@ -148,7 +148,7 @@ def plot_ladder(
     return canvas.figure
 
 
-def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
+def _label(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]:
     """Return (experiment's name, settings), with tokens only if those of `reports` differ."""
     details = setting_words(report.plan)
     model = str(report.plan.get("model_name", "")).rsplit("/", 1)[-1]
@@ -160,10 +160,10 @@ def _words(report: Prediction, reports: Sequence[Prediction]) -> tuple[str, str]
     return report.name, dotted(*details)
 
 
-def _fitting(texts: Sequence[str], size: float, least: float, *, bold: bool = False) -> float:
-    """Return the largest font size in points, `least` to `size`, at which `texts` fit a column."""
+def _fitting(texts: Sequence[str], size: float, min_size: float, *, bold: bool = False) -> float:
+    """Return the largest font size, `min_size` to `size` points, at which `texts` fit a column."""
     widest = max(text_width(text, size, bold=bold) for text in texts)
-    return size if widest <= _NAME else max(min(least, size), size * _NAME / widest)
+    return size if widest <= _NAME else max(min(min_size, size), size * _NAME / widest)
 
 
 def _own_limit(report: Prediction, layout: _Layout) -> float | None:
@@ -177,8 +177,8 @@ def _own_limit(report: Prediction, layout: _Layout) -> float | None:
     return limits[0] if limits else min(layout.lines, default=None)
 
 
-def _write_name(panel: Panel, row: int, words: tuple[str, str], layout: _Layout) -> None:
-    room, (name, detail) = layout.left - _LEFT - 0.12, words
+def _write_name(panel: Panel, row: int, label: tuple[str, str], layout: _Layout) -> None:
+    room, (name, detail) = layout.left - _LEFT - 0.12, label
     panel.write_in_row(
         -0.12, row + (-0.19 if detail else 0.0), shortened(name, layout.name, room, bold=True),
         ha="right", size=layout.name, weight="bold", gid=f"{row}:name",
@@ -374,8 +374,8 @@ def plot_trade_off(reports: Sequence[Prediction], *, gpu: str, dark: bool = Fals
         colors = {name: color for name, color in _BOUND.items() if name in bounds}
         handles: list[Patch] = [theme.key(c, f"bound by {n}") for n, c in colors.items()]
         canvas.write_legend(handles, top=1.2)
-        words = (token_words(reports), "line: interval of the estimate", version_words(reports))
-        canvas.write_title(f"Memory against time on {gpu_label(gpu)}", dotted(*words))
+        details = (token_words(reports), "line: interval of the estimate", version_words(reports))
+        canvas.write_title(f"Memory against time on {gpu_label(gpu)}", dotted(*details))
     return canvas.figure
 
 

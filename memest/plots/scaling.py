@@ -162,12 +162,12 @@ def _draw_column(panel: Panel, lines: Sequence[ScalingLine]) -> None:
         text += "" if report.word == "fits" else f"  {report.word}"
         panel.write(left, y, text, size=size, weight="bold", gid=f"end:{line.strategy}")
         panel.write(
-            left, y - 0.42 * block, _stays(line), size=min(_STAYS, 0.86 * size),
+            left, y - 0.42 * block, _constants_text(line), size=min(_STAYS, 0.86 * size),
             color=panel.theme.muted, gid=f"stays:{line.strategy}",
         )  # fmt: skip
 
 
-def _stays(line: ScalingLine) -> str:
+def _constants_text(line: ScalingLine) -> str:
     """Return text on the largest kinds of memory that more GPUs do not shrink, as many as fit."""
     terms = [f"{kind} {format_size(size)}" for kind, size in large_constants(line).items()]
     for count in range(min(_TERMS, len(terms)), 0, -1):
@@ -266,7 +266,7 @@ def plot_scaling_bars(line: ScalingLine, *, dark: bool = False) -> Figure:
     names = (*zip(STACK, STACK, strict=True), ("cached", "cached"), _NOT_REACHED)
     parts = {(name, color): [column[name] for column in columns] for name, color in names}
     limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2)
-    chart = _stacked(parts, labels, 0 if is_far else limit_bytes, limit)
+    chart = _stacked_chart(parts, labels, 0 if is_far else limit_bytes, limit)
     title = f"{report.name} under {label_of(line.strategy)}"
     page = Slide(title=title, subtitle=subtitle_of(report), notes=(), chart=chart)
     terms = [f"{k} {format_size(size)}" for k, size in large_constants(line).items()][:4]
@@ -301,7 +301,7 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
     limit = style.limit_text(report.gpu, limit_bytes, style.WIDTH / 2).replace("usable", "in all")
     has_numbers = len(rows) <= _MAX_NUMBERED
     labels = (f"{row.rank}" + f"\n{_highest(row) / GIB:.1f}" * has_numbers for row in rows)
-    chart = _stacked(parts, labels, 0 if is_far else limit_bytes, limit)
+    chart = _stacked_chart(parts, labels, 0 if is_far else limit_bytes, limit)
     ranks_text = f"{len(rows)} of {max(row.rank for row in rows) + 1} ranks simulated"
     ranks_text += ", their sum in GiB below" * has_numbers
     version = f"memest {report.versions['memest']}"
@@ -310,7 +310,7 @@ def plot_ranks(report: RunReport, *, limit_bytes: int, dark: bool = False) -> Fi
     return draw_slide(page, dark=dark, remark=f"{limit}, above this chart" if is_far else "")
 
 
-def _stacked(
+def _stacked_chart(
     parts: Mapping[tuple[str, str], Sequence[int]], labels: Iterable[str], limit_bytes: int,
     limit_name: str,
 ) -> Chart:  # fmt: skip

@@ -73,7 +73,7 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
     quantity = _QUANTITIES[index]
     low = style.HEIGHT - _DIAGONALS_TOP - _SQUARE - index * (_SQUARE + 0.4)
     axes = canvas.panel(1.15, low, _SQUARE, _SQUARE, grid="y").axes
-    points = [(m / GIB, p / GIB) for p, m in (_both(pair, quantity) for pair in pairs)]
+    points = [(m / GIB, p / GIB) for p, m in (_peaks(pair, quantity) for pair in pairs)]
     for band, color in zip(BANDS, theme.band, strict=True):
         axes.fill_between(
             [0, end], [0, end * (1 - band / 100)], [0, end * (1 + band / 100)], color=color,
@@ -101,7 +101,7 @@ def _draw_diagonal(canvas: Canvas, pairs: Sequence[Pair], index: int, end: float
 def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     """Draw a row per experiment: its name, both errors as markers, both errors as numbers."""
     theme = canvas.theme
-    rows = _listed(pairs)
+    rows = _worst_pairs(pairs)
     height = style.HEIGHT - _ERRORS_TOP - _ERRORS_BOTTOM
     size = style.row_size(len(rows), height)
     names = [_name(*pair, size) for pair in rows]
@@ -109,7 +109,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     width = style.WIDTH - 0.3 - 2 * _COLUMN - left
     panel = canvas.panel(left, _ERRORS_BOTTOM, width, height, grid="x")
     axes = panel.axes
-    errors = [[percent_off(*_both(pair, q)) for pair in rows] for q in _QUANTITIES]
+    errors = [[percent_off(*_peaks(pair, q)) for pair in rows] for q in _QUANTITIES]
     reach, tick = _reach(max(abs(e) for column in errors for e in column))
     for band, color in zip(BANDS, theme.band, strict=True):
         if band < reach:
@@ -131,7 +131,7 @@ def _draw_errors(canvas: Canvas, pairs: Sequence[Pair]) -> None:
         )  # fmt: skip
         x = width + (index + 1) * _COLUMN
         for row, (p, m) in enumerate(rows):
-            text = signed_percent(*_both((p, m), _QUANTITIES[index]))
+            text = signed_percent(*_peaks((p, m), _QUANTITIES[index]))
             panel.write_in_row(x, row, text.removesuffix(" %"), ha="right", size=size)
         panel.write(
             x, height + 0.08, ("alloc.", "reserved")[index], ha="right", va="bottom",
@@ -155,11 +155,11 @@ def _reach(worst: float) -> tuple[float, float]:
 def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
     """Write the meaning of the markers, and the median and worst error of all pairs."""
     for index, quantity in enumerate(_QUANTITIES):
-        errors = [percent_off(*_both(pair, quantity)) for pair in pairs]
-        worst = max(pairs, key=lambda pair: abs(percent_off(*_both(pair, quantity))))
+        errors = [percent_off(*_peaks(pair, quantity)) for pair in pairs]
+        worst = max(pairs, key=lambda pair: abs(percent_off(*_peaks(pair, quantity))))
         y = 1 - (1.42 + 0.34 * index) / style.HEIGHT
         text = f"{_NAMES[index]}: median {median(abs(e) for e in errors):.3f} %, "
-        text += f"worst {signed_percent(*_both(worst, quantity))}"
+        text += f"worst {signed_percent(*_peaks(worst, quantity))}"
         canvas.figure.text(
             (_ERRORS_LEFT + 0.35) / style.WIDTH, y, text, size=style.TICK, weight="bold",
             va="center_baseline", gid=f"summary:{quantity}",
@@ -173,7 +173,7 @@ def _write_summary(canvas: Canvas, pairs: Sequence[Pair]) -> None:
         )  # fmt: skip
 
 
-def _both(pair: Pair, quantity: str) -> tuple[int, int]:
+def _peaks(pair: Pair, quantity: str) -> tuple[int, int]:
     """Return (predicted, measured) bytes of the field `quantity`. A prediction that is an interval
     gives its value nearest to the measured one."""
     predicted, measured = getattr(pair[0], quantity), getattr(pair[1], quantity)
@@ -183,9 +183,9 @@ def _both(pair: Pair, quantity: str) -> tuple[int, int]:
     return predicted, measured
 
 
-def _listed(pairs: Sequence[Pair]) -> list[Pair]:
+def _worst_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     def worst(index: int) -> float:
-        return max(abs(percent_off(*_both(pairs[index], q))) for q in _QUANTITIES)
+        return max(abs(percent_off(*_peaks(pairs[index], q))) for q in _QUANTITIES)
 
     indices = sorted(range(len(pairs)), key=worst, reverse=True)[:MAX_ROWS]
     return [pairs[index] for index in sorted(indices)]

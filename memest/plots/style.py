@@ -421,7 +421,7 @@ def save(
     targets = [stem.with_name(f"{stem.name}.{name}") for name in names]
     with writing(targets[0], "name a folder that you may write to"):
         stem.parent.mkdir(parents=True, exist_ok=True)
-        contents = [_rendered(figure, name) for name in names]
+        contents = [_render(figure, name) for name in names]
         for target, content in zip(targets, contents, strict=True):
             write_whole(target, content)
     return targets
@@ -435,11 +435,11 @@ def parse_formats(text: str) -> list[str]:
 
 def svg_text(figure: Figure) -> str:
     """Return `figure` as SVG text, to be put into an HTML page."""
-    text = _rendered(figure, "svg").decode()
+    text = _render(figure, "svg").decode()
     return text[text.index("<svg") :]
 
 
-def _rendered(figure: Figure, name: str) -> bytes:
+def _render(figure: Figure, name: str) -> bytes:
     """Return `figure` as a file of the format `name`; an SVG has fallbacks for the font."""
     buffer, color = io.BytesIO(), figure.get_facecolor()
     with plain_matplotlib(_SETTINGS):

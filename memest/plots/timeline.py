@@ -75,8 +75,8 @@ def plot_timeline(
         plan = plan or {}
         length = f"{plan['seq_len']} tokens" if plan.get("seq_len") else ""
         step = f"step {timeline.step + 1}"
-        words = dotted(*setting_words(plan), length, gpu_label(gpu), step, version_words())
-        canvas.write_title(f"Memory over one step: {name}", words)
+        subtitle = dotted(*setting_words(plan), length, gpu_label(gpu), step, version_words())
+        canvas.write_title(f"Memory over one step: {name}", subtitle)
         _write_keys(canvas, [area for area, sizes in areas.items() if any(sizes)])
     return canvas.figure
 
@@ -175,10 +175,10 @@ def _mark_peak(panel: Panel, timeline: Timeline) -> None:
         "", (timeline.peak, peak), (timeline.peak, 0.985 * top),
         arrowprops={"arrowstyle": "-|>", "color": theme.ink, "linewidth": 1.8, "shrinkB": 0},
     )  # fmt: skip
-    for line, (words, weight) in enumerate(((text, "bold"), (location, "normal"))):
+    for line, (caption, weight) in enumerate(((text, "bold"), (location, "normal"))):
         axes.text(
             timeline.peak + (0.012 if is_left else -0.012) * edge, (0.985 - 0.068 * line) * top,
-            words, ha="left" if is_left else "right", va="top", weight=weight, gid=f"peak:{line}",
+            caption, ha="left" if is_left else "right", va="top", weight=weight, gid=f"peak:{line}",
             size=style.VALUE if line else style.TICK, bbox=theme.box(1.5),
         )  # fmt: skip
 

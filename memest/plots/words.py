@@ -70,7 +70,7 @@ def setting_words(plan: Mapping[str, Any]) -> list[str]:
     strategy, devices = plan.get("strategy") or "auto", plan.get("devices") or 1
     name = label_of("ddp" if strategy == "auto" else strategy)
     limit, attention = plan.get("memory_limit"), plan.get("attn_implementation")
-    words = {
+    settings = {
         str(plan.get("precision")): plan.get("precision"),
         f"batch {batch}{f' x {count}' if count > 1 else ''}": batch,
         str(plan.get("optim")): plan.get("optim"),
@@ -83,7 +83,7 @@ def setting_words(plan: Mapping[str, Any]) -> list[str]:
         f"{name} on {counted(devices, 'GPU')}": strategy != "auto" or devices > 1,
         f"capped at {(limit or 0) / GIB:.4g} GiB": limit,
     }
-    return [text for text, is_shown in words.items() if is_shown]
+    return [text for text, is_shown in settings.items() if is_shown]
 
 
 def token_words(reports: Sequence[Report]) -> str:
