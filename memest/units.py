@@ -106,9 +106,9 @@ def rounded_to_sum(values: Sequence[float], digits: int) -> list[float]:
     """
     unit = 10**digits
     floors = [math.floor(value * unit) for value in values]
-    missing = round(float(f"{sum(values):.{digits}f}") * unit) - sum(floors)
+    num_raised = round(float(f"{sum(values):.{digits}f}") * unit) - sum(floors)
     order = sorted(range(len(values)), key=lambda i: floors[i] - values[i] * unit)
-    for index in order[:missing]:
+    for index in order[:num_raised]:
         floors[index] += 1
     return [floor / unit for floor in floors]
 

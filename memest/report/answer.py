@@ -125,11 +125,11 @@ def shares(kinds: Iterable[tuple[str, int]]) -> str:
     sizes: Counter[str] = Counter()
     for kind, num_bytes in kinds:
         sizes[kind] += num_bytes
-    whole = max(1, sum(sizes.values()))
+    total_bytes = max(1, sum(sizes.values()))
     by_percent: dict[int, list[str]] = {}
     for kind, num_bytes in sizes.most_common():
-        if 100 * num_bytes / whole >= _NAMED_PERCENT:
-            by_percent.setdefault(round(100 * num_bytes / whole), []).append(kind)
+        if 100 * num_bytes / total_bytes >= _NAMED_PERCENT:
+            by_percent.setdefault(round(100 * num_bytes / total_bytes), []).append(kind)
     parts = []
     for percent, names in by_percent.items():
         suffix = " each" if len(names) > 1 else ""

@@ -242,8 +242,8 @@ def _shares(report: SimulatedReport) -> list[tuple[str, float, str]]:
             parts[term.kind] += term.num_bytes
     parts = {name: size for name, size in parts.items() if size}
     parts["rest"] = max(1, report.peak_allocated_bytes) - sum(parts.values())
-    whole, sizes = max(1, sum(parts.values())), gib_that_add_up(list(parts.values()))
-    return [(k, n / whole, size) for (k, n), size in zip(parts.items(), sizes, strict=True)]
+    total, sizes = max(1, sum(parts.values())), gib_that_add_up(list(parts.values()))
+    return [(k, n / total, size) for (k, n), size in zip(parts.items(), sizes, strict=True)]
 
 
 def _assumed(report: SimulatedReport) -> list[str]:

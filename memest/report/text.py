@@ -61,8 +61,8 @@ def _times(report: SimulatedReport, training: Training | None) -> list[str]:
     if not report.times:
         return []
     rows = table(time_cells(report, training), left=1)
-    whole = f"; hours of {training.num_steps:,} steps" if training else ""
-    return [f"estimated time{whole}", *rows, *time_notes(report)]
+    suffix = f"; hours of {training.num_steps:,} steps" if training else ""
+    return [f"estimated time{suffix}", *rows, *time_notes(report)]
 
 
 def render_suite(predictions: Sequence[Prediction]) -> str:

@@ -115,9 +115,9 @@ def process_figures(used_before: int | None, index: int) -> dict[str, int]:
     own_bytes = with_nvml(lambda nvml: _process_bytes(nvml, index))
     if own_bytes:
         figures["NVML, this process"] = own_bytes
-    used = device_used_bytes(index)
-    if used is not None and used_before is not None:
-        figures["NVML, device now less before"] = used - used_before
+    used_bytes = device_used_bytes(index)
+    if used_bytes is not None and used_before is not None:
+        figures["NVML, device now less before"] = used_bytes - used_before
     free, total = torch.cuda.mem_get_info(index)
     figures["cudaMemGetInfo, total less free"] = total - free
     return figures
