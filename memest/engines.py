@@ -101,7 +101,7 @@ class Engine(ABC):
                 report(pending[position], is_done=False)
 
         for attempt in range(ATTEMPTS):
-            dead: list[int] = []
+            killed: list[int] = []
             answers = self._outcomes(run, [tasks[i] for i in pending], begins, attempt > 0)
             with closing(answers):
                 for position, answer in answers:
@@ -111,12 +111,12 @@ class Engine(ABC):
                     if not isinstance(answer, _Death):
                         results[index] = answer
                     elif attempt + 1 < ATTEMPTS:
-                        dead.append(index)
+                        killed.append(index)
                         continue
                     else:
                         results[index] = died(tasks[index], answer.error(label(tasks[index])))
                     report(index, is_done=True)
-            pending = sorted(dead)
+            pending = sorted(killed)
             if not pending:
                 break
         return [results[index] for index in range(len(tasks))]
@@ -323,15 +323,15 @@ class Ray(Engine):
     def _connect(self, ray: Any) -> None:
         if ray.is_initialized():
             return
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if os.environ.get("RAY_ADDRESS"):
-            ray.init(**quiet)
+            ray.init(**options)
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         gpus, workers = {} if self.gpus else {"num_gpus": 0}, self.workers
         if workers and not self.gpus:  # a worker without a core gains nothing, and imports for 5 s
             workers = min(workers, os.cpu_count() or 1)
-        ray.init("local", num_cpus=workers, include_dashboard=False, **gpus, **quiet)
+        ray.init("local", num_cpus=workers, include_dashboard=False, **gpus, **options)
 
 
 class Slurm(Engine):

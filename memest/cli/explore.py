@@ -122,8 +122,8 @@ def lecture(suite: str, gpu: tuple[str, ...], jobs: int | None, output: Path) ->
         word = "h100" if "h100" in path.stem else ""
         with progress_bar():
             rows = predicted_rows(path, gpus or LAB_GPUS[word], jobs)
-    for name, why in rows.failed.items():
-        click.echo(f"not in the slides: {name}: {why}", err=True)
+    for name, reason in rows.failed.items():
+        click.echo(f"not in the slides: {name}: {reason}", err=True)
     from memest.plots.slides import pdf_bytes
     from memest.report.slides import pptx_bytes
 

@@ -54,9 +54,9 @@ class OutputPath(click.Path):
         path = Path(str(super().convert(value, param, ctx)))
         if str(path) == "-":
             raise PlanError("`-` is not a file", hint="stdout is `/dev/stdout`")
-        if why := why_not_writable(path):
+        if reason := why_not_writable(path):
             raise PlanError(
-                f"`{path}` cannot be written: {why}", hint="name a file in a folder that exists"
+                f"`{path}` cannot be written: {reason}", hint="name a file in a folder that exists"
             )
         return path
 

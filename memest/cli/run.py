@@ -229,11 +229,11 @@ def _run_elsewhere(python: Path | None, arguments: Sequence[str]) -> int | None:
     other environment or it cannot be used."""
     if python is not None:
         return run_elsewhere(python, arguments)
-    active = active_environment()
-    if active is None:
+    environment = active_environment()
+    if environment is None:
         return None
     try:
-        return run_elsewhere(active, arguments)
+        return run_elsewhere(environment, arguments)
     except PlanError as error:
         click.echo(f"note: VIRTUAL_ENV is not used: {error}", err=True)
         return None

@@ -76,9 +76,9 @@ def validate(
     plans = [replace(plan, trust_remote_code=trust_remote_code) for plan in plans]
     limit = plan_values.get("memory_limit")
     if results is None:
-        capped = f"-capped-{limit / GIB:.2f}GiB" if limit else ""
+        suffix = f"-capped-{limit / GIB:.2f}GiB" if limit else ""
         gpu = device.catalogue_name.replace(" ", "-")
-        results = Path("results", f"{gpu}-{label}{capped}.jsonl")
+        results = Path("results", f"{gpu}-{label}{suffix}.jsonl")
     from memest.loops.job import RunOptions
     from memest.validate.runner import header
     from memest.validate.runner import validate as run_all

@@ -319,8 +319,8 @@ def describe(settings: AllocatorSettings) -> str:
         return "PyTorch's default allocator"
     without = ", ".join(settings.without_effect)
     note = f" ({without}: no effect on GPU memory)" if without else ""
-    if newer := ", ".join(name for name in settings.without_effect if name in NEWER):
-        note += f" (torch 2.11 does not know {newer})"
+    if newer_options := ", ".join(name for name in settings.without_effect if name in NEWER):
+        note += f" (torch 2.11 does not know {newer_options})"
     if any(name in RESERVES for name in settings.without_effect):
         note += " (assumed that no segment reaches its reserve)"
     return f"PyTorch's allocator with {shown(settings.text)}{note}"

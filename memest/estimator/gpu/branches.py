@@ -154,8 +154,8 @@ def _values_that_raise(code: CodeType, offset: int) -> tuple[bool, ...]:
         return ()
     target = next(i for i, step in enumerate(steps) if step.offset == jump.argval)
     jumps_on = jump.opname.endswith("TRUE")
-    ways = ((jumps_on, target), (not jumps_on, index + 1))
-    return tuple(value for value, start in ways if _raises(steps, start))
+    branches = ((jumps_on, target), (not jumps_on, index + 1))
+    return tuple(value for value, start in branches if _raises(steps, start))
 
 
 def _raises(steps: list[dis.Instruction], start: int) -> bool:

@@ -55,8 +55,8 @@ class HostRng:
         if func in _NORMAL and tensor.numel() < BLOCK:  # made in pairs, of which one is kept
             self.settle()
             with _disable_current_modes():
-                drawn = torch.empty(tensor.numel(), dtype=tensor.dtype, device=CPU)
-                drawn.normal_(generator=generator)
+                numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, device=CPU)
+                numbers.normal_(generator=generator)
         elif generator is None or generator is torch.default_generator:
             self.num_waiting += num_draws(func, tensor)
         else:
@@ -238,9 +238,9 @@ class HostTensors:
             if func in (aten.index_put_.default, aten.masked_scatter_.default):
                 return args[0]
             if func is aten.masked_select.default and not is_meta(args[1]):
-                bare = _as_meta(args[0])
-                mask = args[1].expand_as(bare) if args[0].dim() else args[1]
-                return bare.new_empty(int(mask.sum()))
+                source = _as_meta(args[0])
+                mask = args[1].expand_as(source) if args[0].dim() else args[1]
+                return source.new_empty(int(mask.sum()))
             op = op_of(func)
             result = self._guessed.result(func, args, kwargs) if op.shaped_by else None
             if result is None and op.result:

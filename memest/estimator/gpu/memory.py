@@ -229,11 +229,11 @@ class Memory:
         """Request memory for the storage `index`, and log it. Raise as `allocate`."""
         self.settle()
         num_bytes = self.storages.num_bytes[index]
-        home = self._timeline.pool
+        pool = self._timeline.pool
         if num_bytes:
             old_reserved_bytes = self.allocator.reserved_bytes
             try:
-                self.blocks[index] = self.allocator.malloc(num_bytes, home)
+                self.blocks[index] = self.allocator.malloc(num_bytes, pool)
             except OutOfMemory:
                 self.num_ooms += 1
                 self.history.emptied()  # the allocator emptied its cache before it raised
@@ -245,8 +245,8 @@ class Memory:
                 segment_bytes = self.allocator.reserved_bytes - old_reserved_bytes
                 self._timeline.advance_host(segment_us(segment_bytes), 0.0)
         self.log.open.append(index)
-        if home != MAIN:
-            self.storages.streams[index] = home
+        if pool != MAIN:
+            self.storages.streams[index] = pool
         if num_bytes:
             self.history.allocated(index, self.storages.sites[index])
 
