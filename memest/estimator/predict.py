@@ -47,21 +47,22 @@ def predict(plan: TrainingPlan, *, trust_remote_code: bool = False, jobs: int = 
     if trust_remote_code:
         plan = replace(plan, trust_remote_code=True)
 
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     gpus = target_gpus(plan)
     by_chip: dict[tuple[Any, ...], list[Gpu]] = {}
     for gpu in {g.name: g for g in (_primary(plan), *gpus)}.values():
         by_chip.setdefault((gpu.capability, gpu.num_sms), []).append(gpu)
     require(*packages_of(plan))
     import_libraries(plan.model_name, plan.loop, plan.trust_remote_code)
-    found = _results_on_chips(plan, list(by_chip.values()), jobs)
-    primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in found.results)
+    outcome = _results_on_chips(plan, list(by_chip.values()), jobs)
+    primary = next(gpu for gpu in (_primary(plan), *gpus) if gpu.name in outcome.results)
     return summarise(
-        plan=plan, primary=primary, scenarios=found.scenarios, results=found.results[primary.name],
-        verdicts={g.name: found.verdicts[g.name] for g in gpus if g.name in found.verdicts},
-        times={g.name: found.times[g.name] for g in gpus if g.name in found.times},
-        warnings=[f"fails on {', '.join(names)}: {why}" for why, names in found.failed.items()],
-        elapsed_s=time.perf_counter() - started,
+        plan=plan, primary=primary, scenarios=outcome.scenarios,
+        results=outcome.results[primary.name],
+        verdicts={g.name: outcome.verdicts[g.name] for g in gpus if g.name in outcome.verdicts},
+        times={g.name: outcome.times[g.name] for g in gpus if g.name in outcome.times},
+        warnings=[f"fails on {', '.join(names)}: {why}" for why, names in outcome.failed.items()],
+        elapsed_s=time.perf_counter() - start_time,
     )  # fmt: skip
 
 
@@ -94,9 +95,9 @@ def _without_metrics() -> Iterator[None]:
     from lightning_utilities.core import imports
 
     is_there, is_available = imports.RequirementCache.__bool__, imports.package_available
-    of_metrics = ("matplotlib", "scipy")
-    hidden = lambda self: self.requirement not in of_metrics and is_there(self)  # noqa: E731
-    missing = lambda name: name not in of_metrics and is_available(name)  # noqa: E731
+    slow_imports = ("matplotlib", "scipy")
+    hidden = lambda self: self.requirement not in slow_imports and is_there(self)  # noqa: E731
+    missing = lambda name: name not in slow_imports and is_available(name)  # noqa: E731
     with (
         mock.patch.object(imports.RequirementCache, "__bool__", hidden),
         mock.patch.object(imports, "package_available", missing),
@@ -128,36 +129,36 @@ def _results_on_chips(plan: TrainingPlan, chips: Sequence[Sequence[Gpu]], jobs: 
     """Return the results on all `chips`, in up to `jobs` processes. An item of `chips` has the GPUs
     of one chip. `scenarios` are those of the first chip. If the plan fails there, the newest chip,
     which may support more, takes its place."""
-    first, *others = chips
+    first_chip, *other_chips = chips
     known: dict[int, Trial] = {}
 
-    def on(part: Sequence[Sequence[Gpu]]) -> _Results:
-        found = _Results()
-        for gpus in part:
+    def results_on(group: Sequence[Sequence[Gpu]]) -> _Results:
+        outcome = _Results()
+        for gpus in group:
             try:
-                found.add(_results_on_chip(plan, gpus, known))
+                outcome.add(_results_on_chip(plan, gpus, known))
             except MemestError as error:
-                found.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
-        return found
+                outcome.add(_Results(failed={str(error): [gpu.name for gpu in gpus]}))
+        return outcome
 
-    num_parts = max(1, min(jobs, len(chips)))
-    own, *parts = (chips[n::num_parts] for n in range(num_parts))
+    num_groups = max(1, min(jobs, len(chips)))
+    own_chips, *groups = (chips[n::num_groups] for n in range(num_groups))
     try:
         if not plan.is_distributed:  # fork before this: forked processes begin with this run
-            _trace(plan, first[0])
+            _trace(plan, first_chip[0])
         with ExitStack() as copies:
-            answers = [copies.enter_context(forked(partial(on, part))) for part in parts]
-            found = _results_on_chip(plan, first, known)
-            found.add(on(own[1:]))
-            for answer, part in zip(answers, parts, strict=True):
-                found.add(answer() or on(part))
+            answers = [copies.enter_context(forked(partial(results_on, group))) for group in groups]
+            outcome = _results_on_chip(plan, first_chip, known)
+            outcome.add(results_on(own_chips[1:]))
+            for answer, group in zip(answers, groups, strict=True):
+                outcome.add(answer() or results_on(group))
     except MemestError as error:
-        others.sort(key=lambda gpus: gpus[0].capability, reverse=True)
-        if not others or others[0][0].capability <= first[0].capability:
+        other_chips.sort(key=lambda gpus: gpus[0].capability, reverse=True)
+        if not other_chips or other_chips[0][0].capability <= first_chip[0].capability:
             raise
-        found = _results_on_chips(plan, others, jobs)
-        found.add(_Results(failed={str(error): [gpu.name for gpu in first]}))
-    return found
+        outcome = _results_on_chips(plan, other_chips, jobs)
+        outcome.add(_Results(failed={str(error): [gpu.name for gpu in first_chip]}))
+    return outcome
 
 
 def _trace(plan: TrainingPlan, gpu: Gpu) -> TracedPlan:
@@ -171,22 +172,22 @@ def _results_on_chip(plan: TrainingPlan, gpus: Sequence[Gpu], known: dict[int, T
     `known` has trials on other chips by the `id` of their run, for reuse if the run is the same."""
     from memest.estimator.hardware.pace import estimate
 
-    found = _Results()
+    outcome = _Results()
 
     def traced(gpu: Gpu) -> TracedPlan:
         return _trace(plan, replace(gpu, memory_gb_s=gpus[0].memory_gb_s))
 
     for gpu, trial in trials(plan, gpus, traced, known):
-        found.scenarios = found.scenarios or trial.scenarios
-        found.results[gpu.name] = trial.results
-        found.verdicts[gpu.name] = trial.verdict
+        outcome.scenarios = outcome.scenarios or trial.scenarios
+        outcome.results[gpu.name] = trial.results
+        outcome.verdicts[gpu.name] = trial.verdict
         work = trial.scenarios[0].traced.work
         if work is None or plan.offloads:  # the own step was not run, or the host computes a part
             continue
         time_of_step = estimate(work, gpu, num_micro_batches=plan.accumulate_grad_batches)
         if time_of_step is not None:
-            found.times[gpu.name] = time_of_step
-    return found
+            outcome.times[gpu.name] = time_of_step
+    return outcome
 
 
 def record_plan(plan: TrainingPlan) -> Recording:

@@ -121,8 +121,8 @@ class CallRecorder:
         with ExitStack() as self._patches:
             self._watch_choice("attention", attention, "choose_backend")
             for name in ("get_device_capability", "get_device_properties"):
-                read = self._watch_read(getattr(torch.cuda, name))
-                self._patches.enter_context(mock.patch.object(torch.cuda, name, read))
+                replacement = self._watch_read(getattr(torch.cuda, name))
+                self._patches.enter_context(mock.patch.object(torch.cuda, name, replacement))
             yield
 
     def cut(self) -> None:
@@ -159,7 +159,7 @@ class CallRecorder:
                     call,
                     start=positions[call.start - first] - self._cut_at,
                     end=positions[call.end - first] - self._cut_at,
-                    new_storages=tuple([(at, ids[index]) for at, index in call.new_storages]),
+                    new_storages=tuple([(pos, ids[index]) for pos, index in call.new_storages]),
                 )
             )
 
@@ -169,53 +169,53 @@ class CallRecorder:
         start, first_id = len(memory.log.events), len(memory.storages.num_bytes)
         self._request(op, args, kwargs, out, recipe)
         memory.settle()
-        has_made = len(memory.storages.num_bytes) > first_id
-        if not has_made and is_plain(op):  # nor does it request memory at another size
+        has_allocated = len(memory.storages.num_bytes) > first_id
+        if not has_allocated and is_plain(op):  # nor does it request memory at another size
             return
         index = self._by_recipe.get(id(recipe))
         if index is None:
             value_of = self._mode.values.value_of
-            more = () if op.from_values is None else op.from_values(value_of, args)
-            template = to_template((op.func, args, kwargs, out, more))
+            known = () if op.from_values is None else op.from_values(value_of, args)
+            template = to_template((op.func, args, kwargs, out, known))
             index = self._templates.setdefault(template, len(self._templates))
             if index == len(self.calls.templates):
                 self.calls.templates.append(template)
             self._by_recipe[id(recipe)] = index
             self._kept.append(recipe)
         in_backward = op.takes_handle and torch._C._current_autograd_node() is not None
-        new: dict[int, int] = {}  # position among the results, by storage id
-        if has_made:
+        positions: dict[int, int] = {}  # position among the results, by storage id
+        if has_allocated:
             for position, tensor in enumerate(out if recipe.is_tuple else (out,)):
-                made = memory.id_of(tensor) if isinstance(tensor, Tensor) else None
-                if made is not None and made >= first_id:
-                    new.setdefault(made, position)
+                storage = memory.id_of(tensor) if isinstance(tensor, Tensor) else None
+                if storage is not None and storage >= first_id:
+                    positions.setdefault(storage, position)
             site = memory.storages.sites[first_id]
         else:
             site = self._mode.attribution.site(op.func)
         start, end = start - self._cut_at, len(memory.log.events) - self._cut_at
-        new_storages = tuple((position, made) for made, position in new.items())
+        new_storages = tuple((position, storage) for storage, position in positions.items())
         self._calls.append(Call(start, end, index, new_storages, site, in_backward))
 
-    def _watch_choice(self, rule: str, home: Any, name: str) -> None:
-        """Record each outcome of function `name` of module `home`, until `watching` ends. It is
+    def _watch_choice(self, rule: str, module: Any, name: str) -> None:
+        """Record each outcome of function `name` of `module`, until `watching` ends. It is
         recorded as a `Choice` by the rule of name `rule`."""
-        choose = getattr(home, name)
+        choose = getattr(module, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             outcome = choose(*args, **kwargs)
             template = to_template((args, {k: v for k, v in kwargs.items() if k not in OF_GPU}))
-            given = (a.requires_grad for a in args if isinstance(a, Tensor))
-            grads = (*given, torch.is_grad_enabled())
+            requires_grad = (a.requires_grad for a in args if isinstance(a, Tensor))
+            grads = (*requires_grad, torch.is_grad_enabled())
             self.calls.choices[Choice(rule, template, grads, outcome)] = None
             return outcome
 
-        self._patches.enter_context(mock.patch.object(home, name, watched))
+        self._patches.enter_context(mock.patch.object(module, name, watched))
 
-    def _watch_read(self, read: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             reader = sys._getframe(1).f_globals["__name__"]
             self.calls.is_for_one_chip |= not reader.startswith(READERS)
-            return read(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return watched
 
@@ -340,8 +340,8 @@ class ResizableProgram:
         self._orders, self._dropped = orders, dropped or {}
         self._templates = sample.calls.templates
         self._workspaces: dict[tuple[bool, int], int] = {}
-        setup, *others = [self._stream(span) for span in sample.calls.spans]
-        streams = iter(others)
+        setup, *part_streams = [self._stream(span) for span in sample.calls.spans]
+        streams = iter(part_streams)
         steps: list[Any] = [
             [[replace(part, events=next(streams)) for part in batch] for batch in step]
             for step in self._base.steps
@@ -355,25 +355,25 @@ class ResizableProgram:
 
     def with_bytes(self, requests: "Sequence[Requests]") -> Program:
         """Return the program of a size or GPU, given the `requests` of each template there."""
-        tables: list[Sequence[int]] = [each.num_bytes for each in requests]
+        tables: list[Sequence[int]] = [request.num_bytes for request in requests]
         tables += [(0,), self._base.storages.num_bytes]  # for the marks `ZERO` and `NO_CALL`
         num_bytes = [tables[i][position] for i, position in self._slots]
         return replace(self._program, storages=replace(self._storages, num_bytes=num_bytes))
 
     def _stream(self, span: Span) -> list[int]:
         events: list[int] = []
-        done = 0
+        position = 0
         for call in span.calls:
-            if call.start > done:
-                self._copy(span.events[done : call.start], events)
+            if call.start > position:
+                self._copy(span.events[position : call.start], events)
             self._call(call, self._orders[call.template], events)
-            done = call.end
-        self._copy(span.events[done:], events)
+            position = call.end
+        self._copy(span.events[position:], events)
         return events
 
-    def _copy(self, old: Sequence[int], events: list[int]) -> None:
-        """Append `old` events, which no operator call made, to `events` with new storage ids."""
-        for event in old:
+    def _copy(self, old_events: Sequence[int], events: list[int]) -> None:
+        """Append `old_events`, which no operator call made, to `events` with new storage ids."""
+        for event in old_events:
             if event == EMPTIED:
                 events.append(event)
             elif event >= 0:
@@ -381,16 +381,16 @@ class ResizableProgram:
             elif free_of(event) in self._ids:
                 events.append(free_of(self._ids[free_of(event)]))
             else:  # workspaces are freed in order
-                first = next(iter(self._workspaces))
-                events.append(free_of(self._workspaces.pop(first)))
+                oldest = next(iter(self._workspaces))
+                events.append(free_of(self._workspaces.pop(oldest)))
 
     def _with_new_ids(self, renames: Renames) -> dict[int, int]:
         """Return `renames` with keys and values replaced by the storage ids of this program."""
-        return {self._ids[made]: self._ids[before] for made, before in renames.items()}
+        return {self._ids[allocated]: self._ids[freed] for allocated, freed in renames.items()}
 
-    def _allocated(self, old: int, slot: tuple[int, int]) -> int:
+    def _allocated(self, old_id: int, slot: tuple[int, int]) -> int:
         table = self._base.storages
-        index = self._ids[old] = self._add(slot, table.sites[old], table.kinds[old])
+        index = self._ids[old_id] = self._add(slot, table.sites[old_id], table.kinds[old_id])
         return index
 
     def _add(self, slot: tuple[int, int], site: Site, kind: MemKind) -> int:
@@ -435,7 +435,7 @@ class ResizableProgram:
             else:
                 self._workspaces[workspace] = events[-1]
         events.extend(free_of(index) for index in (*reversed(passing), *dropped))
-        events.extend(self._allocated(old, (ZERO, 0)) for old in new_storages.values())
+        events.extend(self._allocated(old_id, (ZERO, 0)) for old_id in new_storages.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,14 +460,14 @@ class RequestOrder(NamedTuple):
 
 def requests_of(gpu: Gpu, template: Template, integers: Sequence[int]) -> Requests:
     """Return the allocator requests on `gpu` of the call `template` with other `integers`."""
-    func, args, kwargs, out, more = with_integers(template, integers)
+    func, args, kwargs, out, known = with_integers(template, integers)
     op = op_of(func)
-    recipe = recipe_of(gpu, op, args, kwargs, out, more)
+    recipe = recipe_of(gpu, op, args, kwargs, out, known)
     cublas: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
     if op.takes_handle:
-        fresh = CublasWorkspaces(gpu.capability)
-        cublas, copies = fresh.bytes_for(func, args, kwargs, ("main", 0))
+        workspaces = CublasWorkspaces(gpu.capability)
+        cublas, copies = workspaces.bytes_for(func, args, kwargs, ("main", 0))
     requests, num_bytes = _requests(recipe, results_of(out))
     order = RequestOrder(requests, len(copies), len(cublas), recipe.is_partial)
     return Requests(order, (*num_bytes, *copies, *cublas))
@@ -486,8 +486,8 @@ def _requests(
             requests.append(position)
             num_bytes.append(out[position].untyped_storage().nbytes() if n is None else n)
         elif n is not None and n < 0:
-            among = temporary if position == OLDEST else reversed(temporary)
-            freed = next(t for t in among if t[1] == -n)
+            candidates = temporary if position == OLDEST else reversed(temporary)
+            freed = next(t for t in candidates if t[1] == -n)
             temporary.remove(freed)
             requests.append((freed[0],))
         else:

@@ -94,8 +94,8 @@ def record_run(
         PlanError: the run has more than `MAX_RECORDED_EVENTS` events.
     """
     program, count = run.program, run.num_micro_batches
-    of_step = (part for micro in range(count) for part in program.parts(1, micro, count))
-    num_events = len(program.setup) + run.num_steps * sum(len(part.events) for part in of_step)
+    step_parts = (part for micro in range(count) for part in program.parts(1, micro, count))
+    num_events = len(program.setup) + run.num_steps * sum(len(part.events) for part in step_parts)
     if num_events > MAX_RECORDED_EVENTS:
         raise PlanError(
             f"{num_events} events are too many for a recording",
@@ -201,15 +201,15 @@ def step_blocks(recording: Recording, step: int | None = None) -> StepBlocks:
             if sign > 0:
                 live[action.address] = Lifetime(action.stack, action.block_bytes, point, -1)
             else:
-                ended = live.pop(action.address)
+                lifetime = live.pop(action.address)
                 if is_inside:
-                    blocks.append(replace(ended, stop=point))
+                    blocks.append(replace(lifetime, stop=point))
         points[index] = point
     blocks += [replace(block, stop=point + 1) for block in live.values()]
     blocks.sort(key=lambda block: block.start)
     return StepBlocks(
         step=step, num_points=point + 1, blocks=blocks,
-        reserved=[(at, size) for at, size in changes.items() if at <= point],
+        reserved=[(start, size) for start, size in changes.items() if start <= point],
         spans=_spans(marks, points, point, is_cut),
         refused_bytes=recording.result.failed_bytes if is_cut else 0,
     )  # fmt: skip
@@ -232,39 +232,39 @@ def timeline(recording: Recording, step: int | None = None) -> Timeline:
     recorded one, return those of the last."""
     import numpy as np  # 0.1 s, which commands without a timeline do not need
 
-    found = step_blocks(recording, step)
-    changes = np.zeros((len(KINDS), found.num_points + 1), dtype=np.int64)
-    for block in found.blocks:
+    record = step_blocks(recording, step)
+    changes = np.zeros((len(KINDS), record.num_points + 1), dtype=np.int64)
+    for block in record.blocks:
         kind = KINDS.index(kind_of(recording.storages, block.storage))
         changes[kind, block.start] += block.num_bytes
         changes[kind, block.stop] -= block.num_bytes
     levels = changes[:, :-1].cumsum(axis=1)
     peak = int(levels.sum(axis=0).argmax())
-    made = next((b.storage for b in found.blocks if b.start == peak), None) if peak else None
-    site = None if made is None else recording.storages.sites[made]
-    changed = dict(found.reserved)
-    reserved = [found.reserved[0][1]]
-    for point in range(1, found.num_points):
-        reserved.append(changed.get(point, reserved[-1]))
+    storage = next((b.storage for b in record.blocks if b.start == peak), None) if peak else None
+    site = None if storage is None else recording.storages.sites[storage]
+    reserved_at = dict(record.reserved)
+    reserved = [record.reserved[0][1]]
+    for point in range(1, record.num_points):
+        reserved.append(reserved_at.get(point, reserved[-1]))
     return Timeline(
-        step=found.step, kinds=dict(zip(KINDS, levels.tolist(), strict=True)), reserved=reserved,
-        spans=found.spans, peak=peak,
+        step=record.step, kinds=dict(zip(KINDS, levels.tolist(), strict=True)), reserved=reserved,
+        spans=record.spans, peak=peak,
         where=", ".join(filter(None, (site.module, site.op))) if site else "",
-        refused_bytes=found.refused_bytes,
+        refused_bytes=record.refused_bytes,
     )  # fmt: skip
 
 
 def _spans(
     marks: Sequence[Mark], points: dict[int, int], last: int, is_cut: bool
 ) -> tuple[PhaseSpan, ...]:
-    found = [
+    spans = [
         PhaseSpan(_STRETCH[after.phase], points[before.index], points[after.index])
         for before, after in pairwise(marks)
         if after.phase in _STRETCH
     ]
     if is_cut and marks and marks[-1].phase in _NEXT:
-        found.append(PhaseSpan(_NEXT[marks[-1].phase], points[marks[-1].index], last))
-    return tuple(found)
+        spans.append(PhaseSpan(_NEXT[marks[-1].phase], points[marks[-1].index], last))
+    return tuple(spans)
 
 
 def torch_snapshot(recording: Recording) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
     for name, start, stop in _slices(recording):
         rows.append({"ph": "X", "pid": 0, "tid": 0, "name": name, "ts": start, "dur": stop - start})
     rows += _line_rows(recording)
-    held, reserved = dict.fromkeys(KINDS, 0), 0
+    allocated, reserved = dict.fromkeys(KINDS, 0), 0
     for time, action in enumerate(recording.actions, 1):
         sign = SIGNS.get(action.action, 0)
         if action.action == "oom":
@@ -315,8 +315,8 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
             reserved += sign * action.block_bytes
             rows.append(_counter("reserved bytes", time, {"reserved": reserved}))
         elif sign:
-            held[kind_of(recording.storages, action.stack)] += sign * action.block_bytes
-            rows.append(_counter("allocated bytes", time, dict(held)))
+            allocated[kind_of(recording.storages, action.stack)] += sign * action.block_bytes
+            rows.append(_counter("allocated bytes", time, dict(allocated)))
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
@@ -344,8 +344,8 @@ def _counter(name: str, time: int, args: dict[str, int]) -> dict[str, Any]:
 
 def _frames_of(site: Site, kind: str) -> list[dict[str, Any]]:
     """Return stack frames, as in torch's snapshot, of storages of `kind` that `site` allocated."""
-    named = _frame_names(site, kind)
-    frames = [{"filename": filename, "line": 0, "name": name} for filename, name in named]
+    names = _frame_names(site, kind)
+    frames = [{"filename": filename, "line": 0, "name": name} for filename, name in names]
     lines = [(site.line, "forward" if site.caller else site.phase), (site.caller, site.phase)]
     for line, name in reversed(lines):
         if line:
@@ -368,8 +368,8 @@ def _frame_names(site: Site, kind: str) -> Iterator[tuple[str, str]]:
 
 def _trace(recording: Recording) -> Iterator[dict[str, Any]]:
     """Yield each action as an entry of torch's snapshot, with its position as the time."""
-    made = zip(recording.actions, recording.history.trace(), strict=True)
-    for index, (action, entry) in enumerate(made):
+    pairs = zip(recording.actions, recording.history.trace(), strict=True)
+    for index, (action, entry) in enumerate(pairs):
         category = "unknown"  # `_memory_viz` needs one such event if categories are used
         if not is_of_segment(action) and action.stack >= 0:
             category = kind_of(recording.storages, action.stack)

@@ -66,7 +66,7 @@ class _Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _TensorSpec:
     """A tensor that is alive after the backward: storage id (`index`), shape, strides and dtype."""
 
     index: int
@@ -81,11 +81,11 @@ class _MicroBatch:
     given by their ids: of inputs, of workspaces that are `kept`, and `held` by the loss's graph."""
 
     forward: _Stretch
-    loss: _Made
+    loss: _TensorSpec
     inputs: dict[int, str]  # names of the inputs, by the ids of their storages
     host: Any  # state of the host before the forward
     backward: _Stretch | None = None
-    grads: list[tuple[nn.Parameter, _Made]] = field(default_factory=list)
+    grads: list[tuple[nn.Parameter, _TensorSpec]] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # by the graph of the loss, as they are freed
     freed_inputs: set[int] = field(default_factory=set)  # that the backward needed last
     kept: set[int] = field(default_factory=set)  # workspaces of cuBLAS, which later steps use too
@@ -114,10 +114,10 @@ class StepRepeater:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Run each backward of autograd by `_run_backward` until the block ends."""
-        run = partial(self._run_backward, torch.autograd.graph._engine_run_backward)
+        wrapper = partial(self._run_backward, torch.autograd.graph._engine_run_backward)
         with ExitStack() as patches:
-            for home in (torch.autograd.graph, torch.autograd):
-                patches.enter_context(mock.patch.object(home, "_engine_run_backward", run))
+            for module in (torch.autograd.graph, torch.autograd):
+                patches.enter_context(mock.patch.object(module, "_engine_run_backward", wrapper))
             yield
 
     def loss_of(self, model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
@@ -138,12 +138,12 @@ class StepRepeater:
             self._attributes = _attributes(model)
         host, start = self._host_state(), self._position()
         loss = loss_of(model, inputs, output)
-        made = self._made(loss)
-        if step == 0 and made is not None:
+        spec = self._spec_of(loss)
+        if step == 0 and spec is not None:
             self._model = model
             ids = {self._memory.id_of(v): k for k, v in inputs.items() if isinstance(v, Tensor)}
-            known = {index: name for index, name in ids.items() if index is not None}
-            self._running = _MicroBatch(self._since(start), made, known, host)
+            input_names = {index: name for index, name in ids.items() if index is not None}
+            self._running = _MicroBatch(self._since(start), spec, input_names, host)
         return loss
 
     def _run_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -167,32 +167,32 @@ class StepRepeater:
         up to `end`. They free storages of the forward, such as autocast's copies, except the
         loss."""
         events = running.forward.events
-        made = {event for event in events if event >= 0} - {running.loss.index}
+        allocated = {event for event in events if event >= 0} - {running.loss.index}
         log = self._memory.log.events
-        at = running.forward.start.event + len(events)
-        while at < end.event and log[at] < 0 and free_of(log[at]) in made:
-            events.append(log[at])
-            at += 1
+        position = running.forward.start.event + len(events)
+        while position < end.event and log[position] < 0 and free_of(log[position]) in allocated:
+            events.append(log[position])
+            position += 1
 
     def _can_repeat(self, micro_batch: _MicroBatch) -> bool:
         """Complete the record of `micro_batch` after its backward, and return whether later steps
         can repeat it."""
         assert micro_batch.backward is not None
         events = (*micro_batch.forward.events, *micro_batch.backward.events)
-        made = {event for event in events if event >= 0}
+        allocated = {event for event in events if event >= 0}
         freed = {free_of(event) for event in events if event < 0}
         kinds = self._memory.storages.kinds
-        rest = made - freed
+        alive = allocated - freed
         for parameter in self._model.parameters():
-            if parameter.grad is not None and self._memory.id_of(parameter.grad) in rest:
-                grad = self._made(parameter.grad)
+            if parameter.grad is not None and self._memory.id_of(parameter.grad) in alive:
+                grad = self._spec_of(parameter.grad)
                 if grad is None:
                     return False
                 micro_batch.grads.append((parameter, grad))
-        micro_batch.freed_inputs = freed - made
-        micro_batch.kept = {index for index in rest if kinds[index] is MemKind.WORKSPACE}
+        micro_batch.freed_inputs = freed - allocated
+        micro_batch.kept = {index for index in alive if kinds[index] is MemKind.WORKSPACE}
         grads = {grad.index for _, grad in micro_batch.grads}
-        micro_batch.held = list(rest - micro_batch.kept - grads - {micro_batch.loss.index})
+        micro_batch.held = list(alive - micro_batch.kept - grads - {micro_batch.loss.index})
         return (
             micro_batch.freed_inputs <= micro_batch.inputs.keys()
             and micro_batch.loss.index not in freed
@@ -204,10 +204,10 @@ class StepRepeater:
     def _reads_constants(self) -> bool:
         """Return whether all values that the model has read so far are the same in later steps."""
         weights, buffers = self._versions
-        read = self._mode.values.read
-        if _versions(self._model.parameters()) != weights or read & FROM_PARAMETER:
+        sources = self._mode.values.read
+        if _versions(self._model.parameters()) != weights or sources & FROM_PARAMETER:
             return False
-        return not read & FROM_BUFFER or _versions(self._model.buffers()) == buffers
+        return not sources & FROM_BUFFER or _versions(self._model.buffers()) == buffers
 
     def _knows_all(self) -> bool:
         """Return whether later steps can repeat all micro-batches. If so, sort the `held` storages
@@ -218,8 +218,8 @@ class StepRepeater:
             assert micro_batch.backward is not None
             start = micro_batch.backward.start.event + len(micro_batch.backward.events)
             frees = [free_of(event) for event in log.events[start:]]
-            of_graph = [i for i, index in enumerate(frees) if index in micro_batch.held]
-            together = frees[of_graph[0] : of_graph[-1] + 1] if of_graph else []
+            positions = [i for i, index in enumerate(frees) if index in micro_batch.held]
+            together = frees[positions[0] : positions[-1] + 1] if positions else []
             held = [index for index in together if index != micro_batch.loss.index]
             if sorted(held) != sorted(micro_batch.held):  # some live on, or others are among them
                 return False
@@ -243,17 +243,17 @@ class StepRepeater:
         ids, self._repeated = self._ids, None
         assert micro_batch.backward is not None
         self._play(micro_batch.backward, micro_batch.kept, ids)
-        for parameter, made in micro_batch.grads:
-            parameter.grad = _empty(made)
-            self._memory.adopt(parameter.grad, ids[made.index])
-        held, self._held = self._held, []
-        for index, tensor in zip(micro_batch.held, held, strict=True):
+        for parameter, spec in micro_batch.grads:
+            parameter.grad = _empty(spec)
+            self._memory.adopt(parameter.grad, ids[spec.index])
+        graph_tensors, self._held = self._held, []
+        for index, tensor in zip(micro_batch.held, graph_tensors, strict=True):
             self._memory.adopt(tensor, ids[index])
         return ()
 
-    def _play(self, stretch: _Stretch, kept: set[int], ids: dict[int, int]) -> None:
-        """Repeat the log entries of `stretch`. Storages in `kept` are not allocated again. `ids`
-        gets the id of each new storage, by its id in the first step."""
+    def _play(self, stretch: _Stretch, workspaces: set[int], ids: dict[int, int]) -> None:
+        """Repeat the log entries of `stretch`. Storages in `workspaces` are not allocated again.
+        `ids` gets the id of each new storage, by its id in the first step."""
         memory, mode = self._memory, self._mode
         memory.settle()
         positions = []  # position in the log of each event of the stretch
@@ -263,7 +263,7 @@ class StepRepeater:
                 if self._inputs.pop(free_of(event), None) is None:
                     memory.free(ids[free_of(event)])
                 memory.settle()
-            elif event not in kept:
+            elif event not in workspaces:
                 ids[event] = memory.allocate_like(event)
         positions.append(len(memory.log.events))
         if self._calls is not None:
@@ -273,23 +273,23 @@ class StepRepeater:
         mode.kernels.coverage.unmodelled += stretch.unmodelled
         mode.rng.default.offset += stretch.random
 
-    def _made(self, tensor: Any) -> _Made | None:
+    def _spec_of(self, tensor: Any) -> _TensorSpec | None:
         """Return a description of `tensor`; None unless it is on the GPU and fills its storage."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return None
         index = self._memory.id_of(tensor)
         if index is None:
             return None
-        made = _Made(index, tensor.size(), tensor.stride(), tensor.dtype)
-        is_alike = _empty(made).untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
-        return made if is_alike else None
+        spec = _TensorSpec(index, tensor.size(), tensor.stride(), tensor.dtype)
+        is_alike = _empty(spec).untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        return spec if is_alike else None
 
     def _host_state(self) -> Any:
         """Return a value that changes if the host draws random numbers or a value is guessed."""
         with _disable_current_modes():
-            of_torch = torch.default_generator.get_state().numpy().tobytes()
+            torch_state = torch.default_generator.get_state().numpy().tobytes()
         counts = self._guesses.counts.total(), self._mode.host.rng.num_waiting
-        return random.getstate(), pickle.dumps(np.random.get_state()), of_torch, counts
+        return random.getstate(), pickle.dumps(np.random.get_state()), torch_state, counts
 
     def _position(self) -> _Position:
         self._memory.settle()
@@ -302,13 +302,13 @@ class StepRepeater:
         )  # fmt: skip
 
     def _since(self, start: _Position) -> _Stretch:
-        now = self._position()
+        end = self._position()
         return _Stretch(
             start, self._memory.log.events[start.event :].tolist(),
             self._mode.work.events[start.work :],
             () if self._calls is None else self._calls.calls_since(start.call),
-            now.num_ops - start.num_ops, now.unmodelled - start.unmodelled,
-            now.random - start.random,
+            end.num_ops - start.num_ops, end.unmodelled - start.unmodelled,
+            end.random - start.random,
         )  # fmt: skip
 
 
@@ -330,13 +330,13 @@ class _Loss(torch.autograd.Function):
     called. The graph has no reference to the loss."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, made: _Made, held: list[Tensor]) -> Tensor:
-        """Return a meta tensor of the shape, strides and dtype in `made`, as the loss. The graph
-        keeps the tensors `held` alive. `leaf` only makes the loss require a gradient."""
-        ctx.held = held
-        return _empty(made)
+    def forward(ctx: Any, leaf: Tensor, spec: _TensorSpec, tensors: list[Tensor]) -> Tensor:
+        """Return a meta tensor of the shape, strides and dtype in `spec`, as the loss. The graph
+        keeps `tensors` alive. `leaf` only makes the loss require a gradient."""
+        ctx.held = tensors
+        return _empty(spec)
 
 
-def _empty(made: _Made) -> Tensor:
+def _empty(spec: _TensorSpec) -> Tensor:
     with _disable_current_modes():
-        return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=META)
+        return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=META)

@@ -92,33 +92,33 @@ class Program:
         """Return micro-batch `micro` of `step`, or the one that it repeats, as a part per phase.
         Both are counted from 0; a step of the replay has `num_micro_batches`."""
         step = min(step, len(self.steps) - 1)
-        ran = self.steps[step]
-        if micro == 0 or len(ran) == num_micro_batches:
-            return ran[micro]
+        micro_batches = self.steps[step]
+        if micro == 0 or len(micro_batches) == num_micro_batches:
+            return micro_batches[micro]
         if micro == num_micro_batches - 1:
-            return ran[-1]
-        if len(ran) > 2:
-            return ran[1]
+            return micro_batches[-1]
+        if len(micro_batches) > 2:
+            return micro_batches[1]
         if step not in self._middles:
-            self._middles[step] = [part for part in ran[-1] if not part.is_optimizers]
+            self._middles[step] = [part for part in micro_batches[-1] if not part.is_optimizers]
         return self._middles[step]
 
     def renames(self, step: int, micro: int, num_micro_batches: int) -> Renames:
         """Return the ids to `rename`, current to new, before micro-batch `micro` of `step` is
         played. They are {} if it is played for the first time. A step has `num_micro_batches`."""
-        last = len(self.steps) - 1
+        last_step = len(self.steps) - 1
         if micro == 0:
-            return self.step_renames if step > last else {}
-        num_run = len(self.steps[min(step, last)])
+            return self.step_renames if step > last_step else {}
+        num_run = len(self.steps[min(step, last_step)])
         is_first_time = micro == 1 or (num_run > 2 and micro == num_micro_batches - 1)
         if num_run == num_micro_batches or is_first_time or not self.micro_renames:
             return {}
-        return self.micro_renames[min(step, last)]
+        return self.micro_renames[min(step, last_step)]
 
     def most_held_bytes(self, *states: str) -> int:
         """Return the sum of the `StateBytes` fields `states`, in the phase where it is highest."""
-        held = (sum(getattr(part.state, name) for name in states) for part in self.all_parts())
-        return max(held, default=0)
+        sums = (sum(getattr(part.state, name) for name in states) for part in self.all_parts())
+        return max(sums, default=0)
 
     def forward_held_bytes(self) -> int:
         """Return the bytes that are allocated at the end of the first forward."""
@@ -154,13 +154,13 @@ def find_renames(program: Program) -> None:
         before_step = set(alive)
         renames: Renames = {}
         for number, batch in enumerate(step):
-            before = set(alive)
+            before_batch = set(alive)
             for part in batch:
                 if part.is_optimizers and number == 1:  # a micro-batch in the middle ends here
-                    renames = _pair_equal(program.storages, before, alive)
+                    renames = _pair_equal(program.storages, before_batch, alive)
                 play(part.events, alive, program.storages)
             if number == 1 and not any(part.is_optimizers for part in batch):
-                renames = _pair_equal(program.storages, before, alive)
+                renames = _pair_equal(program.storages, before_batch, alive)
         program.micro_renames.append(renames)
         if len(program.steps) > 1:
             program.step_renames = _pair_equal(program.storages, before_step, alive)
@@ -198,12 +198,12 @@ def _pair_equal(storages: StorageTable, before: set[int], after: Mapping[int, No
     freed: dict[object, list[int]] = defaultdict(list)
     for index in sorted(before.difference(after)):
         freed[_origin(storages, index)].append(index)
-    found = {}
+    renames = {}
     for index in after:
-        like = freed.get(_origin(storages, index)) if index not in before else None
-        if like:
-            found[index] = like.pop(0)
-    return found
+        candidates = freed.get(_origin(storages, index)) if index not in before else None
+        if candidates:
+            renames[index] = candidates.pop(0)
+    return renames
 
 
 def _origin(storages: StorageTable, index: int) -> object:
@@ -296,13 +296,13 @@ def live_at(
     return list(alive)
 
 
-def rename(held: dict[int, Any], renames: Renames) -> None:
-    """Rename keys of `held`, which are storage ids, before events are played again. These allocate
+def rename(by_id: dict[int, Any], renames: Renames) -> None:
+    """Rename keys of `by_id`, which are storage ids, before events are played again. These allocate
     and free the same ids as the first time. `renames` maps an id that they allocate, and that is
     still allocated, to the id that they free."""
-    for made, before in renames.items():
-        if made in held:
-            held[before] = held.pop(made)
+    for allocated, freed in renames.items():
+        if allocated in by_id:
+            by_id[freed] = by_id.pop(allocated)
 
 
 def streams_of(
@@ -371,14 +371,14 @@ class Player:
         requests that may fail."""
         storages, allocator, blocks = self.storages, self.allocator, self.blocks
         num_bytes, streams, tried = storages.num_bytes, storages.streams, storages.tried
-        malloc, end = allocator.malloc, self._apply_free
+        malloc, apply_free = allocator.malloc, self._apply_free
         for event in events:
             self.num_events += 1
             if event < 0:
                 if event <= EMPTIED:
                     self._play_other(event)
                 else:
-                    end(event)
+                    apply_free(event)
             elif event not in blocks and (size := num_bytes[event]):
                 self.storage = event
                 if event not in tried:
@@ -411,14 +411,14 @@ class Player:
         return None
 
     def _apply_free(self, event: int) -> None:
-        ended = freed_id(event, self.storages, is_immediate=self.is_immediate)
-        block = self.blocks.pop(ended, None)
+        index = freed_id(event, self.storages, is_immediate=self.is_immediate)
+        block = self.blocks.pop(index, None)
         if block is None:
-            returned = self.deferred.pop(return_of(event), None)
-            if returned is not None:
-                self.allocator.complete(returned)
-        elif ended in self.storages.deferred and not self.is_immediate:
-            self.deferred[ended] = block
+            deferred = self.deferred.pop(return_of(event), None)
+            if deferred is not None:
+                self.allocator.complete(deferred)
+        elif index in self.storages.deferred and not self.is_immediate:
+            self.deferred[index] = block
             self.allocator.defer(block)
         else:
             self.allocator.free(block)
@@ -457,8 +457,8 @@ class _Replay:
             num_played, num_left = self.step + 1, num_steps - 1 - self.step
             repeats = num_played == program.num_known_steps
             if num_left and not repeats and num_played + 1 >= len(program.steps):
-                before, state = state, self._state()
-                repeats = num_played >= len(program.steps) and state == before
+                previous, state = state, self._state()
+                repeats = num_played >= len(program.steps) and state == previous
             if repeats:
                 step_rows = rows[first_row:]
                 for later in range(1, num_left + 1):
@@ -479,8 +479,8 @@ class _Replay:
                 or self.program.parts(self.step, micro, num_micro_batches) is not batch
             ):
                 continue
-            before, state = state, self._state()
-            if state == before:
+            previous, state = state, self._state()
+            if state == previous:
                 batch_rows = rows[first_row:]
                 for later in range(1, num_alike + 1):
                     rows += _repeated(batch_rows, micro_batch=later)
