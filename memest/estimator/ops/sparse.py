@@ -56,7 +56,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
         return tensor._indices(), tensor._values()
 
 
-def _made(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool) -> Tensor:
+def _coo(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool) -> Tensor:
     with torch._C._DisableTorchDispatch():
         sparse_dim = indices.size(0)
         return FROM_PARTS(
@@ -66,7 +66,7 @@ def _made(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced
 
 
 def _like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    return _made(indices, values, tensor.shape, is_coalesced=_is_coalesced(tensor))
+    return _coo(indices, values, tensor.shape, is_coalesced=_is_coalesced(tensor))
 
 
 def _is_coalesced(tensor: Tensor) -> bool:
@@ -119,8 +119,8 @@ def _coalesced_indices(mode: SimMode, indices: Tensor, shape: Sequence[int]) -> 
             flat = value[0].clone()
             for row, size in zip(value[1:], sizes[1:], strict=True):
                 flat.mul_(size).add_(row)
-            left = flat.unique()  # type: ignore[no-untyped-call]
-            return len(left), torch.stack(torch.unravel_index(left, sizes))
+            unique = flat.unique()  # type: ignore[no-untyped-call]
+            return len(unique), torch.stack(torch.unravel_index(unique, sizes))
     if mode.memory.id_of(indices) in mode.sparse.distinct:
         return num_entries, None
     mode.guesses.note(f"coalesce as {num_entries} of {num_entries} entries")
@@ -133,7 +133,7 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
     """Return the tensor with entries sorted by index, and entries of equal indices added up."""
     indices, values = _parts(tensor)
     num_entries, sparse_dim = indices.size(1), indices.size(0)
-    num_left, places = _coalesced_indices(mode, indices, tensor.shape)
+    num_left, unique_indices = _coalesced_indices(mode, indices, tensor.shape)
     flat, order, starts = (indices.new_empty(num_entries) for _ in range(3))
     mode.pass_workspaces(
         aten._coalesce.default,
@@ -141,17 +141,17 @@ def _coalesce(mode: SimMode, tensor: Tensor) -> Tensor:
         cub.thrust_unique_by_key_bytes(num_entries, mode.gpu),
     )
     mode.timeline.synchronize()
-    added = filled(mode, values.new_empty((num_left, *values.shape[1:])))
-    if added.numel():
+    sums = filled(mode, values.new_empty((num_left, *values.shape[1:])))
+    if sums.numel():
         values = values.contiguous()
-    left = flat[:num_left].unsqueeze(0)
+    new_indices = flat[:num_left].unsqueeze(0)
     if sparse_dim > 1:
-        left = indices.new_empty((sparse_dim, num_left))
-    mode.sparse.distinct.add(mode.memory.id_of(left))
-    if places is None or not mode.values.overwrite(left, places):
-        filled(mode, left)
+        new_indices = indices.new_empty((sparse_dim, num_left))
+    mode.sparse.distinct.add(mode.memory.id_of(new_indices))
+    if unique_indices is None or not mode.values.overwrite(new_indices, unique_indices):
+        filled(mode, new_indices)
     del starts, order, flat, values
-    return _made(left, added, tensor.shape, is_coalesced=True)
+    return _coo(new_indices, sums, tensor.shape, is_coalesced=True)
 
 
 def _coalesced(mode: SimMode, tensor: Tensor) -> Tensor:
@@ -174,10 +174,10 @@ def _clone(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _copied_indices(mode: SimMode, indices: Tensor) -> Tensor:
-    copied = indices.clone()
+    copy = indices.clone()
     if mode.memory.id_of(indices) in mode.sparse.distinct:
-        mode.sparse.distinct.add(mode.memory.id_of(copied))
-    return copied
+        mode.sparse.distinct.add(mode.memory.id_of(copy))
+    return copy
 
 
 def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
@@ -187,8 +187,8 @@ def _elementwise(function: Callable[..., Tensor]) -> SparseRule:
         if not is_sparse(tensor) or any(map(is_sparse, args)):
             raise NotImplementedError
         indices, values = _parts(tensor)
-        copied = _copied_indices(mode, indices)
-        return _like(tensor, copied, function(values, *args, **kwargs))
+        new_indices = _copied_indices(mode, indices)
+        return _like(tensor, new_indices, function(values, *args, **kwargs))
 
     return rule
 
@@ -207,49 +207,49 @@ def _add_(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> 
     """Add `alpha * other` to `tensor` in place. Its entries are appended to those of a sparse
     `tensor`, and added to the elements of a dense one."""
     if is_sparse(tensor):
-        return _become(tensor, _joined(mode, tensor, other, alpha))
-    return _added_into(mode, tensor, other)
+        return _become(tensor, _concatenate(mode, tensor, other, alpha))
+    return _add_to_dense(mode, tensor, other)
 
 
-def _added_into(mode: SimMode, dense: Tensor, sparse: Tensor) -> Tensor:
+def _add_to_dense(mode: SimMode, dense: Tensor, sparse: Tensor) -> Tensor:
     indices, values = _parts(sparse)
-    kept: list[Any] = []
+    buffers: list[Any] = []
     if values.dtype != torch.result_type(dense, values):
-        kept.append(values.to(torch.result_type(dense, values)))
+        buffers.append(values.to(torch.result_type(dense, values)))
     if not _is_coalesced(sparse) and indices.size(0) > 1 and indices.size(1) > 1:
-        kept.append(indices.new_empty(indices.size(1)))
+        buffers.append(indices.new_empty(indices.size(1)))
     elif not values.is_contiguous():
-        kept.append(values.contiguous())
+        buffers.append(values.contiguous())
     return filled(mode, dense)
 
 
 @on_sparse("add.Tensor")
 def _add(mode: SimMode, tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     if is_sparse(tensor):
-        return _joined(mode, tensor, other, alpha)
-    return _added_into(mode, torch.empty_like(tensor), other)
+        return _concatenate(mode, tensor, other, alpha)
+    return _add_to_dense(mode, torch.empty_like(tensor), other)
 
 
-def _joined(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
+def _concatenate(mode: SimMode, tensor: Tensor, other: Tensor, alpha: float) -> Tensor:
     """Return `tensor + alpha * other` by joining entries; coalesce if these outnumber elements."""
-    (indices, values), (more, of_more) = _parts(tensor), _parts(other)
+    (indices, values), (other_indices, other_values) = _parts(tensor), _parts(other)
     if alpha != 1:
-        of_more = of_more * alpha
-    both = torch.cat([indices, more], 1)
-    joined = _made(both, torch.cat([values, of_more]), tensor.shape, is_coalesced=False)
-    return _coalesce(mode, joined) if both.size(1) > tensor.numel() else joined
+        other_values = other_values * alpha
+    all_indices = torch.cat([indices, other_indices], 1)
+    result = _coo(all_indices, torch.cat([values, other_values]), tensor.shape, is_coalesced=False)
+    return _coalesce(mode, result) if all_indices.size(1) > tensor.numel() else result
 
 
 @on_sparse("sparse_mask")
 def _sparse_mask(mode: SimMode, dense: Tensor, mask: Tensor) -> Tensor:
     """Return a sparse tensor with the elements of `dense` at the indices of the sparse `mask`."""
     indices, values = _parts(mask)
-    one = values.new_ones(())
+    scalar = values.new_ones(())
     gathered = torch.empty_like(values)
-    copied = _copied_indices(mode, indices)
-    chosen = filled(mode, torch.empty_like(values))
-    del one, gathered
-    return _like(mask, copied, chosen)
+    new_indices = _copied_indices(mode, indices)
+    new_values = filled(mode, torch.empty_like(values))
+    del scalar, gathered
+    return _like(mask, new_indices, new_values)
 
 
 @on_sparse("addmm _sparse_addmm")
@@ -285,12 +285,12 @@ def _addmm(
     if num_entries:
         is_by_columns = dense.stride(0) == 1 and dense.stride(1) == dense.size(0)
         is_by_rows = dense.stride(1) == 1 and dense.stride(0) == dense.size(1)
-        given = dense if is_by_columns or is_by_rows else dense.contiguous()
+        operand = dense if is_by_columns or is_by_rows else dense.contiguous()
         size = 4 * ceil_div(num_entries, _ENTRIES_OF_A_BLOCK) + 7
         if num_columns == 1:
             size = sparse_rows.vector_workspace(num_rows, num_entries, starts.itemsize, dtype)
         mode.pass_workspaces(aten.addmm.default, size)
-        del given
+        del operand
     del transposed, columns, starts, zeros
     return result
 
@@ -301,15 +301,17 @@ def _to_copy(mode: SimMode, tensor: Tensor, **kwargs: Any) -> Any:
     (indices, values), is_coalesced = _parts(tensor), _is_coalesced(tensor)
     device, dtype = kwargs.get("device"), kwargs.get("dtype") or values.dtype
     if device is None:
-        copied = _copied_indices(mode, indices)
-        return _made(copied, values.to(dtype, copy=True), tensor.shape, is_coalesced=is_coalesced)
-    copied = indices.to(device, copy=True)
-    made = values.to(device, dtype, copy=True)
+        new_indices = _copied_indices(mode, indices)
+        return _coo(
+            new_indices, values.to(dtype, copy=True), tensor.shape, is_coalesced=is_coalesced
+        )
+    new_indices = indices.to(device, copy=True)
+    new_values = values.to(device, dtype, copy=True)
     if device.type == "cuda":
         if is_coalesced:
-            mode.sparse.distinct.add(mode.memory.id_of(copied))
-        return _made(copied, made, tensor.shape, is_coalesced=is_coalesced)
-    return _on_host(copied, made, tensor.shape, is_coalesced=is_coalesced)
+            mode.sparse.distinct.add(mode.memory.id_of(new_indices))
+        return _coo(new_indices, new_values, tensor.shape, is_coalesced=is_coalesced)
+    return _on_host(new_indices, new_values, tensor.shape, is_coalesced=is_coalesced)
 
 
 @on_sparse("select.int")
@@ -318,12 +320,12 @@ def _select(mode: SimMode, tensor: Tensor, dim: int, index: int) -> Tensor:
     (indices, values), dim = _parts(tensor), dim % tensor.dim()
     if not dim < indices.size(0) > 1:
         raise NotImplementedError
-    chosen = (indices[dim] == index % tensor.size(dim)).nonzero().view(-1)
-    values = values.index_select(0, chosen)
-    others = (torch.arange(indices.size(0), device="cuda") != dim).nonzero().view(-1)
-    indices = indices.index_select(1, chosen).index_select(0, others)
+    entries = (indices[dim] == index % tensor.size(dim)).nonzero().view(-1)
+    values = values.index_select(0, entries)
+    other_dims = (torch.arange(indices.size(0), device="cuda") != dim).nonzero().view(-1)
+    indices = indices.index_select(1, entries).index_select(0, other_dims)
     shape = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
-    return _made(indices, values, shape, is_coalesced=False)
+    return _coo(indices, values, shape, is_coalesced=False)
 
 
 _in_rows = by_torch(aten._to_sparse_csr.default, torch._C.DispatchKey.SparseCPU)
@@ -334,8 +336,8 @@ def _to_sparse_csr(mode: SimMode, tensor: Tensor, dense_dim: int | None = None) 
     """Convert a dense or COO matrix to CSR; a COO matrix shares its values with the result."""
     if dense_dim is not None or tensor.dim() != 2:
         raise NotImplementedError
-    made: Tensor = _in_rows(mode, tensor) if is_sparse(tensor) else of_dense(mode, tensor, CSR)
-    return made
+    matrix: Tensor = _in_rows(mode, tensor) if is_sparse(tensor) else of_dense(mode, tensor, CSR)
+    return matrix
 
 
 @on_sparse("_to_sparse_csc")
@@ -363,12 +365,12 @@ def _by_torch(func: OpOverload, key: Any) -> SparseRule:
     run = by_torch(func, key)
 
     def rule(mode: SimMode, *args: Any, **kwargs: Any) -> Tensor:
-        given = [t for t in placement.sample_tensors(args, kwargs) if is_sparse(t)]
-        made: Tensor = run(mode, *args, **kwargs)
-        is_distinct = all(mode.memory.id_of(_parts(t)[0]) in mode.sparse.distinct for t in given)
-        if is_distinct and is_sparse(made):
-            mode.sparse.distinct.add(mode.memory.id_of(_parts(made)[0]))
-        return made
+        operands = [t for t in placement.sample_tensors(args, kwargs) if is_sparse(t)]
+        result: Tensor = run(mode, *args, **kwargs)
+        is_distinct = all(mode.memory.id_of(_parts(t)[0]) in mode.sparse.distinct for t in operands)
+        if is_distinct and is_sparse(result):
+            mode.sparse.distinct.add(mode.memory.id_of(_parts(result)[0]))
+        return result
 
     return rule
 
@@ -378,8 +380,8 @@ def _each(function: Callable[..., Any]) -> SparseRule:
 
     def rule(mode: SimMode, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         lists = [arg if isinstance(arg, list | tuple) else [arg] * len(tensors) for arg in args]
-        for tensor, *rest in zip(tensors, *lists, strict=True):
-            function(tensor, *rest, **kwargs)
+        for tensor, *operands in zip(tensors, *lists, strict=True):
+            function(tensor, *operands, **kwargs)
 
     return rule
 
@@ -436,17 +438,17 @@ class SparseTensors:
         if not is_one:
             return False
         target, places = getattr(kwargs.get("device"), "type", ""), map(mode.host.place, tensors)
-        found = set(places)
-        if target != "cuda" and Place.GPU not in found:
+        devices = set(places)
+        if target != "cuda" and Place.GPU not in devices:
             is_in_backward = torch._C._current_graph_task_id() != -1
-            if Place.HOST in found and is_in_backward and func in _OF_EMBEDDINGS:
+            if Place.HOST in devices and is_in_backward and func in _OF_EMBEDDINGS:
                 line = mode.attribution.lines.current()
                 raise UnsupportedError(
                     f"{line or 'the script'}: a sparse gradient of an embedding on the host cannot "
                     "be simulated",
                     hint="move the embedding to the GPU, or make it with `sparse=False`",
                 )
-            return func in _ON_HOST_TOO and Place.HOST in found
+            return func in _ON_HOST_TOO and Place.HOST in devices
         if self._rule(func, tensors) is not None:
             return True
         if op_of(func).is_view and (func in VIEWS or not any(map(is_compressed, tensors))):
@@ -486,11 +488,11 @@ class SparseTensors:
 def install(patches: Patches) -> None:
     """Make `grad.new(indices, values, shape)` create GPU tensors if `grad` is sparse and on the
     GPU. Optimizers call it."""
-    new = torch.Tensor.new
+    original = torch.Tensor.new
 
     def new_on_gpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if is_sparse(tensor) and is_meta(tensor) and args and isinstance(args[0], Tensor):
             return torch.sparse_coo_tensor(*args, **kwargs, check_invariants=False)
-        return new(tensor, *args, **kwargs)
+        return original(tensor, *args, **kwargs)
 
     patches.set(torch.Tensor, "new", new_on_gpu)

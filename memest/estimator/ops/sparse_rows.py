@@ -71,18 +71,18 @@ def parts_of(matrix: Tensor) -> Parts:
         return matrix.ccol_indices(), matrix.row_indices(), matrix.values()
 
 
-def _made(parts: Parts, shape: Sequence[int], layout: torch.layout = CSR) -> Tensor:
+def _matrix(parts: Parts, shape: Sequence[int], layout: torch.layout = CSR) -> Tensor:
     values = parts[2]
     device = META if is_meta(values) else CPU
     # meta refuses entries
-    unchecked: Any = torch.sparse.check_sparse_tensor_invariants
-    with unchecked(False), torch._C._DisableTorchDispatch():
+    check_invariants: Any = torch.sparse.check_sparse_tensor_invariants
+    with check_invariants(False), torch._C._DisableTorchDispatch():
         return _MADE(*parts, shape, dtype=values.dtype, layout=layout, device=device)
 
 
 def matrix_of_parts(parts: Parts, like: Tensor) -> Tensor:
     """Return a matrix of `parts` (offsets, indices, values) with the shape and layout of `like`."""
-    return _made(parts, like.shape, like.layout)
+    return _matrix(parts, like.shape, like.layout)
 
 
 def filled(mode: SimMode, tensor: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _assembled(
     if torch._C._check_sparse_tensor_invariants():
         checks = [offsets.new_empty(1, dtype=torch.int64) for _ in range(2)]
         del checks
-    return _made(parts, shape, kwargs["layout"])
+    return _matrix(parts, shape, kwargs["layout"])
 
 
 def _width(mode: SimMode, indices: Tensor, default: int) -> int:
@@ -141,7 +141,7 @@ def _on_host(parts: Parts, shape: Sequence[int], layout: torch.layout) -> Tensor
             indices = torch.arange(num_entries, device=CPU, dtype=indices.dtype) % width
         if is_meta(values):
             values = torch.ones(values.shape, dtype=values.dtype, device=CPU)
-        return _made((offsets, indices, values), shape, layout)
+        return _matrix((offsets, indices, values), shape, layout)
 
 
 @on_compressed("_to_copy")
@@ -184,9 +184,9 @@ def _mul(mode: SimMode, matrix: Tensor, factor: Any) -> Tensor:
     if isinstance(factor, Tensor) and factor.dim():
         raise NotImplementedError
     offsets, indices, values = parts_of(matrix)
-    changed = values * factor
-    copied = indices.clone()
-    return matrix_of_parts((offsets.clone(), copied, changed), matrix)
+    new_values = values * factor
+    new_indices = indices.clone()
+    return matrix_of_parts((offsets.clone(), new_indices, new_values), matrix)
 
 
 @on_compressed("mul_.Tensor mul_.Scalar")
@@ -204,9 +204,9 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     num_entries = len(indices)
     is_by_row = matrix.layout is CSR
     num_new, num_old = (matrix.size(1), matrix.size(0)) if is_by_row else matrix.shape
-    one = offsets.new_full((1,), num_entries)
-    start = one.cumsum(-1).sub_(one)
-    del one
+    count = offsets.new_full((1,), num_entries)
+    start = count.cumsum(-1).sub_(count)
+    del count
     starts = offsets[:-1].add(start)
     all_starts = torch.empty_like(offsets)
     del starts
@@ -214,26 +214,26 @@ def _flipped(mode: SimMode, matrix: Tensor) -> Tensor:
     batch = indices.new_empty(num_entries)
     shift = indices.new_empty(num_entries)
     del batch, shift
-    known = _coordinates(mode, offsets, indices)
+    coordinates = _coordinates(mode, offsets, indices)
     flat = ordered = None
-    if known is not None:
+    if coordinates is not None:
         with torch._C._DisableTorchDispatch():
-            flat = known[1] * num_old + known[0]
-            ordered = torch.stack(known[::-1])[:, flat.argsort()]
-    hashed = indices.new_empty(num_entries, dtype=torch.int64)
-    _set_known(mode, hashed, flat)
-    order = hashed.sort().indices
-    chosen = places.index_select(1, order)
-    _set_known(mode, chosen, ordered)
+            flat = coordinates[1] * num_old + coordinates[0]
+            ordered = torch.stack(coordinates[::-1])[:, flat.argsort()]
+    keys = indices.new_empty(num_entries, dtype=torch.int64)
+    _set_known(mode, keys, flat)
+    order = keys.sort().indices
+    sorted_places = places.index_select(1, order)
+    _set_known(mode, sorted_places, ordered)
     new_values = values.index_select(0, order)
     new_offsets = torch._convert_indices_from_coo_to_csr(
-        chosen[0], num_new, out_int32=offsets.dtype is torch.int32
+        sorted_places[0], num_new, out_int32=offsets.dtype is torch.int32
     )
     batched = torch.empty_like(new_offsets)
-    rest = new_offsets[:-1].clone()
-    del rest, batched, order, hashed, places, all_starts, start
+    offsets_copy = new_offsets[:-1].clone()
+    del offsets_copy, batched, order, keys, places, all_starts, start
     layout = CSC if is_by_row else CSR
-    return _made((new_offsets, chosen[1], new_values), matrix.shape, layout)
+    return _matrix((new_offsets, sorted_places[1], new_values), matrix.shape, layout)
 
 
 def _set_known(mode: SimMode, tensor: Tensor, value: Tensor | None) -> None:
@@ -246,10 +246,10 @@ def _coordinates(
     mode: SimMode, offsets: Tensor, indices: Tensor, *, may_guess: bool = False
 ) -> tuple[Tensor, Tensor] | None:
     """Return (rows, columns) of CSR entries; None if unknown. `may_guess` allows guessed ones."""
-    found = [mode.guessed.value_of(t) if may_guess else None for t in (offsets, indices)]
+    guesses = [mode.guessed.value_of(t) if may_guess else None for t in (offsets, indices)]
     starts, columns = (
         mode.values.value_of(t) if guess is None else guess
-        for t, guess in zip((offsets, indices), found, strict=True)
+        for t, guess in zip((offsets, indices), guesses, strict=True)
     )
     if starts is None or columns is None:
         return None
@@ -279,10 +279,10 @@ def _to_coordinates(mode: SimMode, matrix: Tensor, *args: Any, **kwargs: Any) ->
     """Convert to COO, which shares the values, or to the compressed layout in `kwargs`."""
     if kwargs.get("layout") in (CSR, CSC):
         return _flipped(mode, matrix)
-    made: Tensor = _in_coordinates(mode, matrix, *args, **kwargs)
+    result: Tensor = _in_coordinates(mode, matrix, *args, **kwargs)
     with torch._C._DisableTorchDispatch():
-        mode.sparse.distinct.add(mode.memory.id_of(made._indices()))
-    return made
+        mode.sparse.distinct.add(mode.memory.id_of(result._indices()))
+    return result
 
 
 @on_compressed("_to_dense")
@@ -297,19 +297,19 @@ def _to_dense(mode: SimMode, matrix: Tensor, dtype: Any = None, masked_grad: Any
 def _flatten(offsets: Tensor, indices: Tensor) -> None:
     """Allocate and free the flat indices that `sparse_compressed_to_dense` computes."""
     num_entries = len(indices)
-    one = offsets.new_empty(1)
+    scalar = offsets.new_empty(1)
     batch = indices.new_empty(num_entries)
-    del one
+    del scalar
     shift = offsets.new_empty(1)
     starts = [offsets.new_empty(len(offsets) - 1) for _ in range(3)]
-    ones = [offsets.new_empty(1) for _ in range(2)]
+    scalars = [offsets.new_empty(1) for _ in range(2)]
     all_starts = torch.empty_like(offsets)
-    del ones, starts, shift
+    del scalars, starts, shift
     places = indices.new_empty(2, num_entries)
     flat = indices.new_empty(num_entries)
     del flat
-    written = [indices.new_empty(num_entries) for _ in range(5)]
-    del written, places, all_starts, batch
+    buffers = [indices.new_empty(num_entries) for _ in range(5)]
+    del buffers, places, all_starts, batch
 
 
 @on_compressed("sparse_mask")
@@ -319,23 +319,23 @@ def _sparse_mask(mode: SimMode, dense: Tensor, matrix: Tensor) -> Tensor:
     offsets, indices, _ = parts_of(matrix)
     if dense.numel() > MAX_BYTES:
         raise NotImplementedError
-    one = dense.new_ones(1, dtype=torch.bool)
+    scalar = dense.new_ones(1, dtype=torch.bool)
     mask = dense.new_zeros(dense.shape, dtype=torch.bool)
     _flatten(offsets, indices)
-    del one
+    del scalar
     places = _coordinates(mode, offsets, indices)
     with torch._C._DisableTorchDispatch():
-        value = torch.zeros(dense.shape, dtype=torch.bool, device=CPU)
+        mask_values = torch.zeros(dense.shape, dtype=torch.bool, device=CPU)
         if places is None:
-            value.view(-1)[: len(indices)] = True  # their number is known
+            mask_values.view(-1)[: len(indices)] = True  # their number is known
         else:
-            value[places if matrix.layout is CSR else places[::-1]] = True
+            mask_values[places if matrix.layout is CSR else places[::-1]] = True
     if places is None:
         filled(mode, mask)
-        mode.guessed.adopt(mask, value)
+        mode.guessed.adopt(mask, mask_values)
     else:
-        mode.values.overwrite(mask, value)
-    return _chosen(mode, dense, mask, matrix.layout)
+        mode.values.overwrite(mask, mask_values)
+    return _select_masked(mode, dense, mask, matrix.layout)
 
 
 @on_compressed("add.Tensor")
@@ -349,10 +349,10 @@ def of_dense(mode: SimMode, dense: Tensor, layout: torch.layout) -> Tensor:
     """Return a matrix in the compressed `layout` with the elements of `dense` that are not zero."""
     if dense.dim() != 2:
         raise NotImplementedError
-    return _chosen(mode, dense, dense != 0, layout)
+    return _select_masked(mode, dense, dense != 0, layout)
 
 
-def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) -> Tensor:
+def _select_masked(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) -> Tensor:
     """Return a matrix in `layout` of `dense` where `mask` is True: `dense_to_sparse_with_mask`."""
     by_columns = layout is CSC
 
@@ -361,9 +361,9 @@ def _chosen(mode: SimMode, dense: Tensor, mask: Tensor, layout: torch.layout) ->
 
     places = in_order(mask).nonzero().t().contiguous()
     offsets = torch._convert_indices_from_coo_to_csr(places[0], dense.size(1 if by_columns else 0))
-    chosen = in_order(mask).flatten().nonzero()
-    values = in_order(dense).flatten().new_empty(len(chosen))
-    return _made((offsets, places[1], filled(mode, values)), dense.shape, layout)
+    positions = in_order(mask).flatten().nonzero()
+    values = in_order(dense).flatten().new_empty(len(positions))
+    return _matrix((offsets, places[1], filled(mode, values)), dense.shape, layout)
 
 
 # ------------------------------------------------------------------- products
@@ -394,14 +394,14 @@ def _multiply(mode: SimMode, matrix: Tensor, dense: Tensor, result: Tensor) -> N
         raise RuntimeError(_TWO_DTYPES)
     is_by_columns = dense.stride(0) == 1 and (dense.dim() < 2 or dense.stride(-1) >= len(dense))
     is_by_rows = dense.stride(-1) == 1 and dense.stride(0) >= dense.size(-1)
-    given = dense if is_by_columns or is_by_rows else dense.contiguous()
+    operand = dense if is_by_columns or is_by_rows else dense.contiguous()
     if len(indices) and result.numel():
-        if dense.dim() == 1 or (result.size(-1) == 1 and given.stride(0) == 1):
+        if dense.dim() == 1 or (result.size(-1) == 1 and operand.stride(0) == 1):
             size = vector_workspace(matrix.size(0), len(indices), indices.itemsize, values.dtype)
         else:
             size = matrix_workspace(len(indices), indices.itemsize)
         mode.pass_workspaces(aten.addmm.default, size)
-    del given
+    del operand
     filled(mode, result)
 
 
@@ -415,8 +415,8 @@ def _sparse_addmm(
     if not torch.is_autocast_enabled("cuda") or second.dtype is not torch.float32:
         return _addmm(mode, tensor, first, second, **factors)
     dtype = torch.get_autocast_dtype("cuda")
-    narrow, matrix = tensor.to(dtype), _to_copy(mode, first, dtype=dtype)
-    return _addmm(mode, narrow, matrix, second.to(dtype), **factors)
+    addend, matrix = tensor.to(dtype), _to_copy(mode, first, dtype=dtype)
+    return _addmm(mode, addend, matrix, second.to(dtype), **factors)
 
 
 @on_compressed("addmm")
@@ -431,7 +431,7 @@ def _addmm(mode: SimMode, tensor: Tensor, first: Tensor, second: Tensor, **facto
         _multiply(mode, _in_rows(mode, first), second, result)
     else:
         layout = CSC if second.layout is CSR else CSR
-        transposed = _made(parts_of(second), tuple(reversed(second.shape)), layout)
+        transposed = _matrix(parts_of(second), tuple(reversed(second.shape)), layout)
         _multiply(mode, _in_rows(mode, transposed), first.t(), result.t())
     return result
 
@@ -465,68 +465,68 @@ def _sampled_addmm(
     empty = offsets.new_empty(1)
     new_offsets = torch.empty_like(offsets)
     del empty
-    copied = indices.clone()
+    new_indices = indices.clone()
     new_values = torch.empty_like(values)
     copies = [t if 1 in t.stride() else t.contiguous() for t in (first, second)]
     mode.pass_workspaces(aten.sparse_sampled_addmm.default, 1)
     del copies
     new_offsets.copy_(offsets)
-    return matrix_of_parts((new_offsets, copied, filled(mode, new_values)), matrix)
+    return matrix_of_parts((new_offsets, new_indices, filled(mode, new_values)), matrix)
 
 
 def _product(mode: SimMode, first: Tensor, second: Tensor) -> Tensor:
     """Multiply two CSR matrices by `cusparseSpGEMM`, which needs 32-bit indices."""
-    (offsets, indices, values), (others, of_others, _) = parts_of(first), parts_of(second)
+    (offsets, indices, values), (offsets2, indices2, _) = parts_of(first), parts_of(second)
     num_products, places, is_guess = _product_size(mode, first, second)
     zeros = offsets.new_zeros(first.size(0) + 1)
     empty = offsets.new_empty(1)
     unset = torch.empty_like(zeros)
     del empty
-    narrow = [t.int() for t in (indices, offsets, of_others, others)]
+    int32_parts = [t.int() for t in (indices, offsets, indices2, offsets2)]
     starts = unset.int()
     del unset
     workspaces = product_workspaces(first.size(0), len(indices), num_products, values.itemsize)
     site = mode.attribution.site(aten.addmm.default)
-    held = [mode.memory.allocate_workspace(size, site) for size in workspaces if size]
+    blocks = [mode.memory.allocate_workspace(size, site) for size in workspaces if size]
     num_entries = places if isinstance(places, int) else places.size(1)
     columns = starts.new_empty(num_entries)
     product = filled(mode, values.new_empty(num_entries))
     if isinstance(places, Tensor):
         with torch._C._DisableTorchDispatch():
             counts = places[0].bincount(minlength=first.size(0))
-            known = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(), places[1].int()
+            parts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(), places[1].int()
     for i, tensor in enumerate((starts, columns)):
         filled(mode, tensor)
         if isinstance(places, Tensor):
-            (mode.guessed.adopt if is_guess else mode.values.overwrite)(tensor, known[i])
-    for block in reversed(held):
+            (mode.guessed.adopt if is_guess else mode.values.overwrite)(tensor, parts[i])
+    for block in reversed(blocks):
         mode.memory.free(block)
-    while narrow:
-        del narrow[0]
+    while int32_parts:
+        del int32_parts[0]
     del zeros
-    return _made((starts, columns, product), (first.size(0), second.size(1)))
+    return _matrix((starts, columns, product), (first.size(0), second.size(1)))
 
 
 def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, int | Tensor, bool]:
     """Return (number of multiplied pairs of entries, entries of the product, True if guessed). The
     entries are a tensor of (row, column) indices, or an estimated number if these are unknown."""
-    (offsets, indices, _), (others, of_others, _) = parts_of(first), parts_of(second)
-    known, other = (
-        _coordinates(mode, *each, may_guess=True)
-        for each in ((offsets, indices), (others, of_others))
+    (offsets, indices, _), (offsets2, indices2, _) = parts_of(first), parts_of(second)
+    places1, places2 = (
+        _coordinates(mode, *pair, may_guess=True)
+        for pair in ((offsets, indices), (offsets2, indices2))
     )
-    parts = offsets, indices, others, of_others
-    is_guess = any(mode.guessed.value_of(part) is not None for part in parts)
-    if known is not None and other is not None:
+    index_parts = offsets, indices, offsets2, indices2
+    is_guess = any(mode.guessed.value_of(part) is not None for part in index_parts)
+    if places1 is not None and places2 is not None:
         with torch._C._DisableTorchDispatch():
-            num_products = int(other[0].bincount(minlength=second.size(0))[known[1]].sum())
+            num_products = int(places2[0].bincount(minlength=second.size(0))[places1[1]].sum())
             if num_products <= MAX_COUNTED:
                 ones = (
                     torch.sparse_coo_tensor(
-                        torch.stack(at).long(), torch.ones(len(at[1]), device=CPU), tuple(of.shape),
-                        check_invariants=False, device=CPU,
+                        torch.stack(place).long(), torch.ones(len(place[1]), device=CPU),
+                        tuple(matrix.shape), check_invariants=False, device=CPU,
                     )
-                    for at, of in ((known, first), (other, second))
+                    for place, matrix in ((places1, first), (places2, second))
                 )  # fmt: skip
                 places = torch.sparse.mm(*ones).coalesce().indices()
                 if is_guess:
@@ -535,7 +535,7 @@ def _product_size(mode: SimMode, first: Tensor, second: Tensor) -> tuple[int, in
                     )
                 return num_products, places, is_guess
     else:
-        num_products = len(indices) * len(of_others) // max(1, second.size(0))
+        num_products = len(indices) * len(indices2) // max(1, second.size(0))
     num_places = first.size(0) * second.size(1)
     num_entries = round(-num_places * math.expm1(-num_products / max(1, num_places)))
     mode.guesses.note(f"a product of sparse matrices with {num_entries:,} entries")

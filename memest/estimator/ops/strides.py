@@ -43,8 +43,8 @@ def like(number: int) -> Callable[[KernelCall], Any]:
 def elementwise(call: KernelCall) -> Tensor:
     """Return the result with the strides that TensorIterator computes from the arguments."""
     out: Tensor = call.out
-    given = [arg.expand(out.shape) for arg in call.args if isinstance(arg, Tensor) and arg.dim()]
-    return strided(out, compute_elementwise_output_strides(*given)) if given else out
+    tensors = [arg.expand(out.shape) for arg in call.args if isinstance(arg, Tensor) and arg.dim()]
+    return strided(out, compute_elementwise_output_strides(*tensors)) if tensors else out
 
 
 def plain(func: OpOverload, args: Args, out: Any) -> Any:
@@ -70,15 +70,15 @@ def _has_number(func: OpOverload, args: Args) -> bool:
     overload = func._overloadname.lower()
     if "scalar" in overload and func not in (aten.pow.Tensor_Scalar, aten.lerp.Scalar):
         return True
-    given = zip(func._schema.arguments, args, strict=False)
-    return any(isinstance(a, int | float) and "Tensor" in str(spec.type) for spec, a in given)
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return any(isinstance(a, int | float) and "Tensor" in str(spec.type) for spec, a in pairs)
 
 
-def strided(made: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return `made` if it has these `strides`, else a new tensor without values that has them."""
-    if made.stride() == strides:
-        return made
-    return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
+def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return `tensor` if it has these `strides`, else a new tensor without values that has them."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
 def is_dense(tensor: Tensor) -> bool:

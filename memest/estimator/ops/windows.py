@@ -85,10 +85,10 @@ def bilinear_gradient(c: KernelCall) -> Scratch | Events | None:
 def sliding(c: KernelCall) -> Events:
     """Allocations of Im2Col.cu and Col2Im.cu: the result is first allocated with the input's size.
     A larger result then gets a new storage; a smaller one stays in the first storage."""
-    first, copies = c.self.nbytes, contiguous_copy(c.self)
-    if c.out.nbytes <= first:
-        return outputs({0: first}) + passing(*copies)
-    return temporaries(first) + around(copies, c.outputs() + temporaries(-first))
+    input_bytes, copies = c.self.nbytes, contiguous_copy(c.self)
+    if c.out.nbytes <= input_bytes:
+        return outputs({0: input_bytes}) + passing(*copies)
+    return temporaries(input_bytes) + around(copies, c.outputs() + temporaries(-input_bytes))
 
 
 register("grid_sampler_2d", refuse=expects(0, 1, "grid_sampler_2d_cuda"))
@@ -132,12 +132,12 @@ def grid_sampler_backward(c: KernelCall) -> Events:
     if not _is_by_cudnn(c):
         return c.outputs()
     copies = _cudnn_copies(c) + (c.grad_output.nbytes,) * (0 in c.grad_output.stride())
-    made: Events = []
-    unwanted: Events = []
+    gradients: Events = []
+    frees: Events = []
     for i, tensor in enumerate((c.input, c.grid)):
         if c.output_mask[i]:
-            made += outputs({i: tensor.nbytes})
+            gradients += outputs({i: tensor.nbytes})
         else:
-            made += temporaries(tensor.nbytes)
-            unwanted += temporaries(-tensor.nbytes)
-    return around(copies, made) + unwanted
+            gradients += temporaries(tensor.nbytes)
+            frees += temporaries(-tensor.nbytes)
+    return around(copies, gradients) + frees
