@@ -136,8 +136,8 @@ def is_winograd(c: ConvolutionShapes, direction: str) -> bool:
     The window is 3x3, with stride and dilation 1, and not float64. In channels-last only the engine
     of `direction` "weight" (the weight's gradient) accepts it.
     """
-    is_taken = direction == "weight" or not c.is_channels_last
-    return is_taken and c.is_plane and c.window == (3, 3) and c.dtype != torch.float64
+    has_engine = direction == "weight" or not c.is_channels_last
+    return has_engine and c.is_plane and c.window == (3, 3) and c.dtype != torch.float64
 
 
 def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
@@ -158,8 +158,8 @@ def winograd_bytes(c: ConvolutionShapes, direction: str) -> int:
     tiles = ceil_div(height, 4) * ceil_div(width, 4)
     if direction != "weight":
         samples = round_up(samples, 16)
-    made = 36 * 4 * (tiles * samples * (inputs + outputs) + inputs * outputs) * min(c.groups, 8)
-    return made + (_rearranged_bytes(c) if c.is_channels_last else 0)
+    tiled = 36 * 4 * (tiles * samples * (inputs + outputs) + inputs * outputs) * min(c.groups, 8)
+    return tiled + (_rearranged_bytes(c) if c.is_channels_last else 0)
 
 
 def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
@@ -174,8 +174,8 @@ def is_fourier(c: ConvolutionShapes, direction: str) -> bool:
     if c.dtype not in (torch.float32, torch.float16) or not is_flat:
         return False
     if max(c.stride) > 1:
-        sides = zip(c.window, planar(c.stride), planar(c.padding, 0), strict=True)
-        return direction == "input" and all(k > s or p % s for k, s, p in sides)
+        dims = zip(c.window, planar(c.stride), planar(c.padding, 0), strict=True)
+        return direction == "input" and all(k > s or p % s for k, s, p in dims)
     return min(c.window) > 1 if direction == "input" else _padded_side(c) <= MOST_SIDE
 
 
@@ -225,8 +225,8 @@ def _one_group(c: ConvolutionShapes, direction: str) -> int:
     if max(c.stride) > 1:
         return _strided_fourier_bytes(c)
     samples, inputs, outputs = c.channels
-    side, padded = 16, _padded_side(c)
-    while side < padded:
+    side, padded_side = 16, _padded_side(c)
+    while side < padded_side:
         side *= 2
     of_input, of_output, of_weight = samples * inputs, samples * outputs, inputs * outputs
     if direction == "input":
@@ -236,10 +236,10 @@ def _one_group(c: ConvolutionShapes, direction: str) -> int:
         planes = (1 if has_one_tile else 2) * (of_input + of_output) + of_weight
         return planes * _plane_bytes(32)
     if direction == "forward":
-        own, planes = of_weight * prod(c.window), max(of_weight + of_input, of_output)
+        elements, planes = of_weight * prod(c.window), max(of_weight + of_input, of_output)
     else:
-        own, planes = of_output * prod(c.result), max(of_weight, of_input + of_output)
-    return 4 * own + 2 * planes * _plane_bytes(side)
+        elements, planes = of_output * prod(c.result), max(of_weight, of_input + of_output)
+    return 4 * elements + 2 * planes * _plane_bytes(side)
 
 
 def _strided_fourier_bytes(c: ConvolutionShapes) -> int:
@@ -250,19 +250,19 @@ def _strided_fourier_bytes(c: ConvolutionShapes) -> int:
     samples, inputs, outputs = c.channels
     if max(c.stride) == 2:
         inputs += inputs % 2
-    phases, one_tile = prod(c.stride), True
+    phases, has_one_tile = prod(c.stride), True
     image = gradient = window = 1
-    sides = zip(c.image, c.result, c.window, planar(c.stride), planar(c.padding, 0), strict=True)
-    for size, result, width, step, pad in sides:
-        part, own = ceil_div(size, step), ceil_div(width + -pad % step, step)
-        one_tile &= part + own - 1 <= 32
-        image *= part * step
-        gradient *= result + (pad % step > 0 and own == ceil_div(width, step))
-        window *= own
+    dims = zip(c.image, c.result, c.window, planar(c.stride), planar(c.padding, 0), strict=True)
+    for size, result, width, step, pad in dims:
+        phase_size, phase_width = ceil_div(size, step), ceil_div(width + -pad % step, step)
+        has_one_tile &= phase_size + phase_width - 1 <= 32
+        image *= phase_size * step
+        gradient *= result + (pad % step > 0 and phase_width == ceil_div(width, step))
+        window *= phase_width
     plane, item = _plane_bytes(32), c.dtype.itemsize
-    of_weight = phases * inputs * outputs * (plane + window * item) + HEADER_BYTES
-    planes = (1 if one_tile else 2) * (phases * inputs + outputs)
-    return of_weight + samples * (planes * plane + item * (inputs * image + outputs * gradient))
+    weight_bytes = phases * inputs * outputs * (plane + window * item) + HEADER_BYTES
+    planes = (1 if has_one_tile else 2) * (phases * inputs + outputs)
+    return weight_bytes + samples * (planes * plane + item * (inputs * image + outputs * gradient))
 
 
 def _plane_bytes(side: int) -> int:

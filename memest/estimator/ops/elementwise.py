@@ -98,12 +98,12 @@ register(
 
 
 def _softmax(kernel: OpOverload) -> Callable[..., Tensor]:
-    def softmax(then: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Run softmax: from float16 to float32 in one kernel (SoftMax.cpp), else by `then`, the
-        next kernel of torch. A `dtype` of None is that of `x`."""
+    def softmax(next_kernel: Next, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Run softmax: from float16 to float32 in one kernel (SoftMax.cpp), else by torch's
+        `next_kernel`. A `dtype` of None is that of `x`."""
         if x.dtype is torch.float16 and dtype is torch.float32:
             return kernel(x, dim, True)
-        return then(x, dim, dtype)
+        return next_kernel(x, dim, dtype)
 
     return softmax
 
@@ -114,9 +114,9 @@ for _name in ("softmax", "log_softmax"):
 
 
 @registry.above_autograd("mish_backward")
-def mish_backward(then: Next, grad: Tensor, x: Tensor) -> Tensor:
-    """Run `then`, torch's next kernel, below autograd; on other devices autograd decomposes it."""
-    return then.below_autograd(grad, x)
+def mish_backward(next_kernel: Next, grad: Tensor, x: Tensor) -> Tensor:
+    """Run torch's `next_kernel` below autograd; on other devices autograd decomposes it."""
+    return next_kernel.below_autograd(grad, x)
 
 
 register("mish_backward", result=registry.empty_like(1))
@@ -137,9 +137,9 @@ def observe_and_quantize(
     """Run `fused_moving_avg_obs_fake_quant_cuda`: minimum and maximum of `x`, then fake
     quantization. With `per_row`, each index of dimension `channel` has its own scale. Return
     (quantized values, mask of the values in range)."""
-    contiguous = x.contiguous()
+    dense = x.contiguous()
     if not per_row:
-        torch.aminmax(contiguous)
+        torch.aminmax(dense)
         quantize: Callable[..., tuple[Tensor, Tensor]] = (
             aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
         )

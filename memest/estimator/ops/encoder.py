@@ -31,9 +31,9 @@ class Packed(Tensor):
 
     def to_padded_tensor(self, padding: float, output_size: Any = None) -> Tensor:
         """Return an empty padded tensor; allocate and free the table of row sizes on the GPU."""
-        made = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
+        result = torch.empty(self.padded_shape, dtype=self.dtype, device="cuda")
         _pass(4 * (3 * self.padded_shape[0] + 1))
-        return made
+        return result
 
 
 def install(patches: Patches, mode: SimMode) -> None:
@@ -41,13 +41,13 @@ def install(patches: Patches, mode: SimMode) -> None:
     the known values of padding masks from `mode`."""
 
     def lengths(mask: Tensor) -> list[int] | None:
-        value = mode.values.value_of(mask)
-        if value is None:
+        mask_values = mode.values.value_of(mask)
+        if mask_values is None:
             return None
         with _disable_current_modes():
-            found = value.sum(1)
-            steps = torch.arange(value.shape[1], device=CPU)[None] < found[:, None]
-            return found.tolist() if bool((steps == value).all()) else []
+            row_lengths = mask_values.sum(1)
+            is_leading = torch.arange(mask_values.shape[1], device=CPU)[None] < row_lengths[:, None]
+            return row_lengths.tolist() if bool((is_leading == mask_values).all()) else []
 
     def is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
         sizes = _sizes_of(mask)
@@ -57,27 +57,27 @@ def install(patches: Patches, mode: SimMode) -> None:
 
     def packed(tensor: Tensor, mask: Tensor, mask_check: bool = True) -> Tensor:
         batch, steps, width = tensor.shape
-        known = lengths(mask)
-        num_rows = sum(known) if known else batch * steps
+        row_lengths = lengths(mask)
+        num_rows = sum(row_lengths) if row_lengths else batch * steps
         expanded, *sizes = _sizes_of(mask)
-        kept = _bytes(INDEX_BYTES * batch)
+        row_sizes = _bytes(INDEX_BYTES * batch)
         _pass(2 * INDEX_BYTES * batch)
         del expanded
-        made = _as_packed(tensor.new_empty((1, num_rows, width)), tensor.shape)
+        result = _as_packed(tensor.new_empty((1, num_rows, width)), tensor.shape)
         _pass(14 * batch, 28 * batch)
-        del kept
+        del row_sizes
         while sizes:
             sizes.pop()
-        return made
+        return result
 
     _follow_masks(patches, mode)
-    for name, run in (
+    for name, replacement in (
         ("_transformer_encoder_layer_fwd", _layer),
         ("_native_multi_head_attention", _attention),
         ("_nested_tensor_from_mask_left_aligned", is_left_aligned),
         ("_nested_tensor_from_mask", packed),
     ):
-        patches.set(torch, name, _where_on_gpu(getattr(torch, name), run))
+        patches.set(torch, name, _where_on_gpu(getattr(torch, name), replacement))
 
 
 def _follow_masks(patches: Patches, mode: SimMode) -> None:
@@ -89,36 +89,36 @@ def _follow_masks(patches: Patches, mode: SimMode) -> None:
         mask: Any, mask_name: Any, other_type: Any, other_name: Any, target_type: Any,
         check_other: bool = True,
     ) -> Tensor | None:  # fmt: skip
-        made: Tensor | None = canonical(
+        result: Tensor | None = canonical(
             mask, mask_name, other_type, other_name, target_type, check_other
         )
-        if mask is not None and made is not None and made is not mask and on_gpu(made):
-            value = mode.values.value_of(mask)
-            if value is not None and value.dtype is torch.bool:
+        if mask is not None and result is not None and result is not mask and on_gpu(result):
+            mask_values = mode.values.value_of(mask)
+            if mask_values is not None and mask_values.dtype is torch.bool:
                 with _disable_current_modes():
-                    filled = torch.zeros(value.shape, dtype=made.dtype, device=CPU)
-                    mode.values.adopt(made, filled.masked_fill(value, float("-inf")))
-        return made
+                    zeros = torch.zeros(mask_values.shape, dtype=result.dtype, device=CPU)
+                    mode.values.adopt(result, zeros.masked_fill(mask_values, float("-inf")))
+        return result
 
     patches.set(F, "_canonical_mask", canonical_mask)
 
 
-def _where_on_gpu(below: Any, run: Any) -> Any:
+def _where_on_gpu(original: Any, replacement: Any) -> Any:
     def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not on_gpu(x):
-            return below(x, *args, **kwargs)
+            return original(x, *args, **kwargs)
         # below autograd a transposed weight requires no gradient, which `should_fold` of matmul
         # checks
-        given = [a.detach() if isinstance(a, torch.nn.Parameter) else a for a in args]
-        return run(x, *given, **kwargs)
+        operands = [a.detach() if isinstance(a, torch.nn.Parameter) else a for a in args]
+        return replacement(x, *operands, **kwargs)
 
     return call
 
 
 def _as_packed(rows: Tensor, shape: torch.Size) -> Packed:
-    made = rows.as_subclass(Packed)
-    made.padded_shape = shape
-    return made
+    packed = rows.as_subclass(Packed)
+    packed.padded_shape = shape
+    return packed
 
 
 def _bytes(num_bytes: int) -> Tensor:
@@ -127,9 +127,9 @@ def _bytes(num_bytes: int) -> Tensor:
 
 def _pass(*sizes: int) -> None:
     """Allocate temporaries of `sizes` bytes in order, then free them in reverse order."""
-    held = [_bytes(n) for n in sizes]
-    while held:
-        held.pop()
+    buffers = [_bytes(n) for n in sizes]
+    while buffers:
+        buffers.pop()
 
 
 def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
@@ -138,14 +138,14 @@ def _sizes_of(mask: Tensor) -> tuple[Tensor, ...]:
     The comparison needs two int64 tensors of the mask's size, one of which stays."""
     batch, steps = mask.shape
     column = _bytes(batch)
-    wider = _bytes(batch * (steps + 1))
+    wider_mask = _bytes(batch * (steps + 1))
     cast = _bytes(batch * (steps + 1) * 4)
-    first = _bytes(batch * INDEX_BYTES)
+    positions = _bytes(batch * INDEX_BYTES)
     del cast
-    del wider
+    del wider_mask
     expanded = _bytes(batch * steps * INDEX_BYTES)
     _pass(batch * steps * INDEX_BYTES)
-    return expanded, column, first  # the last is dropped first
+    return expanded, column, positions  # the last is dropped first
 
 
 def _attention(
@@ -158,28 +158,28 @@ def _attention(
     x = query.as_subclass(Tensor) if isinstance(query, Packed) else query
     batch, steps, width = x.shape
     head = width // num_heads
-    weights, used = None, []  # `used` lives until the projection
+    weights, qkv = None, []  # `qkv` lives until the projection
     if isinstance(query, Packed):
-        used.append(F.linear(x, qkv_weight, qkv_bias))
+        qkv.append(F.linear(x, qkv_weight, qkv_bias))
         lengths = [_bytes(4 * (query.padded_shape[0] + 1)) for _ in range(2)]
         context = x.new_empty(x.shape)
         del lengths
     elif mask is None and not need_weights:
-        used.append(F.linear(x, qkv_weight, qkv_bias))
-        parts = [p.view(batch, -1, num_heads, head).transpose(1, 2) for p in used[0].chunk(3, -1)]
+        qkv.append(F.linear(x, qkv_weight, qkv_bias))
+        parts = [p.view(batch, -1, num_heads, head).transpose(1, 2) for p in qkv[0].chunk(3, -1)]
         attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2])
         parts.clear()
         context = attended.transpose(1, 2).reshape(batch, -1, width)
         del attended
     else:
         products = F.linear(x, qkv_weight)
-        used += x.new_empty((3, batch, num_heads, steps, head)).unbind()
+        qkv += x.new_empty((3, batch, num_heads, steps, head)).unbind()
         del products
-        q, k, v = (part.reshape(-1, steps, head) for part in used)
+        q, k, v = (part.reshape(-1, steps, head) for part in qkv)
         scores = q @ k.transpose(1, 2)
-        masked = None if mask is None else _bytes(mask.numel())
+        mask_copy = None if mask is None else _bytes(mask.numel())
         weights = scores if mask is None else torch.empty_like(scores)
-        del scores, masked
+        del scores, mask_copy
         torch.bmm(weights, v, out=q)
         weights = weights if need_weights else None
         context = x.new_empty((batch, steps, width))

@@ -125,24 +125,24 @@ def _workspace(tensor: Tensor, dims: Any, kind: str) -> int:
     return m * n * item * batch if any(_is_split(k) for k in sizes) else 0
 
 
-def _gathered(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
+def _copy_bytes(tensor: Tensor, strides: Sequence[int], dims: Any) -> int:
     """Return the bytes of a contiguous copy of `tensor` for transforms of `dims`; 0 if a view is
     enough. `_exec_fft` sorts the other dimensions by `strides` and merges them into one."""
     transformed = {dim % tensor.dim() for dim in dims}
-    kept = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))
-            if i not in transformed and n != 1]  # fmt: skip
-    pairs = pairwise(sorted(kept, key=lambda dim: -dim[0]))
+    batch_dims = [(s, n) for i, (s, n) in enumerate(zip(strides, tensor.shape, strict=True))
+                  if i not in transformed and n != 1]  # fmt: skip
+    pairs = pairwise(sorted(batch_dims, key=lambda dim: -dim[0]))
     is_view = all(outer == inner * length for (outer, _), (inner, length) in pairs)
     return 0 if is_view else tensor.nbytes
 
 
 def _is_measured(c: KernelCall) -> bool:
     lengths, batch = _split(c.self, c.dim)
-    place = len(lengths) - 1
-    if c.gpu.capability != (9, 0) or not 0 <= place < 3 or c.self.dtype not in DTYPES:
+    index = len(lengths) - 1
+    if c.gpu.capability != (9, 0) or not 0 <= index < 3 or c.self.dtype not in DTYPES:
         return False
-    is_split = place == 2 and any(_is_split(n) for n in lengths)
-    return max(lengths) <= LONGEST[place] and batch <= MOST[place] and not is_split
+    is_split = index == 2 and any(_is_split(n) for n in lengths)
+    return max(lengths) <= LONGEST[index] and batch <= MOST[index] and not is_split
 
 
 register(
@@ -155,16 +155,16 @@ register(
 @requests("_fft_c2c _fft_r2c")
 def forward(c: KernelCall) -> Events:
     """Allocations of `_fft_c2c` and `_fft_r2c`: result, copy of the input, workspace."""
-    copied = _gathered(c.self, c.self.stride(), c.dim)
-    is_apart = not copied and c.self.stride(c.dim[-1]) != 1
+    copy_bytes = _copy_bytes(c.self, c.self.stride(), c.dim)
+    is_apart = not copy_bytes and c.self.stride(c.dim[-1]) != 1
     kind = ("fft" if c.self.is_complex() else "rfft") + " by strides" * is_apart
-    return c.outputs() + passing(copied, _workspace(c.self, c.dim, kind))
+    return c.outputs() + passing(copy_bytes, _workspace(c.self, c.dim, kind))
 
 
 @requests("_fft_c2r")
 def to_real(c: KernelCall) -> Events:
     """Allocations of `_fft_c2r`: workspace, copy of the input, which cuFFT overwrites."""
     strides = make_contiguous_strides_for(c.self.shape)  # those of the copy
-    copied = _gathered(c.self, strides, c.dim)
-    kind = "irfft" + " by strides" * (not copied and strides[c.dim[-1]] != 1)
-    return c.outputs() + passing(c.self.nbytes, copied, _workspace(c.out, c.dim, kind))
+    copy_bytes = _copy_bytes(c.self, strides, c.dim)
+    kind = "irfft" + " by strides" * (not copy_bytes and strides[c.dim[-1]] != 1)
+    return c.outputs() + passing(c.self.nbytes, copy_bytes, _workspace(c.out, c.dim, kind))

@@ -80,8 +80,8 @@ def _are_alike(left: Any, right: Any) -> bool:
 def _owners(tensor: Tensor) -> tuple[int, int]:
     """Return the numbers of references to (`tensor`, its storage), with those of this call."""
     storage = tensor.untyped_storage()
-    held = torch._C._storage_Use_Count(storage._cdata)
-    return tensor._use_count(), held  # type: ignore[attr-defined]
+    storage_owners = torch._C._storage_Use_Count(storage._cdata)
+    return tensor._use_count(), storage_owners  # type: ignore[attr-defined]
 
 
 @cache

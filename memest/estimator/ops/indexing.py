@@ -47,18 +47,18 @@ op(
 
 def is_a_row(tensor: Tensor) -> bool:
     """Return whether `tensor.reshape(-1)` is a view and not a copy."""
-    sides = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
+    dims = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
     return tensor.numel() == 0 or all(
-        outer == size * inner for (_, outer), (size, inner) in pairwise(sides)
+        outer == size * inner for (_, outer), (size, inner) in pairwise(dims)
     )
 
 
 def adds_atomically(num_indices: int, num_rows: int, width: int, gpu: Gpu) -> bool:
     """Return whether the gradient of `embedding` is summed by atomics (`use_fused_kernel`). It is
     for many indices into few rows. The weight has `num_rows` rows of `width` elements."""
-    warped = round_up(width, 32)
+    padded_width = round_up(width, 32)
     segments = min(num_indices, num_rows)
-    grid = ceil_div(segments * warped, min(warped, MAX_BLOCK_SIZE))
+    grid = ceil_div(segments * padded_width, min(padded_width, MAX_BLOCK_SIZE))
     partials = num_indices // ROWS_PER_THREAD + segments
     return grid < gpu.num_sms * ATOMIC_BLOCKS_PER_SM and partials > 4 * grid
 
@@ -72,12 +72,12 @@ def _copies_of_unlike_strides(indices: Sequence[Tensor]) -> tuple[int, ...]:
     """Return the bytes of each copy of `indices`. int32 ones are cast to int64 (`make_info` of
     TensorAdvancedIndexingUtils.h). If strides differ, all are made contiguous (`AdvancedIndex`)."""
     expanded = broadcast(indices)
-    long = [
+    as_int64 = [
         i if i.dtype != torch.int32 else torch.empty_like(i, dtype=torch.int64) for i in expanded
     ]
-    casts = (new.nbytes for old, new in zip(expanded, long, strict=True) if new is not old)
-    is_alike = len({i.stride() for i in long}) == 1
-    return *casts, *(() if is_alike else contiguous_copy(*long))
+    casts = (new.nbytes for old, new in zip(expanded, as_int64, strict=True) if new is not old)
+    is_alike = len({i.stride() for i in as_int64}) == 1
+    return *casts, *(() if is_alike else contiguous_copy(*as_int64))
 
 
 def index_tensors(args: Args) -> list[Tensor]:
@@ -170,8 +170,8 @@ def _sorted_gradient(
     of_segments = around((per_segment, per_segment), passing(cub.scan_bytes(segments)) + adding)
     unique = passing(row, cub.unique_by_key_bytes(num_indices, gpu))
     # starts of the segments, and their number
-    found = sorting + gradient + around((row, INDEX_BYTES), unique + of_segments)
-    return around((*copies, row, row), found)  # sorted and original positions
+    events = sorting + gradient + around((row, INDEX_BYTES), unique + of_segments)
+    return around((*copies, row, row), events)  # sorted and original positions
 
 
 @registry.requests("index_reduce index_reduce_")
@@ -241,16 +241,16 @@ def masked_scatter_backward(c: KernelCall) -> Events:
     source is assumed to be used.
     """
     grad, mask, size = c.grad_output, c.mask.expand(c.grad_output.shape), c.out.numel()
-    selected = size
+    num_selected = size
     if c.known:
-        selected = min(size, c.known[0] * (grad.numel() // max(1, c.mask.numel())))
-    positions = selected * mask.dim() * INDEX_BYTES
+        num_selected = min(size, c.known[0] * (grad.numel() // max(1, c.mask.numel())))
+    positions = num_selected * mask.dim() * INDEX_BYTES
     finding = _selection(mask, temporaries(positions), c.gpu)
-    if selected >= size:
+    if num_selected >= size:
         return finding + c.outputs() + temporaries(-positions)
-    chosen, padding = selected * grad.itemsize, (size - selected) * grad.itemsize
+    selected_bytes, padding = num_selected * grad.itemsize, (size - num_selected) * grad.itemsize
     gathered = temporaries(-positions) + around((padding,), c.outputs())
-    return finding + around((chosen,), gathered)
+    return finding + around((selected_bytes,), gathered)
 
 
 @registry.requests(*INDEX_PUT, modelled=_has_no_mask)
@@ -281,13 +281,13 @@ def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     is_one = values.numel() == 1
     expanded = values.reshape(()).expand(count * slice_size) if is_one else values
     steps = zip(target.shape, target.stride(), strict=True)
-    largest = sum((size - 1) * step for size, step in steps) // max(1, slice_size)
+    largest_row = sum((size - 1) * step for size, step in steps) // max(1, slice_size)
     row = count * INDEX_BYTES
-    sort = cub.radix_sort_bytes(count, c.gpu, num_bits=max(1, largest.bit_length()))
-    first, *others = [(row,) * is_meta(index) for index in indices]  # remainders on the GPU
+    sort = cub.radix_sort_bytes(count, c.gpu, num_bits=max(1, largest_row.bit_length()))
+    first, *remainders = [(row,) * is_meta(index) for index in indices]  # remainders on the GPU
     num_checks = 2 * sum(map(is_meta, indices))
     checks = [] if c.get("unsafe") else passing(INDEX_BYTES, 1) * num_checks
-    linear = passing(*first) + [e for remainder in others for e in passing(*remainder, row)]
+    linear = passing(*first) + [e for remainder in remainders for e in passing(*remainder, row)]
     sorting = passing(*contiguous_copy(expanded), row, row, row, sort)
     return outputs({0: target.nbytes}) + checks + around((row,), linear + sorting)
 
@@ -313,15 +313,15 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
     if is_select:
         mask, source = broadcast([t.unsqueeze(0) if t.dim() == 0 else t for t in args[1::-1]])
         indices = [mask]
-    given = [index for index in indices if index is not None]
-    masks = [index for index in given if index.dtype in MASK_DTYPES]
+    tensors = [index for index in indices if index is not None]
+    masks = [index for index in tensors if index.dtype in MASK_DTYPES]
     _check_masks(source, indices)
-    if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, given))):
+    if (masks and _is_fill(args)) or not (masks or not all(map(on_gpu, tensors))):
         return func, args
     if func in _COPIED_FIRST:
         func, source = aten.index_put_.default, mode.call(aten.clone.default, (source,), {})
     is_sorted = len(args) > 3 and args[3]
-    taken: list[Tensor | None] = []
+    new_indices: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
         if is_mask and on_gpu(index):
@@ -330,20 +330,20 @@ def normalize_indices(mode: SimMode, func: Any, args: Args) -> tuple[Any, tuple[
             index = mode.host.nonzero(index)
         if index is not None and not (on_gpu(index) or (is_sorted and not is_meta(index))):
             index = mode.call(aten._to_copy.default, (index,), {"device": META})
-        taken += index.unbind(1) if is_mask else [index]
-    return aten.index.Tensor if is_select else func, (source, taken, *args[2:])
+        new_indices += index.unbind(1) if is_mask else [index]
+    return aten.index.Tensor if is_select else func, (source, new_indices, *args[2:])
 
 
 def _check_masks(source: Tensor, indices: Sequence[Any]) -> None:
     """Raise torch's `IndexError` if a mask differs in shape from the dimensions that it indexes."""
-    places: list[Any] = []
+    mask_dims: list[Any] = []
     for index in indices:
         is_mask = index is not None and index.dtype in MASK_DTYPES
-        places += [(index, j) for j in range(index.dim())] if is_mask else [(None, 0)]
-    for at, (mask, j) in enumerate(places):
-        if mask is not None and mask.size(j) != source.size(at):
-            what = f"The shape of the mask {list(mask.shape)} at index {j} does not match the shape"
-            raise IndexError(f"{what} of the indexed tensor {list(source.shape)} at index {at}")
+        mask_dims += [(index, j) for j in range(index.dim())] if is_mask else [(None, 0)]
+    for dim, (mask, j) in enumerate(mask_dims):
+        if mask is not None and mask.size(j) != source.size(dim):
+            text = f"The shape of the mask {list(mask.shape)} at index {j} does not match the shape"
+            raise IndexError(f"{text} of the indexed tensor {list(source.shape)} at index {dim}")
 
 
 def _is_fill(args: Args) -> bool:
@@ -401,11 +401,11 @@ register("masked_select", shaped_by=lambda args: args[1:])
 
 
 @registry.above_autograd("one_hot")
-def one_hot(then: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
+def one_hot(next_kernel: Next, classes: Tensor, num_classes: int = -1) -> Tensor:
     """Scatter ones into zeros, as CUDA does; on meta torch would compare instead (Onehot.cpp). A
-    `num_classes` of -1 is the largest class + 1. Without classes, `then` (torch's own) runs."""
+    `num_classes` of -1 is the largest class + 1. Without classes, `next_kernel` runs."""
     if not classes.numel():
-        return then(classes, num_classes)
+        return next_kernel(classes, num_classes)
     if num_classes == -1:
         num_classes = int(classes.max()) + 1
     zeros = torch.zeros((*classes.shape, num_classes), dtype=torch.int64, device=classes.device)

@@ -76,7 +76,7 @@ class _Matrices:
         return passing(num_bytes) * self.batch
 
 
-def _of(tensor: Tensor) -> _Matrices:
+def _shape(tensor: Tensor) -> _Matrices:
     m, n = tensor.shape[-2:]
     return _Matrices(m, n, prod(tensor.shape[:-2]), tensor.itemsize, tensor.dim() == 2)
 
@@ -91,31 +91,31 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
 
 
 def _row(
-    names: str, about: str, then: Callable[[KernelCall, _Matrices], Events], **parts: Any
+    names: str, about: str, rule: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
     """Register what operators `names` (separated by blanks) allocate. `then(call, matrices)`
     returns the events after the outputs, for the matrices of the first argument; `about` describes
     them. `parts` are further arguments of `op`."""
-    op(names, about, then=lambda c: then(c, _of(c.args[0])), modelled=_is_measured, **parts)
+    op(names, about, then=lambda c: rule(c, _shape(c.args[0])), modelled=_is_measured, **parts)
 
 
 @_measured("_linalg_eigh")
 def eigh(c: KernelCall) -> Events:
     """Allocations of `_linalg_eigh`: vectors and values, or values and a copy of the matrix. The
     copy is for a call without vectors."""
-    a = _of(c.A)
+    a = _shape(c.A)
     calls = passing(eigh_bytes(a.n, a.item, a.batch)) * (1 if a.n <= 32 else a.batch)
-    solved = around((INFO * a.batch,), calls + a.checks)
+    events = around((INFO * a.batch,), calls + a.checks)
     if c.compute_v:
-        return c.outputs(1, 0) + solved
-    return c.outputs(0) + around((a.square,), solved)
+        return c.outputs(1, 0) + events
+    return c.outputs(0) + around((a.square,), events)
 
 
 @_measured("_linalg_svd")
 def svd(c: KernelCall) -> Events:
     """Allocations of `_linalg_svd`: both sets of vectors, values, a copy of the matrix. The vectors
     are always computed. Matrices above 32 columns are decomposed one at a time."""
-    a = _of(c.A)
+    a = _shape(c.A)
     k = min(a.m, a.n)
     info, copy = INFO * a.batch, a.all_bytes
     work = passing(svd_bytes(a.m, a.n, a.item, bool(c.full_matrices and c.compute_uv)))
@@ -130,11 +130,11 @@ def _qr(a: _Matrices, q: Tensor) -> Events:
     k = min(a.m, a.n)
     taus = k * a.item * a.batch
     factors = _geqrf(a) if a.batch == 1 or a.n > 64 else a.pointers
-    written = _orgqr(replace(a, n=q.shape[-1]), k) if q.numel() else []
-    return around((taus,), factors + written)
+    q_events = _orgqr(replace(a, n=q.shape[-1]), k) if q.numel() else []
+    return around((taus,), factors + q_events)
 
 
-_QR_BY_CUBLAS = {"calls_cublas": lambda c: (a := _of(c.A)).batch > 1 and a.n <= 64}
+_QR_BY_CUBLAS = {"calls_cublas": lambda c: (a := _shape(c.A)).batch > 1 and a.n <= 64}
 _row(
     "linalg_qr", "the reflectors' factors; Q is left out in mode `r`",
     lambda c, a: _qr(a, c.out[0]), **_QR_BY_CUBLAS,
@@ -144,7 +144,7 @@ _row(
 @_measured("linalg_qr.out", **_QR_BY_CUBLAS)
 def qr_out(c: KernelCall) -> Events:
     """Allocations of `linalg_qr` with `out=`: new results, which are then copied into it."""
-    return around([t.nbytes for t in c.out], _qr(_of(c.A), c.out[0]))
+    return around([t.nbytes for t in c.out], _qr(_shape(c.A), c.out[0]))
 
 
 def _geqrf(a: _Matrices) -> Events:
@@ -169,9 +169,9 @@ _row("linalg_householder_product", "the workspace of cuSOLVER",
 def geqrf(c: KernelCall) -> tuple[Tensor, Tensor]:
     """Return meta results of `geqrf`: a column-major matrix, and scalar factors of the reflectors.
     torch's meta device has no kernel for it."""
-    given: Tensor = c.self
-    factors = given.new_empty((*given.shape[:-2], min(given.shape[-2:])))
-    return torch.empty_like(given.mT, memory_format=torch.contiguous_format).mT, factors
+    matrices: Tensor = c.self
+    factors = matrices.new_empty((*matrices.shape[:-2], min(matrices.shape[-2:])))
+    return torch.empty_like(matrices.mT, memory_format=torch.contiguous_format).mT, factors
 
 
 @registry.result("linalg_lstsq")
@@ -187,19 +187,19 @@ def lstsq(c: KernelCall) -> tuple[Tensor, ...]:
     batch: Any = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
         a.shape[:-2], b.shape[:-1] if is_vector else b.shape[:-2]
     )
-    right = 1 if is_vector else b.shape[-1]
-    solution = a.new_empty((*batch, right, max(m, n))).mT.narrow(-2, 0, n)
-    residuals = a.new_empty((*batch, right) if m > n else (0,))
+    num_right = 1 if is_vector else b.shape[-1]
+    solution = a.new_empty((*batch, num_right, max(m, n))).mT.narrow(-2, 0, n)
+    residuals = a.new_empty((*batch, num_right) if m > n else (0,))
     rank = a.new_empty((0,), dtype=torch.int64)
-    values = a.new_empty((0,), dtype=a.real.dtype if a.is_complex() else a.dtype)
-    return solution.squeeze(-1) if is_vector else solution, residuals, rank, values
+    singular_values = a.new_empty((0,), dtype=a.real.dtype if a.is_complex() else a.dtype)
+    return solution.squeeze(-1) if is_vector else solution, residuals, rank, singular_values
 
 
 @_measured("linalg_lstsq")
 def lstsq_requests(c: KernelCall) -> Events:
     """Allocations of `linalg_lstsq`: QR by cuBLAS for many small matrices, else by cuSOLVER. The
     residuals come last. A wide matrix is decomposed as its conjugate transpose."""
-    a, solution = _of(c.self), c.out[0]
+    a, solution = _shape(c.self), c.out[0]
     is_vector = solution.dim() < c.self.dim()
     num_right = 1 if is_vector else solution.shape[-1]
     a = replace(a, batch=prod(solution.shape[: -1 if is_vector else -2]))
@@ -210,18 +210,18 @@ def lstsq_requests(c: KernelCall) -> Events:
     # the product of the right-hand side with Q of k reflectors
     product = 512 * num_right + 256 * (tall + 257) + up(tall * k + k * k)
     product += up(num_right) if tall > BLOCK else 0
-    rotated = around((INFO,), a.loop(a.item * product))
+    rotation = around((INFO,), a.loop(a.item * product))
     triangular = replace(a, n=k).triangular
     if a.m < a.n:
         reflectors = a.pointers if is_batched else reflectors
-        solved = around((factors, copy), reflectors + triangular + rotated)
+        events = around((factors, copy), reflectors + triangular + rotation)
     elif is_batched:
-        solved = around((copy,), a.pointers)
+        events = around((copy,), a.pointers)
     else:
-        solved = around((factors,), reflectors + rotated + triangular)
-    made = outputs({0: tall * num_right * a.item * a.batch})
-    solved = around((copy,), solved + c.outputs(1))
-    return around((INFO * a.batch,), made + solved + a.checks)
+        events = around((factors,), reflectors + rotation + triangular)
+    result = outputs({0: tall * num_right * a.item * a.batch})
+    events = around((copy,), events + c.outputs(1))
+    return around((INFO * a.batch,), result + events + a.checks)
 
 
 _row(
@@ -237,7 +237,7 @@ _row(
 )  # fmt: skip
 _row(
     "triangular_solve", "as `linalg_solve_triangular`, after the solution and a copied matrix",
-    lambda c, a: _of(c.out[1]).triangular, calls_cublas=lambda c: True,
+    lambda c, a: _shape(c.out[1]).triangular, calls_cublas=lambda c: True,
 )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ op(
 
 op(
     "cholesky_solve", "copies of right-hand side and factor", modelled=_is_measured,
-    before=lambda c: INFO if c.input2.dim() == 2 else 0, after=lambda c: _of(c.input2).square,
+    before=lambda c: INFO if c.input2.dim() == 2 else 0, after=lambda c: _shape(c.input2).square,
 )  # fmt: skip
 
 
@@ -277,36 +277,36 @@ def _lu_solve(a: _Matrices, num_right: int) -> Events:
         return a.pointers
     row = INDEX * a.n
     rows = row * a.batch
-    right = a.n * num_right * a.item * a.batch
-    inside = around((right,), a.triangular * 2)
+    right_bytes = a.n * num_right * a.item * a.batch
+    systems = around((right_bytes,), a.triangular * 2)
     if a.is_single:
-        return around((row, row, row), inside)
-    made = temporaries(row, rows, -row, row, rows)
-    return made + inside + temporaries(-rows, -row, -rows)
+        return around((row, row, row), systems)
+    permutation = temporaries(row, rows, -row, row, rows)
+    return permutation + systems + temporaries(-rows, -row, -rows)
 
 
 def _factors_by_cublas(c: KernelCall) -> bool:
     """Return whether LU calls cuBLAS, which needs a handle (BatchLinearAlgebraLibBlas.cpp)."""
-    return _of(c.A).is_factored_by_cublas
+    return _shape(c.A).is_factored_by_cublas
 
 
 @_measured("linalg_lu")
 def lu(c: KernelCall) -> Events:
     """Allocations of `linalg_lu`: permutation, triangles, and the factors of `lu_factor_ex`."""
-    a = _of(c.A)
+    a = _shape(c.A)
     factors = (a.all_bytes,) if a.m * a.n > 1 else ()
     pivots, info = INFO * min(a.m, a.n) * a.batch, INFO * a.batch
     has_rows = c.out[0].numel() > 0
-    solved = _lu(a) + ([] if has_rows else passing(INFO * min(a.m, a.n)))
-    events = temporaries(*factors, pivots, info) + solved + temporaries(*(-n for n in factors))
+    lu_events = _lu(a) + ([] if has_rows else passing(INFO * min(a.m, a.n)))
+    events = temporaries(*factors, pivots, info) + lu_events + temporaries(*(-n for n in factors))
     return c.outputs() + events + (_rows(a) if has_rows else []) + temporaries(-info, -pivots)
 
 
 def _rows(a: _Matrices) -> Events:
     """Return the allocations that turn LU's pivots into a row permutation. They are int64 row
     numbers of one matrix, and for a batch their copies for each matrix."""
-    one, rows = INDEX * a.m, INDEX * a.m * a.batch
-    return passing(one) if a.is_single else temporaries(one, rows, -one, -rows)
+    row, rows = INDEX * a.m, INDEX * a.m * a.batch
+    return passing(row) if a.is_single else temporaries(row, rows, -row, -rows)
 
 
 _row("linalg_lu_factor_ex", "LU, after factors, pivots, info", lambda c, a: _lu(a),
@@ -318,23 +318,23 @@ _row("lu_unpack", "rows of the permutation", lambda c, a: _rows(a) if c.out[0].n
 def eig(c: KernelCall) -> Events:
     """Allocations of `linalg_eig`: a check for finite numbers, and results that are copied. They
     are computed in temporaries first."""
-    a, (values, vectors) = _of(c.self), (part.nbytes for part in c.out)
+    a, (values, vectors) = _shape(c.self), (part.nbytes for part in c.out)
     marks = c.self.numel()
-    is_finite = temporaries(a.square, marks, marks, marks, -marks, -marks, -a.square)
-    is_finite += passing(1) + temporaries(-marks)
-    found = around((values, a.square), _geev(a) + _are_real(a))
+    finite_check = temporaries(a.square, marks, marks, marks, -marks, -marks, -a.square)
+    finite_check += passing(1) + temporaries(-marks)
+    solver_events = around((values, a.square), _geev(a) + _are_real(a))
     copies = c.outputs() + temporaries(-vectors, -values)
-    given = temporaries(vectors, values) + found + copies
-    return is_finite + around((INFO * a.batch,), given + a.checks)
+    events = temporaries(vectors, values) + solver_events + copies
+    return finite_check + around((INFO * a.batch,), events + a.checks)
 
 
 @_measured("_linalg_eigvals")
 def eigvals_requests(c: KernelCall) -> Events:
     """Allocations of `_linalg_eigvals`. They are those of `eig` without its check and vectors."""
-    a, values = _of(c.self), c.out.nbytes
-    found = around((values,), _geev(a) + _are_real(a))
+    a, values = _shape(c.self), c.out.nbytes
+    solver_events = around((values,), _geev(a) + _are_real(a))
     copies = c.outputs() + temporaries(-values)
-    return around((INFO * a.batch,), temporaries(values) + found + copies + a.checks)
+    return around((INFO * a.batch,), temporaries(values) + solver_events + copies + a.checks)
 
 
 def _geev(a: _Matrices) -> Events:
@@ -358,7 +358,7 @@ def _num_columns(right: Tensor, matrices: Tensor) -> int:
 
 
 def _solves_by_cublas(c: KernelCall) -> bool:
-    a = _of(c.A)
+    a = _shape(c.A)
     return a.is_factored_by_cublas or not a.is_solved_in_a_loop(_num_columns(c.B, c.A))
 
 
@@ -375,20 +375,20 @@ _row(
 _row(
     "linalg_lu_solve", "batched cuBLAS, a loop, or two triangular systems",
     lambda c, a: _lu_solve(a, c.out.shape[-1]),
-    calls_cublas=lambda c: not _of(c.LU).is_solved_in_a_loop(c.B.shape[-1]),
+    calls_cublas=lambda c: not _shape(c.LU).is_solved_in_a_loop(c.B.shape[-1]),
 )  # fmt: skip
 
 
 def _signs(a: _Matrices) -> Events:
     """Return events of the permutation's sign: mask of moved pivots, and their count per matrix."""
     count = a.n * a.batch
-    taken = temporaries(4 * a.n, count, INDEX * a.batch)
-    return taken + passing(INDEX * count) + temporaries(-count, -4 * a.n)
+    buffers = temporaries(4 * a.n, count, INDEX * a.batch)
+    return buffers + passing(INDEX * count) + temporaries(-count, -4 * a.n)
 
 
 def _products(a: _Matrices) -> Events:
-    each, diagonal = a.item * a.batch, a.n * a.item * a.batch
-    return passing(diagonal, each) + temporaries(-INDEX * a.batch) + passing(diagonal)
+    products, diagonal = a.item * a.batch, a.n * a.item * a.batch
+    return passing(diagonal, products) + temporaries(-INDEX * a.batch) + passing(diagonal)
 
 
 _row(
@@ -410,19 +410,19 @@ _row(
 # always (`isTensorSubclassLike`).
 registry.register(
     "linalg_svdvals",
-    above_autograd=lambda then, a, *, driver=None: aten._linalg_svd.default(
+    above_autograd=lambda _, a, *, driver=None: aten._linalg_svd.default(
         a, False, has_gradient(a), driver=driver
     )[1],
 )
 registry.register(
     "linalg_eigvals",
-    above_autograd=lambda then, a: (
+    above_autograd=lambda _, a: (
         aten.linalg_eig.default(a)[0] if has_gradient(a) else aten._linalg_eigvals.default(a)
     ),
 )
 registry.register(
     "linalg_eigvalsh",
-    above_autograd=lambda then, a, uplo="L": aten._linalg_eigh.default(a, uplo, has_gradient(a))[0],
+    above_autograd=lambda _, a, uplo="L": aten._linalg_eigh.default(a, uplo, has_gradient(a))[0],
 )
 
 
@@ -436,13 +436,13 @@ def matrix_exp(a: Tensor) -> Tensor:
     n = a.shape[-1]
     if n <= 1:
         return a.exp() if n else a.clone()
-    given = a.reshape(-1, n, n)
-    norms = given.abs().sum(-2).max(-1).values
-    if len(given) > 1:
-        return _scaled_exp(given, norms).view(a.shape)
-    result = torch.full_like(given, math.nan, memory_format=torch.contiguous_format)
+    matrices = a.reshape(-1, n, n)
+    norms = matrices.abs().sum(-2).max(-1).values
+    if len(matrices) > 1:
+        return _scaled_exp(matrices, norms).view(a.shape)
+    result = torch.full_like(matrices, math.nan, memory_format=torch.contiguous_format)
     index = torch.zeros_like(norms, dtype=torch.int64)
-    result.index_put_((index,), _scaled_exp(given.index_select(0, index), norms))
+    result.index_put_((index,), _scaled_exp(matrices.index_select(0, index), norms))
     return result.view(a.shape)
 
 
@@ -463,8 +463,8 @@ def _taylor(a: Tensor) -> Tensor:
     powers = a.new_empty(num_sums, *a.shape)
     powers[0].copy_(torch.diag_embed(a.new_ones(1).expand(a.shape[:-1])))
     powers[1].copy_(a)
-    for first, second, made in ((1, 1, 2), (1, 2, 3), (3, 3, 4)):
-        torch.bmm(powers[first], powers[second], out=powers[made])
+    for first, second, target in ((1, 1, 2), (1, 2, 3), (3, 3, 4)):
+        torch.bmm(powers[first], powers[second], out=powers[target])
     sums = a.new_zeros(num_sums, *a.shape)
     sums[3].add_(torch.bmm(sums[0], sums[4], out=powers[0]))
     last = torch.bmm(sums[2].add_(sums[3]), sums[3], out=powers[0])
@@ -513,8 +513,8 @@ def svd_bytes(m: int, n: int, item: int, is_full: bool) -> int:
     tall, k = max(m, n), min(m, n)
     vectors = tall if is_full else k
     work = 256 * tall + 256 * 257 + up(tall * k + vectors) + up(512 * vectors) + up(k * k)
-    needed = max(up(geqrf_bytes(k, item) // item), work) + up(k)
-    return item * (needed + (up(m * n) if m < n else 0))
+    elements = max(up(geqrf_bytes(k, item) // item), work) + up(k)
+    return item * (elements + (up(m * n) if m < n else 0))
 
 
 def potrf_bytes(n: int, is_upper: bool) -> int:

@@ -33,13 +33,13 @@ def _elements(c: KernelCall) -> tuple[int, tuple[int, ...]]:
 
 
 def _reduced_loss(
-    names: str, about: str, made: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
+    names: str, about: str, scratch_of: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
 ) -> None:
     """Register what the losses `names` (separated by blanks) allocate if reduced to a mean or sum:
     the temporaries that `made(call, *_elements(call))` returns. `about` describes them."""
 
     def rule(c: KernelCall) -> Scratch:
-        return made(c, *_elements(c)) if c.reduction else Scratch()
+        return scratch_of(c, *_elements(c)) if c.reduction else Scratch()
 
     register(names, about=about, requests=rule)
 
@@ -48,18 +48,18 @@ _reduced_loss(
     "mse_loss smooth_l1_loss",
     "reduced: a second loss per element, its sum's staging; the result keeps the loss's storage "
     "(Loss.cpp)",
-    lambda c, size, staged: Scratch(after=(size, *staged), outputs=(size,)),
+    lambda c, size, staging: Scratch(after=(size, *staging), outputs=(size,)),
 )
 _reduced_loss(
     "soft_margin_loss binary_cross_entropy",
     "reduced: the staging of the sum, a scalar that is copied into the loss, whose storage is kept "
     "(Loss.cpp, cuda/Loss.cu)",
-    lambda c, size, staged: Scratch(after=(c.out.itemsize, *staged), outputs=(size,)),
+    lambda c, size, staging: Scratch(after=(c.out.itemsize, *staging), outputs=(size,)),
 )
 _reduced_loss(
     "huber_loss",
     "reduced: the elementwise loss, its sum's staging (Loss.cpp)",
-    lambda c, size, staged: Scratch(before=(size,), after=staged),
+    lambda c, size, staging: Scratch(before=(size,), after=staging),
 )
 
 
@@ -67,10 +67,10 @@ _reduced_loss(
 def bce_with_logits(c: KernelCall) -> Events:
     """Allocations of `binary_cross_entropy_with_logits` (Loss.cpp): log-sigmoid, then the loss.
     With a `pos_weight`, two temporaries have the size of the weights and of the loss."""
-    size, staged = _elements(c)
+    size, staging = _elements(c)
     loss = outputs({0: size})
     if c.reduction:
-        loss = around((size,), outputs({0: c.out.itemsize}) + passing(*staged))
+        loss = around((size,), outputs({0: c.out.itemsize}) + passing(*staging))
     weights = [] if c.pos_weight is None else passing(c.pos_weight.nbytes, size)
     return around((c.self.nbytes,), weights + loss)
 
@@ -104,8 +104,8 @@ op(
 def soft_margin_backward(c: KernelCall) -> Events:
     """Allocations of the gradient in Loss.cpp: `exp(-target * input)` and two products."""
     size = c.out.nbytes
-    made = temporaries(size, size, size) + temporaries(-size, -size, oldest=True)
-    return made + c.outputs() + temporaries(-size)
+    products = temporaries(size, size, size) + temporaries(-size, -size, oldest=True)
+    return products + c.outputs() + temporaries(-size)
 
 
 @registry.requests(
@@ -114,8 +114,8 @@ def soft_margin_backward(c: KernelCall) -> Events:
 )
 def multilabel_margin(c: KernelCall) -> Events:
     """Allocations of MultiLabelMarginCriterion.cu: target mask, losses, their mean or sum."""
-    each = (len(c.self) * c.self.itemsize,) if _is_reduced(c) else ()
-    return c.outputs(1) + around(each, c.outputs(0))
+    losses = (len(c.self) * c.self.itemsize,) if _is_reduced(c) else ()
+    return c.outputs(1) + around(losses, c.outputs(0))
 
 
 register(
@@ -139,14 +139,14 @@ def ctc_loss_backward(c: KernelCall) -> Events:
         rows = alphas.shape[0] * alphas.shape[1]
         blanks = rows * (alphas.shape[2] // 2 + 1) * alphas.itemsize
         sums = rows * alphas.itemsize
-        of_blanks = temporaries(
+        blank_events = temporaries(
             blanks, sums, sums, rows, -rows, -sums, blanks, sums, -blanks, -sums, -sums, -blanks
         )
         if c.zero_infinity:
             zeros = (c.out.itemsize, num_samples)
-            gradient = around((c.out.nbytes,), of_blanks + around(zeros, gradient))
+            gradient = around((c.out.nbytes,), blank_events + around(zeros, gradient))
         else:
-            gradient += of_blanks
+            gradient += blank_events
     lengths = (num_samples * 8,) * 3
     return around((*lengths, alphas.nbytes), gradient)
 
@@ -209,16 +209,16 @@ def _goes_to_cudnn(
 
 @registry.above_autograd("ctc_loss.IntList")
 def ctc_loss(
-    then: Next, log_probs: Tensor, targets: Tensor, lengths: list[int], target_lengths: list[int],
-    blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
+    next_kernel: Next, log_probs: Tensor, targets: Tensor, lengths: list[int],
+    target_lengths: list[int], blank: int = 0, reduction: int = 1, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run cuDNN's kernel of `ctc_loss` where CUDA would, else torch's own; `then` is not called.
+    """Run cuDNN's kernel of `ctc_loss` where CUDA would, else torch's own, not `next_kernel`.
 
     `reduction` is 0 (none), 1 (mean) or 2 (sum). For `zero_infinity`, LossCTC.cpp makes a zero
     before it compares the losses with infinity.
     """
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-    of_gpu: Any = {"dtype": batch.dtype, "device": "cuda"}
+    options: Any = {"dtype": batch.dtype, "device": "cuda"}
     sizes = (lengths, target_lengths, blank)
     if blank == 0 and _goes_to_cudnn(batch, targets, lengths, target_lengths):
         losses: Tensor = aten._cudnn_ctc_loss.default(batch, targets, *sizes, True, zero_infinity)[
@@ -228,10 +228,10 @@ def ctc_loss(
         targets = targets.to("cuda", torch.int64)
         losses = aten._ctc_loss.default(batch, targets, *sizes, zero_infinity)[0]
     if zero_infinity:
-        zero = torch.zeros((), **of_gpu)
+        zero = torch.zeros((), **options)
         losses = torch.where(losses == float("inf"), zero, losses)
     if reduction == 1:
-        return (losses / torch.tensor(target_lengths, **of_gpu).clamp_min(1)).mean()
+        return (losses / torch.tensor(target_lengths, **options).clamp_min(1)).mean()
     if reduction == 2:
         return losses.sum()
     return losses if log_probs.dim() == 3 else losses.squeeze(0)
@@ -239,11 +239,13 @@ def ctc_loss(
 
 @registry.above_autograd("ctc_loss.Tensor")
 def ctc_loss_of_tensors(
-    then: Next, log_probs: Tensor, targets: Tensor, *lengths_and_options: Any
+    next_kernel: Next, log_probs: Tensor, targets: Tensor, *lengths_and_options: Any
 ) -> Tensor:
     """Run `ctc_loss` for an overload that has both lengths in tensors, followed by the options."""
     lengths, target_lengths, *options = lengths_and_options
-    return ctc_loss(then, log_probs, targets, lengths.tolist(), target_lengths.tolist(), *options)
+    return ctc_loss(
+        next_kernel, log_probs, targets, lengths.tolist(), target_lengths.tolist(), *options
+    )
 
 
 register(

@@ -128,15 +128,15 @@ register("baddbmm", refuse=expects(1, 2, "baddbmm_cuda"))
 
 
 @registry.above_autograd("linear", vmap_key=registry.UNDER_VMAP)
-def linear(then: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(next_kernel: Next, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Run `linear`; add the bias in place if `x` is a batch that is not contiguous.
 
-    `then`, torch's next kernel, runs otherwise. For such a batch it would add the bias out of
-    place, as torch does under a dispatch mode (`isTensorSubclassLike`, native/Linear.cpp).
+    torch's `next_kernel` runs otherwise. For such a batch it would add the bias out of place, as
+    torch does under a dispatch mode (`isTensorSubclassLike`, native/Linear.cpp).
     """
     if bias is not None and x.dim() > 2 and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
-    return then(x, weight, bias)
+    return next_kernel(x, weight, bias)
 
 
 # ------------------------------------------------------------------------ cuBLAS
@@ -176,8 +176,8 @@ for _names, _product in (
 def scaled_product(c: KernelCall) -> Tensor:
     """Return argument `out`, resized to the product's shape; the overload has no meta kernel."""
     out: Tensor = c["out"]
-    others = {name: value for name, value in c.items() if name != "out"}
-    return out.resize_(aten._scaled_mm.default(**others).shape)
+    arguments = {name: value for name, value in c.items() if name != "out"}
+    return out.resize_(aten._scaled_mm.default(**arguments).shape)
 
 
 def _of_dtype(product: Product, c: KernelCall) -> Tensor:
@@ -214,10 +214,10 @@ def cublas_workspace_bytes(capability: tuple[int, int], release: TorchRelease) -
     >>> cublas_workspace_bytes((9, 0), release), cublas_workspace_bytes((8, 0), release)
     (33554432, 8519680)
     """
-    large = capability == (9, 0)
+    is_large = capability == (9, 0)
     if release.large_blackwell_workspace:
-        large = capability[0] in (9, 10, 12)
-    return 8 * 4096 * KIB if large else 2 * 4096 * KIB + 8 * 16 * KIB
+        is_large = capability[0] in (9, 10, 12)
+    return 8 * 4096 * KIB if is_large else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
 @dataclass(frozen=True, slots=True)
