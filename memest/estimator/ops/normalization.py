@@ -53,10 +53,10 @@ def takes_cudnn(
         return False
     has_statistics = running_mean is not None and running_var is not None
     has_none = running_mean is None and running_var is None
-    most = MAX_TRAINED_SAMPLES if is_training else MAX_EVALUATED_SAMPLES
+    max_samples = MAX_TRAINED_SAMPLES if is_training else MAX_EVALUATED_SAMPLES
     return (
         (has_statistics or (has_none and is_training))
-        and tensor.shape[0] <= most
+        and tensor.shape[0] <= max_samples
         and tensor.numel() < 2**31 - 1
     )
 
@@ -142,10 +142,10 @@ def _staging(tensor: Tensor, sums_per_channel: int) -> tuple[int, ...]:
 def native_batch_norm(c: KernelCall) -> Scratch:
     """Allocations of torch's own `batch_norm_cuda`: in training, sums if channels are contiguous. A
     missing weight or bias of a 2-d input with gaps takes 4 bytes (`Impl::General`)."""
-    staged = _staging(c.input, 4) if c.training else ()
+    staging = _staging(c.input, 4) if c.training else ()
     has_gaps = c.input.dim() == 2 and not c.input.is_contiguous()
     num_missing = (c.weight is None) + (c.bias is None)
-    return Scratch(after=staged + (4,) * (has_gaps * num_missing))
+    return Scratch(after=staging + (4,) * (has_gaps * num_missing))
 
 
 op(
@@ -163,14 +163,14 @@ def native_batch_norm_backward(c: KernelCall) -> Events:
     """Allocations of `batch_norm_backward_cuda`: gradients by one kernel, or sums before them. One
     kernel runs if channels are not contiguous and the input needs a gradient. Else sums over the
     samples are allocated first."""
-    tensor, wanted = c.input, c.output_mask
-    sizes = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and wanted[i]}
-    if wanted[0] and not _takes_rows(tensor):
+    tensor, mask = c.input, c.output_mask
+    sizes = {i: t.nbytes for i, t in enumerate(c.out) if t is not None and mask[i]}
+    if mask[0] and not _takes_rows(tensor):
         return outputs(sizes)
-    of_input = outputs({0: sizes.pop(0)} if wanted[0] else {})
+    input_gradient = outputs({0: sizes.pop(0)} if mask[0] else {})
     sums = (tensor.shape[1] * (8 if tensor.dtype == torch.float64 else 4),) * 2
-    staged = _staging(tensor, 2) if _takes_rows(c.grad_out) else ()
-    return around(sums, outputs(sizes) + passing(*staged) + of_input)
+    staging = _staging(tensor, 2) if _takes_rows(c.grad_out) else ()
+    return around(sums, outputs(sizes) + passing(*staging) + input_gradient)
 
 
 MANY_ROWS = 64 * 1024  # more take partial sums, in `LaunchGammaBetaBackwardCUDAKernel`
@@ -186,24 +186,24 @@ def norm_backward(c: KernelCall) -> Events:
     for weight or bias."""
     width = prod(c.normalized_shape)
     weights = {1: c.weight, 2: c.get("bias")}
-    wanted = {i: w for i, w in weights.items() if w is not None and c.output_mask[i]}
+    params = {i: w for i, w in weights.items() if w is not None and c.output_mask[i]}
     rows, blocks = c.input.numel() // max(1, width), ceil_div(width, COLUMNS_PER_BLOCK)
     is_wide = width // COLUMNS_PER_BLOCK >= c.gpu.num_sms // 2
-    of_input, of_weights = contiguous_copy(c.input), {i: w.nbytes for i, w in wanted.items()}
-    of_grad = contiguous_copy(c.grad_out)
-    made = outputs({0: c.input.nbytes} if c.output_mask[0] else {})
+    input_copy, weight_bytes = contiguous_copy(c.input), {i: w.nbytes for i, w in params.items()}
+    grad_copy = contiguous_copy(c.grad_out)
+    gradients = outputs({0: c.input.nbytes} if c.output_mask[0] else {})
     if rows <= MANY_ROWS or is_wide:  # one pass adds up all rows
-        return around(of_input, made + outputs(of_weights) + passing(*of_grad))
+        return around(input_copy, gradients + outputs(weight_bytes) + passing(*grad_copy))
     rows = min(MAX_GRID // blocks, ceil_div(rows, ROWS_PER_BLOCK))
     sums: Events = []
-    parts = []
-    for i, weight in wanted.items():
+    part_bytes = []
+    for i, weight in params.items():
         part = torch.empty((rows, width), dtype=weight.dtype, device="meta")
-        parts.append(part.nbytes)
-        sums += outputs({i: of_weights[i]}) + passing(*sum_bytes(part, [0], part.dtype, c.gpu))
-        sums += temporaries(-of_weights[i], oldest=True)
-    made += temporaries(*of_weights.values()) + around((*of_grad, *parts), sums)
-    return around(of_input, made)
+        part_bytes.append(part.nbytes)
+        sums += outputs({i: weight_bytes[i]}) + passing(*sum_bytes(part, [0], part.dtype, c.gpu))
+        sums += temporaries(-weight_bytes[i], oldest=True)
+    gradients += temporaries(*weight_bytes.values()) + around((*grad_copy, *part_bytes), sums)
+    return around(input_copy, gradients)
 
 
 register(
@@ -228,12 +228,12 @@ def group_norm_backward(c: KernelCall) -> Scratch:
     group_norm_kernel.cu, `ds`, `db`, `c1` (with a weight) have N * C elements, others N * G."""
     accumulator = accumulator_bytes_of(c.input.dtype)
     per_channel, per_group = c.N * c.C * accumulator, c.N * c.group * accumulator
-    of_input = [per_group, per_group] if c.output_mask[0] else []
+    factors = [per_group, per_group] if c.output_mask[0] else []
     if c.HxW == 1:
-        return Scratch(after=tuple(of_input))
-    if of_input and c.weight is not None:
-        of_input.append(per_channel)
-    return Scratch(after=(per_channel, per_channel, *of_input))
+        return Scratch(after=tuple(factors))
+    if factors and c.weight is not None:
+        factors.append(per_channel)
+    return Scratch(after=(per_channel, per_channel, *factors))
 
 
 register(  # torch 2.6 has no meta kernel
@@ -297,25 +297,26 @@ def _batch_norm_sums(c: KernelCall) -> tuple[Any, ...]:
 
 
 @registry.above_autograd("batch_norm", vmap_key=registry.UNDER_VMAP)
-def batch_norm(then: Next, x: Tensor, *args: Any) -> Tensor:
+def batch_norm(next_kernel: Next, x: Tensor, *args: Any) -> Tensor:
     """Run a batch norm by cuDNN if `_batch_norm_impl_index` of native/Normalization.cpp does, else
-    by `then`, the next kernel of torch. `args` are the further arguments of `torch.batch_norm`."""
+    by torch's `next_kernel`. `args` are the further arguments of `torch.batch_norm`."""
     *tensors, training, momentum, eps, is_enabled = args
     is_by_cudnn = takes_cudnn(x, *tensors, is_training=training, is_enabled=is_enabled)
     if x.numel() > 0 and is_by_cudnn:
         x = x.contiguous(memory_format=suggest_memory_format(x))
         dense = [t if t is None else t.contiguous() for t in tensors]
         return aten.cudnn_batch_norm.default(x, *dense, training, momentum, eps)[0]
-    return then(x, *args)
+    return next_kernel(x, *args)
 
 
 @registry.above_autograd("rms_norm")
 def rms_norm(
-    then: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
+    next_kernel: Next, x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
-    """Run `rms_norm` as separate operators if the simulated torch does not fuse it, else `then`."""
+    """Run `rms_norm` as separate operators if the simulated torch does not fuse it. Else run
+    `next_kernel`."""
     if simulated().fuses_rms_norm or not _HAS_FUSED_RMS_NORM:
-        return then(x, shape, weight, eps)
+        return next_kernel(x, shape, weight, eps)
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     out: Tensor = aten._fused_rms_norm.default._op_dk(composite, x, list(shape), weight, eps)[0]
     return out
@@ -326,8 +327,8 @@ def _fused_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return meta results of `_fused_rms_norm`: (contiguous output, reciprocal root mean squares).
     The norm is over the last dimensions of `x`, whose sizes are `shape`."""
-    kept = x.dim() - len(shape)
-    sizes = [*x.shape[:kept], *(1 for _ in shape)]
+    num_leading = x.dim() - len(shape)
+    sizes = [*x.shape[:num_leading], *(1 for _ in shape)]
     dtype = torch.float32 if x.itemsize == 2 else x.dtype
     out = torch.empty(x.shape, dtype=x.dtype, device="meta")
     return out, torch.empty(sizes, dtype=dtype, device="meta")

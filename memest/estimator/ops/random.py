@@ -47,21 +47,21 @@ def skip_mt19937(generator: torch.Generator, count: int) -> None:
     torch.empty(WORDS, dtype=torch.uint8, device=CPU).random_(generator=generator)
     count -= WORDS
     state = generator.get_state().numpy().copy()
-    left, words = state[_LEFT].view(np.int32), state[_STATE].view(np.uint64)
-    count -= int(left[0]) - 1
+    num_left, words = state[_LEFT].view(np.int32), state[_STATE].view(np.uint64)
+    count -= int(num_left[0]) - 1
     num_blocks = ceil_div(count, WORDS)
     if num_blocks > 0:
-        words[:] = _after(words.astype(np.uint32), num_blocks * WORDS)
+        words[:] = _state_after(words.astype(np.uint32), num_blocks * WORDS)
         count -= (num_blocks - 1) * WORDS
-        left[0] = WORDS + 1 - count
+        num_left[0] = WORDS + 1 - count
         state[_NEXT].view(np.uint64)[0] = count
     else:
-        state[_NEXT].view(np.uint64)[0] += np.uint64(count + int(left[0]) - 1)
-        left[0] = 1 - count
+        state[_NEXT].view(np.uint64)[0] += np.uint64(count + int(num_left[0]) - 1)
+        num_left[0] = 1 - count
     generator.set_state(torch.from_numpy(state))
 
 
-def _after(words: Array, steps: int) -> Array:
+def _state_after(words: Array, steps: int) -> Array:
     """Return the Mersenne Twister's state `steps` numbers after its state `words`. A step is linear
     over bits, and its matrix is a root of its characteristic polynomial. So the result is a sum of
     states: those after k steps, for each exponent k of t^steps modulo this polynomial."""
@@ -72,10 +72,10 @@ def _after(words: Array, steps: int) -> Array:
         twister.random_raw(WORDS, output=False)
         blocks.append(twister.state["state"]["key"])
     sequence = np.concatenate(blocks)
-    found = np.zeros(WORDS, dtype=np.uint32)
-    for place in _exponents(_power(steps)):
-        found ^= sequence[place : place + WORDS]
-    return found
+    result = np.zeros(WORDS, dtype=np.uint32)
+    for exponent in _exponents(_power(steps)):
+        result ^= sequence[exponent : exponent + WORDS]
+    return result
 
 
 # Polynomials over bits: bit i of a number is the coefficient of t^i.
@@ -90,14 +90,14 @@ def _power(steps: int) -> int:
         characteristic = product ^ (_MATRIX >> bit & 1)
     characteristic = (characteristic << WORDS) ^ (characteristic << SHIFT) ^ (_MATRIX >> 31)
     *terms, _ = _exponents(characteristic)
-    found = 1
+    power = 1
     for digit in bin(steps)[2:]:
-        found = int(bin(found)[2:], 4) << int(digit)  # base 4 puts a 0 between bits: the square
-        while high := found >> DEGREE:
-            found &= (1 << DEGREE) - 1
+        power = int(bin(power)[2:], 4) << int(digit)  # base 4 puts a 0 between bits: the square
+        while high := power >> DEGREE:
+            power &= (1 << DEGREE) - 1
             for term in terms:  # t^DEGREE is the sum of the other terms
-                found ^= high << term
-    return found
+                power ^= high << term
+    return power
 
 
 def _exponents(polynomial: int) -> list[int]:
@@ -189,8 +189,8 @@ class Launch:
 def launch(count: int, gpu: Gpu, per_draw: int) -> Launch:
     """Return the grid of `calc_execution_policy` for `count` numbers. It has at most the blocks
     that `gpu` runs at once. A call of Philox gives `per_draw` numbers: 4, or 2 of 64 bits."""
-    most = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
-    return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), most), per_draw)
+    max_blocks = gpu.num_sms * (gpu.multiprocessor.threads // BLOCK_THREADS)
+    return Launch(count, BLOCK_THREADS * min(ceil_div(count, BLOCK_THREADS), max_blocks), per_draw)
 
 
 def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
@@ -199,8 +199,8 @@ def _uniform(words: list[Words], part: Parts, is_double: bool) -> Numbers:
     if is_double:
         low, high = _pair(words, part)
         return (low ^ (high << np.uint64(21))) * 2.0**-53 + 2.0**-54
-    chosen = np.choose(part, words).astype(np.float32)
-    return chosen * np.float32(2.0**-32) + np.float32(2.0**-33)
+    numbers = np.choose(part, words).astype(np.float32)
+    return numbers * np.float32(2.0**-32) + np.float32(2.0**-33)
 
 
 def _pair(words: list[Words], part: Parts) -> tuple[Words, Words]:
@@ -218,10 +218,10 @@ def _exponential(words: list[Words], part: Parts, is_double: bool) -> Numbers:
 def _integers(words: list[Words], part: Parts, low: int, high: int) -> Numbers:
     if high - low >= _WIDE:
         first, second = _pair(words, part)
-        drawn = (first << _HALF) | second
+        numbers = (first << _HALF) | second
     else:
-        drawn = np.choose(part, words)
-    return (drawn % np.uint64(high - low)).astype(np.int64) + low
+        numbers = np.choose(part, words)
+    return (numbers % np.uint64(high - low)).astype(np.int64) + low
 
 
 class CudaRng:
@@ -233,70 +233,72 @@ class CudaRng:
         self.of_script: dict[int, GpuGenerator] = {}  # generators that the script created, by `id`
 
     def draw(
-        self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, given: Any = None
+        self, op: registry.Op, args: Args, kwargs: Kwargs, out: Any, odds: Any = None
     ) -> Tensor | None:
         """Advance the generator by one random operator, and return the drawn numbers. Return None
         if they are not computed: too many, no rule for their distribution, or unknown arguments.
-        `out` is the meta result; `given` the value of the first argument, or None."""
-        chosen = kwargs.get("generator")  # Python has several objects for one generator
-        generator = self.of_script.get(getattr(chosen, "_cdata", 0), self.default)
-        made: Tensor = out[0] if isinstance(out, tuple | list) else out
-        count, func = made.numel(), op.func
+        `out` is the meta result; `odds` the value of the first argument, or None."""
+        handle = kwargs.get("generator")  # Python has several objects for one generator
+        generator = self.of_script.get(getattr(handle, "_cdata", 0), self.default)
+        result: Tensor = out[0] if isinstance(out, tuple | list) else out
+        count, func = result.numel(), op.func
         name = func._schema.name.removeprefix("aten::")
         if not count or not (op.random_offset or is_drawn(name, args)):
             return None
-        call = op.call(args, kwargs, made, self.gpu)
-        fixed = op.random_offset and op.random_offset(call)
-        if fixed is not None:
-            generator.offset += fixed
+        call = op.call(args, kwargs, result, self.gpu)
+        increase = op.random_offset and op.random_offset(call)
+        if increase is not None:
+            generator.offset += increase
             return None
         if name == "multinomial":
-            return self._chosen(generator, call, given)
-        low, high = _range(func, args, made.dtype) if name in _OF_INTEGERS else (0, 1)
-        is_double = made.dtype == torch.float64
+            return self._draw_indices(generator, call, odds)
+        low, high = _range(func, args, result.dtype) if name in _OF_INTEGERS else (0, 1)
+        is_double = result.dtype == torch.float64
         takes_two = (is_double and name not in _DROPOUTS) or high - low >= _WIDE
         per_draw = 2 if takes_two else DRAWS
         plan = launch(count, self.gpu, per_draw)
         numbers = None
-        most = MAX_NORMALS if name in _NORMALS else MAX_NUMEL
-        is_computed = count <= most and not isinstance(made, torch.nn.Parameter)
+        limit = MAX_NORMALS if name in _NORMALS else MAX_NUMEL
+        is_computed = count <= limit and not isinstance(result, torch.nn.Parameter)
         if is_computed and (name in _NUMBERS or name in _OF_INTEGERS):
             words, part = plan.words(generator)
             if name in _OF_INTEGERS:
-                numbers = torch.from_numpy(_integers(words, part, low, high)).to(made.dtype)
+                numbers = torch.from_numpy(_integers(words, part, low, high)).to(result.dtype)
             elif not (name in _NORMALS and is_double):
-                numbers = _NUMBERS[name](words, part, made.dtype, *_given(func, args, kwargs))
+                numbers = _NUMBERS[name](words, part, result.dtype, *_params(func, args, kwargs))
         generator.offset += plan.offset
         if numbers is None:
             return None
-        strides = made.stride()  # numbers are drawn in memory order
-        order = sorted(range(made.dim()), key=lambda d: (-strides[d], d))
-        shaped = numbers.view([made.size(d) for d in order])
-        return shaped.permute([order.index(d) for d in range(made.dim())])
+        strides = result.stride()  # numbers are drawn in memory order
+        order = sorted(range(result.dim()), key=lambda d: (-strides[d], d))
+        shaped = numbers.view([result.size(d) for d in order])
+        return shaped.permute([order.index(d) for d in range(result.dim())])
 
-    def _chosen(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
+    def _draw_indices(self, generator: GpuGenerator, c: KernelCall, odds: Any) -> Tensor | None:
         """Advance `generator` by call `c` of `multinomial`; return the drawn indices. `odds` are
         the probabilities. Return None if they are unknown (None) or the draw is not computed."""
-        given: Tensor = c.self
+        tensor: Tensor = c.self
         num_samples: int = c.num_samples
-        rows = given.numel() // given.size(-1)
+        rows = tensor.numel() // tensor.size(-1)
         if c.replacement and num_samples > 1:
-            made = _found(generator, odds, num_samples) if odds is not None and rows == 1 else None
+            indices = (
+                _sample(generator, odds, num_samples) if odds is not None and rows == 1 else None
+            )
             generator.offset += DRAWS * ((rows - 1) // MOST_ROWS + 1)
-            return made
-        plan = launch(given.numel(), self.gpu, 2 if given.dtype == torch.float64 else DRAWS)
+            return indices
+        plan = launch(tensor.numel(), self.gpu, 2 if tensor.dtype == torch.float64 else DRAWS)
         words, part = plan.words(generator) if odds is not None else ([], None)
         generator.offset += plan.offset
-        if odds is None or part is None or given.dtype == torch.float64:
+        if odds is None or part is None or tensor.dtype == torch.float64:
             return None
-        drawn = torch.from_numpy(_exponential(words, part, False)).to(given.dtype)
-        quotients: Tensor = odds / drawn.view(odds.shape)
+        noise = torch.from_numpy(_exponential(words, part, False)).to(tensor.dtype)
+        quotients: Tensor = odds / noise.view(odds.shape)
         if num_samples == 1:
             return quotients.argmax(-1, keepdim=True)
         return quotients.topk(num_samples).indices
 
 
-def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
+def _sample(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | None:
     """Return `num_samples` indices drawn with replacement: uniform numbers searched in cumulative
     sums of the probabilities `odds`. None for too many samples, or if `odds` are not float32."""
     if num_samples > MAX_NUMEL or odds.dtype != torch.float32:
@@ -304,9 +306,9 @@ def _found(generator: GpuGenerator, odds: Tensor, num_samples: int) -> Tensor | 
     thread = np.arange(num_samples, dtype=np.uint64)
     counter = np.full(num_samples, generator.offset // DRAWS, dtype=np.uint64)
     words = philox(generator.seed, thread, counter)
-    drawn = torch.from_numpy(_uniform(words, np.zeros(num_samples, np.int64), False))
+    uniforms = torch.from_numpy(_uniform(words, np.zeros(num_samples, np.int64), False))
     row = odds.reshape(-1)
-    return torch.searchsorted((row / row.sum()).cumsum(0), drawn).view(*odds.shape[:-1], -1)
+    return torch.searchsorted((row / row.sum()).cumsum(0), uniforms).view(*odds.shape[:-1], -1)
 
 
 def _uniform_of(
@@ -314,10 +316,10 @@ def _uniform_of(
 ) -> Tensor:
     """Return uniform numbers from `start` to `end` (excluded), as `dtype`. `part` is each number's
     index among its Philox `words`."""
-    drawn = _uniform(words, part, dtype == torch.float64)
-    scaled = drawn * drawn.dtype.type(end - start) + drawn.dtype.type(start)
-    made = torch.from_numpy(scaled).to(dtype)
-    return torch.where(made == end, start, made)
+    uniforms = _uniform(words, part, dtype == torch.float64)
+    scaled = uniforms * uniforms.dtype.type(end - start) + uniforms.dtype.type(start)
+    result = torch.from_numpy(scaled).to(dtype)
+    return torch.where(result == end, start, result)
 
 
 def _normal_of(
@@ -325,15 +327,15 @@ def _normal_of(
 ) -> Tensor:
     """Return normal numbers by Box and Muller (`curand_normal4`), as `dtype`. `part` is each
     number's index among its Philox `words`."""
-    made = []
+    normals = []
     for first, second in (words[:2], words[2:]):
         radius = first.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
         turn = 2 * math.pi * 2.0**-32
         angle = second.astype(np.float32) * np.float32(turn) + np.float32(turn / 2)
         length = np.sqrt(np.float32(-2) * np.log(radius))
-        made += [length * np.sin(angle), length * np.cos(angle)]
-    drawn = np.choose(part, made) * np.float32(std) + np.float32(mean)
-    return torch.from_numpy(drawn).to(dtype)
+        normals += [length * np.sin(angle), length * np.cos(angle)]
+    numbers = np.choose(part, normals) * np.float32(std) + np.float32(mean)
+    return torch.from_numpy(numbers).to(dtype)
 
 
 def _bernoulli_of(words: list[Words], part: Parts, dtype: torch.dtype, odds: float = 0.5) -> Tensor:
@@ -378,8 +380,8 @@ def randperm_offset(c: KernelCall) -> int:
     """Return the increase of the generator's offset by `randperm` (Randperm.cu). It draws random
     keys, then numbers that shuffle items of equal keys."""
     count = c.out.numel()
-    wide = count > 1 and math.log2(count) * 2 > 28  # keys with more bits are 64-bit
-    return launch(count, c.gpu, 2 if wide else DRAWS).offset + round_up(count, DRAWS)
+    is_wide = count > 1 and math.log2(count) * 2 > 28  # keys with more bits are 64-bit
+    return launch(count, c.gpu, 2 if is_wide else DRAWS).offset + round_up(count, DRAWS)
 
 
 for _packets, _step in (
@@ -404,8 +406,8 @@ register(_DRAWN, result=registry.empty_like(0))
 def dirichlet(c: KernelCall) -> Events:
     """Allocations of `_s_dirichlet_cuda` (cuda/Distributions.cpp): gamma samples, their sums."""
     num_bytes = c.out.nbytes // max(1, c.out.shape[-1])
-    staged = passing(*sum_bytes(c.out, (-1,), c.out.dtype, c.gpu))
-    return c.outputs() + around((num_bytes,), staged)
+    staging = passing(*sum_bytes(c.out, (-1,), c.out.dtype, c.gpu))
+    return c.outputs() + around((num_bytes,), staging)
 
 
 def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
@@ -419,13 +421,13 @@ def _range(func: Any, args: Args, dtype: torch.dtype) -> tuple[int, int]:
     return low, high
 
 
-def _given(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
+def _params(func: Any, args: Args, kwargs: Kwargs) -> list[float]:
     """Return the numbers that describe a call's distribution, such as mean and deviation. They are
     in the order of the schema; [] for operators with a fixed distribution, such as `rand`."""
     if not func._schema.name.endswith("_") and func._schema.name != "aten::bernoulli":
         return []
-    _, *given = registry.arguments_by_name(func, args, kwargs).items()
-    return [float(value) for name, value in given if name != "generator"]
+    _, *arguments = registry.arguments_by_name(func, args, kwargs).items()
+    return [float(value) for name, value in arguments if name != "generator"]
 
 
 # ------------------------------------------------------------------ requests, results
@@ -528,19 +530,19 @@ IN_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # has a `dropout` (PyTorchOpera
 
 
 @registry.above_autograd("dropout", vmap_key=IN_FUNCTORCH)
-def dropout(then: Next, x: Tensor, p: float, train: bool) -> Tensor:
+def dropout(next_kernel: Next, x: Tensor, p: float, train: bool) -> Tensor:
     """Run the fused kernel if `train` and 0 < `p` < 1 (`is_fused_kernel_acceptable`, Dropout.cpp);
-    else run `then`, torch's next kernel."""
+    else run torch's `next_kernel`."""
     if train and 0 < p < 1 and x.numel() > 0:
         return aten.native_dropout.default(x, p, train)[0]
-    return then(x, p, train)
+    return next_kernel(x, p, train)
 
 
 @registry.result("normal_")
 def filled_normal(c: KernelCall) -> Tensor:
     """Return the argument of `normal_`, without torch's meta kernel, which runs a dozen operators.
     That kernel runs only for arguments that it refuses, to raise torch's error."""
-    filled: Tensor = c.self
-    if filled.is_floating_point() and c.std >= 0:
-        return filled
+    tensor: Tensor = c.self
+    if tensor.is_floating_point() and c.std >= 0:
+        return tensor
     return aten.normal_.default(**c)  # raises torch's error

@@ -79,15 +79,15 @@ def weight_places(weights: Sequence[Tensor], stride: int) -> tuple[list[int], in
     """Return (start of each weight in cuDNN's buffer, length of the buffer), both in elements. All
     matrices come first, then all biases. `stride` is the number of parameters per layer and
     direction. cuDNN's buffer has two biases also where torch has none."""
-    places, position = [0] * len(weights), 0
+    offsets, position = [0] * len(weights), 0
     for num_dims in (2, 1):
         for i, weight in enumerate(weights):
             if weight.dim() == num_dims:
-                places[i] = position
+                offsets[i] = position
                 position += weight.numel()
     if stride < 4:
-        position += sum(2 * len(of_input) for of_input in weights[::stride])
-    return places, position
+        position += sum(2 * len(w_ih) for w_ih in weights[::stride])
+    return offsets, position
 
 
 def uses_small_algorithm(layers: Layers, *, forward: bool) -> bool:
@@ -121,8 +121,8 @@ def reserve_bytes(layers: Layers) -> int:
     part per layer, outputs of all layers except the last, and with dropout a bit per output."""
     size, d, n = layers.dtype.itemsize, layers.directions, layers.num_rows
     h, num = layers.hidden_size, layers.num_layers
-    kept = _KEPT[layers.mode] + (1 if layers.proj_size else 0)
-    rows = (kept + 1) * num - 1
+    layer_rows = _KEPT[layers.mode] + (1 if layers.proj_size else 0)
+    rows = (layer_rows + 1) * num - 1
     total = n * d * size * (rows * h + num * layers.proj_size)
     total = round_up(total, _MASK_ALIGN) + _ALIGN
     if layers.dropout and num > 1:
@@ -245,20 +245,20 @@ def _in_steps(x: Tensor | None, call: KernelCall) -> Tensor | None:
 def recurrent(c: KernelCall) -> Events:
     """Allocations of `_cudnn_rnn` (RNN.cpp): copies, outputs, states, workspace, reserve space.
     Inputs are copied unless contiguous step by step, weights unless they are one buffer."""
-    made = c.outputs(0, 1, 2)
+    events = c.outputs(0, 1, 2)
     if c.weight_buf is None:
-        made += c.outputs(4)
+        events += c.outputs(4)
     workspace = workspace_bytes(_layers(c), is_training=c.train)
-    made += around((workspace,), c.outputs(3))
-    return around(contiguous_copy(_in_steps(c.input, c)), made)
+    events += around((workspace,), c.outputs(3))
+    return around(contiguous_copy(_in_steps(c.input, c)), events)
 
 
 @registry.requests("_cudnn_rnn_backward")
 def recurrent_backward(c: KernelCall) -> Events:
     """Allocations of `_cudnn_rnn_backward`: gradients of input and states, one buffer for weights.
     Zeros are allocated first for states without an incoming gradient."""
-    given = [(c.output, c.grad_output), (c.hx, c.grad_hy), (c.cx, c.grad_cy)]
-    zeros = [of.nbytes for of, grad in given if of is not None and grad is None]
+    states = [(c.output, c.grad_output), (c.hx, c.grad_hy), (c.cx, c.grad_cy)]
+    zeros = [state.nbytes for state, grad in states if state is not None and grad is None]
     x_copy = contiguous_copy(_in_steps(c.input, c))
     grads = contiguous_copy(_in_steps(c.grad_output, c), c.grad_hy, c.grad_cy)
     workspace = workspace_bytes(_layers(c), is_training=True, is_backward=True)
@@ -266,11 +266,11 @@ def recurrent_backward(c: KernelCall) -> Events:
     events += passing(workspace) + temporaries(*(-n for n in (*grads, *x_copy)))
     if c.output_mask[3]:
         flat = c.weight_buf.nbytes
-        of_weights = outputs({3: flat}) + passing(workspace)
+        weight_events = outputs({3: flat}) + passing(workspace)
         if c.weight_stride0 < 4:  # without biases the gradients are copied out of the buffer
-            made = outputs({3 + i: g.nbytes for i, g in enumerate(c.out[3])})
-            of_weights = around((flat,), passing(workspace) + made)
-        events += around(x_copy, of_weights)
+            copies = outputs({3 + i: g.nbytes for i, g in enumerate(c.out[3])})
+            weight_events = around((flat,), passing(workspace) + copies)
+        events += around(x_copy, weight_events)
     return around(zeros, events)
 
 
@@ -331,32 +331,32 @@ def flatten_weights(weights: Sequence[Tensor], stride: int, *sizes: Any) -> Tens
 def _flat_copies(
     weights: Sequence[Tensor], stride: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
-    places, length = weight_places(weights, stride)
+    offsets, length = weight_places(weights, stride)
     buffer = torch.zeros(length, dtype=dtype, device=weights[0].device)
-    pairs = zip(weights, places, strict=True)
-    return buffer, [_of_storage(buffer, place, w.shape).copy_(w) for w, place in pairs]
+    pairs = zip(weights, offsets, strict=True)
+    return buffer, [_tensor_at(buffer, offset, w.shape).copy_(w) for w, offset in pairs]
 
 
 def _flat_buffer(weights: Sequence[Tensor], stride: int) -> Tensor | None:
     """Return the buffer of which `weights` are views in cuDNN's order (`try_get_weight_buf`), or
     None. `stride` is the number of parameters per layer and direction."""
-    places, length = weight_places(weights, stride)
+    offsets, length = weight_places(weights, stride)
     first = weights[0]
     if first.untyped_storage().nbytes() < length * first.itemsize:
         return None
     if {storage_key(weight) for weight in weights} != {storage_key(first)}:
         return None
-    if [weight.storage_offset() for weight in weights] != places:
+    if [weight.storage_offset() for weight in weights] != offsets:
         return None
-    return _of_storage(first, 0, torch.Size((length,)))
+    return _tensor_at(first, 0, torch.Size((length,)))
 
 
-def _of_storage(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
+def _tensor_at(tensor: Tensor, offset: int, shape: torch.Size) -> Tensor:
     """Return a contiguous tensor of `shape` at `offset` (elements) in the storage of `tensor`. For
     autograd it is not a view of `tensor`."""
-    made = torch.empty(0, dtype=tensor.dtype, device=META)
+    result = torch.empty(0, dtype=tensor.dtype, device=META)
     stride = torch.empty(shape, device=META).stride()
-    return made.set_(tensor.untyped_storage(), offset, shape, stride)
+    return result.set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 @registry.result("_cudnn_rnn")
@@ -388,13 +388,13 @@ def _backward(c: KernelCall) -> Any:
         dx = x.new_empty(x.shape)
     grads: list[Tensor] = []
     if c.output_mask[3]:
-        places, _ = weight_places(c.weight, c.weight_stride0)
-        made = torch.empty_like(c.weight_buf)
+        offsets, _ = weight_places(c.weight, c.weight_stride0)
+        flat = torch.empty_like(c.weight_buf)
         grads = [
-            made.narrow(0, place, weight.numel()).view(weight.shape)
+            flat.narrow(0, offset, weight.numel()).view(weight.shape)
             if c.weight_stride0 >= 4
             else torch.empty_like(weight, memory_format=torch.contiguous_format)
-            for weight, place in zip(c.weight, places, strict=True)
+            for weight, offset in zip(c.weight, offsets, strict=True)
         ]
     d_cx = None if c.cx is None else torch.empty_like(c.cx)
     return dx, torch.empty_like(c.hx), d_cx, grads
@@ -420,12 +420,12 @@ def _packed_segments(x: Tensor, lengths: Tensor, batch_first: bool) -> list[Tens
     (`_pack_padded_sequence`). `lengths` has the steps of each sample. If `batch_first`, samples
     come before steps in `x`."""
     steps = x.transpose(0, 1) if batch_first else x
-    found, start = [], 0
+    segments, start = [], 0
     for end in sorted(set(lengths.tolist())):
         batch = int((lengths >= end).sum())
-        found.append(steps[start:end, :batch])
+        segments.append(steps[start:end, :batch])
         start = end
-    return found
+    return segments
 
 
 @registry.result("_pack_padded_sequence", may_mix_devices=True)
@@ -448,13 +448,13 @@ op(
 
 
 def _layer(mode: int, is_packed: bool) -> Callable[..., Any]:
-    def layer(then: Next, *args: Any) -> Any:
+    def layer(next_kernel: Next, *args: Any) -> Any:
         """Run `_cudnn_impl` of RNN.cpp with the arguments of `torch.lstm`; without cuDNN run
-        `then`. Return output, last hidden state and, for an LSTM, cell. Autocast casts inputs,
-        states and weights to float16, weights into a new buffer (`_cudnn_rnn_cast_reflatten`)."""
+        `next_kernel`. Return output, last hidden state and, for an LSTM, cell. Autocast casts
+        inputs and states to float16, weights into a new buffer (`_cudnn_rnn_cast_reflatten`)."""
         x, batch_sizes = args[0], []
         if not torch._C._get_cudnn_enabled():
-            return then(*args)
+            return next_kernel(*args)
         if is_packed:
             batch_sizes = args[1].tolist()
             args = (x, *args[2:], False)
@@ -494,7 +494,7 @@ for _packet, _mode in (
 
 @registry.above_autograd("lstm_cell")
 def lstm_cell(
-    then: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
+    _: Next, x: Tensor, hidden: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any
 ) -> tuple[Tensor, Tensor]:
     """Run `LSTMCell` of RNN.cpp: two products, and one kernel for the rest; return (h, c). `hidden`
     has the previous (h, c). `biases` are none or those of both products."""
@@ -505,7 +505,7 @@ def lstm_cell(
 
 
 @registry.above_autograd("gru_cell")
-def gru_cell(then: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Tensor:
+def gru_cell(_: Next, x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Tensor:
     """Run `GRUCell` of RNN.cpp: two products, and one kernel for the rest; return the new state.
     `hx` is the previous one. `biases` are none or those of both products."""
     gates = torch.matmul(x, w_ih.t()), torch.matmul(hx, w_hh.t())

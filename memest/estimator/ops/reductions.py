@@ -144,8 +144,8 @@ def _iterated(
     `output_bytes` in the contiguous output."""
     everything = not dims or tensor.dim() == 0
     reduced = set(range(tensor.dim())) if everything else {d % tensor.dim() for d in dims}
-    kept = [1 if dim in reduced else n for dim, n in enumerate(tensor.shape)]
-    strides: Any = make_contiguous_strides_for(kept)
+    output_shape = [1 if dim in reduced else n for dim, n in enumerate(tensor.shape)]
+    strides: Any = make_contiguous_strides_for(output_shape)
     rows = [
         (n, tensor.stride(dim) * input_bytes, strides[dim] * output_bytes * (dim not in reduced))
         for dim, n in enumerate(tensor.shape)
@@ -185,9 +185,9 @@ def staging_bytes(dims: Reduction, gpu: Gpu) -> tuple[int, ...]:
     if stride == dims.input_bytes and along_row and dim0 >= VECTORIZE_FROM and reduced == 1:
         dim0 //= dims.input_vector
     elif stride == dims.input_bytes and not along_row:
-        others = (s // dims.input_bytes for d, s in enumerate(dims.input_strides) if d != reduced)
+        strides = (s // dims.input_bytes for d, s in enumerate(dims.input_strides) if d != reduced)
         # `get_output_vec_size`
-        vector = gcd(VECTOR_SIZE, dims.offset, dims.shape[reduced], *others)
+        vector = gcd(VECTOR_SIZE, dims.offset, dims.shape[reduced], *strides)
         dim0 //= vector
     width, height = _block(dim0, dim1, vector)
     step_input, step_output = (width, 1) if along_row else (1, width)
@@ -196,11 +196,11 @@ def staging_bytes(dims: Reduction, gpu: Gpu) -> tuple[int, ...]:
     step_input *= height
     values = ceil_div(num_inputs, step_input)
     grid = ceil_div(num_outputs // vector, step_output)
-    wanted = gpu.num_sms * (gpu.multiprocessor.threads // (width * height))
-    if values < MAX_VALUES_PER_THREAD or grid > wanted:
+    target_grid = gpu.num_sms * (gpu.multiprocessor.threads // (width * height))
+    if values < MAX_VALUES_PER_THREAD or grid > target_grid:
         return ()
     ctas = max(
-        min(ceil_div(wanted, grid), ceil_div(values, MIN_VALUES_PER_THREAD)),
+        min(ceil_div(target_grid, grid), ceil_div(values, MIN_VALUES_PER_THREAD)),
         ceil_div(values, MAX_VALUES_PER_THREAD),
     )
     if ctas <= 1:
@@ -227,17 +227,17 @@ def reduce_bytes(
     out_dtype = out_dtype or dtype
     accumulator_bytes = accumulator_bytes or dtype.itemsize
     shape, in_strides, out_strides = _iterated(tensor, dims, dtype.itemsize, out_dtype.itemsize)
-    whole = Reduction(
+    reduction = Reduction(
         shape, in_strides, out_strides, dtype.itemsize, accumulator_bytes, input_vector,
         int(tensor.storage_offset()),
     )  # fmt: skip
-    pieces = whole.pieces()
+    pieces = reduction.pieces()
     running: tuple[int, ...] = ()
     if len(pieces) > 1 and dtype in HALVES and out_dtype == dtype:
-        spans = (n * s for n, s in zip(whole.shape, whole.output_strides, strict=True))
+        spans = (n * s for n, s in zip(reduction.shape, reduction.output_strides, strict=True))
         running = (max(out_dtype.itemsize, *spans) // out_dtype.itemsize * accumulator_bytes,)
-    staged = (staging_bytes(piece, gpu) for piece in pieces)
-    return running + max(staged, key=sum, default=())
+    stagings = (staging_bytes(piece, gpu) for piece in pieces)
+    return running + max(stagings, key=sum, default=())
 
 
 def accumulator_bytes_of(dtype: torch.dtype) -> int:
@@ -263,9 +263,9 @@ def sum_bytes(
     """Return the bytes of each temporary of `sum` or `mean` over `dims` (all if empty): cast,
     staging. Equal dtypes need no cast, nor do 16-bit floats with result float32 (ReduceOps.cpp). A
     thread loads `half_vector` 16-bit values at once: 8 in `sum_functor`, `mean_kernel_impl`."""
-    in_place = tensor.dtype == out_dtype or (tensor.dtype in HALVES and out_dtype == torch.float32)
-    dtype = tensor.dtype if in_place else out_dtype
-    cast = () if in_place else (tensor.numel() * dtype.itemsize,)
+    as_is = tensor.dtype == out_dtype or (tensor.dtype in HALVES and out_dtype == torch.float32)
+    dtype = tensor.dtype if as_is else out_dtype
+    cast = () if as_is else (tensor.numel() * dtype.itemsize,)
     vector = half_vector if dtype.itemsize == 2 else VECTOR_SIZE
     return cast + reduce_bytes(
         tensor, dims, gpu, dtype=dtype, out_dtype=out_dtype,
@@ -322,8 +322,8 @@ def renorm(c: KernelCall) -> Events:
     tensor, dim = c.self, c.dim % c.self.dim()
     dims = [other for other in range(tensor.dim()) if other != dim]
     accumulator = accumulator_bytes_of(tensor.dtype)
-    staged = reduce_bytes(tensor, dims, c.gpu, accumulator_bytes=accumulator)
-    return c.outputs() + around((tensor.shape[dim] * tensor.itemsize,), passing(*staged))
+    staging = reduce_bytes(tensor, dims, c.gpu, accumulator_bytes=accumulator)
+    return c.outputs() + around((tensor.shape[dim] * tensor.itemsize,), passing(*staging))
 
 
 op(
@@ -337,12 +337,12 @@ op(
 def cdist_backward(c: KernelCall) -> Events:
     """Allocations of `_cdist_backward` (Distance.cpp): copies, result, all differences. A pair of
     points has a row of differences (DistanceKernel.cu). They are summed over the points of `x2`."""
-    x, others, copies = c.x1, c.x2, _batched_copies((c.x1, c.x2))
+    x1, x2, copies = c.x1, c.x2, _batched_copies((c.x1, c.x2))
     if c.p == 0:
         return around(copies, c.outputs())
-    batch = c.out.numel() // (x.shape[-2] * x.shape[-1])
-    pairs = x.new_empty((batch, others.shape[-2], x.shape[-2], x.shape[-1]))
-    return around(copies, c.outputs() + _summed(pairs, 1, c.gpu))
+    batch = c.out.numel() // (x1.shape[-2] * x1.shape[-1])
+    differences = x1.new_empty((batch, x2.shape[-2], x1.shape[-2], x1.shape[-1]))
+    return around(copies, c.outputs() + _summed(differences, 1, c.gpu))
 
 
 op(
@@ -370,10 +370,10 @@ def logsumexp(c: KernelCall) -> Events:
     """Allocations of `logsumexp_out_impl` (ReduceOps.cpp): maxima, mask, exps, sum, result."""
     dtype, dims, maxima = c.out.dtype, _dims_of(c), c.out.nbytes
     largest = reduce_bytes(c.self, dims, c.gpu, out_dtype=dtype, accumulator_bytes=dtype.itemsize)
-    shifted = torch.empty(c.self.shape, dtype=dtype, device="meta")
-    summed = c.outputs() + passing(*sum_bytes(shifted, dims, dtype, c.gpu))
-    searched = passing(*largest) + passing(maxima, c.out.numel())
-    return around((maxima,), searched + around((shifted.nbytes,), summed))
+    exps = torch.empty(c.self.shape, dtype=dtype, device="meta")
+    sum_events = c.outputs() + passing(*sum_bytes(exps, dims, dtype, c.gpu))
+    max_events = passing(*largest) + passing(maxima, c.out.numel())
+    return around((maxima,), max_events + around((exps.nbytes,), sum_events))
 
 
 @registry.composed("trace")
@@ -392,8 +392,8 @@ def equal(c: KernelCall) -> Scratch:
     )
     if first.shape != second.shape or not first.numel() or is_same:
         return Scratch()
-    compared = torch.empty(first.shape, dtype=torch.bool, device="meta")
-    return Scratch(after=(compared.numel(), 1, *reduce_bytes(compared, (), c.gpu)))
+    comparison = torch.empty(first.shape, dtype=torch.bool, device="meta")
+    return Scratch(after=(comparison.numel(), 1, *reduce_bytes(comparison, (), c.gpu)))
 
 
 register(
@@ -433,13 +433,13 @@ def has_gradient(tensor: Tensor) -> bool:
 
 
 @registry.above_autograd("prod prod.dim_int")
-def product(then: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def product(next_kernel: Next, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run `prod` with the gradient of `_Product` for elements other than 0 (FunctionsManual.cpp).
-    Without a gradient or under `torch.func`, run `then`, the next kernel of torch."""
+    Without a gradient or under `torch.func`, run torch's `next_kernel`."""
     if not has_gradient(x) or torch._C._are_functorch_transforms_active():
-        return then(x, *args, **kwargs)
+        return next_kernel(x, *args, **kwargs)
 
     def run() -> Tensor:
-        return then.below_autograd(x, *args, **kwargs)
+        return next_kernel.below_autograd(x, *args, **kwargs)
 
     return _Product.apply(x, run, args[0] if args else None)  # type: ignore[no-untyped-call]

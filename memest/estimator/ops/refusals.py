@@ -49,12 +49,12 @@ def expects(first: int, second: int, kernel: str) -> RefuseRule:
 
     def rule(call: KernelCall) -> str:
         dtype = call.args[first].dtype
-        given = call.args[second] if len(call.args) > second else None
+        operand = call.args[second] if len(call.args) > second else None
         if not dtype.is_floating_point and not dtype.is_complex:
             return f"\"{kernel}\" not implemented for '{type_name(dtype)}'"
-        if given is None or given.dtype == dtype:
+        if operand is None or operand.dtype == dtype:
             return ""
-        return f"expected scalar type {type_name(dtype)} but found {type_name(given.dtype)}"
+        return f"expected scalar type {type_name(dtype)} but found {type_name(operand.dtype)}"
 
     return rule
 
@@ -71,14 +71,14 @@ def accepts(number: int, dtypes: tuple[torch.dtype, ...], message: str) -> Refus
 
 
 def same_type(
-    first: int, second: int, message: str, named: Callable[[torch.dtype], str] = type_name
+    first: int, second: int, message: str, name_of: Callable[[torch.dtype], str] = type_name
 ) -> RefuseRule:
     """Return a check of calls: `message` if the arguments at positions `first` and `second` differ
-    in dtype, else "". `named` returns a dtype's name, for the two fields {} of `message`."""
+    in dtype, else "". `name_of` returns a dtype's name, for the two fields {} of `message`."""
 
     def rule(call: KernelCall) -> str:
         types = call.args[first].dtype, call.args[second].dtype
-        return "" if types[0] == types[1] else message.format(*map(named, types))
+        return "" if types[0] == types[1] else message.format(*map(name_of, types))
 
     return rule
 
@@ -100,13 +100,13 @@ def overflow(value: Any, dtype: torch.dtype) -> str:
         return ""
     if isinstance(limits, torch.iinfo) and limits.min == 0 and value < 0:
         return ""  # an unsigned number wraps
-    named = _C_NAMES.get(dtype, cpp_type(dtype))
-    return f"value cannot be converted to type {named} without overflow"
+    cpp_name = _C_NAMES.get(dtype, cpp_type(dtype))
+    return f"value cannot be converted to type {cpp_name} without overflow"
 
 
 def refuse_generator(generator: torch.Generator | None, device: Any) -> None:
     """Raise torch's `RuntimeError` for a `generator` that is not of `device` (`check_generator`).
     Without a `device`, it has to be of the CPU."""
-    wanted = torch.device(device or "cpu").type
-    if generator is not None and (found := generator.device.type) != wanted:
-        raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
+    expected = torch.device(device or "cpu").type
+    if generator is not None and (found := generator.device.type) != expected:
+        raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{found}'")

@@ -59,8 +59,8 @@ class KernelCall(dict[str, Any]):
     def outputs(self, *positions: int) -> Events:
         """Return events that allocate the results at `positions`, in this order; default: all."""
         results = self.out if isinstance(self.out, list | tuple) else [self.out]
-        chosen = positions or range(len(results))
-        return outputs({i: results[i].nbytes for i in chosen if results[i] is not None})
+        indices = positions or range(len(results))
+        return outputs({i: results[i].nbytes for i in indices if results[i] is not None})
 
 
 INDEX_BYTES = 8  # size of an int64
@@ -134,8 +134,8 @@ class Op:
         func, schema = self.func, self.func._schema
         self.name = str(func).removesuffix(".default")
         self.names = tuple(argument.name for argument in schema.arguments)
-        given = (a for a in schema.arguments if a.has_default_value())
-        self.defaults = {argument.name: argument.default_value for argument in given}
+        optional = (a for a in schema.arguments if a.has_default_value())
+        self.defaults = {argument.name: argument.default_value for argument in optional}
         # True if it can take a handle of cuBLAS, which has a workspace
         self.takes_handle = self.product is not None or self.calls_cublas is not None
         self.is_view, self.is_mutable = func.is_view, schema.is_mutable
@@ -157,7 +157,7 @@ class Op:
         is_seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.is_random = is_seeded or self.random_offset is not None
         # CUDA allocates the outputs and nothing else
-        self.has_outputs_only = self.requests is None and self._is_known_without()
+        self.has_outputs_only = self.requests is None and self._allocates_outputs_only()
 
     def call(
         self, args: Args, kwargs: Kwargs, out: Any = None, gpu: Gpu | None = None,
@@ -165,8 +165,8 @@ class Op:
     ) -> KernelCall:  # fmt: skip
         """Return a call of this operator, with its schema's defaults for missing arguments. `out`
         is its result, and `known` that of `from_values`."""
-        given = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
-        return KernelCall(given, args, out, gpu, known)
+        arguments = self.defaults | dict(zip(self.names, args, strict=False)) | kwargs
+        return KernelCall(arguments, args, out, gpu, known)
 
     def is_modelled(self, args: Args, kwargs: Kwargs, gpu: Gpu) -> bool:
         """Return whether a rule covers the call's allocations, or they are just its outputs."""
@@ -187,12 +187,12 @@ class Op:
 
     def _is_plain_in_place(self) -> bool:
         aliases = [argument.alias_info for argument in self.func._schema.arguments]
-        written = [alias is not None and alias.is_write for alias in aliases]
+        writes = [alias is not None and alias.is_write for alias in aliases]
         has_rule = self.requests or self.result or self.refuse or self.shaped_by
         is_reshaping = self.may_grow or torch.Tag.inplace_view in self.func.tags
-        return written[:1] == [True] and sum(written) == 1 and not has_rule and not is_reshaping
+        return writes[:1] == [True] and sum(writes) == 1 and not has_rule and not is_reshaping
 
-    def _is_known_without(self) -> bool:
+    def _allocates_outputs_only(self) -> bool:
         """Return whether the CUDA kernel, without a rule, allocates its outputs only. True for
         views, elementwise operators by torch's tag, `_foreach_*` except reductions, matrix
         products, names of `outputs_only.json`, and their forms in place."""
@@ -209,8 +209,8 @@ class Op:
             return True
         overload = schema.overload_name or "default"
         packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        outside = getattr(packet, overload, None) if name.endswith("_") else None
-        return outside is not None and op_of(outside).has_outputs_only
+        out_of_place = getattr(packet, overload, None) if name.endswith("_") else None
+        return out_of_place is not None and op_of(out_of_place).has_outputs_only
 
 
 _parts: dict[OpOverload, dict[str, Any]] = {}
@@ -234,11 +234,11 @@ def load_families() -> None:
 
 def op_of(func: Any) -> Op:
     """Return the `Op` of an operator; the same object each time."""
-    found = _ops.get(id(func))
-    if found is None:
+    operator = _ops.get(id(func))
+    if operator is None:
         load_families()
-        found = _ops[id(func)] = Op(func, **_parts.get(func, {}))
-    return found
+        operator = _ops[id(func)] = Op(func, **_parts.get(func, {}))
+    return operator
 
 
 def registered(part: str) -> dict[OpOverload, Any]:
@@ -251,11 +251,11 @@ def named(*operators: OpOverload | str) -> Iterator[OpOverload]:
     """Yield operator overloads: the given ones, and aten's by the names in a string, split at
     blanks. A name without an overload means the default one. Operators of newer releases of torch
     (`OPERATORS_SINCE`) are omitted if they are absent."""
-    for given in operators:
-        if not isinstance(given, str):
-            yield given
+    for operator in operators:
+        if not isinstance(operator, str):
+            yield operator
             continue
-        for name in given.split():
+        for name in operator.split():
             packet, _, overload = name.partition(".")
             if packet in OPERATORS_SINCE and not hasattr(torch.ops.aten, packet):
                 continue
@@ -272,33 +272,33 @@ def register(*operators: OpOverload | str, about: str = "", when: str = "", **pa
         if text:
             parts[part].__doc__ = text
     for func in named(*operators):
-        known = _parts.setdefault(func, {})
-        if twice := known.keys() & parts.keys():
-            raise ValueError(f"{func} has two rules for {', '.join(sorted(twice))}")
-        known.update(parts)
+        fields = _parts.setdefault(func, {})
+        if duplicates := fields.keys() & parts.keys():
+            raise ValueError(f"{func} has two rules for {', '.join(sorted(duplicates))}")
+        fields.update(parts)
         _ops.pop(id(func), None)
 
 
-def _registering(part: str, *operators: OpOverload | str, **others: Any) -> Callable[[Rule], Rule]:
+def _decorator(part: str, *operators: OpOverload | str, **fields: Any) -> Callable[[Rule], Rule]:
     """Return a decorator that registers a function as field `part` of `Op` for `operators`, which
-    are given as in `named`. `others` are further fields, as in `register`."""
+    are given as in `named`. `fields` are further fields, as in `register`."""
 
     def set_part(rule: Rule) -> Rule:
-        others[part] = rule
-        register(*operators, **others)
+        fields[part] = rule
+        register(*operators, **fields)
         return rule
 
     return set_part
 
 
-requests = partial(_registering, "requests")
-result = partial(_registering, "result")
-refuse = partial(_registering, "refuse")
-random_offset = partial(_registering, "random_offset")
-composed = partial(_registering, "composed")
-above_autograd = partial(_registering, "above_autograd")
-on_sparse = partial(_registering, "on_sparse")
-on_compressed = partial(_registering, "on_compressed")
+requests = partial(_decorator, "requests")
+result = partial(_decorator, "result")
+refuse = partial(_decorator, "refuse")
+random_offset = partial(_decorator, "random_offset")
+composed = partial(_decorator, "composed")
+above_autograd = partial(_decorator, "above_autograd")
+on_sparse = partial(_decorator, "on_sparse")
+on_compressed = partial(_decorator, "on_compressed")
 
 Sizes = int | Sequence[int]
 
@@ -328,8 +328,8 @@ def op(
     register(operators, about=about, requests=rule, **parts)
 
 
-def _sizes(given: Sizes) -> tuple[int, ...]:
-    return tuple(filter(None, (given,) if isinstance(given, int) else given))
+def _sizes(sizes: Sizes) -> tuple[int, ...]:
+    return tuple(filter(None, (sizes,) if isinstance(sizes, int) else sizes))
 
 
 def arguments_by_name(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:

@@ -74,11 +74,11 @@ def sort_bytes(tensor: Tensor, dim: int, gpu: Gpu) -> tuple[int, ...]:
         return (length * INDEX_BYTES,)
     item, row = tensor.itemsize, tensor.numel() * INDEX_BYTES
     keys = tensor.numel() * item
-    copied = (keys,) if _has_gaps(tensor) else ()
+    copies = (keys,) if _has_gaps(tensor) else ()
     if count >= FEW_SEGMENTS:
-        return (*copied, row, cub.segmented_sort_bytes(tensor.numel(), item))
+        return (*copies, row, cub.segmented_sort_bytes(tensor.numel(), item))
     storage = cub.radix_sort_bytes(tensor.numel(), gpu, num_bits=8 * item, key_bytes=item)
-    return (*copied, row, storage) if count == 1 else (*copied, row, row, keys, storage)
+    return (*copies, row, storage) if count == 1 else (*copies, row, row, keys, storage)
 
 
 def _has_gaps(tensor: Tensor) -> bool:
@@ -104,19 +104,19 @@ def topk(c: KernelCall) -> Events:
 
     Evidence: exact on an H100 for 1 to 64 slices of 32,000 to a million elements.
     """
-    kept = [*contiguous_copy(c.self)]
+    buffers = [*contiguous_copy(c.self)]
     count, length = _slices(c.self, c.dim)
     scans: Events = []
     # many blocks search a slice: `should_use_multiblock`
     limits = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
-    if length >= next((shortest for most, shortest in limits if count <= most), 400):
+    if length >= next((shortest for max_count, shortest in limits if count <= max_count), 400):
         threads = c.gpu.num_sms * TOPK_BLOCKS_PER_SM * TOPK_THREADS
-        items = min(64, max(4, ceil_div(count * length, threads))) * TOPK_THREADS
-        blocks = count * ceil_div(length, items)
-        kept += [count * c.self.itemsize, count * 8, count * 8]
-        kept += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
+        items_per_block = min(64, max(4, ceil_div(count * length, threads))) * TOPK_THREADS
+        blocks = count * ceil_div(length, items_per_block)
+        buffers += [count * c.self.itemsize, count * 8, count * 8]
+        buffers += [blocks * 512, count * 1024, blocks * 4, blocks * 4]
         scans = passing(TOPK_SCAN_BYTES) * 2
-    return c.outputs() + around(kept, scans)
+    return c.outputs() + around(buffers, scans)
 
 
 def _scanned(c: KernelCall, dtype: torch.dtype) -> tuple[tuple[int, ...], bool]:
@@ -173,8 +173,8 @@ op(
 
 def _searched_copies(values: Tensor, boundaries: Tensor) -> tuple[int, ...]:
     dtype = torch.result_type(values, boundaries)
-    copied = [t for t in (values, boundaries) if t.dtype != dtype or not t.is_contiguous()]
-    return tuple(t.numel() * dtype.itemsize for t in copied)
+    copies = [t for t in (values, boundaries) if t.dtype != dtype or not t.is_contiguous()]
+    return tuple(t.numel() * dtype.itemsize for t in copies)
 
 
 def _is_plain_search(c: KernelCall) -> bool:
@@ -265,16 +265,16 @@ def unique(c: KernelCall) -> Events:
     if not count:
         return []
     if values.dtype is torch.bool:
-        made = c.outputs(0) + outputs({2: 2 * INDEX_BYTES})
+        results = c.outputs(0) + outputs({2: 2 * INDEX_BYTES})
         total = passing(cub.sum_storage_bytes(count, c.gpu.multiprocessor.threads * c.gpu.num_sms))
-        return around((4,), total + made + outputs({1: row if c.return_inverse else 0}))
-    kept: tuple[int, ...] = (values.nbytes,)
+        return around((4,), total + results + outputs({1: row if c.return_inverse else 0}))
+    buffers: tuple[int, ...] = (values.nbytes,)
     if not c.return_inverse:
         ordering = passing(cub.keys_sort_bytes(count, values.dtype))
     else:
         storage = cub.radix_sort_bytes(count, c.gpu, num_bits=8 * item, key_bytes=item)
-        kept, ordering = (values.nbytes, row), passing(row, storage)
-    return around(kept, ordering + _unique(c, row))
+        buffers, ordering = (values.nbytes, row), passing(row, storage)
+    return around(buffers, ordering + _unique(c, row))
 
 
 @registry.requests("unique_consecutive", modelled=_is_unique_known)
@@ -295,14 +295,14 @@ def _unique(c: KernelCall, positions_bytes: int) -> Events:
     if c.return_inverse:
         scan = passing(cub.sum_scan_bytes(count, c.gpu))
         events = outputs({1: row}) + around((positions_bytes,), scan)
-    found = (
+    storage = (
         cub.run_lengths_bytes(count)
         if has_counts
         else cub.unique_bytes(count, c.gpu, c.self.itemsize)
     )
     counts = outputs({2: row if has_counts else 0})
     values = outputs({0: c.self.nbytes})
-    return events + values + around((INDEX_BYTES,), counts + passing(found))
+    return events + values + around((INDEX_BYTES,), counts + passing(storage))
 
 
 def _unique_rows(c: KernelCall, sorting: Events) -> Events:
@@ -312,16 +312,16 @@ def _unique_rows(c: KernelCall, sorting: Events) -> Events:
     row = num_rows * INDEX_BYTES
     events = sorting
     if c.return_inverse:
-        found = passing(UNALIGNED) + passing(cub.long_sum_scan_bytes(num_rows))
-        events = events + around((row,), outputs({1: row}) + found)
+        scan = passing(UNALIGNED) + passing(cub.long_sum_scan_bytes(num_rows))
+        events = events + around((row,), outputs({1: row}) + scan)
     if c.return_counts:
         counts = c.outputs(2) + passing(UNALIGNED)
         storage = passing(cub.thrust_unique_by_key_bytes(num_rows, c.gpu))
         events += around((row + INDEX_BYTES,), storage + counts)
     else:
         events += passing(cub.thrust_unique_bytes(num_rows))
-    kept = (*contiguous_copy(c.self.movedim(c.dim, 0)), row)
-    return around(kept, events + c.outputs(0))
+    buffers = (*contiguous_copy(c.self.movedim(c.dim, 0)), row)
+    return around(buffers, events + c.outputs(0))
 
 
 register(
@@ -339,11 +339,13 @@ register(
 
 
 @registry.above_autograd("cumprod_backward")
-def cumprod_backward(then: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor) -> Tensor:
+def cumprod_backward(
+    next_kernel: Next, grad: Tensor, x: Tensor, dim: int, output: Tensor
+) -> Tensor:
     """Return the gradient of `cumprod` of `x` with result `output`, as in ReduceOps.cpp for `x`
-    without zeros. For complex `x` or a length of 1 in `dim`, torch's next kernel runs (`then`)."""
+    without zeros. For complex `x` or a length of 1 in `dim`, `next_kernel` runs."""
     if x.is_complex() or x.dim() == 0 or x.shape[dim] == 1:
-        return then(grad, x, dim, output)
+        return next_kernel(grad, x, dim, output)
     products, is_zero = output * grad, x == 0
     is_zero.any()  # the host reads it; False is assumed
     return products.flip(dim).cumsum(dim).flip(dim).div(x)
