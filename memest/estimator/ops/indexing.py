@@ -273,7 +273,7 @@ def _sorted_events(c: KernelCall, indices: list[Tensor]) -> Events:
     in the backward of `index` (`unsafe`). Linear indices follow (`computeLinearIndex`). Each index
     on the GPU takes a remainder and a product with its stride. For an index on the host, the
     product is computed there and copied. Then come contiguous values, sorted indices, original
-    positions and their range. The sort uses as many bits as the row count needs.
+    positions and their range. The sort uses as many bits as the largest row number needs.
     """
     target, values = c.self, c["values"]
     count = broadcast(indices)[0].numel()
