@@ -93,6 +93,13 @@ RECENT = (
 )
 """Words of the row of `field/recent.py`: its estimates were committed before its steps ran."""
 
+REALISTIC = (
+    "fine-tunes of the sizes that recipes use on GPUs of 80 GB, on an H200",
+    "2026-11-30",
+    "",
+)
+"""Words of the row of `field/realistic.py`: its estimates were committed before its steps ran."""
+
 PUBLIC = (
     "54 further public repositories, without three whose optimizers step unevenly, on an H200",
     "2026-11-29",
@@ -171,6 +178,18 @@ that count. Columns are those of the table above.
 |---|--:|--:|--:|--:|--:|---|---|--:|"""
 
 
+REALISTIC_HEAD = """
+## Blind, realistic
+
+`validation/scripts/field/realistic.py` has these fine-tunes: geometries of public models, with the
+batch sizes and lengths of recipes for GPUs of 80 GB. Their estimates were committed before any of
+them ran. They ran as those above. Times are in ms. The last two columns are the peak in GiB of
+`torch.cuda.max_memory_reserved`, measured and estimated.
+
+| case | measured | estimated | error | later | error | bound by | cause | loop | peak | estimated |
+|---|--:|--:|--:|--:|--:|---|---|--:|--:|--:|"""
+
+
 def main() -> None:
     """Simulate the cases that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -230,6 +249,7 @@ def cases_page(data: Mapping[str, Any]) -> str:
     lines = [line for head, cases in tables for line in case_table(head, cases)]
     lines += [*unseen_table(data["unseen"]), *fresh_table(FRESH_HEAD, data["fresh"])]
     lines += fresh_table(RECENT_HEAD, data["recent"])
+    lines += fresh_table(REALISTIC_HEAD, data["realistic"])
     lines += ["", *case_table(PUBLIC_HEAD.strip("\n") + "\n", data["public"])]
     return "\n".join(lines) + "\n"
 
@@ -239,7 +259,9 @@ def fresh_table(head: str, cases: Mapping[str, Any]) -> Iterator[str]:
     yield head
     measured = {name: case for name, case in cases.items() if "measured_s" in case}
     for name, case in sorted(measured.items(), key=lambda row: measured_s(row[1])):
-        yield f"{blind_row(name, case)} {' to '.join(map(str, case['python_us']))} |"
+        peaks = [case[key] for key in ("measured_bytes", "estimated_bytes") if key in case]
+        ends = [" to ".join(map(str, case["python_us"])), *(f"{b / 2**30:.3f}" for b in peaks)]
+        yield f"{blind_row(name, case)} {' | '.join(ends)} |"
     if len(measured) < len(cases):
         yield "\nNot measured:\n"
     for name, case in cases.items():
@@ -295,9 +317,9 @@ def summary(data: Mapping[str, Any]) -> str:
     for name, some in (("all", cases), ("without new sizes", known)):
         num, *errors = errors_of(some)
         lines.append(f"| {name} | {' | '.join([num, '', '', '', *errors])} |")
-    fresh, recent = (
+    fresh, recent, realistic = (
         {name: case for name, case in data[key].items() if "measured_s" in case}
-        for key in ("fresh", "recent")
+        for key in ("fresh", "recent", "realistic")
     )
     for label, some, words in (
         ("blind", data["blind"], BLIND),
@@ -308,6 +330,8 @@ def summary(data: Mapping[str, Any]) -> str:
         ("blind, public", data["public"], PUBLIC),
         ("blind, recent", recent, RECENT),
         ("the same later", later(recent), ("", "", "")),
+        ("blind, realistic", realistic, REALISTIC),
+        ("the same later", later(realistic), ("", "", "")),
     ):
         longer = [case for case in some.values() if measured_s(case) > LEAST_S]
         if not longer:
