@@ -211,8 +211,8 @@ def verdict_over(
     `may`. It stores `spread_bytes`, by which another driver can lower the limit."""
     failed = [i for i, result in enumerate(results) if result.failed is not None]
     needs = highest_need([scenario.least for scenario in scenarios], limit_bytes)
-    first = failed[0] if failed else 0
-    replay, storages = results[first], scenarios[first].run.program.storages
+    index = failed[0] if failed else 0
+    replay, storages = results[index], scenarios[index].run.program.storages
     verdict = Verdict(
         verdict=Outcome.OOM if failed else Outcome.FITS,
         margin_bytes=limit_bytes - needs,

@@ -259,7 +259,7 @@ class _Search:
             with suppress(_Spent):
                 for technique, cost in itertools.product(techniques[part :: self.jobs], Cost):
                     if cost not in LAST_RESORTS:
-                        list(self._of_technique(technique, cost))
+                        list(self._technique_options(technique, cost))
             return self.ahead
 
         if self.jobs > 1:
@@ -339,11 +339,11 @@ class _Search:
         for cost, technique in itertools.product(Cost, techniques):
             if cost in LAST_RESORTS and has_found:
                 continue
-            for option in self._of_technique(technique, cost):
+            for option in self._technique_options(technique, cost):
                 has_found = True
                 yield option
 
-    def _of_technique(self, technique: Technique, cost: Cost) -> Iterator[Option]:
+    def _technique_options(self, technique: Technique, cost: Cost) -> Iterator[Option]:
         """Yield the option of the technique's weakest change of `cost` that fits, if any. If
         changes are graded, stronger ones follow (see `_graded`)."""
         if technique.is_graded and technique.changes[0].cost is cost:

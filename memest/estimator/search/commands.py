@@ -92,10 +92,10 @@ def _adapter_lines(before: TrainingPlan, after: TrainingPlan, facts: ModelFacts)
         yield f"model = prepare_model_for_kbit_training(model{off})"
     if after.uses_adapters and not before.uses_adapters:
         targets = after.lora_target_modules or facts.lora_targets
-        named = f", target_modules={json.dumps(targets)}" if targets else ""
+        option = f", target_modules={json.dumps(targets)}" if targets else ""
         yield (
             f"model = get_peft_model(model, LoraConfig(r={after.lora_r}, "
-            f"lora_alpha={after.lora_alpha:g}, lora_dropout={after.lora_dropout:g}{named}))"
+            f"lora_alpha={after.lora_alpha:g}, lora_dropout={after.lora_dropout:g}{option}))"
         )
     changed = (after.act_ckpt, after.uses_adapters) != (before.act_ckpt, before.uses_adapters)
     if after.act_ckpt and changed and not after.kbit_checkpoints:

@@ -329,10 +329,10 @@ def technique_values(plan: TrainingPlan) -> dict[str, dict[str, Any]]:
         has_adapters = "use_lora" in changes or "use_qlora" in changes
         unused = _OF_FULL if has_adapters else _OF_ADAPTERS
         unused = unused if "use_qlora" in changes else unused | _OF_QLORA
-        used = {k: v for k, v in values.items() if k not in unused}
+        plan_values = {k: v for k, v in values.items() if k not in unused}
         if plan.offloads:  # offload works with one optimizer only
-            used["optim"] = plan.optim
-        by_technique[name] = used | changes | {"name": f"{plan.label}: {name}"}
+            plan_values["optim"] = plan.optim
+        by_technique[name] = plan_values | changes | {"name": f"{plan.label}: {name}"}
     return by_technique
 
 

@@ -43,26 +43,26 @@ def predict_each(
     for plan in plans:  # fail at once, before heavy imports
         target_gpus(plan)
         check_name(plan.model_name)
-    alone = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
+    jobs_per_plan = (jobs or os.cpu_count() or 1) if len(plans) == 1 else 1
     if jobs is None and len(plans) < MIN_PLANS_FOR_PROCESSES:
         jobs = 1
     return find_engine("local", jobs).map_groups(
-        partial(_each, jobs=alone), plans, work=attrgetter("is_distributed"),
+        partial(_predict_group, jobs=jobs_per_plan), plans, work=attrgetter("is_distributed"),
         alike=lambda p: replace(p, name="", memory_limit=None, host_memory=None, steps=2),
         label=lambda plans: plans[0].label + f" and {len(plans) - 1} alike" * (len(plans) > 1),
     )  # fmt: skip
 
 
-def _each(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | MemestError]:
+def _predict_group(plans: Sequence[TrainingPlan], *, jobs: int) -> list[Prediction | MemestError]:
     return [result_or_error(predict, plan, jobs=jobs) for plan in plans]
 
 
 def partition(
-    plans: Sequence[TrainingPlan], found: Sequence[Prediction | MemestError]
+    plans: Sequence[TrainingPlan], results: Sequence[Prediction | MemestError]
 ) -> tuple[list[tuple[TrainingPlan, Prediction]], list[tuple[TrainingPlan, MemestError]]]:
-    """Split `plans` with `found`, their results in the same order, into two lists: (plan,
+    """Split `plans` and their `results`, which are in the same order, into two lists: (plan,
     prediction) pairs and (plan, error) pairs."""
-    pairs = list(zip(plans, found, strict=True))
+    pairs = list(zip(plans, results, strict=True))
     predicted = [(plan, result) for plan, result in pairs if isinstance(result, Prediction)]
     return predicted, [(plan, result) for plan, result in pairs if isinstance(result, MemestError)]
 
@@ -105,10 +105,10 @@ def scale(
     for strategy in strategies:
         choices = [name for name in STRATEGIES if name != "auto"]
         if strategy not in choices:
-            near = closest(strategy, choices) or choices
+            matches = closest(strategy, choices) or choices
             raise PlanError(
                 f"there is no strategy `{strategy[:100]}` for several GPUs",
-                hint=f"choose from {', '.join(f'`{name}`' for name in near)}",
+                hint=f"choose from {', '.join(f'`{name}`' for name in matches)}",
             )
     for number in devices:
         TrainingPlan(model_name="any", devices=number)
@@ -130,15 +130,15 @@ def scale(
 def _plan(values: Mapping[str, Any], strategy: str, devices: int) -> TrainingPlan:
     """Return the plan with the keys `values` and `strategy` on `devices` GPUs. Keys that the
     strategy ignores are left out."""
-    unread = _unread(values, strategy)
-    used = {key: value for key, value in values.items() if key not in unread}
-    used |= {"strategy": strategy, "devices": devices}
+    unread = _unread_keys(values, strategy)
+    plan_values = {key: value for key, value in values.items() if key not in unread}
+    plan_values |= {"strategy": strategy, "devices": devices}
     if strategy.endswith("_offload"):
-        used["optim"] = "deepspeed_cpu"
-    return TrainingPlan.from_dict(used)
+        plan_values["optim"] = "deepspeed_cpu"
+    return TrainingPlan.from_dict(plan_values)
 
 
-def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
+def _unread_keys(values: Mapping[str, Any], strategy: str) -> list[str]:
     """Return the keys of `values` that `strategy` ignores and that do not have their default."""
     return [
         name
@@ -151,7 +151,7 @@ def _unread(values: Mapping[str, Any], strategy: str) -> list[str]:
 def _line(
     values: Mapping[str, Any], strategy: str, results: Mapping[int, Prediction | MemestError]
 ) -> ScalingLine:
-    notes = [f"`{key}` is not read" for key in _unread(values, strategy)]
+    notes = [f"`{key}` is not read" for key in _unread_keys(values, strategy)]
     reports = {n: r for n, r in results.items() if isinstance(r, Prediction)}
     optim = values.get("optim")
     if reports and strategy.endswith("_offload") and optim != "deepspeed_cpu":

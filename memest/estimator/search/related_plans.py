@@ -176,8 +176,8 @@ class TraceSeries:
         middle = len(run) // 2
         try:
             interpolation = self.interpolation(run[0], run[1] - run[0])
-            is_other = (i for i, v in enumerate(run) if not interpolation.has_same_kernels(v))
-            end = next(is_other, len(run))
+            ends = (i for i, v in enumerate(run) if not interpolation.has_same_kernels(v))
+            end = next(ends, len(run))
             sizes = queried.intersection(run[:end])
             if sizes and self.agrees(interpolation, max(sizes)):
                 self._covered |= dict.fromkeys(run[:end], interpolation)
@@ -262,13 +262,13 @@ class RelatedPlans:
         differ in more."""
         own_size = getattr(plan, self.key)
         size = min((value for value in self.values if value > 1), default=own_size)
-        short = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)
+        short_plan = replace(with_value(plan, self.key, size), act_ckpt=lead.act_ckpt)
         if self.accumulates:
-            short = replace(short, accumulate_grad_batches=1)
-        if short not in self._optimizers:
-            self._optimizers[short] = None
+            short_plan = replace(short_plan, accumulate_grad_batches=1)
+        if short_plan not in self._optimizers:
+            self._optimizers[short_plan] = None
             with suppress(NotInterpolable, MemestError):  # the lead plan itself may fail
-                own_run = _made(trace_plan, short, self.gpu)
-                lead_run = self._in_short(replace(short, optim=lead.optim))
-                self._optimizers[short] = OptimizerStep(own_run, lead_run)
-        return self._optimizers[short]
+                own_run = _made(trace_plan, short_plan, self.gpu)
+                lead_run = self._in_short(replace(short_plan, optim=lead.optim))
+                self._optimizers[short_plan] = OptimizerStep(own_run, lead_run)
+        return self._optimizers[short_plan]

@@ -207,7 +207,7 @@ def sweep(
     known = known or {}
     new = [plan for plan in plans if plan not in known]
     key = max(_VARIED, key=lambda k: len({getattr(plan, k) for plan in new}))
-    alike = partial(_shared, key)
+    alike = partial(_sharing_key, key)
     num_groups = max(1, len(set(map(alike, new))))
     jobs_per_group = (jobs or os.cpu_count() or 1) // num_groups if engine == "local" else 1
     results = find_engine(engine, jobs).map_groups(
@@ -242,7 +242,7 @@ def _work(plan: TrainingPlan) -> tuple[bool, ...]:
     return plan.is_distributed, "mixed" in plan.precision, plan.act_ckpt
 
 
-def _shared(key: str, plan: TrainingPlan) -> Any:
+def _sharing_key(key: str, plan: TrainingPlan) -> Any:
     """Return a value that is equal for plans that can share simulated runs. They differ only in
     name, optimizer and the field `key` (`batch_size` or `seq_len`), which is None in all or in
     none. A plan with a strategy for several GPUs shares no run."""

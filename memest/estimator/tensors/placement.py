@@ -270,7 +270,7 @@ def local_foreach(
     results = mode.__torch_dispatch__(func, (), local_args, kwargs)  # type: ignore[no-untyped-call]
     if not results:
         return None
-    return [_like(tensor, result) for tensor, result in zip(args[0], results, strict=True)]
+    return [_wrap_local(tensor, result) for tensor, result in zip(args[0], results, strict=True)]
 
 
 FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
@@ -291,7 +291,7 @@ def _are_sharded_alike(tensors: Sequence[Any]) -> bool:
     return all(spec is not None and sharding(spec) == sharding(first) for spec in others)
 
 
-def _like(tensor: Any, local: Tensor) -> Any:
+def _wrap_local(tensor: Any, local: Tensor) -> Any:
     spec = tensor._spec
     if local.dtype is not spec.tensor_meta.dtype:
         meta = type(spec.tensor_meta)(spec.shape, spec.stride, local.dtype)

@@ -283,10 +283,10 @@ _MOVES = "half float double char short int long cuda cpu to get_device".split()
 def _without_data(data: Tensor, mode: CudaSimMode) -> Tensor:
     """Return a host tensor like `data` without data, that is, a meta tensor. If it is small, its
     values are known (`adopt_small`)."""
-    bare = _empty(data, META)
-    mode.host.put(bare)
-    mode.values.adopt_small(bare, data)
-    return bare
+    tensor = _empty(data, META)
+    mode.host.put(tensor)
+    mode.values.adopt_small(tensor, data)
+    return tensor
 
 
 def _install_data(patches: Patches, mode: CudaSimMode) -> None:

@@ -153,8 +153,8 @@ def install(patches: Patches, mode: CudaSimMode) -> None:
     patches.set(torch, "device", device)
     answers = {"number of GPUs": GPU.num_visible, "current GPU": GPU.device.index}
     replacements = [(owner, constants(values)) for owner, values in FACTS["constants"].items()]
-    for what, answer in answers.items():
-        for owner, names in FACTS[what].items():
+    for section, answer in answers.items():
+        for owner, names in FACTS[section].items():
             replacements.append((owner, constants(dict.fromkeys(names, answer))))
     refused = {name: refusing(what) for name, what in FACTS["refused"].items()}
     for owner, functions in (*replacements, ("_C", refused)):
@@ -234,18 +234,18 @@ def _install_libraries(patches: Patches, mode: CudaSimMode) -> None:
         patches.set(torch._C, get, lambda: values.get(get, default))
         patches.set(torch._C, set_, put)
 
-    c: Any = torch._C
+    torch_c: Any = torch._C
     switch("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit", 10)
     switch("_cuda_get_conv_benchmark_empty_cache", "_cudnn_set_conv_benchmark_empty_cache", True)
     for kind in ("linalg", "blas"):
         get, set_ = f"_get_{kind}_preferred_backend", f"_set_{kind}_preferred_backend"
         name = f"torch.backends.cuda.preferred_{kind}_library"
         note = f"`{name}`: memory is that of the default library"
-        switch(get, set_, getattr(c, get)(), note)
+        switch(get, set_, getattr(torch_c, get)(), note)
     note = "`torch.cuda.set_sync_debug_mode`: nothing warns of synchronisation here"
     switch("_cuda_get_sync_debug_mode", "_cuda_set_sync_debug_mode", 0, note)
     patches.set(torch.backends.cudnn, "version", constant(simulated().cudnn_version))
-    patches.set_all({"_cudart": Cudart()}, c, torch.cuda)
+    patches.set_all({"_cudart": Cudart()}, torch_c, torch.cuda)
 
 
 class Generator(torch.Generator):

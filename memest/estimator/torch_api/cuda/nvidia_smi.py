@@ -30,8 +30,8 @@ def answer(gpus: Sequence[Mapping[str, Any]], words: Sequence[str]) -> str:
             options[name] = word  # the value of the option before it
     if "L" in options or "list-gpus" in options:
         return "\n".join(f"GPU {g['index']}: {g['name']} (UUID: {g['uuid']})" for g in gpus)
-    if chosen := options.get("id") or options.get("i"):
-        gpus = [g for g in gpus if {str(g["index"]), g["uuid"]} & {*chosen.split(",")}]
+    if ids := options.get("id") or options.get("i"):
+        gpus = [g for g in gpus if {str(g["index"]), g["uuid"]} & {*ids.split(",")}]
         if not gpus:
             return "No devices were found"
     query = options.get("query-gpu") or options.get("query-compute-apps")

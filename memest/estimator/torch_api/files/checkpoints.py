@@ -161,7 +161,7 @@ class Checkpoints:
         device of `source`, the loaded storage."""
         mode = self._mode
         with _disable_current_modes():
-            base = _bare(num_bytes)
+            base = _meta_storage(num_bytes)
             if source.device.type == "meta":
                 return base
             self._place(base, "torch.load", on_host=not hasattr(source, _LOCATION))
@@ -191,11 +191,11 @@ class Checkpoints:
         """Return a copy of `storage`, which has no data; its known values are copied too."""
         mode, key = self._mode, storage._cdata
         with _disable_current_modes():
-            base = _bare(storage.nbytes())
+            base = _meta_storage(storage.nbytes())
             self._place(base, "clone", on_host=key in host_storages)
-            known = mode.values.copies.get(key)
-            if known is not None:
-                mode.values.copies[base._cdata] = _clone(known)
+            values = mode.values.copies.get(key)
+            if values is not None:
+                mode.values.copies[base._cdata] = _clone(values)
         return base
 
 
@@ -287,7 +287,7 @@ def _install_storages(patches: Patches, mode: CudaSimMode, checkpoints: Checkpoi
     patches.set(Tensor, "share_memory_", lambda t: t if is_meta(t) else share(t))
 
 
-def _bare(num_bytes: int) -> torch.UntypedStorage:
+def _meta_storage(num_bytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]
 
 
@@ -347,7 +347,7 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
 
         def __getitem__(self, index: Any) -> Any:
             virtual = self._file._virtual(self._name)
-            return self._file._placed(self._slice[index] if virtual is None else virtual[index])
+            return self._file._move(self._slice[index] if virtual is None else virtual[index])
 
     class SafeOpen:
         """Replacement of `safe_open`. Large floating-point tensors that it reads have no data."""
@@ -382,12 +382,12 @@ def _opener(module: Any, mode: CudaSimMode) -> type:
             mode.host.put(tensor)
             return tensor
 
-        def _placed(self, tensor: Any) -> Any:
+        def _move(self, tensor: Any) -> Any:
             return tensor.to(self._device) if self._moves else tensor
 
         def get_tensor(self, name: str) -> Any:
             virtual = self._virtual(name)
-            return self._placed(self._file.get_tensor(name) if virtual is None else virtual)
+            return self._move(self._file.get_tensor(name) if virtual is None else virtual)
 
         def get_tensors(self) -> dict[str, Any]:
             return {name: self.get_tensor(name) for name in self.offset_keys()}
