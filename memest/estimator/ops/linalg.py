@@ -93,7 +93,7 @@ def _measured(names: str, **parts: Any) -> Callable[[Rule], Rule]:
 def _row(
     names: str, about: str, rule: Callable[[KernelCall, _Matrices], Events], **parts: Any
 ) -> None:
-    """Register what operators `names` (separated by blanks) allocate. `then(call, matrices)`
+    """Register what operators `names` (separated by blanks) allocate. `rule(call, matrices)`
     returns the events after the outputs, for the matrices of the first argument; `about` describes
     them. `parts` are further arguments of `op`."""
     op(names, about, then=lambda c: rule(c, _shape(c.args[0])), modelled=_is_measured, **parts)

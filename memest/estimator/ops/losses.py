@@ -36,7 +36,7 @@ def _reduced_loss(
     names: str, about: str, scratch_of: Callable[[KernelCall, int, tuple[int, ...]], Scratch]
 ) -> None:
     """Register what the losses `names` (separated by blanks) allocate if reduced to a mean or sum:
-    the temporaries that `made(call, *_elements(call))` returns. `about` describes them."""
+    the temporaries that `scratch_of(call, *_elements(call))` returns. `about` describes them."""
 
     def rule(c: KernelCall) -> Scratch:
         return scratch_of(c, *_elements(c)) if c.reduction else Scratch()
